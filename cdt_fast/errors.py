@@ -1,0 +1,34 @@
+"""The errors a person is meant to read: what was given, what was expected, what to do."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+class InputError(ValueError):
+    """Input, a setting or a file that cannot be used. The command line prints it as one line and exits with 2."""
+
+
+class MissingExtra(ImportError):
+    """A package of an optional extra is needed and not installed; the message names the extra."""
+
+
+def require(module: str, extra: str, purpose: str) -> ModuleType:
+    """Import `module`, or say which extra of cdt-fast brings it.
+
+    Args:
+        module: name of the module to import, for example "av".
+        extra: name of the extra in pyproject.toml, for example "video".
+        purpose: what the package is needed for, as the end of a sentence.
+
+    Raises:
+        MissingExtra: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(
+            f"{purpose} needs the package '{module.split('.')[0]}', which is not installed: "
+            f"pip install 'cdt-fast[{extra}]'"
+        ) from error
