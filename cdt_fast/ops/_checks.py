@@ -1,0 +1,95 @@
+"""Argument checks shared by the ops: one clear error that names the argument, what was given and what is expected."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast.errors import InputError
+
+
+def describe(value: Any) -> str:
+    """A short description of a value for an error message."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
+    """Require a floating-point tensor of at least `rank` dimensions; `layout` is the shape expected, in words."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < rank:
+        raise InputError(f"{name} must be a floating-point tensor {layout}, got {describe(value)}")
+
+
+def check_shape(name: str, value: Tensor, shape: tuple[int, ...], layout: str) -> None:
+    """Require the shape `shape`; `layout` says in names where it comes from."""
+    if tuple(value.shape) != shape:
+        raise InputError(f"{name} must have shape {shape} ({layout}), got {tuple(value.shape)}")
+
+
+def check_together(**tensors: Tensor | None) -> None:
+    """Require one device, and outside of autocast one dtype, for all the tensors given."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first_name, first = next(iter(given.items()))
+    for name, tensor in given.items():
+        if tensor.device != first.device:
+            raise InputError(f"{name} is on {tensor.device} but {first_name} is on {first.device}: move one of them")
+        if tensor.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+            raise InputError(
+                f"{name} is {tensor.dtype} but {first_name} is {first.dtype}: convert one of them, or use autocast"
+            )
+
+
+def check_number(name: str, value: Any, *, minimum: float | None = None) -> float:
+    """Require a finite real number (a Python or NumPy number or a tensor of one element on the CPU)."""
+    if isinstance(value, Tensor):
+        # A tensor on the device would have to be waited for, and its gradient would be lost without a word.
+        if value.numel() != 1 or value.device.type != "cpu" or value.requires_grad:
+            raise InputError(f"{name} must be a number, got a tensor: {describe(value)}")
+        value = value.item()
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        raise InputError(f"{name} must be a finite number, got {describe(value)}")
+    if minimum is not None and value < minimum:
+        raise InputError(f"{name} must be at least {minimum:g}, got {value!r}")
+    return float(value)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """Require one of `choices`."""
+    if value not in choices:
+        raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """`[..., T]`, true at the tokens of `tokens` `[..., T, width]` that are padding, or None without lengths.
+
+    Raises:
+        InputError: `lengths` is no integer tensor of shape `tokens.shape[:-2]` on the device of `tokens`.
+    """
+    if lengths is None:
+        return None
+    integers = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
+    if not isinstance(lengths, Tensor) or lengths.dtype not in integers:
+        raise InputError(f"lengths must be an integer tensor with one length a sequence, got {describe(lengths)}")
+    check_shape("lengths", lengths, tuple(tokens.shape[:-2]), "one length a sequence")
+    if lengths.device != tokens.device:
+        raise InputError(f"lengths is on {lengths.device} but the tokens are on {tokens.device}: move one of them")
+    return torch.arange(tokens.shape[-2], device=tokens.device) >= lengths.unsqueeze(-1)
+
+
+def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
+    """`tokens` with zeros at the padding, so that whatever stands there (NaN too) reaches no result and no gradient."""
+    return tokens if padding is None else tokens.masked_fill(padding.unsqueeze(-1), 0.0)
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype the products run in: autocast's where it is on, else that of `tensor`."""
+    device = tensor.device.type
+    if tensor.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype

@@ -1,0 +1,180 @@
+"""DUST: the deep unrolled sparse transformer for sequences of image patches (MATH: section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast import ops
+from cdt_fast.errors import InputError
+from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
+from cdt_fast.models.pretrained import PretrainedModel
+from cdt_fast.ops._checks import check_choice, check_number, check_shape, check_tensor
+from cdt_fast.ops.lista import NONLINEARITIES
+
+READOUTS = ("own", "next", "shared")
+INITIAL_CODES = ("analysis", "zero")
+
+
+class DUST(PretrainedModel):
+    """A denoiser whose every layer refines a sparse code of the patches, and can be read as a reconstruction.
+
+        H_0 = (1/c) X D,   H_l = S_θ(A H_{l−1} + (1/c)(X − A Z) D),   Z = H_{l−1} Dᵀ,   A = softmax_rows(β Z Zᵀ)
+
+    Args:
+        patch_size: n, pixels of a patch (a square number where patches are square).
+        code_size: m, atoms of a dictionary.
+        layers: L ≥ 1.
+        tied: one dictionary for all layers, else one a layer.
+        sparsity: λ₁ ≥ 0; the threshold is θ = λ₁ · step. A "relu" model has no threshold.
+        step: 1/c; None: 1/‖D‖₂² of the initial dictionary, the largest that makes LISTA a descent method. It stays
+            fixed while the dictionaries train; `spectral_ratio` says whether the bound still holds.
+        scale: β of the attention.
+        nonlinearity: "soft_threshold" or "relu".
+        initial_codes: "analysis" (`H_0 = (1/c) X D`) or "zero".
+        readout: the dictionary that turns the codes of depth l into a reconstruction: "own" (layer l's), "next"
+            (layer l+1's; the projection that the next layer needs anyway) or "shared" (one more dictionary for all
+            depths). For a tied model "own" and "next" are the same. Depth 0 reads with layer 1's.
+
+    Attributes:
+        dictionary: parameter, `[n, m]` if tied, else `[layers, n, m]`. Starts as the overcomplete DCT.
+        readout_dictionary: parameter `[n, m]` of the "shared" readout, else None.
+        step, threshold, scale: 1/c, θ and β.
+
+    Raises:
+        InputError: an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        patch_size: int = 256,
+        code_size: int = 1024,
+        layers: int = 5,
+        *,
+        tied: bool = False,
+        sparsity: float = 0.2,
+        step: float | None = None,
+        scale: float = 1.0,
+        nonlinearity: str = "soft_threshold",
+        initial_codes: str = "analysis",
+        readout: str = "own",
+    ) -> None:
+        super().__init__()
+        for name, value in (("patch_size", patch_size), ("code_size", code_size), ("layers", layers)):
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        initial = overcomplete_dct(patch_size, code_size)
+        self.patch_size, self.code_size, self.layers, self.tied = patch_size, code_size, layers, bool(tied)
+        self.step = 1.0 / squared_spectral_norm(initial).item() if step is None else check_number("step", step)
+        if self.step <= 0:
+            raise InputError(f"step must be above 0, got {step!r}")
+        self.sparsity = check_number("sparsity", sparsity, minimum=0.0)
+        self.scale = check_number("scale", scale)
+        self.nonlinearity = check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
+        self.initial_codes = check_choice("initial_codes", initial_codes, INITIAL_CODES)
+        self.readout = check_choice("readout", readout, READOUTS)
+        self.threshold = self.sparsity * self.step if nonlinearity == "soft_threshold" else 0.0
+        initial = initial.to(torch.get_default_dtype())
+        self.dictionary = nn.Parameter(initial.clone() if tied else initial.repeat(layers, 1, 1))
+        self.readout_dictionary = nn.Parameter(initial.clone()) if readout == "shared" else None
+
+    @property
+    def config(self) -> dict[str, object]:  # type: ignore[override]
+        """The constructor's arguments, with the step as computed."""
+        names = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "nonlinearity")
+        return {name: getattr(self, name) for name in (*names, "initial_codes", "readout")}
+
+    def forward(self, noisy: Tensor, depth: int | None = None) -> Tensor:
+        """The reconstruction `[..., T, n]` of `noisy` `[..., T, n]` after `depth` layers (None: all of them).
+
+        An earlier exit costs the layers up to it and nothing else; depth 0 reads the initial codes.
+
+        Raises:
+            InputError: `noisy` has the wrong shape, or `depth` is not in 0..layers.
+        """
+        if depth is None:
+            depth = self.layers
+        if not isinstance(depth, int) or not 0 <= depth <= self.layers:
+            raise InputError(f"depth must be a whole number from 0 to {self.layers}, got {depth!r}")
+        *_, reconstruction = self._depths(noisy, depth, read_all=False)
+        return reconstruction
+
+    def reconstructions(self, noisy: Tensor) -> list[Tensor]:
+        """The reconstructions of all depths 0..L, L+1 tensors of the shape of `noisy` `[..., T, n]`."""
+        return list(self._depths(noisy, self.layers, read_all=True))
+
+    def layer_losses(
+        self, noisy: Tensor, clean: Tensor, layer_weights: Tensor | Sequence[float] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`(total, per_layer)` of all depths against `clean` `[..., T, n]`.
+
+        See `ops.layerwise_reconstruction_loss` for what is differentiable. Used as
+        `total, losses = model.layer_losses(noisy, clean, constraints.weights())`.
+        """
+        return ops.layerwise_reconstruction_loss(self.reconstructions(noisy), clean, layer_weights=layer_weights)
+
+    def spectral_ratio(self) -> Tensor:
+        """`‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`): above 1 the LISTA step may overshoot."""
+        return squared_spectral_norm(self.dictionary) * self.step
+
+    def _depths(self, noisy: Tensor, depth: int, read_all: bool) -> Iterator[Tensor]:
+        """Yield the projection of every depth; each is a reconstruction if `read_all`, else only the last is."""
+        check_tensor("noisy", noisy, 2, "[..., T, n]")
+        check_shape("noisy", noisy, (*noisy.shape[:-1], self.patch_size), "tokens by the model's patch_size")
+        dictionaries = [self.dictionary] * self.layers if self.tied else list(self.dictionary.unbind())
+        # The tensor of each depth's readout. Where it is the very dictionary of the next layer, its projection is
+        # handed on; otherwise the layer computes the one it needs.
+        following = [*dictionaries, dictionaries[-1]]
+        if self.readout_dictionary is not None:
+            readouts = [self.readout_dictionary] * (self.layers + 1)
+        else:
+            readouts = [dictionaries[0], *dictionaries] if self.readout == "own" else following
+        projected_on = [
+            readouts[level] if read_all or level == depth else following[level] for level in range(depth + 1)
+        ]
+        start = self._analysis_start if self.initial_codes == "analysis" else self._zero_start
+        codes, projection = start(noisy, dictionaries[0], projected_on)
+        yield from projection
+        for level in range(len(projection), depth + 1):
+            dictionary = dictionaries[level - 1]
+            codes, reconstruction = ops.unrolled_layer(
+                codes,
+                noisy,
+                dictionary,
+                step=self.step,
+                threshold=self.threshold,
+                scale=self.scale,
+                nonlinearity=self.nonlinearity,
+                projection=projection[-1] if projected_on[level - 1] is dictionary else None,
+                next_dictionary=projected_on[level],
+            )
+            projection = [reconstruction]
+            yield reconstruction
+
+    def _zero_start(self, noisy: Tensor, dictionary: Tensor, projected_on: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Codes of zero at depth 0."""
+        return noisy.new_zeros(*noisy.shape[:-1], self.code_size), [torch.zeros_like(noisy)]
+
+    def _analysis_start(
+        self, noisy: Tensor, dictionary: Tensor, projected_on: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Depths 0 and 1 from `H_0 = (1/c) X D`, which is never formed: it is linear in the signal.
+
+            H_0 D'ᵀ = X (1/c) D D'ᵀ        A H_0 + (1/c)(X − A Z) D = (1/c)(X + A (X − Z)) D
+
+        That saves two large products forward and three backward of a network's `2 L + 2` and `4 L + 3`.
+        """
+        analysis = self.step * dictionary
+        reconstruction = noisy @ (analysis @ projected_on[0].mT)
+        if len(projected_on) == 1:
+            return noisy, [reconstruction]
+        projection = reconstruction if projected_on[0] is dictionary else noisy @ (analysis @ dictionary.mT)
+        mixed = noisy + ops.symmetric_attention(projection, noisy - projection, scale=self.scale)
+        update = mixed @ analysis
+        if self.nonlinearity == "relu":
+            codes = torch.relu(update)
+        else:
+            codes = ops.soft_threshold(update, self.threshold)
+        return codes, [reconstruction, codes @ projected_on[1].mT]

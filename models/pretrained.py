@@ -1,0 +1,72 @@
+"""A model in a folder: `config.json` says what it is, `model.safetensors` holds its weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typing_extensions import Self
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_json, replaced_atomically, write_json
+
+_classes: dict[str, type[PretrainedModel]] = {}
+
+
+class PretrainedModel(nn.Module):
+    """A module that is rebuilt from its `config`, the keyword arguments of its constructor."""
+
+    config: dict[str, Any]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        _classes[cls.__name__] = cls
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model to `folder`, each file atomically."""
+        folder = Path(folder)
+        weights = {name: value.detach().contiguous().cpu() for name, value in self.state_dict().items()}
+        with replaced_atomically(folder / "model.safetensors") as temporary:
+            save_file(weights, temporary)
+        write_json(folder / "config.json", {"model": type(self).__name__, **self.config})
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Self:
+        """Load a model of this class from `folder`, on the CPU.
+
+        Raises:
+            InputError: the folder holds no such model, or a file of it is missing, unknown or not whole.
+        """
+        model = load_pretrained(folder)
+        if not isinstance(model, cls):
+            raise InputError(f"{folder}: holds a {type(model).__name__}, expected a {cls.__name__}")
+        return model
+
+
+def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
+    """Load whichever model of this package `folder` holds, on the CPU.
+
+    Raises:
+        InputError: the folder holds no model, or a file of it is missing, unknown or not whole.
+    """
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict) or config.get("model") not in _classes:
+        raise InputError(f'{folder / "config.json"}: "model" must be one of {", ".join(sorted(_classes))}')
+    name = config.pop("model")
+    try:
+        model = _classes[name](**config)
+    except TypeError as error:
+        raise InputError(f"{folder / 'config.json'}: does not fit {name} ({error})") from error
+    path = folder / "model.safetensors"
+    try:
+        model.load_state_dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
+    except RuntimeError as error:
+        raise InputError(f"{path}: does not fit {folder / 'config.json'} ({error})") from error
+    return model
