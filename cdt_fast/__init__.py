@@ -1,0 +1,13 @@
+"""cdt_fast: train transformers whose every layer lowers the loss.
+
+`ops` holds the fused operations, `models` the networks built on them, `DescentConstraints` the constraints that make
+every layer descend. Training, data and the command line are in the submodules of their names.
+"""
+
+from cdt_fast import models, ops
+from cdt_fast.descent import DescentConstraints, FeasibilityReport
+from cdt_fast.errors import InputError, MissingExtra
+
+__version__ = "0.1.0"
+
+__all__ = ["DescentConstraints", "FeasibilityReport", "InputError", "MissingExtra", "models", "ops"]

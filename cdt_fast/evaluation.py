@@ -1,0 +1,154 @@
+"""What a trained model does on held-out windows: errors over noise and depth, and whether every layer descends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cdt_fast.baselines import dct3d_denoise, dct_denoise
+from cdt_fast.config import RunConfig
+from cdt_fast.data import VideoData, Windows, add_noise, from_patches, to_patches
+from cdt_fast.descent import DescentConstraints
+from cdt_fast.models import DUST
+
+LEVELS = 255.0
+BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {"dct": dct_denoise, "dct3d": dct3d_denoise}
+HISTOGRAM_EDGES = [round(0.05 * index, 2) for index in range(41)]  # of the per-sample ratios, 0 to 2
+
+# Noise of the evaluation: the same for every run, and apart from the noise of any training.
+_NOISE_SEED = 20_260_117
+
+
+def noisy_batches(
+    windows: Windows, gamma: float, sigma: float, device: torch.device, batch: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`(noisy, clean)` frames `[b, T, h, w]` in [0, 1] of all windows; the noise depends on the window alone."""
+    for start in range(0, len(windows), batch):
+        frames = windows.batch(range(start, min(start + batch, len(windows)))).to(device, torch.float32) / LEVELS
+        generator = torch.Generator(device).manual_seed(_NOISE_SEED + start)
+        yield add_noise(frames, gamma, sigma, generator), frames
+
+
+@torch.no_grad()
+def mean_depth_losses(model: DUST, windows: Windows, config: RunConfig, sigma: float) -> list[float]:
+    """Mean loss of every depth `[L+1]` over all tokens of `windows`, at the training noise."""
+    device = model.dictionary.device
+    sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
+    count = 0
+    for noisy, clean in noisy_batches(windows, config.data.gamma, sigma, device):
+        tokens = _tokens(clean, config)
+        sums += model.layer_losses(_tokens(noisy, config), tokens)[1].to(torch.float64) * tokens.shape[:-1].numel()
+        count += tokens.shape[:-1].numel()
+    return (sums / count).tolist()
+
+
+@torch.no_grad()
+def evaluate(
+    model: DUST, data: VideoData, config: RunConfig, constraints: DescentConstraints, progress: bool = True
+) -> dict[str, Any]:
+    """Measure `model` on the test windows of `data`.
+
+    Args:
+        model: the trained model; it is used where it is.
+        data: the windows.
+        config: the settings of the run.
+        constraints: what to judge the losses by.
+        progress: show a bar on stderr.
+
+    Returns:
+        The content of `evaluation.json`. RMSE and PSNR are on the scale 0..255, over all pixels of a noise level;
+        `mean_rmse` is the plain mean over the levels. Losses are sums over the pixels of a patch with values in [0, 1],
+        means over the tokens, at the training noise. A sample of `per_sample` is one sequence.
+    """
+    gammas = config.evaluation.gammas
+    depths = model.layers + 1
+    errors = {gamma: torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64) for gamma in gammas}
+    pixels = 0
+    for gamma in tqdm(gammas, desc="evaluate", unit="noise level", disable=not progress):
+        pixels = 0
+        for noisy, clean in noisy_batches(data.test, gamma, data.sigma, model.dictionary.device):
+            outputs = [
+                from_patches(tokens, *_layout(clean, config))
+                for tokens in model.reconstructions(_tokens(noisy, config))
+            ]
+            outputs.append(noisy)
+            outputs.extend(denoise(noisy, gamma * data.sigma, config.data.patch) for denoise in BASELINES.values())
+            errors[gamma] += torch.tensor([_squared_error(output, clean) for output in outputs], dtype=torch.float64)
+            pixels += clean.numel()
+    rmse = {gamma: (LEVELS * (error / pixels).sqrt()).tolist() for gamma, error in errors.items()}
+    losses, per_sample = _descent(model, data, config)
+    report = constraints.report(losses)
+    final = [rmse[gamma][depths - 1] for gamma in gammas]
+    return {
+        "task": config.task,
+        "model": config.model.model,
+        "constrained": config.constraints.constrained,
+        "tied": model.tied,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": model.layers,
+        "source": config.data.source,
+        "test_windows": [list(data.test.name(index)) for index in range(len(data.test))],
+        "training_gamma": config.data.gamma,
+        "sigma": data.sigma,
+        "gamma": list(gammas),
+        "rmse": final,
+        "psnr": [_psnr(value) for value in final],
+        "mean_rmse": sum(final) / len(final),
+        "identity_rmse": [rmse[gamma][depths] for gamma in gammas],
+        "baseline_rmse": {
+            name: [rmse[gamma][depths + 1 + index] for gamma in gammas] for index, name in enumerate(BASELINES)
+        },
+        "depth_rmse": [rmse[gamma][:depths] for gamma in gammas],
+        "layer_loss": losses,
+        "layer_ratio": report.ratio,
+        "rate": constraints.rates.tolist(),
+        "feasible": report.feasible,
+        "violation": report.violation,
+        "report": {**report.as_dict(), "text": str(report)},
+        "spectral_ratio": model.spectral_ratio().reshape(-1).tolist(),
+        "per_sample": per_sample,
+    }
+
+
+def _descent(model: DUST, data: VideoData, config: RunConfig) -> tuple[list[float], dict[str, Any]]:
+    """Mean losses by depth at the training noise, and the ratios ℓ_l / ℓ_{l−1} of every single sequence."""
+    losses, ratios = [], []
+    for noisy, clean in noisy_batches(data.test, config.data.gamma, data.sigma, model.dictionary.device):
+        target = _tokens(clean, config)
+        depths = [
+            (tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(_tokens(noisy, config))
+        ]
+        sequences = torch.stack(depths).to(torch.float64)
+        losses.append(sequences)
+        ratios.append((sequences[1:] / sequences[:-1]).cpu())
+    every = torch.cat(ratios, dim=1)
+    counts = torch.histogram(
+        every.flatten().clamp(max=HISTOGRAM_EDGES[-1]), torch.tensor(HISTOGRAM_EDGES).double()
+    ).hist
+    return torch.cat(losses, dim=1).mean(1).tolist(), {
+        "mean_ratio": every.mean().item(),
+        "median_ratio": every.median().item(),
+        "descending_fraction": (every < 1).double().mean().item(),
+        "histogram": {"edges": HISTOGRAM_EDGES, "counts": [int(count) for count in counts]},
+    }
+
+
+def _tokens(frames: Tensor, config: RunConfig) -> Tensor:
+    return to_patches(frames, config.data.patch, config.data.sequence)  # type: ignore[arg-type]
+
+
+def _layout(frames: Tensor, config: RunConfig) -> tuple[Any, ...]:
+    return tuple(frames.shape), config.data.patch, config.data.sequence
+
+
+def _squared_error(frames: Tensor, clean: Tensor) -> float:
+    return (frames - clean).square().sum(dtype=torch.float64).item()
+
+
+def _psnr(rmse: float) -> float | None:
+    return 20 * math.log10(LEVELS / rmse) if rmse > 0 else None

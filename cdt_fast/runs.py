@@ -1,0 +1,92 @@
+"""A run folder: what one training leaves behind, and what the other commands read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from cdt_fast.config import RunConfig
+from cdt_fast.errors import InputError
+from cdt_fast.files import remove_leftovers, write_text
+
+
+class RunFolder:
+    """The paths of a run: `config.toml`, `metrics.jsonl`, `model/`, `checkpoint/`, `evaluation.json`, `report.md`.
+
+    Args:
+        path: the folder; it need not exist yet.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.model = self.path / "model"
+        self.checkpoint = self.path / "checkpoint" / "state.safetensors"
+        self.evaluation = self.path / "evaluation.json"
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], config: RunConfig) -> RunFolder:
+        """Make a new run folder with its `config.toml`.
+
+        Raises:
+            InputError: the folder exists and is not empty, or cannot be made.
+        """
+        run = cls(path)
+        if run.config.exists():
+            raise InputError(f"{path}: holds a run already; continue it with --resume, or choose another folder")
+        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+            raise InputError(f"{path}: exists and is no empty folder; choose another one for the run")
+        try:
+            config.save(run.config)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be made ({error.strerror})") from error
+        return run
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, trained: bool = True) -> tuple[RunFolder, RunConfig]:
+        """Open an existing run and read its settings.
+
+        Args:
+            path: the folder.
+            trained: also require that it holds a model.
+
+        Raises:
+            InputError: the folder is no run, or has no model yet.
+        """
+        run = cls(path)
+        if not run.config.is_file():
+            raise InputError(f"{path}: is no run folder (it has no config.toml)")
+        config = RunConfig.load(run.config)
+        if trained and not (run.model / "config.json").is_file():
+            raise InputError(f"{path}: has no model yet; continue its training with --resume")
+        return run, config
+
+    def remove_leftovers(self) -> None:
+        """Remove the temporary files that a killed training left."""
+        for folder in (self.path, self.model, self.checkpoint.parent):
+            remove_leftovers(folder)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`. A last line that a killed run did not finish is left out."""
+        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+        entries = []
+        for number, line in enumerate(lines, 1):
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                if number < len(lines):
+                    raise InputError(f"{self.metrics}: line {number} is not JSON ({error})") from error
+        return entries
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop what was logged after `step`, the checkpoint that a resumed run starts from."""
+        kept = [entry for entry in self.read_metrics() if entry["step"] <= step]
+        write_text(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
