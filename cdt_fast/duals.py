@@ -182,6 +182,11 @@ class DualVariables:
                 f"slack_lr is {slack_lr!r}; expected less than 2 / slack_cost = {2 / self._slack_cost:g}, "
                 "or each step of a slack overshoots by more than the last"
             )
+        if resilience == "decay" and dual != "adam" and dual_lr >= 2 * self._slack_cost:
+            raise InputError(
+                f"dual_lr is {dual_lr!r}; expected less than 2 × slack_cost = {2 * self._slack_cost:g} "
+                'with resilience="decay", or each step of the decay overshoots by more than the last'
+            )
         self.settings: dict[str, int | float | str] = {
             "dual": dual,
             **asdict(self._rule),

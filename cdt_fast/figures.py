@@ -1,0 +1,167 @@
+"""The pictures of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cdt_fast.errors import require
+from cdt_fast.evaluation import noisy_batches
+from cdt_fast.files import replaced_atomically
+from cdt_fast.models import load_pretrained
+
+if TYPE_CHECKING:
+    from cdt_fast.report import EvaluatedRun
+
+# Okabe and Ito's palette: told apart by most kinds of colour vision.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+GREY = "#888888"
+
+
+def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
+    """Draw every picture into `folder` and return names and captions.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    require("matplotlib", "report", "drawing a report")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    drawings = [
+        ("loss_over_depth.png", "Held-out loss at every depth, at the training noise", _loss_over_depth),
+        ("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
+        ("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
+        ("sample_ratios.png", "Ratio of the losses of neighbouring depths, for every sequence and layer", _ratios),
+        ("frames.png", "A held-out frame: clean, noisy and denoised", _frames),
+    ]
+    if any(run.evaluation["constrained"] for run in runs):
+        drawings.insert(2, ("multipliers.png", "Multipliers during the training", _multipliers))
+    for name, _, draw in drawings:
+        figure = draw(runs)
+        with replaced_atomically(folder / name) as temporary:
+            figure.savefig(temporary, dpi=110, bbox_inches="tight")
+        _pyplot().close(figure)
+    return [(name, caption) for name, caption, _ in drawings]
+
+
+def _pyplot() -> Any:
+    import matplotlib.pyplot as pyplot
+
+    return pyplot
+
+
+def _axes(width: float = 6.4, height: float = 4.0, columns: int = 1) -> tuple[Any, Any]:
+    figure, axes = _pyplot().subplots(1, columns, figsize=(width * columns, height), squeeze=False)
+    for axis in axes[0]:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    return figure, axes[0]
+
+
+def _lines(axis: Any, runs: Sequence[EvaluatedRun], key: str, x: Sequence[float] | None = None) -> None:
+    for run, colour in zip(runs, _cycle(len(runs)), strict=True):
+        values = run.evaluation[key]
+        axis.plot(range(len(values)) if x is None else x, values, "o-", color=colour, label=run.label)
+
+
+def _cycle(count: int) -> list[str]:
+    return [COLOURS[index % len(COLOURS)] for index in range(count)]
+
+
+def _loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
+    figure, (axis,) = _axes()
+    _lines(axis, runs, "layer_loss")
+    axis.set(xlabel="depth", ylabel="loss (log scale)", yscale="log")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(frameon=False)
+    return figure
+
+
+def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
+    figure, (axis,) = _axes()
+    reference = runs[0].evaluation
+    axis.plot(reference["gamma"], reference["identity_rmse"], ":", color=GREY, label="identity")
+    for name, style in (("dct", "--"), ("dct3d", "-.")):
+        axis.plot(reference["gamma"], reference["baseline_rmse"][name], style, color=GREY, label=name)
+    _lines(axis, runs, "rmse", reference["gamma"])
+    axis.axvline(reference["training_gamma"], color=GREY, linewidth=0.8)
+    axis.annotate("training", (reference["training_gamma"], 0.98), xycoords=("data", "axes fraction"), color=GREY)
+    axis.set(xlabel="noise level γ", ylabel="RMSE (0..255)")
+    axis.legend(frameon=False)
+    return figure
+
+
+def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
+    gammas = runs[0].evaluation["gamma"]
+    training = runs[0].evaluation["training_gamma"]
+    chosen = [min(range(len(gammas)), key=lambda index: abs(gammas[index] - training)), len(gammas) - 1]
+    figure, axes = _axes(columns=2, width=5.2)
+    for axis, index in zip(axes, chosen, strict=True):
+        for run, colour in zip(runs, _cycle(len(runs)), strict=True):
+            axis.plot(run.evaluation["depth_rmse"][index], "o-", color=colour, label=run.label)
+        axis.axhline(runs[0].evaluation["identity_rmse"][index], linestyle=":", color=GREY, label="identity")
+        axis.set(title=f"γ = {gammas[index]:g}", xlabel="layers run", ylabel="RMSE (0..255, log scale)", yscale="log")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _ratios(runs: Sequence[EvaluatedRun]) -> Any:
+    figure, (axis,) = _axes()
+    for run, colour in zip(runs, _cycle(len(runs)), strict=True):
+        histogram = run.evaluation["per_sample"]["histogram"]
+        total = sum(histogram["counts"])
+        shares = [count / total for count in histogram["counts"]]
+        axis.stairs(shares, histogram["edges"], color=colour, label=run.label, linewidth=1.6)
+    axis.axvline(1.0, color=GREY, linewidth=0.8)
+    axis.set(xlabel="ℓ_l / ℓ_{l−1} of one sequence (the last bin holds all above)", ylabel="share")
+    axis.legend(frameon=False)
+    return figure
+
+
+def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
+    constrained = [run for run in runs if run.evaluation["constrained"]]
+    figure, axes = _axes(columns=len(constrained), width=5.2)
+    colours = _pyplot().get_cmap("viridis")
+    for axis, run in zip(axes, constrained, strict=True):
+        entries = [entry for entry in run.folder.read_metrics() if "multipliers" in entry]
+        steps = [entry["step"] for entry in entries]
+        depths = run.evaluation["layers"] + 1
+        for depth in range(depths):
+            values = [entry["multipliers"][depth] for entry in entries]
+            axis.plot(steps, values, color=colours(depth / depths), label=f"λ_{depth}")
+        axis.set(xlabel="step", ylabel="multiplier", title=run.label)
+        axis.legend(frameon=False, fontsize="small")
+    return figure
+
+
+@torch.no_grad()
+def _frames(runs: Sequence[EvaluatedRun]) -> Any:
+    from cdt_fast.denoise import denoised_frames
+    from cdt_fast.training import load_data
+
+    config = runs[0].config
+    data = load_data(config, progress=False)
+    levels = sorted({config.data.gamma, min(config.evaluation.gammas, key=lambda gamma: abs(gamma - 0.5))})
+    models = [load_pretrained(run.folder.model) for run in runs]
+    columns = 2 + len(runs)
+    figure, axes = _pyplot().subplots(
+        len(levels), columns, figsize=(2.6 * columns, 2.8 * len(levels)), squeeze=False, layout="constrained"
+    )
+    middle = config.data.window // 2
+    for row, gamma in zip(axes, levels, strict=True):
+        noisy, clean = next(noisy_batches(data.test, gamma, data.sigma, torch.device("cpu")))
+        shown = {"clean": clean, f"noisy, γ = {gamma:g}": noisy}
+        shown.update(
+            {run.label: denoised_frames(model, run.config, noisy) for run, model in zip(runs, models, strict=True)}
+        )
+        for axis, (title, frames) in zip(row, shown.items(), strict=True):
+            error = 255 * (frames[0, middle] - clean[0, middle]).square().mean().sqrt().item()
+            axis.imshow(frames[0, middle].numpy(), cmap="gray", vmin=0, vmax=1)
+            axis.set_title(f"{title}\nRMSE {error:.1f}" if error else title, fontsize="small", wrap=True)
+            axis.axis("off")
+    return figure
