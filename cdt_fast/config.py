@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from cdt_fast.descent import PRESETS, DescentConstraints
+from cdt_fast.descent import PRESETS
 from cdt_fast.errors import InputError
 from cdt_fast.files import write_text
 
@@ -81,14 +81,6 @@ class ConstraintSettings:
     slack_lr: float | None = setting(None, "step size of the slacks (default: 0.1 / slack_cost)")
     dual_every: int = setting(1, "optimiser steps a dual step", least=1)
     warmup_epochs: int = setting(1, "epochs with the constraints off at the start", least=0)
-
-    def build(self, layers: int, steps_an_epoch: int, **options: Any) -> DescentConstraints:
-        """The constraints these settings describe, for a network of `layers` layers."""
-        taken = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        for name in ("constrained", "preset", "warmup_epochs"):
-            del taken[name]
-        taken["resilience"] = None if self.resilience == "none" else self.resilience
-        return DescentConstraints(layers, warmup_steps=self.warmup_epochs * steps_an_epoch, **taken, **options)
 
 
 @dataclass

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cdt_fast.allocator import keep_freed_memory
 from cdt_fast.baselines import dct3d_denoise, dct_denoise
+from cdt_fast.building import build_constraints, load_data, load_model
+from cdt_fast.checkpoint import load_checkpoint
 from cdt_fast.config import RunConfig
 from cdt_fast.data import VideoData, Windows, add_noise, from_patches, to_patches
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.models import DUST
+from cdt_fast.runs import RunFolder
 
 LEVELS = 255.0
 BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {"dct": dct_denoise, "dct3d": dct3d_denoise}
@@ -152,3 +156,16 @@ def _squared_error(frames: Tensor, clean: Tensor) -> float:
 
 def _psnr(rmse: float) -> float | None:
     return 20 * math.log10(LEVELS / rmse) if rmse > 0 else None
+
+
+def evaluate_run(run: RunFolder, config: RunConfig, progress: bool = True) -> dict[str, Any]:
+    """Evaluate the model that a run kept, judged by the constraints as its training left them; see `evaluate`.
+
+    Raises:
+        InputError: the run's model, data or checkpoint cannot be read.
+    """
+    keep_freed_memory()
+    data = load_data(config, progress)
+    constraints = build_constraints(config, data, "cpu")
+    constraints.load_state_dict(load_checkpoint(run.checkpoint)["constraints"])
+    return evaluate(load_model(run, config), data, config, constraints, progress)

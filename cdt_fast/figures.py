@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cdt_fast.building import load_data
+from cdt_fast.denoise import denoised_frames
 from cdt_fast.errors import require
 from cdt_fast.evaluation import noisy_batches
 from cdt_fast.files import replaced_atomically
@@ -141,9 +143,6 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
 
 @torch.no_grad()
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:
-    from cdt_fast.denoise import denoised_frames
-    from cdt_fast.training import load_data
-
     config = runs[0].config
     data = load_data(config, progress=False)
     levels = sorted({config.data.gamma, min(config.evaluation.gammas, key=lambda gamma: abs(gamma - 0.5))})

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from cdt_fast.allocator import keep_freed_memory
+from cdt_fast.building import build_constraints, build_model, load_data, steps_an_epoch, windows_a_step
 from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.config import RunConfig
-from cdt_fast.data import VideoData, add_noise, load_video, to_patches
+from cdt_fast.data import VideoData, add_noise, to_patches
 from cdt_fast.descent import FeasibilityReport
 from cdt_fast.errors import InputError
 from cdt_fast.evaluation import mean_depth_losses
-from cdt_fast.models import DUST, VideoUT
+from cdt_fast.models import DUST
 from cdt_fast.runs import RunFolder
 
 
@@ -33,30 +34,6 @@ class Interrupted(Exception):
     def __init__(self, signal_number: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
         self.signal_number = signal_number
-
-
-def build_model(config: RunConfig) -> DUST:
-    """The untrained network that the settings describe."""
-    settings = config.model
-    common: dict[str, Any] = {
-        "patch_size": config.data.patch**2,
-        "code_size": settings.code_size,
-        "layers": settings.layers,
-        "tied": not config.constraints.constrained if settings.tied is None else settings.tied,
-        "step": settings.step,
-        "scale": settings.scale,
-        "initial_codes": settings.initial_codes,
-        "readout": settings.readout,
-    }
-    return VideoUT(**common) if settings.model == "ut" else DUST(**common, sparsity=settings.sparsity)
-
-
-def load_data(config: RunConfig, progress: bool = True) -> VideoData:
-    """The windows that the settings describe."""
-    data = config.data
-    if data.size % data.patch:
-        raise InputError(f"[data] size must be a multiple of patch ({data.patch}), got {data.size}")
-    return load_video(data.source, window=data.window, size=data.size, stride=data.stride, progress=progress)
 
 
 def train_video(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: bool = True) -> None:
@@ -124,9 +101,8 @@ class Trainer:
         self.losses = accelerator.prepare(_LayerLosses(self.model, training.precision))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._relative_rate)
-        self.windows_a_step = training.batch * training.accumulate
-        self.steps_an_epoch = math.ceil(len(data.train) / self.windows_a_step)
-        self.constraints = config.constraints.build(config.model.layers, self.steps_an_epoch, device=self.device)
+        self.steps_an_epoch = steps_an_epoch(config, data)
+        self.constraints = build_constraints(config, data, self.device)
         self.constrained = config.constraints.constrained
         self.unconstrained_weights = torch.eye(config.model.layers + 1)[-1]
         self.noise = torch.Generator(self.device).manual_seed(training.seed + 1_000_003 * accelerator.process_index)
@@ -209,9 +185,10 @@ class Trainer:
     def _indices(self) -> list[list[int]]:
         """The windows of this step, a list a micro-batch: a function of seed and step alone."""
         epoch, position = divmod(self.step, self.steps_an_epoch)
+        windows = windows_a_step(self.config)
         generator = torch.Generator().manual_seed(self.config.training.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.data.train), generator=generator).tolist()
-        chosen = order[position * self.windows_a_step : (position + 1) * self.windows_a_step]
+        chosen = order[position * windows : (position + 1) * windows]
         batch = self.config.training.batch
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
 

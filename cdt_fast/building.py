@@ -1,0 +1,90 @@
+"""From the settings of a run to its data, its network and its constraints."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from cdt_fast.config import RunConfig
+from cdt_fast.data import VideoData, load_video
+from cdt_fast.descent import DescentConstraints
+from cdt_fast.errors import InputError
+from cdt_fast.models import DUST, VideoUT, load_pretrained
+from cdt_fast.runs import RunFolder
+
+
+def load_data(config: RunConfig, progress: bool = True) -> VideoData:
+    """The windows that the settings describe.
+
+    Raises:
+        InputError: the settings do not fit each other, or the source cannot be read or is too short.
+    """
+    data = config.data
+    if data.size % data.patch:
+        raise InputError(f"[data] size must be a multiple of patch ({data.patch}), got {data.size}")
+    return load_video(data.source, window=data.window, size=data.size, stride=data.stride, progress=progress)
+
+
+def build_model(config: RunConfig) -> DUST:
+    """The untrained network that the settings describe."""
+    settings = config.model
+    common: dict[str, Any] = {
+        "patch_size": config.data.patch**2,
+        "code_size": settings.code_size,
+        "layers": settings.layers,
+        "tied": not config.constraints.constrained if settings.tied is None else settings.tied,
+        "step": settings.step,
+        "scale": settings.scale,
+        "initial_codes": settings.initial_codes,
+        "readout": settings.readout,
+    }
+    return VideoUT(**common) if settings.model == "ut" else DUST(**common, sparsity=settings.sparsity)
+
+
+def load_model(run: RunFolder, config: RunConfig) -> DUST:
+    """The trained network of a run, on the GPU where there is one and the settings do not say "cpu".
+
+    Raises:
+        InputError: the run's model cannot be read.
+    """
+    model = load_pretrained(run.model)
+    if not isinstance(model, DUST):
+        raise InputError(f"{run.model}: holds a {type(model).__name__}, expected a model for video")
+    use_cuda = config.training.device != "cpu" and torch.cuda.is_available()
+    return model.to("cuda" if use_cuda else "cpu").eval()
+
+
+def windows_a_step(config: RunConfig) -> int:
+    """Windows that one optimiser step sees."""
+    return config.training.batch * config.training.accumulate
+
+
+def steps_an_epoch(config: RunConfig, data: VideoData) -> int:
+    """Optimiser steps that see every training window once; the last may see fewer than the others."""
+    return math.ceil(len(data.train) / windows_a_step(config))
+
+
+def build_constraints(config: RunConfig, data: VideoData, device: torch.device | str) -> DescentConstraints:
+    """The constraints that the settings describe, on `device`, nothing recorded yet."""
+    settings = config.constraints
+    return DescentConstraints(
+        config.model.layers,
+        settings.rate,
+        settings.reference,
+        reference_mode=settings.reference_mode,
+        coupling=settings.coupling,
+        normalise=settings.normalise,
+        dual=settings.dual,
+        dual_lr=settings.dual_lr,
+        betas=settings.betas,
+        proportional_gain=settings.proportional_gain,
+        smoothing=settings.smoothing,
+        resilience=None if settings.resilience == "none" else settings.resilience,
+        slack_cost=settings.slack_cost,
+        slack_lr=settings.slack_lr,
+        dual_every=settings.dual_every,
+        warmup_steps=settings.warmup_epochs * steps_an_epoch(config, data),
+        device=device,
+    )

@@ -1,0 +1,296 @@
+"""The command line, `cdt-fast`."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import shutil
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cdt_fast.config import SECTIONS, RunConfig
+from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.files import write_json
+
+BAD_INPUT = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that keeps the layout of the examples and answers a wrong call in one line."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Bad input is one line on stderr and status 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (InputError, MissingExtra) as error:
+        message = str(error)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        message = where + ("the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error))
+    except KeyboardInterrupt:
+        print("cdt-fast: interrupted", file=sys.stderr)
+        return 130
+    print("cdt-fast: " + " ".join(message.split()), file=sys.stderr)
+    return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="cdt-fast",
+        description="Train transformers whose every layer lowers the loss.",
+        epilog="example: cdt-fast train video clip.mp4 --out runs/mine",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
+    _add_train(commands)
+
+    command = _command(commands, "evaluate", _evaluate, "measure a run on its held-out frames, and write its report")
+    command.epilog = "example: cdt-fast evaluate runs/mine --gammas 0.1,0.5,1.0 --json mine.json"
+    command.add_argument("folder", metavar="RUN", help="run folder")
+    command.add_argument("--gammas", metavar="LIST", help="noise levels, in place of those of the run's settings")
+    _add_json(command)
+
+    command = _command(commands, "compare", _compare, "set runs side by side: tables, and a report with pictures")
+    command.epilog = "example: cdt-fast compare runs/constrained runs/unconstrained --out comparison"
+    command.add_argument("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same frames")
+    command.add_argument("--out", default="comparison", metavar="DIR", help="folder of the report (comparison)")
+    _add_json(command)
+
+    command = _command(commands, "denoise", _denoise, "denoise a video with a trained run")
+    command.epilog = "example: cdt-fast denoise runs/mine noisy.mp4 clean.mp4 --depth 3"
+    command.add_argument("folder", metavar="RUN", help="run folder")
+    command.add_argument("source", metavar="IN", help="video file, frame folder or .npy")
+    command.add_argument("target", metavar="OUT", help="video file to write, same size and frame rate")
+    command.add_argument("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
+    command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    _add_json(command)
+
+    data = _command(commands, "data", None, "fetch or check data")
+    data.epilog = "example: cdt-fast data check clips/"
+    actions = data.add_subparsers(dest="action", required=True, parser_class=_Parser, metavar="ACTION")
+    command = _command(actions, "fetch", _fetch, "download a public data set, with checksum and resume")
+    command.epilog = "example: cdt-fast data fetch ucsd --to datasets"
+    command.add_argument("name", metavar="NAME", help="avenue, ucsd or shanghaitech")
+    command.add_argument("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
+    command = _command(actions, "check", _check, "say what a source holds, by decoding all of it")
+    command.epilog = "example: cdt-fast data check 'Avenue Dataset' --json avenue.json"
+    command.add_argument("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
+    _add_json(command)
+
+    command = _command(commands, "info", _info, "say what is installed, which device is used, and why")
+    command.epilog = "example: cdt-fast info --json info.json"
+    _add_json(command)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="also write what was measured as JSON")
+
+
+def _add_train(commands: Any) -> None:
+    train = _command(commands, "train", None, "train a network")
+    train.epilog = "example: cdt-fast train video clip.mp4 --out runs/mine"
+    tasks = train.add_subparsers(dest="task", required=True, parser_class=_Parser, metavar="TASK")
+    video = _command(tasks, "video", _train_video, "train a denoiser on video, then evaluate it on held-out frames")
+    video.epilog = (
+        "examples:\n"
+        "  cdt-fast train video clip.mp4 --out runs/mine\n"
+        "  cdt-fast train video clip.mp4 --out runs/plain --no-constrained\n"
+        "  cdt-fast train video --resume runs/mine"
+    )
+    video.add_argument("source", nargs="?", metavar="SOURCE", help="in place of [data] source in a config")
+    video.add_argument("--out", metavar="RUN", help="new run folder (runs/SOURCE-constrained or -unconstrained)")
+    video.add_argument("--config", metavar="FILE", help="settings as TOML, such as the config.toml of a run")
+    video.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint; takes no settings")
+    for section in SECTIONS:
+        group = video.add_argument_group(f"[{section}]")
+        settings = getattr(RunConfig(), section)
+        hints = typing.get_type_hints(type(settings))
+        for entry in fields(settings):
+            if entry.name != "source":
+                _add_setting(group, section, entry, hints[entry.name], getattr(settings, entry.name))
+
+
+def _add_setting(group: Any, section: str, entry: Any, annotation: Any, default: Any) -> None:
+    name = f"--{entry.name.replace('_', '-')}"
+    destination = f"{section}.{entry.name}"
+    text = entry.metadata["help"]
+    if annotation in (bool, bool | None):
+        shown = {True: " (yes)", False: " (no)"}.get(default, "")
+        group.add_argument(name, dest=destination, action=argparse.BooleanOptionalAction, help=text + shown)
+        return
+    shown = "" if default is None else f" ({','.join(map(str, default)) if isinstance(default, list) else default})"
+    choices = entry.metadata["choices"]
+    metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
+    group.add_argument(name, dest=destination, metavar=metavar, help=(text + shown).replace("%", "%%"))
+
+
+def _train_video(options: argparse.Namespace) -> int:
+    given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in vars(options).items():
+        section, dot, key = name.partition(".")
+        if dot and value is not None:
+            given[section][key] = value
+    if options.source is not None:
+        given["data"]["source"] = options.source
+    from cdt_fast.runs import RunFolder
+
+    if options.resume is not None:
+        if options.config or options.out or any(given.values()):
+            raise InputError("--resume takes no other settings: a run goes on as it began")
+        run, config = RunFolder.open(options.resume, trained=False)
+    else:
+        config = RunConfig.load(options.config) if options.config else RunConfig()
+        for section, values in given.items():
+            config.update(section, values)
+        if config.data.source != "demo":
+            config.data.source = str(Path(config.data.source).resolve())
+        run = RunFolder.create(options.out or _default_folder(config), config)
+    from cdt_fast.training import Interrupted, train_video
+
+    try:
+        train_video(run, config, resume=options.resume is not None)
+    except Interrupted as stop:
+        print(f"cdt-fast: {stop}; continue with: cdt-fast train video --resume {run.path}", file=sys.stderr)
+        return 128 + stop.signal_number
+    except InputError:
+        _remove_if_untouched(run)
+        raise
+    return _evaluate_run(run, config)
+
+
+def _default_folder(config: RunConfig) -> Path:
+    kind = "constrained" if config.constraints.constrained else "unconstrained"
+    return Path("runs") / f"{Path(config.data.source).stem}-{kind}"
+
+
+def _remove_if_untouched(run: Any) -> None:
+    """A run that failed before its first step leaves no folder behind."""
+    logged = run.metrics.exists() and run.metrics.stat().st_size > 0
+    if not (logged or run.checkpoint.exists() or run.model.exists()):
+        shutil.rmtree(run.path, ignore_errors=True)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from cdt_fast.runs import RunFolder
+
+    run, config = RunFolder.open(options.folder)
+    if options.gammas is not None:
+        config.set("evaluation", "gammas", options.gammas)
+    return _evaluate_run(run, config, options.json)
+
+
+def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> int:
+    from cdt_fast import report
+    from cdt_fast.evaluation import evaluate_run
+
+    evaluation = evaluate_run(run, config)
+    write_json(run.evaluation, evaluation)
+    if json_file is not None:
+        write_json(json_file, evaluation)
+    measured = report.EvaluatedRun(run, config, evaluation)
+    _print_tables([measured])
+    print(evaluation["report"]["text"])
+    try:
+        path = report.write_report(run.path, [measured], f"cdt-fast evaluate {run.path}")
+    except MissingExtra as error:
+        print(f"no report.md: {error}")
+    else:
+        print(f"report: {path}")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from cdt_fast import report
+
+    runs = [report.EvaluatedRun.open(folder) for folder in options.folders]
+    report.check_comparable(runs)
+    path = report.write_report(options.out, runs, f"cdt-fast compare {' '.join(options.folders)} --out {options.out}")
+    if options.json is not None:
+        write_json(options.json, {run.label: run.evaluation for run in runs})
+    _print_tables(runs)
+    for run in runs:
+        print(f"{run.label}: {run.evaluation['report']['text']}")
+    print(f"report: {path}")
+    return 0
+
+
+def _print_tables(runs: list[Any]) -> None:
+    from cdt_fast import report
+
+    for table in report.tables(runs):
+        print("\n" + report.as_text(table))
+    print()
+
+
+def _denoise(options: argparse.Namespace) -> int:
+    from cdt_fast.building import load_model
+    from cdt_fast.denoise import denoise_video
+    from cdt_fast.runs import RunFolder
+
+    run, config = RunFolder.open(options.folder)
+    written = denoise_video(
+        load_model(run, config),
+        config,
+        options.source,
+        options.target,
+        depth=options.depth,
+        overwrite=options.overwrite,
+    )
+    if options.json is not None:
+        write_json(options.json, written)
+    print(
+        f"{options.target}: {written['frames']} frames, {written['width']}x{written['height']}, "
+        f"{written['frame_rate']:.4g} a second, {written['depth']} of {config.model.layers} layers"
+    )
+    return 0
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    from cdt_fast.data import fetch
+
+    print(fetch(options.name, options.to))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from cdt_fast.data import check, describe_check
+
+    found = check(options.source)
+    if options.json is not None:
+        write_json(options.json, found)
+    print(describe_check(found))
+    return 0 if not found.get("problems") else 1
+
+
+def _info(options: argparse.Namespace) -> int:
+    from cdt_fast.info import collect
+
+    found = collect()
+    if options.json is not None:
+        write_json(options.json, found)
+    width = max(map(len, found))
+    for name, value in found.items():
+        print(f"{name.ljust(width)}  {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

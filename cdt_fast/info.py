@@ -1,0 +1,55 @@
+"""What is installed here, which device is used, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+
+import cdt_fast
+from cdt_fast.data.cache import default_cache_dir
+from cdt_fast.ops.backend import explain
+
+# Package and the extra that brings it.
+OPTIONAL = {
+    "triton": "installed with cdt-fast on Linux",
+    "av": "extra: video",
+    "pillow": "extra: video",
+    "matplotlib": "extra: report",
+    "transformers": "extra: transformers",
+    "tensorboard": "extra: tensorboard",
+}
+
+
+def collect() -> dict[str, Any]:
+    """Facts by name, words and numbers only."""
+    found: dict[str, Any] = {
+        "cdt_fast": cdt_fast.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": _device(),
+        "ops run on": explain(),
+        "CPU threads": torch.get_num_threads(),
+        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
+        "CPU bf16 products": "yes" if _cpu_has_bf16() else "no: bf16 will be slow on this processor",
+        "cache of decoded clips": str(default_cache_dir()),
+    }
+    for package, source in OPTIONAL.items():
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = f"not installed ({source})"
+    return found
+
+
+def _device() -> str:
+    if not torch.cuda.is_available():
+        return "cpu (torch finds no CUDA GPU)"
+    properties = torch.cuda.get_device_properties(0)
+    return f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _cpu_has_bf16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
