@@ -1,0 +1,43 @@
+# Each target does all of its own set-up: a virtual environment in .venv with the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test bench lint clean
+
+demo: .venv/installed
+	rm -rf runs/demo
+	$(BIN)/cdt-fast train video --config docs/demo.toml --out runs/demo/tied --no-constrained
+	$(BIN)/cdt-fast train video --config docs/demo.toml --out runs/demo/untied --no-constrained --no-tied
+	$(BIN)/cdt-fast train video --config docs/demo.toml --out runs/demo/constrained
+	$(BIN)/cdt-fast compare runs/demo/tied runs/demo/untied runs/demo/constrained --out runs/demo/comparison
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+bench: .venv/installed
+	$(BIN)/python -m cdt_fast.bench.dust_step
+
+lint: .venv/linters
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright
+
+clean:
+	rm -rf .venv .typing build cdt_fast.egg-info
+
+# torch first and by its exact version: on a machine without a GPU a range would bring several GB of CUDA packages.
+.venv/installed: pyproject.toml setup.py constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cdt_fast needs Python 3.10 or newer")'
+	$(PYTHON) -m venv .venv
+	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[test]'
+	touch $@
+
+# The type checker follows the folder-to-package mapping of setup.py through links.
+.venv/linters: .venv/installed
+	$(PIP) --no-build-isolation --editable '.[lint]'
+	mkdir -p .typing/cdt_fast
+	for folder in kernels models bench; do ln -sfn ../../$$folder .typing/cdt_fast/$$folder; done
+	touch $@

@@ -1,0 +1,198 @@
+"""Download one large file over HTTP: resumed after an interruption, checked by its sum."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import write_json
+
+TIMEOUT_SECONDS = 60.0
+ATTEMPTS_WITHOUT_PROGRESS = 5
+FIRST_PAUSE_SECONDS = 1.0
+
+_BLOCK_BYTES = 1 << 20
+_TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class _Interrupted(Exception):
+    """The connection failed in a way that another attempt may mend."""
+
+
+def download(url: str, target: Path, sha256: str, *, progress: bool = True) -> None:
+    """Download `url` to `target`.
+
+    The bytes gather in `<target>.part`, which a later call goes on from: it asks for the rest only, and begins anew
+    if the server's file has changed in the meantime (If-Range with the ETag or date, kept in `<target>.part.json`).
+    The part becomes `target` once its sum is right.
+
+    Args:
+        url: http or https.
+        target: the file to make; its folder exists.
+        sha256: the expected sum, in hexadecimal.
+        progress: show a bar on stderr.
+
+    Raises:
+        InputError: the server refuses, the connection keeps failing, the disk is full (the part is kept in all three
+            cases), or the sum is wrong (the part is removed).
+    """
+    if not url.lower().startswith(("http://", "https://")):
+        raise InputError(f"{url}: expected an address that begins with http:// or https://")
+    part = _PartFile(target)
+    furthest = part.size()
+    failures = 0
+    with tqdm(desc=target.name, unit="B", unit_scale=True, disable=not progress) as bar:
+        while True:
+            try:
+                _request_rest(url, part, bar)
+                break
+            except _Interrupted as error:
+                failures = 0 if part.size() > furthest else failures + 1
+                furthest = max(furthest, part.size())
+                if failures == ATTEMPTS_WITHOUT_PROGRESS:
+                    raise InputError(
+                        f"{url}: the download stopped after {part.size()} bytes ({error}); run it again to go on from "
+                        "there"
+                    ) from error
+                time.sleep(FIRST_PAUSE_SECONDS * 2**failures)
+    found = file_sha256(part.path)
+    if found != sha256.lower():
+        part.remove()
+        raise InputError(
+            f"{url}: the download has sha256 {found}, expected {sha256.lower()}; it was removed: the file on the "
+            "server was altered or is another one"
+        )
+    part.path.replace(target)
+    part.remove()
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise InputError(f"{path}: the file cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+class _PartFile:
+    """What has arrived so far, and which version of the server's file it is a part of."""
+
+    def __init__(self, target: Path) -> None:
+        self.path = target.with_name(f"{target.name}.part")
+        self._validator_path = target.with_name(f"{target.name}.part.json")
+
+    def size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def validator(self) -> str | None:
+        try:
+            return json.loads(self._validator_path.read_text(encoding="utf-8"))["validator"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def open(self, start: int, validator: str | None) -> BinaryIO:
+        """Open the part to write from byte `start` on; what lies beyond it is cut off."""
+        write_json(self._validator_path, {"validator": validator})
+        file = self.path.open("ab")
+        file.truncate(start)
+        return file
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._validator_path.unlink(missing_ok=True)
+
+
+def _request_rest(url: str, part: _PartFile, bar: tqdm) -> None:
+    start = part.size()
+    headers = {"User-Agent": "cdt-fast", "Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+        validator = part.validator()
+        if validator is not None:
+            headers["If-Range"] = validator
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code == 416:
+                _settle_unsatisfiable(error, part, start)
+                return
+            if error.code in _TRANSIENT_STATUSES:
+                raise _Interrupted(f"the server answered {error.code} {error.reason}") from error
+            raise InputError(f"{url}: the server refuses the download: {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise _Interrupted(_reason(error)) from error
+    except ValueError as error:
+        raise InputError(f"{url}: is not an address that can be asked for ({error})") from error
+    with response:
+        _receive(response, part, bar, start)
+
+
+def _settle_unsatisfiable(response: urllib.error.HTTPError, part: _PartFile, start: int) -> None:
+    """416: nothing lies beyond the part. It is whole if the server's file has its length, and of no use otherwise."""
+    if response.headers.get("Content-Range", "") != f"bytes */{start}":
+        part.remove()
+        raise _Interrupted("the part was longer than the file on the server")
+
+
+def _receive(response: http.client.HTTPResponse, part: _PartFile, bar: tqdm, start: int) -> None:
+    if response.status != 206:
+        # The server ignores ranges, or its file has changed: this is the whole file.
+        start = 0
+    elif not re.match(rf"bytes {start}-", response.headers.get("Content-Range", "")):
+        part.remove()
+        raise _Interrupted("the server sent another part of the file than it was asked for")
+    length = response.headers.get("Content-Length")
+    total = start + int(length) if length and length.isdecimal() else None
+    bar.reset(total)
+    bar.update(start)
+    try:
+        with part.open(start, _validator(response)) as file:
+            for block in _blocks(response):
+                file.write(block)
+                bar.update(len(block))
+    except OSError as error:
+        raise InputError(
+            f"{part.path}: cannot be written after {part.size()} bytes ({error.strerror}); free some room and run it "
+            "again to go on from there"
+        ) from error
+    if total is not None and part.size() < total:
+        raise _Interrupted(f"the connection ended {total - part.size()} bytes early")
+
+
+def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    try:
+        while block := response.read(_BLOCK_BYTES):
+            yield block
+    except (OSError, http.client.HTTPException) as error:
+        raise _Interrupted(_reason(error)) from error
+
+
+def _validator(response: http.client.HTTPResponse) -> str | None:
+    """What If-Range may name: a strong ETag, else the date of the last change."""
+    etag = response.headers.get("ETag")
+    return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None) or error
+    return getattr(reason, "strerror", None) or str(reason) or type(reason).__name__

@@ -1,0 +1,70 @@
+"""What a folder holds, in natural order and without the litter that archives and file managers leave."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from cdt_fast.errors import InputError
+
+IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".jpg", ".jpeg", ".png", ".bmp"})
+ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
+VIDEO_SUFFIXES = frozenset(
+    {".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".ts", ".m2ts", ".wmv", ".asf", ".flv", ".3gp"}
+)
+
+_LITTER = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
+_ANNOTATION_FOLDERS = ("ground_truth", "testing_vol", "training_vol")
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key under which "frame2" comes before "frame10"."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", name)
+    key = tuple((0, int(part), "") if part[0] in "0123456789" else (1, 0, part.casefold()) for part in parts)
+    # "01" and "1" have equal parts: the name itself settles their order, so that it never depends on the disk.
+    return (*key, (2, 0, name))
+
+
+def is_junk(path: Path) -> bool:
+    """Whether a data set's loader passes over `path`: hidden files, backups, thumbnails and annotations."""
+    name = path.name.casefold()
+    if name.startswith(".") or name.endswith(("~", ".mat")) or name in _LITTER:
+        return True
+    return (name.endswith("_gt") or name.startswith(_ANNOTATION_FOLDERS)) and path.is_dir()
+
+
+def entries(folder: Path) -> list[Path]:
+    """Everything in `folder` but junk, in natural order.
+
+    Raises:
+        InputError: the folder cannot be listed.
+    """
+    return sorted((path for path in _listed(folder) if not is_junk(path)), key=lambda path: natural_key(path.name))
+
+
+def count_junk(folder: Path) -> int:
+    """How many files and folders below `folder` are passed over as junk; a junk folder counts once.
+
+    Raises:
+        InputError: a folder cannot be listed.
+    """
+    count = 0
+    for path in _listed(folder):
+        if is_junk(path):
+            count += 1
+        elif path.is_dir() and not path.is_symlink():
+            count += count_junk(path)
+    return count
+
+
+def images(folder: Path) -> list[Path]:
+    """The image files directly in `folder`, in natural order."""
+    return [path for path in entries(folder) if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()]
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in os.listdir(folder)]
+    except OSError as error:
+        raise InputError(f"{folder}: the folder cannot be listed ({error.strerror})") from error

@@ -1,0 +1,69 @@
+"""Small clips, written on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from cdt_fast.errors import InputError
+
+
+@pytest.fixture
+def moving_frames() -> Callable[[int], np.ndarray]:
+    """Make uint8 [count, 32, 48, 3]: a textured picture that scrolls."""
+    picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+    return lambda count: np.stack([np.roll(picture, index, axis=1) for index in range(count)])
+
+
+@pytest.fixture
+def write_video(moving_frames) -> Callable[..., Path]:
+    def write(
+        path: Path, count: int = 12, codec: str = "mpeg4", rate: int = 25, form: str | None = None, **options: str
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frames = moving_frames(count)
+        with av.open(str(path), "w", format=form, options=options) as container:
+            stream = container.add_stream(codec, rate=rate)
+            stream.width, stream.height = frames.shape[2], frames.shape[1]
+            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def write_folder(moving_frames) -> Callable[..., Path]:
+    def write(folder: Path, count: int = 12, suffix: str = "png", first: int = 1) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for index, frame in enumerate(moving_frames(count)):
+            Image.fromarray(frame).save(folder / f"{index + first}.{suffix}")
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def refused() -> Callable[..., str]:
+    """Call something, expect one line of InputError that names the path and every fact, and return the line."""
+
+    def call(path: Path, *facts: str, by: Callable[[], object]) -> str:
+        with pytest.raises(InputError) as caught:
+            by()
+        message = str(caught.value)
+        assert str(path) in message
+        assert "\n" not in message
+        # The folder of a test is called after the test, and would often hold the fact.
+        told = message.replace(str(path), "", 1)
+        for fact in facts:
+            assert fact in told
+        return message
+
+    return call
