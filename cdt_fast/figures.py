@@ -70,6 +70,11 @@ def _lines(axis: Any, runs: Sequence[EvaluatedRun], key: str, x: Sequence[float]
         axis.plot(range(len(values)) if x is None else x, values, "o-", color=colour, label=run.label)
 
 
+def _legend(axis: Any, columns: int = 1) -> None:
+    # Below the axes: with several runs there is no corner that no line passes through.
+    axis.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=columns)
+
+
 def _cycle(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
@@ -79,7 +84,7 @@ def _loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
     _lines(axis, runs, "layer_loss")
     axis.set(xlabel="depth", ylabel="loss (log scale)", yscale="log")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(frameon=False)
+    _legend(axis)
     return figure
 
 
@@ -93,7 +98,7 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     axis.axvline(reference["training_gamma"], color=GREY, linewidth=0.8)
     axis.annotate("training", (reference["training_gamma"], 0.98), xycoords=("data", "axes fraction"), color=GREY)
     axis.set(xlabel="noise level γ", ylabel="RMSE (0..255)")
-    axis.legend(frameon=False)
+    _legend(axis)
     return figure
 
 
@@ -108,7 +113,7 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
         axis.axhline(runs[0].evaluation["identity_rmse"][index], linestyle=":", color=GREY, label="identity")
         axis.set(title=f"γ = {gammas[index]:g}", xlabel="layers run", ylabel="RMSE (0..255, log scale)", yscale="log")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].legend(frameon=False, fontsize="small")
+    _legend(axes[0])
     return figure
 
 
@@ -121,7 +126,7 @@ def _ratios(runs: Sequence[EvaluatedRun]) -> Any:
         axis.stairs(shares, histogram["edges"], color=colour, label=run.label, linewidth=1.6)
     axis.axvline(1.0, color=GREY, linewidth=0.8)
     axis.set(xlabel="ℓ_l / ℓ_{l−1} of one sequence (the last bin holds all above)", ylabel="share")
-    axis.legend(frameon=False)
+    _legend(axis)
     return figure
 
 
@@ -137,7 +142,7 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
             values = [entry["multipliers"][depth] for entry in entries]
             axis.plot(steps, values, color=colours(depth / depths), label=f"λ_{depth}")
         axis.set(xlabel="step", ylabel="multiplier", title=run.label)
-        axis.legend(frameon=False, fontsize="small")
+        _legend(axis, columns=3)
     return figure
 
 
