@@ -11,7 +11,7 @@ from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.models.pretrained import PretrainedModel
-from cdt_fast.ops._checks import check_choice, check_number, check_shape, check_tensor
+from cdt_fast.ops._checks import check_choice, check_number, check_shape, check_tensor, check_together
 from cdt_fast.ops.lista import NONLINEARITIES
 
 READOUTS = ("own", "next", "shared")
@@ -123,6 +123,7 @@ class DUST(PretrainedModel):
         """Yield the projection of every depth; each is a reconstruction if `read_all`, else only the last is."""
         check_tensor("noisy", noisy, 2, "[..., T, n]")
         check_shape("noisy", noisy, (*noisy.shape[:-1], self.patch_size), "tokens by the model's patch_size")
+        check_together(noisy=noisy, dictionary=self.dictionary)
         dictionaries = [self.dictionary] * self.layers if self.tied else list(self.dictionary.unbind())
         # The tensor of each depth's readout. Where it is the very dictionary of the next layer, its projection is
         # handed on; otherwise the layer computes the one it needs.
@@ -173,8 +174,5 @@ class DUST(PretrainedModel):
         projection = reconstruction if projected_on[0] is dictionary else noisy @ (analysis @ dictionary.mT)
         mixed = noisy + ops.symmetric_attention(projection, noisy - projection, scale=self.scale)
         update = mixed @ analysis
-        if self.nonlinearity == "relu":
-            codes = torch.relu(update)
-        else:
-            codes = ops.soft_threshold(update, self.threshold)
+        codes = torch.relu(update) if self.nonlinearity == "relu" else ops.soft_threshold(update, self.threshold)
         return codes, [reconstruction, codes @ projected_on[1].mT]

@@ -55,12 +55,12 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
     """
     folder = Path(folder)
     config = read_json(folder / "config.json")
-    if not isinstance(config, dict) or config.get("model") not in _classes:
+    if not isinstance(config, dict) or config.get("model") not in list(_classes):
         raise InputError(f'{folder / "config.json"}: "model" must be one of {", ".join(sorted(_classes))}')
     name = config.pop("model")
     try:
         model = _classes[name](**config)
-    except TypeError as error:
+    except (TypeError, InputError) as error:
         raise InputError(f"{folder / 'config.json'}: does not fit {name} ({error})") from error
     path = folder / "model.safetensors"
     try:

@@ -112,7 +112,7 @@ def attention_matrix_backward(
     symmetric = (grad_scores + grad_scores.mT).mul_(scale)
     if energy:
         symmetric.diagonal(dim1=-2, dim2=-1).sub_(grad_scores.sum(-2), alpha=scale)
-    return symmetric.to(z.dtype) @ z
+    return _multiply(symmetric.to(z.dtype), z)
 
 
 class _SymmetricAttention(torch.autograd.Function):

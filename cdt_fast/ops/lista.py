@@ -37,7 +37,9 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     """
     check_tensor("x", x, 0, "of any shape")
     if not isinstance(threshold, Tensor):
-        return torch.nn.functional.softshrink(x, check_number("threshold", threshold, minimum=0.0))
+        threshold = check_number("threshold", threshold, minimum=0.0)
+        # S_0 is the identity, whose gradient is 1 at zero too; softshrink's is 0 there.
+        return torch.nn.functional.softshrink(x, threshold) if threshold else x.clone()
     check_tensor("threshold", threshold, 0, "or a number")
     if x.dim() < threshold.dim() or any(
         given not in (1, expected) for given, expected in zip(threshold.shape[::-1], x.shape[::-1], strict=False)
@@ -145,9 +147,9 @@ class _ListaStep(torch.autograd.Function):
     ) -> Tensor:
         dtype = compute_dtype(codes)
         with torch.autocast(codes.device.type, enabled=False):
-            rows = codes.reshape(-1, codes.shape[-1]).to(dtype)
+            rows = _rows(codes).to(dtype)
             atoms = dictionary.to(dtype)
-            residual = torch.addmm(signal.reshape(-1, signal.shape[-1]).to(dtype), rows, atoms.mT, alpha=-1)
+            residual = torch.addmm(_rows(signal).to(dtype), rows, atoms.mT, alpha=-1)
             output = shrink_(torch.addmm(rows, residual, atoms, alpha=step), threshold, nonlinearity)
         ctx.save_for_backward(rows, dictionary, residual, output)
         ctx.step, ctx.threshold, ctx.nonlinearity = step, threshold, nonlinearity
@@ -160,14 +162,21 @@ class _ListaStep(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, dictionary, residual, output = ctx.saved_tensors
         atoms = dictionary.to(output.dtype)
-        grad_update = shrink_backward_(
-            grad_output.reshape(output.shape).clone(), output, ctx.threshold, ctx.nonlinearity
-        )
-        grad_signal = ctx.step * (grad_update @ atoms.mT)
         grad_codes = grad_dictionary = None
-        if ctx.needs_input_grad[2]:
-            grad_dictionary = torch.mm(residual.mT, grad_update).mul_(ctx.step)
-            grad_dictionary = grad_dictionary.addmm_(grad_signal.mT, rows, alpha=-1).to(dictionary.dtype)
-        if ctx.needs_input_grad[0]:
-            grad_codes = grad_update.addmm_(grad_signal, atoms, alpha=-1).view(ctx.shapes[0]).to(ctx.dtypes[0])
+        # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
+        with torch.autocast(output.device.type, enabled=False):
+            grad_update = shrink_backward_(
+                grad_output.reshape(output.shape).clone(), output, ctx.threshold, ctx.nonlinearity
+            )
+            grad_signal = ctx.step * (grad_update @ atoms.mT)
+            if ctx.needs_input_grad[2]:
+                grad_dictionary = torch.mm(residual.mT, grad_update).mul_(ctx.step)
+                grad_dictionary = grad_dictionary.addmm_(grad_signal.mT, rows, alpha=-1).to(dictionary.dtype)
+            if ctx.needs_input_grad[0]:
+                grad_codes = grad_update.addmm_(grad_signal, atoms, alpha=-1).view(ctx.shapes[0]).to(ctx.dtypes[0])
         return grad_codes, grad_signal.view(ctx.shapes[1]).to(ctx.dtypes[1]), grad_dictionary, None, None, None
+
+
+def _rows(tokens: Tensor) -> Tensor:
+    """`[..., width]` → `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
+    return tokens.reshape(tokens.shape[:-1].numel(), tokens.shape[-1])

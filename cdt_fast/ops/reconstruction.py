@@ -36,7 +36,7 @@ def layerwise_reconstruction_loss(
     Raises:
         InputError: no reconstruction, no token that counts, or a wrong shape, dtype, device or number of weights.
     """
-    _check(reconstructions, target)
+    _check(reconstructions, target, rank=1 if lengths is None else 2)
     weights = _weights(layer_weights, len(reconstructions))
     padding = padding_mask(lengths, target)
     tokens: Tensor | int = target.shape[:-1].numel() if padding is None else (~padding).sum()
@@ -66,9 +66,9 @@ def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], t
     return torch.stack([(target - reconstruction).square().sum(-1).mean() for reconstruction in reconstructions])
 
 
-def _check(reconstructions: Sequence[Tensor], target: Tensor) -> None:
-    check_tensor("target", target, 1, "[..., n]")
-    if isinstance(reconstructions, Tensor) or not reconstructions:
+def _check(reconstructions: Sequence[Tensor], target: Tensor, rank: int) -> None:
+    check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
+    if not isinstance(reconstructions, Sequence) or not reconstructions:
         raise InputError(f"reconstructions must be a list of one tensor a depth, got {describe(reconstructions)}")
     for depth, reconstruction in enumerate(reconstructions):
         name = f"reconstructions[{depth}]"
@@ -81,6 +81,11 @@ def _check(reconstructions: Sequence[Tensor], target: Tensor) -> None:
 def _weights(layer_weights: Tensor | Sequence[float] | None, depths: int) -> Tensor | None:
     if layer_weights is None:
         return None
-    weights = torch.as_tensor(layer_weights).detach()
+    try:
+        # Numbers in float64: `as_tensor` would round a list of them to float32.
+        dtype = layer_weights.dtype if isinstance(layer_weights, Tensor) else torch.float64
+        weights = torch.as_tensor(layer_weights, dtype=dtype).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"layer_weights must be {depths} numbers, got {describe(layer_weights)}") from error
     check_shape("layer_weights", weights, (depths,), "one weight a depth")
     return weights

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from cdt_fast.ops._checks import (
     check_number,
     check_shape,
+    check_tensor,
     check_together,
     compute_dtype,
     padding_mask,
@@ -64,8 +65,10 @@ def unrolled_layer(
     """
     check_lista_arguments(codes, signal, dictionary, nonlinearity, rank=2)
     if projection is not None:
+        check_tensor("projection", projection, 2, "[..., T, n]")
         check_shape("projection", projection, tuple(signal.shape), "as signal")
     if next_dictionary is not None:
+        check_tensor("next_dictionary", next_dictionary, 2, "[k, m]")
         check_shape("next_dictionary", next_dictionary, (next_dictionary.shape[0], codes.shape[-1]), "any by m")
     check_together(codes=codes, projection=projection, next_dictionary=next_dictionary)
     step = check_number("step", step, minimum=0.0)
@@ -92,7 +95,7 @@ def unrolled_layer(
 def _sequences(tokens: Tensor, padding: Tensor | None) -> Tensor:
     """`[..., T, width]` → contiguous `[B, T, width]` in the dtype of the products, with zeros at the padding."""
     tokens = without_padding(tokens, padding).to(compute_dtype(tokens))
-    return tokens.reshape(-1, *tokens.shape[-2:]).contiguous()
+    return (tokens.unsqueeze(0) if tokens.dim() == 2 else tokens.flatten(0, -3)).contiguous()
 
 
 def unrolled_layer_reference(
@@ -155,60 +158,68 @@ class _UnrolledLayer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_next_codes: Tensor | None, grad_next_projection: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        codes, signal, dictionary, projected, next_dictionary, padding, next_codes = ctx.saved_tensors
-        needs_codes, needs_signal, needs_dictionary, needs_projection, needs_next_dictionary, *_ = ctx.needs_input_grad
-        grad_codes = grad_signal = grad_projection = grad_dictionary = grad_next_dictionary = None
-        atoms = dictionary.to(codes.dtype)
-        tied = next_dictionary is None
-
-        if grad_next_projection is not None:
-            grad_next_projection = grad_next_projection.contiguous()
-            if needs_dictionary if tied else needs_next_dictionary:
-                grad_next_dictionary = _rows(grad_next_projection).mT @ _rows(next_codes)
-            next_atoms = atoms if tied else next_dictionary.to(codes.dtype)
-            if grad_next_codes is None:
-                grad_update = grad_next_projection @ next_atoms
-            else:
-                grad_update = torch.addmm(_rows(grad_next_codes), _rows(grad_next_projection), next_atoms)
-        elif grad_next_codes is not None:
-            grad_update = grad_next_codes.clone(memory_format=torch.contiguous_format)
-        else:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad_output is None for grad_output in grad_outputs):
             return (None,) * 10
-        grad_update = grad_update.view(codes.shape)
-        grad_update = shrink_backward_(grad_update, next_codes, ctx.threshold, ctx.nonlinearity)
+        # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return _backward(ctx, *grad_outputs)
 
-        attention = attention_matrix(projected, ctx.scale, padding)
-        attention_low = attention.to(codes.dtype)
-        grad_residual = (grad_update @ atoms.mT).mul_(ctx.step)
-        if needs_signal:
-            grad_signal = grad_residual
-        if needs_dictionary:
-            residual = torch.baddbmm(signal, attention_low, projected, alpha=-1)
-            grad_dictionary = (_rows(residual).mT @ _rows(grad_update)).mul_(ctx.step)
-            if tied and grad_next_dictionary is not None:
-                grad_dictionary += grad_next_dictionary
-                grad_next_dictionary = None
-        if needs_codes:
-            grad_codes = attention_low.mT @ grad_update
-        if needs_projection or (not ctx.projection_given and (needs_codes or needs_dictionary)):
-            grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_residual, projected.mT, alpha=-1)
-            grad_projection = attention_matrix_backward(projected, attention, grad_attention, ctx.scale)
-            grad_projection.baddbmm_(attention_low.mT, grad_residual, alpha=-1)
-            if not ctx.projection_given:
-                if grad_codes is not None:
-                    _rows(grad_codes).addmm_(_rows(grad_projection), atoms)
-                if grad_dictionary is not None:
-                    grad_dictionary.addmm_(_rows(grad_projection).mT, _rows(codes))
-                grad_projection = None
-        if grad_dictionary is not None:
-            grad_dictionary = grad_dictionary.to(dictionary.dtype)
-        if grad_next_dictionary is not None:
-            grad_next_dictionary = grad_next_dictionary.to(next_dictionary.dtype)
-        return grad_codes, grad_signal, grad_dictionary, grad_projection, grad_next_dictionary, *(None,) * 5
+
+def _backward(
+    ctx: Any, grad_next_codes: Tensor | None, grad_next_projection: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `_UnrolledLayer`, of which at least one of the two outputs has one."""
+    codes, signal, dictionary, projected, next_dictionary, padding, next_codes = ctx.saved_tensors
+    needs_codes, needs_signal, needs_dictionary, needs_projection, needs_next_dictionary, *_ = ctx.needs_input_grad
+    grad_codes = grad_signal = grad_projection = grad_dictionary = grad_next_dictionary = None
+    atoms = dictionary.to(codes.dtype)
+    tied = next_dictionary is None
+
+    if grad_next_projection is not None:
+        grad_next_projection = grad_next_projection.contiguous()
+        if needs_dictionary if tied else needs_next_dictionary:
+            grad_next_dictionary = _rows(grad_next_projection).mT @ _rows(next_codes)
+        next_atoms = atoms if tied else next_dictionary.to(codes.dtype)
+        if grad_next_codes is None:
+            grad_update = grad_next_projection @ next_atoms
+        else:
+            grad_update = torch.addmm(_rows(grad_next_codes.contiguous()), _rows(grad_next_projection), next_atoms)
+    else:
+        assert grad_next_codes is not None  # with neither there is nothing to do, and the caller knows
+        grad_update = grad_next_codes.clone(memory_format=torch.contiguous_format)
+    grad_update = grad_update.view(codes.shape)
+    grad_update = shrink_backward_(grad_update, next_codes, ctx.threshold, ctx.nonlinearity)
+
+    attention = attention_matrix(projected, ctx.scale, padding)
+    attention_low = attention.to(codes.dtype)
+    grad_residual = (grad_update @ atoms.mT).mul_(ctx.step)
+    if needs_signal:
+        grad_signal = grad_residual
+    if needs_dictionary:
+        residual = torch.baddbmm(signal, attention_low, projected, alpha=-1)
+        grad_dictionary = (_rows(residual).mT @ _rows(grad_update)).mul_(ctx.step)
+        if tied and grad_next_dictionary is not None:
+            grad_dictionary += grad_next_dictionary
+            grad_next_dictionary = None
+    if needs_codes:
+        grad_codes = attention_low.mT @ grad_update
+    if needs_projection or (not ctx.projection_given and (needs_codes or needs_dictionary)):
+        grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_residual, projected.mT, alpha=-1)
+        grad_projection = attention_matrix_backward(projected, attention, grad_attention, ctx.scale)
+        grad_projection.baddbmm_(attention_low.mT, grad_residual, alpha=-1)
+        if not ctx.projection_given:
+            if grad_codes is not None:
+                _rows(grad_codes).addmm_(_rows(grad_projection), atoms)
+            if grad_dictionary is not None:
+                grad_dictionary.addmm_(_rows(grad_projection).mT, _rows(codes))
+            grad_projection = None
+    if grad_dictionary is not None:
+        grad_dictionary = grad_dictionary.to(dictionary.dtype)
+    if grad_next_dictionary is not None:
+        grad_next_dictionary = grad_next_dictionary.to(next_dictionary.dtype)
+    return grad_codes, grad_signal, grad_dictionary, grad_projection, grad_next_dictionary, *(None,) * 5
 
 
 def _rows(tokens: Tensor) -> Tensor:
-    return tokens.view(-1, tokens.shape[-1])
+    return tokens.view(tokens.shape[:-1].numel(), tokens.shape[-1])

@@ -1,0 +1,68 @@
+"""The overcomplete DCT, and the spectral norm that sets the step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
+
+
+@pytest.mark.parametrize("patch_size", [2, 3, 4, 8, 9, 10, 16, 25, 64, 256])
+@pytest.mark.parametrize("code_size", [1, 2, 3, 4, 5, 16, 17, 30, 64, 100, 500])
+def test_atoms_have_unit_norm_and_all_but_the_first_along_each_axis_no_mean(patch_size: int, code_size: int) -> None:
+    atoms = overcomplete_dct(patch_size, code_size)
+    assert atoms.shape == (patch_size, code_size)
+    assert atoms.dtype == torch.float64
+    assert atoms.is_contiguous()
+    assert (torch.linalg.vector_norm(atoms, dim=0) - 1).abs().max() < 1e-12
+    assert (atoms[:, 0] - 1 / math.sqrt(patch_size)).abs().max() < 1e-12
+    if code_size > 1:
+        assert atoms[:, 1:].sum(0).abs().max() < 1e-10
+
+
+def test_square_patches_get_products_of_cosines_along_both_axes() -> None:
+    side, frequencies = 8, 16
+    atoms = overcomplete_dct(side * side, frequencies**2)
+    positions = torch.arange(side, dtype=torch.float64)
+    for vertical, horizontal in ((0, 0), (3, 0), (0, 7), (5, 11), (15, 15)):
+        picture = torch.ones(side, side, dtype=torch.float64)
+        for frequency, shape in ((vertical, (side, 1)), (horizontal, (1, side))):
+            cosine = torch.cos(math.pi * positions * frequency / frequencies)
+            cosine = cosine - (cosine.mean() if frequency else 0.0)
+            picture = picture * (cosine / cosine.norm()).reshape(shape)
+        given = atoms[:, vertical * frequencies + horizontal].reshape(side, side)
+        assert (given - picture).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("code_size", [2, 5, 13, 24])
+def test_a_code_size_that_is_no_square_keeps_the_lowest_frequencies_of_the_next_square(code_size: int) -> None:
+    frequencies = math.isqrt(code_size - 1) + 1
+    full = overcomplete_dct(16, frequencies**2)
+    radii = [vertical**2 + horizontal**2 for vertical in range(frequencies) for horizontal in range(frequencies)]
+    kept = [int(torch.nonzero((full == atom.unsqueeze(1)).all(0)).item()) for atom in overcomplete_dct(16, code_size).T]
+    assert len(set(kept)) == code_size
+    dropped = set(range(frequencies**2)) - set(kept)
+    assert max(radii[index] for index in kept) <= min((radii[index] for index in dropped), default=math.inf)
+
+
+@pytest.mark.parametrize(("patch_size", "code_size"), [(16, 16), (16, 30), (256, 1024), (10, 25)])
+def test_the_dictionary_spans_the_patches(patch_size: int, code_size: int) -> None:
+    assert torch.linalg.matrix_rank(overcomplete_dct(patch_size, code_size)) == patch_size
+
+
+def test_the_norm_of_the_reference_dictionary() -> None:
+    assert abs(squared_spectral_norm(overcomplete_dct(256, 1024)).item() - 14.97) < 0.005
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (1, 4), (2, 5, 3, 4)])
+def test_squared_spectral_norm_against_the_singular_values(shape: tuple[int, ...]) -> None:
+    dictionary = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    given = squared_spectral_norm(dictionary)
+    assert given.dtype == torch.float64
+    assert not given.requires_grad
+    expected = torch.linalg.matrix_norm(dictionary.detach().double(), 2).square()
+    assert given.shape == expected.shape
+    assert ((given - expected).abs() < 1e-12 * expected).all()

@@ -1,0 +1,187 @@
+"""A model in a folder: the round trip bit for bit, and one clear error for every way in which it can be broken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdt_fast import models
+from cdt_fast.errors import InputError
+
+SMALL = {"patch_size": 4, "code_size": 9, "layers": 2}
+
+
+def trained(kind: type[models.DUST], **options: Any) -> models.DUST:
+    model = kind(**{**SMALL, **options})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    return model
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    trained(models.DUST).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+CONFIGURATIONS = list(
+    itertools.product(
+        [models.DUST, models.VideoUT],
+        [True, False],
+        ["analysis", "zero"],
+        ["own", "next", "shared"],
+        [{}, {"step": 1 / 3, "scale": 0.1}],
+    )
+)
+
+
+@pytest.mark.parametrize(("kind", "tied", "initial_codes", "readout", "extra"), CONFIGURATIONS)
+def test_a_round_trip_is_bit_for_bit_the_same(
+    tmp_path: Path, kind: type[models.DUST], tied: bool, initial_codes: str, readout: str, extra: dict[str, Any]
+) -> None:
+    model = trained(kind, tied=tied, initial_codes=initial_codes, readout=readout, **extra)
+    model.save_pretrained(tmp_path / "a" / "model")
+    noisy = torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    for load in (kind.from_pretrained, models.load_pretrained, models.DUST.from_pretrained):
+        loaded = load(tmp_path / "a" / "model")
+        assert type(loaded) is kind
+        assert loaded.config == model.config
+        assert (loaded.step, loaded.threshold, loaded.scale) == (model.step, model.threshold, model.scale)
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+        assert all(parameter.requires_grad for parameter in loaded.parameters())
+        given = loaded.reconstructions(noisy)
+        assert all(torch.equal(one, other) for one, other in zip(given, model.reconstructions(noisy), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"sparsity": 0.37}, {"nonlinearity": "relu"}, {"sparsity": 0.0}])
+def test_dust_s_own_settings_round_trip(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = trained(models.DUST, **options)
+    model.save_pretrained(tmp_path)
+    assert models.DUST.from_pretrained(str(tmp_path)).config == model.config
+
+
+def test_the_config_is_the_constructor_s_arguments() -> None:
+    for kind in (models.DUST, models.VideoUT):
+        model = trained(kind, tied=True, readout="shared")
+        again = kind(**model.config)  # type: ignore[arg-type]
+        assert again.config == model.config
+    assert "sparsity" not in models.VideoUT(**SMALL).config
+
+
+def test_saving_again_replaces_the_files_and_leaves_nothing_else(saved: Path) -> None:
+    model = trained(models.VideoUT, tied=True)
+    model.save_pretrained(saved)
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+    assert models.load_pretrained(saved).config == model.config
+
+
+def test_a_subclass_s_folder_is_no_folder_of_another_class(saved: Path) -> None:
+    with pytest.raises(InputError, match="holds a DUST, expected a VideoUT"):
+        models.VideoUT.from_pretrained(saved)
+
+
+def assert_refused(folder: Path, message: str) -> None:
+    for load in (models.load_pretrained, models.DUST.from_pretrained):
+        with pytest.raises(InputError, match=message):
+            load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    assert_refused(saved, rf"{name}: cannot be read")
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    assert_refused(tmp_path / "nowhere", r"nowhere.config\.json: cannot be read")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.01, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_that_is_cut_short(saved: Path, name: str, fraction: float) -> None:
+    whole = (saved / name).read_bytes()
+    cut = int(len(whole) * fraction) if name == "model.safetensors" else min(int(len(whole) * fraction), len(whole) - 3)
+    (saved / name).write_bytes(whole[:cut])
+    assert_refused(saved, rf"{name}: cannot be read")
+
+
+def test_a_file_that_is_something_else(saved: Path) -> None:
+    (saved / "model.safetensors").write_bytes(b"PK\x03\x04 not safetensors" * 100)
+    assert_refused(saved, r"model\.safetensors: cannot be read")
+
+
+def test_a_folder_in_place_of_the_weights(saved: Path) -> None:
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors").mkdir()
+    assert_refused(saved, r"model\.safetensors: cannot be read")
+
+
+@pytest.mark.parametrize("model", ["Transformer", None, 3, ["DUST"], {"a": 1}])
+def test_an_unknown_model(saved: Path, model: Any) -> None:
+    change_config(saved, model=model)
+    assert_refused(saved, r'config\.json: "model" must be one of .*DUST.*VideoUT')
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"DUST"', "{}"])
+def test_a_config_that_is_no_config(saved: Path, text: str) -> None:
+    (saved / "config.json").write_text(text)
+    assert_refused(saved, r'config\.json: "model" must be one of')
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": 8},
+        {"layers": 0},
+        {"layers": "2"},
+        {"code_size": None},
+        {"step": -1.0},
+        {"step": "big"},
+        {"sparsity": -0.1},
+        {"readout": "other"},
+        {"readout": None},
+        {"nonlinearity": ["relu"]},
+        {"initial_codes": 1},
+    ],
+)
+def test_a_config_that_does_not_fit_its_model(saved: Path, changes: dict[str, Any]) -> None:
+    change_config(saved, **changes)
+    name = next(iter(changes))
+    assert_refused(saved, rf"config\.json: does not fit DUST \(.*{name}")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layers": 3}, {"code_size": 10}, {"patch_size": 9}, {"tied": True}, {"readout": "shared"}]
+)
+def test_weights_that_do_not_fit_the_config(saved: Path, changes: dict[str, Any]) -> None:
+    change_config(saved, **changes)
+    assert_refused(saved, r"model\.safetensors: does not fit .*config\.json")
+
+
+def test_weights_with_a_tensor_too_many(saved: Path) -> None:
+    other = saved / "other"
+    trained(models.DUST, readout="shared").save_pretrained(other)
+    (other / "model.safetensors").replace(saved / "model.safetensors")
+    assert_refused(saved, r"(?s)model\.safetensors: does not fit .*readout_dictionary")
+
+
+def test_a_model_trained_on_in_place_is_saved_as_it_is_now(tmp_path: Path) -> None:
+    model = trained(models.DUST)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        model.dictionary.zero_()
+    assert (models.DUST.from_pretrained(tmp_path).dictionary != 0).any()
+    model.save_pretrained(tmp_path)
+    assert (models.DUST.from_pretrained(tmp_path).dictionary == 0).all()
