@@ -11,7 +11,7 @@ from cdt_fast.ops.unrolled import unrolled_layer_reference
 
 
 def written_out_losses(model: DUST, noisy: Tensor, clean: Tensor) -> Tensor:
-    """The losses `[L+1]` of a model with the "own" readout, each layer from its codes alone."""
+    """The losses `[L+1]` of a model with analysis codes and its own readouts, each layer from its codes alone."""
     dictionaries = [model.dictionary] * model.layers if model.tied else list(model.dictionary.unbind())
     codes = model.step * noisy @ dictionaries[0]
     reconstructions = [codes @ dictionaries[0].mT]

@@ -157,6 +157,9 @@ class DescentConstraints:
         coupling: "chain", "detach" or "absolute"; "absolute" needs a reference.
         reference_mode: "constraint" (g_0) or "anchor"; "anchor" needs a reference.
         normalise: whether the dual step sees relative violations; for losses that are positive.
+        margin: share, in [0, 1), by which every bound is lowered while training: g_l = ℓ_l − (1 − margin) r_l ℓ_{l−1},
+            and likewise for the other bounds. `report` judges by the bounds themselves. A solution sits on its bounds,
+            and on held-out data a little above or below them; the margin is what keeps it below.
         warmup_steps: number of steps with the constraints off: weights (0, …, 0, 1) and no dual update.
         dual_every: number of steps per dual update. Their sums and counts add up; λ is constant meanwhile.
         device: where the state lives; None: where the first recorded losses are (the CPU until then).
@@ -183,6 +186,7 @@ class DescentConstraints:
         coupling: str = "chain",
         reference_mode: str = "constraint",
         normalise: bool = False,
+        margin: float = 0.0,
         warmup_steps: int = 0,
         dual_every: int = 1,
         device: torch.device | str | None = None,
@@ -193,6 +197,7 @@ class DescentConstraints:
         self.coupling = checked_choice("coupling", coupling, ("chain", "detach", "absolute"))
         self.reference_mode = checked_choice("reference_mode", reference_mode, ("constraint", "anchor"))
         self.normalise = bool(normalise)
+        self.margin = checked_fraction("margin", margin)
         self.warmup_steps = _integer("warmup_steps", warmup_steps, 0)
         self.dual_every = _integer("dual_every", dual_every, 1)
         self.dtype = checked_choice("dtype", dtype, (torch.float32, torch.float64))
@@ -230,7 +235,7 @@ class DescentConstraints:
         uses_reference[0] = True
         uses_reference[1] |= anchored
         # The share of λ_l that depth l−1 carries: none where the bound of layer l is a constant in the gradient.
-        upstream = (1 - rate) if self.coupling == "chain" else torch.zeros_like(rate)
+        upstream = (1 - self.margin) * (1 - rate) if self.coupling == "chain" else torch.zeros_like(rate)
         upstream = torch.where(uses_reference[1:], 0.0, upstream)
         constants = {
             "rates": rate,
@@ -400,7 +405,7 @@ class DescentConstraints:
         measurements += taken
 
     def _update_duals(self, losses: Tensor) -> None:
-        violation, scale = self._violation(losses)
+        violation, scale = self._violation(losses, self.margin)
         if self.normalise:
             violation = violation / scale
         self._duals.update(violation, self._active(), losses.isfinite().all())
@@ -412,14 +417,17 @@ class DescentConstraints:
         fixed = self._state["reference_measurements"] >= REFERENCE_MEASUREMENTS
         return self._constants["exists"] & (fixed | ~self._constants["uses_reference"])
 
-    def _violation(self, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """Return g and the scale that makes it relative, both (L+1,); without meaning where not active."""
+    def _violation(self, losses: Tensor, margin: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Return g, with bounds lowered by `margin`, and the scale that makes it relative, both (L+1,).
+
+        Without meaning where not active.
+        """
         factors, reference = self._constants["factors"], self.reference_level
         if self.coupling == "absolute":
             bound = reference * factors.cumprod(0)
-            return losses - bound, bound.abs()
+            return losses - (1 - margin) * bound, bound.abs()
         before = torch.where(self._constants["uses_reference"], reference, losses.roll(1))
-        return losses - factors * before, before.abs()
+        return losses - (1 - margin) * factors * before, before.abs()
 
     @torch.no_grad()
     def report(self, losses: Tensor | Sequence[float], tolerance: float = 0.0) -> FeasibilityReport:
@@ -464,6 +472,7 @@ class DescentConstraints:
             "coupling": self.coupling,
             "reference_mode": self.reference_mode,
             "normalise": self.normalise,
+            "margin": self.margin,
             "warmup_steps": self.warmup_steps,
             "dual_every": self.dual_every,
             "dtype": str(self.dtype),

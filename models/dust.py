@@ -36,7 +36,8 @@ class DUST(PretrainedModel):
         initial_codes: "analysis" (`H_0 = (1/c) X D`) or "zero".
         readout: the dictionary that turns the codes of depth l into a reconstruction: "own" (layer l's), "next"
             (layer l+1's; the projection that the next layer needs anyway) or "shared" (one more dictionary for all
-            depths). For a tied model "own" and "next" are the same. Depth 0 reads with layer 1's.
+            depths). For a tied model "own" and "next" are the same. With "own" depth 0 reads with layer 1's, with
+            "next" depth L reads with layer L's.
 
     Attributes:
         dictionary: parameter, `[n, m]` if tied, else `[layers, n, m]`. Starts as the overcomplete DCT.

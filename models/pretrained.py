@@ -48,7 +48,7 @@ class PretrainedModel(nn.Module):
 
 
 def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
-    """Load whichever model of this package `folder` holds, on the CPU.
+    """Load whichever model of this package `folder` holds, on the CPU, in the dtype it was saved in.
 
     Raises:
         InputError: the folder holds no model, or a file of it is missing, unknown or not whole.
@@ -64,7 +64,10 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
         raise InputError(f"{folder / 'config.json'}: does not fit {name} ({error})") from error
     path = folder / "model.safetensors"
     try:
-        model.load_state_dict(load_file(path))
+        weights = load_file(path)
+        # A constructor builds in torch's default dtype; the weights keep the one they were saved in.
+        model.to(next((value.dtype for value in weights.values() if value.is_floating_point()), None))
+        model.load_state_dict(weights)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
     except RuntimeError as error:

@@ -131,6 +131,32 @@ def test_normalise_divides_the_violation_in_the_dual_step_only(coupling: str, mo
     assert torch.equal(relative.weights(), raw.weights())
 
 
+@pytest.mark.parametrize("coupling", ["chain", "detach", "absolute"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_margin_lowers_every_bound_in_training_and_none_in_the_report(coupling: str, mode: str) -> None:
+    rates, losses = [0.1, 0.3], torch.tensor([2.0, 1.9, 1.8], dtype=torch.float64, requires_grad=True)
+    options: dict[str, Any] = {"coupling": coupling, "reference_mode": mode}
+    with_margin = DescentConstraints(2, rates, 1.7, margin=0.2, dual="ascent", dual_lr=1.0, resilience=None, **options)
+    start = torch.tensor([0.0 if mode == "anchor" else 2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    set_multipliers(with_margin, start.tolist())
+    before = [losses[0], losses[1]] if coupling == "chain" else [losses[0].detach(), losses[1].detach()]
+    bounds = [torch.tensor(1.7), 0.9 * (torch.tensor(1.7) if mode == "anchor" else before[0]), 0.7 * before[1]]
+    if coupling == "absolute":
+        bounds[1:] = [torch.tensor(1.7 * 0.9), torch.tensor(1.7 * 0.9 * 0.7)]
+    violations = [loss - 0.8 * bound for loss, bound in zip(losses, bounds, strict=True)]
+    total = losses[-1] + sum(multiplier * g for multiplier, g in zip(start, violations, strict=True))
+    weights, moves = torch.autograd.grad(total, (losses, start))
+    if mode == "anchor":
+        moves[0] = 0.0
+    torch.testing.assert_close(with_margin.weights(), weights)
+    assert (
+        with_margin.report(losses.detach()).violation
+        == DescentConstraints(2, rates, 1.7, **options).report(losses.detach()).violation
+    )
+    feed(with_margin, losses.tolist())
+    torch.testing.assert_close(with_margin.multipliers, (start + moves).detach())
+
+
 def test_without_a_reference_depth_0_has_no_multiplier() -> None:
     constraints = DescentConstraints(2, 0.1)
     feed(constraints, *[[100.0, 200.0, 300.0]] * 5)
@@ -623,6 +649,7 @@ DIFFERENT: dict[str, Any] = {
     "coupling": "detach",
     "reference_mode": "anchor",
     "normalise": True,
+    "margin": 0.1,
     "warmup_steps": 1,
     "dual_every": 2,
     "dtype": torch.float32,
@@ -803,6 +830,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"coupling": "none"}, "coupling is 'none'; expected one of 'chain', 'detach', 'absolute'"),
     ({"reference_mode": "hold"}, "reference_mode is 'hold'; expected one of 'constraint', 'anchor'"),
+    ({"margin": 1.0}, r"margin is 1.0; expected a number in \[0, 1\)"),
     ({"warmup_steps": -1}, "warmup_steps is -1; expected an integer >= 0"),
     ({"dual_every": 0}, "dual_every is 0; expected an integer >= 1"),
     ({"dtype": torch.float16}, "dtype is torch.float16; expected one of torch.float32, torch.float64"),

@@ -70,7 +70,7 @@ def lista_step(
         codes: H, `[..., m]`.
         signal: X, `[..., n]`, with the leading dimensions of `codes`.
         dictionary: D, `[n, m]`.
-        step: 1/c > 0.
+        step: 1/c ≥ 0.
         threshold: θ ≥ 0; "relu" does not use it.
         nonlinearity: "soft_threshold", or "relu" for `max(v, 0)` in its place.
 

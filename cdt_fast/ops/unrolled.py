@@ -46,7 +46,7 @@ def unrolled_layer(
         codes: H, `[..., T, m]`.
         signal: X, `[..., T, n]`.
         dictionary: D, `[n, m]`.
-        step: 1/c > 0; with `c ≥ ‖D‖₂²` the LISTA half-step never raises its objective.
+        step: 1/c ≥ 0; with `c ≥ ‖D‖₂²` the LISTA half-step never raises its objective.
         threshold: θ = λ₁/c ≥ 0; "relu" does not use it.
         scale: β, the factor of the attention scores.
         nonlinearity: "soft_threshold", or "relu" for `max(v, 0)` in its place.

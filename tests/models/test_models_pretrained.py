@@ -185,3 +185,12 @@ def test_a_model_trained_on_in_place_is_saved_as_it_is_now(tmp_path: Path) -> No
     assert (models.DUST.from_pretrained(tmp_path).dictionary != 0).any()
     model.save_pretrained(tmp_path)
     assert (models.DUST.from_pretrained(tmp_path).dictionary == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_dtype_of_the_weights_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = trained(models.DUST).to(dtype)
+    model.save_pretrained(tmp_path)
+    loaded = models.load_pretrained(tmp_path)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.dtype == dtype for parameter in loaded.parameters())
