@@ -5,8 +5,9 @@ every layer descend. Training, data and the command line are in the submodules o
 """
 
 from cdt_fast import models, ops
-from cdt_fast.descent import DescentConstraints, FeasibilityReport
+from cdt_fast.descent import DescentConstraints
 from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.feasibility import FeasibilityReport
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,7 @@ import torch
 from cdt_fast.config import RunConfig
 from cdt_fast.data import VideoData, load_video
 from cdt_fast.descent import DescentConstraints
-from cdt_fast.errors import InputError
+from cdt_fast.errors import InputError, require
 from cdt_fast.models import DUST, VideoUT, load_pretrained
 from cdt_fast.runs import RunFolder
 
@@ -22,9 +22,27 @@ def load_data(config: RunConfig, progress: bool = True) -> VideoData:
         InputError: the settings do not fit each other, or the source cannot be read or is too short.
     """
     data = config.data
-    if data.size % data.patch:
-        raise InputError(f"[data] size must be a multiple of patch ({data.patch}), got {data.size}")
+    _check_patches(config)
     return load_video(data.source, window=data.window, size=data.size, stride=data.stride, progress=progress)
+
+
+def check_settings(config: RunConfig) -> None:
+    """Find settings that do not fit each other before any frame is decoded.
+
+    Raises:
+        InputError: they do not fit each other.
+        MissingExtra: they ask for a package that is not installed.
+    """
+    _check_patches(config)
+    build_model(config)
+    _constraints(config, warmup_steps=0, device="cpu")
+    if config.training.tensorboard:
+        require("tensorboard", "tensorboard", "--tensorboard")
+
+
+def _check_patches(config: RunConfig) -> None:
+    if config.data.size % config.data.patch:
+        raise InputError(f"[data] size must be a multiple of patch ({config.data.patch}), got {config.data.size}")
 
 
 def build_model(config: RunConfig) -> DUST:
@@ -68,6 +86,10 @@ def steps_an_epoch(config: RunConfig, data: VideoData) -> int:
 
 def build_constraints(config: RunConfig, data: VideoData, device: torch.device | str) -> DescentConstraints:
     """The constraints that the settings describe, on `device`, nothing recorded yet."""
+    return _constraints(config, config.constraints.warmup_epochs * steps_an_epoch(config, data), device)
+
+
+def _constraints(config: RunConfig, warmup_steps: int, device: torch.device | str) -> DescentConstraints:
     settings = config.constraints
     return DescentConstraints(
         config.model.layers,
@@ -76,6 +98,7 @@ def build_constraints(config: RunConfig, data: VideoData, device: torch.device |
         reference_mode=settings.reference_mode,
         coupling=settings.coupling,
         normalise=settings.normalise,
+        margin=settings.margin,
         dual=settings.dual,
         dual_lr=settings.dual_lr,
         betas=settings.betas,
@@ -85,6 +108,6 @@ def build_constraints(config: RunConfig, data: VideoData, device: torch.device |
         slack_cost=settings.slack_cost,
         slack_lr=settings.slack_lr,
         dual_every=settings.dual_every,
-        warmup_steps=settings.warmup_epochs * steps_an_epoch(config, data),
+        warmup_steps=warmup_steps,
         device=device,
     )

@@ -36,6 +36,8 @@ def load_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "
     Raises:
         InputError: the file is missing, cut short or no checkpoint.
     """
+    if not os.path.exists(path):
+        raise InputError(f"{path}: there is no checkpoint yet")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
@@ -44,7 +46,10 @@ def load_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "
         raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
     if metadata.get("format") != _FORMAT:
         raise InputError(f"{path}: is no checkpoint of this version of cdt_fast")
-    return _with_tensors(json.loads(metadata["state"]), tensors)
+    try:
+        return _with_tensors(json.loads(metadata["state"]), tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
 
 
 def _without_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
-import shutil
+import os
+import shlex
+import signal
 import sys
+import threading
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from cdt_fast.config import SECTIONS, RunConfig
@@ -19,11 +25,26 @@ from cdt_fast.files import write_json
 BAD_INPUT = 2
 
 
+class _Terminated(BaseException):
+    """SIGTERM: like KeyboardInterrupt, so that what is half done is cleaned up on the way out."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that keeps the layout of the examples and answers a wrong call in one line."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        # No abbreviations: --warm would be one setting today and another one tomorrow.
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(*arguments, formatter_class=layout, allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # Answered here and not by the parser above, which knows neither the command nor its options.
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+            self.error(f"unknown argument: {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -33,17 +54,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on stderr and status 2."""
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        with _terminated_by_exception():
+            return options.run(options)
     except (InputError, MissingExtra) as error:
         message = str(error)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough, as `head` does; nothing more can be written there, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         message = where + ("the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error))
-    except KeyboardInterrupt:
-        print("cdt-fast: interrupted", file=sys.stderr)
-        return 130
+    except MemoryError as error:
+        message = f"out of memory {error}; smaller --batch, --size or --window need less"
+    except (KeyboardInterrupt, _Terminated) as stop:
+        number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
+        print(f"cdt-fast: stopped by {number.name}{options.hint}", file=sys.stderr)
+        return 128 + number
     print("cdt-fast: " + " ".join(message.split()), file=sys.stderr)
     return BAD_INPUT
+
+
+@contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,7 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     command.epilog = "example: cdt-fast denoise runs/mine noisy.mp4 clean.mp4 --depth 3"
     command.add_argument("folder", metavar="RUN", help="run folder")
     command.add_argument("source", metavar="IN", help="video file, frame folder or .npy")
-    command.add_argument("target", metavar="OUT", help="video file to write, same size and frame rate")
+    command.add_argument(
+        "target", metavar="OUT", help="video file to write, same size and frame rate: .mp4, .mov, .mkv or .avi"
+    )
     command.add_argument("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
     command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     _add_json(command)
@@ -96,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, hint="")  # hint: what to add when a signal ends the command
     return command
 
 
@@ -163,29 +210,25 @@ def _train_video(options: argparse.Namespace) -> int:
         if config.data.source != "demo":
             config.data.source = str(Path(config.data.source).resolve())
         run = RunFolder.create(options.out or _default_folder(config), config)
-    from cdt_fast.training import Interrupted, train_video
-
+    folder = shlex.quote(str(run.path))
     try:
+        from cdt_fast.training import Interrupted, train_video
+
         train_video(run, config, resume=options.resume is not None)
     except Interrupted as stop:
-        print(f"cdt-fast: {stop}; continue with: cdt-fast train video --resume {run.path}", file=sys.stderr)
+        print(f"cdt-fast: {stop}; continue with: cdt-fast train video --resume {folder}", file=sys.stderr)
         return 128 + stop.signal_number
-    except InputError:
-        _remove_if_untouched(run)
+    except BaseException:
+        if options.resume is None:
+            run.remove_if_untouched()
         raise
+    options.hint = f"; the training is done, measure it with: cdt-fast evaluate {folder}"
     return _evaluate_run(run, config)
 
 
 def _default_folder(config: RunConfig) -> Path:
     kind = "constrained" if config.constraints.constrained else "unconstrained"
     return Path("runs") / f"{Path(config.data.source).stem}-{kind}"
-
-
-def _remove_if_untouched(run: Any) -> None:
-    """A run that failed before its first step leaves no folder behind."""
-    logged = run.metrics.exists() and run.metrics.stat().st_size > 0
-    if not (logged or run.checkpoint.exists() or run.model.exists()):
-        shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -201,15 +244,18 @@ def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> 
     from cdt_fast import report
     from cdt_fast.evaluation import evaluate_run
 
-    evaluation = evaluate_run(run, config)
+    evaluation = evaluate_run(run, config, sys.stderr.isatty())
     write_json(run.evaluation, evaluation)
     if json_file is not None:
         write_json(json_file, evaluation)
+    if evaluation["trained_steps"] < config.training.steps:
+        steps = f"step {evaluation['trained_steps']} of {config.training.steps}"
+        print(f"cdt-fast: note: the training of {run.path} is not finished, this is {steps}", file=sys.stderr)
     measured = report.EvaluatedRun(run, config, evaluation)
     _print_tables([measured])
     print(evaluation["report"]["text"])
     try:
-        path = report.write_report(run.path, [measured], f"cdt-fast evaluate {run.path}")
+        path = report.write_report(run.path, [measured], f"cdt-fast evaluate {shlex.quote(str(run.path))}")
     except MissingExtra as error:
         print(f"no report.md: {error}")
     else:
@@ -220,15 +266,15 @@ def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> 
 def _compare(options: argparse.Namespace) -> int:
     from cdt_fast import report
 
-    runs = [report.EvaluatedRun.open(folder) for folder in options.folders]
+    runs = report.EvaluatedRun.open_all(options.folders)
     report.check_comparable(runs)
-    path = report.write_report(options.out, runs, f"cdt-fast compare {' '.join(options.folders)} --out {options.out}")
-    if options.json is not None:
-        write_json(options.json, {run.label: run.evaluation for run in runs})
     _print_tables(runs)
     for run in runs:
         print(f"{run.label}: {run.evaluation['report']['text']}")
-    print(f"report: {path}")
+    if options.json is not None:
+        write_json(options.json, {run.label: run.evaluation for run in runs})
+    command = shlex.join(["cdt-fast", "compare", *options.folders, "--out", options.out])
+    print(f"report: {report.write_report(options.out, runs, command)}")
     return 0
 
 
@@ -253,6 +299,7 @@ def _denoise(options: argparse.Namespace) -> int:
         options.target,
         depth=options.depth,
         overwrite=options.overwrite,
+        progress=sys.stderr.isatty(),
     )
     if options.json is not None:
         write_json(options.json, written)

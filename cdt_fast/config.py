@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import types
 import typing
@@ -64,20 +65,23 @@ class ConstraintSettings:
 
     constrained: bool = setting(True, "train with descent constraints")
     preset: str | None = setting(None, "take the settings below from a preset, before those given", tuple(PRESETS))
-    rate: float | list[float] = setting(0.05, "alpha, one number or one a layer: the share of the loss a layer removes")
+    rate: float | list[float] = setting(0.1, "alpha, one number or one a layer: the share of the loss a layer removes")
     reference: float | str | None = setting(
         "auto", "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
     reference_mode: str = setting("constraint", "how the reference enters", ("constraint", "anchor"))
     coupling: str = setting("chain", "what bounds a layer's loss", ("chain", "detach", "absolute"))
-    normalise: bool = setting(False, "dual steps on relative violations")
+    normalise: bool = setting(True, "dual steps on relative violations")
+    margin: float = setting(
+        0.1, "share by which bounds are lowered in training, so that held-out losses meet them", least=0
+    )
     dual: str = setting("adam", "rule that moves the multipliers", ("ascent", "adam", "pi"))
-    dual_lr: float = setting(0.01, "step size of the multipliers")
-    betas: list[float] = setting([0.0, 0.999], "Adam's decay of the two moments of the dual gradient")
-    proportional_gain: float = setting(1.0, "proportional gain of 'pi'")
+    dual_lr: float = setting(0.05, "step size of the multipliers")
+    betas: list[float] = setting([0.0, 0.9], "Adam's decay of the two moments of the dual gradient")
+    proportional_gain: float = setting(0.2, "proportional gain of 'pi'")
     smoothing: float = setting(0.0, "decay of the average that the proportional part of 'pi' follows")
     resilience: str = setting("slack", "what gives way when bounds cannot be met", ("slack", "decay", "none"))
-    slack_cost: float = setting(1.0, "cost of squared slack: the larger, the harder the constraints")
+    slack_cost: float = setting(10.0, "cost of squared slack: the larger, the harder the constraints")
     slack_lr: float | None = setting(None, "step size of the slacks (default: 0.1 / slack_cost)")
     dual_every: int = setting(1, "optimiser steps a dual step", least=1)
     warmup_epochs: int = setting(1, "epochs with the constraints off at the start", least=0)
@@ -138,6 +142,8 @@ class RunConfig:
         metadata = known[name].metadata
         value = converted(f"[{section}] {name}", value, annotation, metadata["choices"])
         numbers = value if isinstance(value, list) else [value]
+        if not numbers:
+            raise InputError(f"[{section}] {name} must hold at least one number, got []")
         if metadata["least"] is not None and any(
             number is not None and not number >= metadata["least"] for number in numbers
         ):
@@ -204,7 +210,7 @@ def converted(name: str, value: Any, annotation: Any, choices: tuple[str, ...] |
     for option in options:
         try:
             return _as_type(value, option)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, OverflowError, TypeError, ValueError):
             continue
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "'none'"}
     expected = " or ".join(words.get(option, "a list of numbers") for option in options)
@@ -221,7 +227,10 @@ def _as_type(value: Any, option: Any) -> Any:
         raise TypeError
     if option is str and not isinstance(value, str):
         raise TypeError
-    return option(value)
+    result = option(value)
+    if option is float and not math.isfinite(result):
+        raise ValueError
+    return result
 
 
 def _suggest(name: str, known: typing.Iterable[str]) -> str:

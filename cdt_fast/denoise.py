@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
@@ -21,6 +22,9 @@ from cdt_fast.models import DUST
 
 # For sources that state no rate: folders of frames and arrays.
 DEFAULT_FRAME_RATE = Fraction(25)
+# Containers that take H.264 and state the frame rate. Others that FFmpeg knows by their suffix (.gif, .webm, .png) take
+# other codecs; .ts and .flv do not keep every rate.
+CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".avi")
 
 
 def denoise_video(
@@ -42,7 +46,7 @@ def denoise_video(
         model: the trained model.
         config: the settings of its run.
         source: a video file, a folder of frames or an array file.
-        target: the video file to write; its suffix chooses the container (.mp4, .mkv, .mov, .avi, …).
+        target: the video file to write, in a folder that exists; its suffix is one of `CONTAINERS`.
         depth: number of layers to run, None for all.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
@@ -56,18 +60,29 @@ def denoise_video(
     depth = model.layers if depth is None else depth
     if not 0 <= depth <= model.layers:
         raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
-    target = Path(target)
-    if target.exists() and (not overwrite or target.is_dir() or target.samefile(source)):
-        raise InputError(f"{target}: exists already; give another file, or --overwrite")
-    if not target.suffix:
-        raise InputError(f"{target}: needs a suffix that names a video container, such as .mp4")
     frames = open_source(source)
+    target = Path(target)
+    _check_target(target, Path(source), overwrite)
     rate = frames.frame_rate or DEFAULT_FRAME_RATE
     shown = tqdm(_coloured(frames.frames()), desc=f"denoise {frames.name}", unit="frame", disable=not progress)
     with replaced_atomically(target) as temporary:
         denoised = _denoised(model, config, shown, depth)
         count, height, width = _write(temporary, target, denoised, rate)
     return {"frames": count, "width": width, "height": height, "frame_rate": float(rate), "depth": depth}
+
+
+def _check_target(target: Path, source: Path, overwrite: bool) -> None:
+    if target.suffix.lower() not in CONTAINERS:
+        given = f"ends in {target.suffix}" if target.suffix else "has no suffix"
+        raise InputError(f"{target}: {given}; the suffix names the container, one of {', '.join(CONTAINERS)}")
+    if not target.parent.is_dir():
+        raise InputError(f"{target}: there is no folder {target.parent}")
+    if not target.exists():
+        return
+    if target.is_dir() or target.samefile(source):
+        raise InputError(f"{target}: is {'a folder' if target.is_dir() else 'the source'}; give another file")
+    if not overwrite:
+        raise InputError(f"{target}: exists already; give another file, or --overwrite")
 
 
 def _coloured(frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -134,6 +149,9 @@ def _write(path: Path, target: Path, frames: Iterator[np.ndarray], rate: Fractio
                     stream.width, stream.height = width, height
                     # 4:2:0 is what every player takes; it needs even sides.
                     stream.pix_fmt = "yuv444p" if width % 2 or height % 2 else "yuv420p"
+                    # What FFmpeg turns RGB into; untagged, players take pictures of HD size for BT.709.
+                    stream.codec_context.colorspace = av.video.reformatter.Colorspace.smpte170m
+                    stream.codec_context.color_range = av.video.reformatter.ColorRange.MPEG
                 picture = np.repeat(frame, 3, axis=2) if frame.shape[2] == 1 else frame
                 for packet in stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")):
                     container.mux(packet)
@@ -143,5 +161,7 @@ def _write(path: Path, target: Path, frames: Iterator[np.ndarray], rate: Fractio
     except (av.error.FFmpegError, ValueError) as error:
         if isinstance(error, InputError):
             raise
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error.errno, error.strerror) from error
         raise InputError(f"{target}: cannot be written as video ({error})") from error
     return count, height, width

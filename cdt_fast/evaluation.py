@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,23 +28,48 @@ HISTOGRAM_EDGES = [round(0.05 * index, 2) for index in range(41)]  # of the per-
 _NOISE_SEED = 20_260_117
 
 
+def add_noise_by_window(
+    clean: Tensor, gamma: float, sigma: float, generator: torch.Generator, seeds: Sequence[int]
+) -> Tensor:
+    """`add_noise` with a seed a window: the noise of a window does not depend on the windows beside it.
+
+    Args:
+        clean: the windows, one after the other along the first dimension: frames, or the tokens of `to_patches`.
+        gamma, sigma: as in `add_noise`.
+        generator: of the device of `clean`; it is seeded anew for each window.
+        seeds: one a window.
+    """
+    noisy = []
+    for window, seed in zip(clean.chunk(len(seeds)), seeds, strict=True):
+        generator.manual_seed(seed)
+        noisy.append(add_noise(window, gamma, sigma, generator))
+    return torch.cat(noisy)
+
+
 def noisy_batches(
-    windows: Windows, gamma: float, sigma: float, device: torch.device, batch: int = 1
+    windows: Windows,
+    gamma: float,
+    sigma: float,
+    device: torch.device,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """`(noisy, clean)` frames `[b, T, h, w]` in [0, 1] of all windows; the noise depends on the window alone."""
+    generator = torch.Generator(device)
     for start in range(0, len(windows), batch):
-        frames = windows.batch(range(start, min(start + batch, len(windows)))).to(device, torch.float32) / LEVELS
-        generator = torch.Generator(device).manual_seed(_NOISE_SEED + start)
-        yield add_noise(frames, gamma, sigma, generator), frames
+        indices = range(start, min(start + batch, len(windows)))
+        frames = windows.batch(indices).to(device).to(dtype) / LEVELS
+        seeds = [_NOISE_SEED + index for index in indices]
+        yield add_noise_by_window(frames, gamma, sigma, generator, seeds), frames
 
 
 @torch.no_grad()
 def mean_depth_losses(model: DUST, windows: Windows, config: RunConfig, sigma: float) -> list[float]:
     """Mean loss of every depth `[L+1]` over all tokens of `windows`, at the training noise."""
-    device = model.dictionary.device
+    device, dtype = model.dictionary.device, model.dictionary.dtype
     sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
     count = 0
-    for noisy, clean in noisy_batches(windows, config.data.gamma, sigma, device):
+    for noisy, clean in noisy_batches(windows, config.data.gamma, sigma, device, dtype=dtype):
         tokens = _tokens(clean, config)
         sums += model.layer_losses(_tokens(noisy, config), tokens)[1].to(torch.float64) * tokens.shape[:-1].numel()
         count += tokens.shape[:-1].numel()
@@ -71,10 +96,9 @@ def evaluate(
     """
     gammas = config.evaluation.gammas
     depths = model.layers + 1
-    errors = {gamma: torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64) for gamma in gammas}
-    pixels = 0
+    rmse = []  # a row a noise level: every depth, the identity, the baselines
     for gamma in tqdm(gammas, desc="evaluate", unit="noise level", disable=not progress):
-        pixels = 0
+        errors, pixels = torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64), 0
         for noisy, clean in noisy_batches(data.test, gamma, data.sigma, model.dictionary.device):
             outputs = [
                 from_patches(tokens, *_layout(clean, config))
@@ -82,12 +106,13 @@ def evaluate(
             ]
             outputs.append(noisy)
             outputs.extend(denoise(noisy, gamma * data.sigma, config.data.patch) for denoise in BASELINES.values())
-            errors[gamma] += torch.tensor([_squared_error(output, clean) for output in outputs], dtype=torch.float64)
+            errors += torch.tensor([_squared_error(output, clean) for output in outputs], dtype=torch.float64)
             pixels += clean.numel()
-    rmse = {gamma: (LEVELS * (error / pixels).sqrt()).tolist() for gamma, error in errors.items()}
+        rmse.append((LEVELS * (errors / pixels).sqrt()).tolist())
     losses, per_sample = _descent(model, data, config)
     report = constraints.report(losses)
-    final = [rmse[gamma][depths - 1] for gamma in gammas]
+    verdict = report.as_dict()  # without numbers that JSON has no word for
+    final = [row[depths - 1] for row in rmse]
     return {
         "task": config.task,
         "model": config.model.model,
@@ -103,24 +128,26 @@ def evaluate(
         "rmse": final,
         "psnr": [_psnr(value) for value in final],
         "mean_rmse": sum(final) / len(final),
-        "identity_rmse": [rmse[gamma][depths] for gamma in gammas],
-        "baseline_rmse": {
-            name: [rmse[gamma][depths + 1 + index] for gamma in gammas] for index, name in enumerate(BASELINES)
-        },
-        "depth_rmse": [rmse[gamma][:depths] for gamma in gammas],
+        "identity_rmse": [row[depths] for row in rmse],
+        "baseline_rmse": {name: [row[depths + 1 + index] for row in rmse] for index, name in enumerate(BASELINES)},
+        "depth_rmse": [row[:depths] for row in rmse],
         "layer_loss": losses,
-        "layer_ratio": report.ratio,
+        "layer_ratio": verdict["ratio"],
         "rate": constraints.rates.tolist(),
-        "feasible": report.feasible,
-        "violation": report.violation,
-        "report": {**report.as_dict(), "text": str(report)},
+        "feasible": verdict["feasible"],
+        "violation": verdict["violation"],
+        "report": {**verdict, "text": str(report)},
         "spectral_ratio": model.spectral_ratio().reshape(-1).tolist(),
         "per_sample": per_sample,
     }
 
 
 def _descent(model: DUST, data: VideoData, config: RunConfig) -> tuple[list[float], dict[str, Any]]:
-    """Mean losses by depth at the training noise, and the ratios ℓ_l / ℓ_{l−1} of every single sequence."""
+    """Mean losses by depth at the training noise, and the ratios ℓ_l / ℓ_{l−1} of every single sequence.
+
+    A depth that is exact (flat patches without noise can be) has no ratio to the next and is left out of the
+    statistics; they are None when nothing is left.
+    """
     losses, ratios = [], []
     for noisy, clean in noisy_batches(data.test, config.data.gamma, data.sigma, model.dictionary.device):
         target = _tokens(clean, config)
@@ -130,14 +157,13 @@ def _descent(model: DUST, data: VideoData, config: RunConfig) -> tuple[list[floa
         sequences = torch.stack(depths).to(torch.float64)
         losses.append(sequences)
         ratios.append((sequences[1:] / sequences[:-1]).cpu())
-    every = torch.cat(ratios, dim=1)
-    counts = torch.histogram(
-        every.flatten().clamp(max=HISTOGRAM_EDGES[-1]), torch.tensor(HISTOGRAM_EDGES).double()
-    ).hist
+    every = torch.cat(ratios, dim=1).flatten()
+    every = every[every.isfinite()]
+    counts = torch.histogram(every.clamp(max=HISTOGRAM_EDGES[-1]), torch.tensor(HISTOGRAM_EDGES).double()).hist
     return torch.cat(losses, dim=1).mean(1).tolist(), {
-        "mean_ratio": every.mean().item(),
-        "median_ratio": every.median().item(),
-        "descending_fraction": (every < 1).double().mean().item(),
+        "mean_ratio": every.mean().item() if len(every) else None,
+        "median_ratio": every.median().item() if len(every) else None,
+        "descending_fraction": (every < 1).double().mean().item() if len(every) else None,
         "histogram": {"edges": HISTOGRAM_EDGES, "counts": [int(count) for count in counts]},
     }
 
@@ -161,11 +187,16 @@ def _psnr(rmse: float) -> float | None:
 def evaluate_run(run: RunFolder, config: RunConfig, progress: bool = True) -> dict[str, Any]:
     """Evaluate the model that a run kept, judged by the constraints as its training left them; see `evaluate`.
 
+    Returns:
+        The content of `evaluation.json`, with `trained_steps`: how far the training has come.
+
     Raises:
         InputError: the run's model, data or checkpoint cannot be read.
     """
     keep_freed_memory()
+    model = load_model(run, config)
+    state = load_checkpoint(run.checkpoint)
     data = load_data(config, progress)
     constraints = build_constraints(config, data, "cpu")
-    constraints.load_state_dict(load_checkpoint(run.checkpoint)["constraints"])
-    return evaluate(load_model(run, config), data, config, constraints, progress)
+    constraints.load_state_dict(state["constraints"])
+    return {**evaluate(model, data, config, constraints, progress), "trained_steps": state["step"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +21,16 @@ def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     The temporary file keeps the suffix of `path` (writers of video and pictures choose the format by it). The data
     is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or a full
     disk, nothing is left behind and an existing `path` is as it was.
+
+    Raises:
+        OSError: the file cannot be written; it names `path`, not the temporary file.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.stem}-", suffix=f".tmp{target.suffix}", dir=target.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.stem}-", suffix=f".tmp{target.suffix}", dir=target.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from error
     os.close(handle)
     temporary = Path(name)
     try:
@@ -32,8 +39,23 @@ def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)
+    except Exception as error:
+        number = _system_error(error, temporary)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(target)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _system_error(error: Exception, temporary: Path) -> int | None:
+    """The number of the system's error if `error` comes from writing `temporary`, else None."""
+    if isinstance(error, OSError):
+        # Writing through an open file names no file; an error that names another file is not ours to rename.
+        return error.errno if error.filename is None or str(error.filename) == str(temporary) else None
+    # safetensors reports a full disk as an error of its own, with the number in its text.
+    found = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__module__.startswith("safetensors") else None
+    return int(found[1]) if found else None
 
 
 def _umask() -> int:

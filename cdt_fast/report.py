@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,51 +14,95 @@ from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, write_text
 from cdt_fast.runs import RunFolder
 
-BASELINE_NAMES = {"dct": "DCT 16x16, hard threshold", "dct3d": "3-D DCT over the window"}
+BASELINE_NAMES = {
+    "dct": "DCT {patch}x{patch}, hard threshold",
+    "dct3d": "3-D DCT {patch}x{patch}x{window}, hard threshold",
+}
+# What a report needs to find in an evaluation.json.
+_NEEDED = (
+    *("task", "source", "test_windows", "gamma", "sigma", "training_gamma", "constrained", "tied", "layers"),
+    *("parameters", "rmse", "mean_rmse", "identity_rmse", "baseline_rmse", "depth_rmse", "layer_loss", "layer_ratio"),
+    *("feasible", "report", "spectral_ratio", "per_sample"),
+)
 
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run with its measurements."""
+    """A run with its measurements, and what to call it where its folder's name is not enough."""
 
     folder: RunFolder
     config: RunConfig
     evaluation: dict[str, Any]
+    name: str | None = None
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> EvaluatedRun:
         """Read a run that has been evaluated.
 
         Raises:
-            InputError: it is no run, or has no evaluation.
+            InputError: it is no run, or has no evaluation of this version.
         """
         folder, config = RunFolder.open(path)
+        remedy = f"run `cdt-fast evaluate {shlex.quote(str(path))}`"
         if not folder.evaluation.exists():
-            raise InputError(f"{path}: has not been evaluated; run `cdt-fast evaluate {path}`")
-        return cls(folder, config, read_json(folder.evaluation))
+            raise InputError(f"{path}: has not been evaluated; {remedy}")
+        evaluation = read_json(folder.evaluation)
+        missing = [key for key in _NEEDED if key not in evaluation] if isinstance(evaluation, dict) else list(_NEEDED)
+        if missing:
+            raise InputError(f"{folder.evaluation}: lacks {', '.join(missing[:3])}; {remedy}")
+        return cls(folder, config, evaluation)
+
+    @classmethod
+    def open_all(cls, paths: Sequence[str | os.PathLike[str]]) -> list[EvaluatedRun]:
+        """Read several runs; those whose folders have the same name are called by the paths that were given.
+
+        Raises:
+            InputError: one is no run, or is given twice, or has no evaluation of this version.
+        """
+        runs = [cls.open(path) for path in paths]
+        places = [run.folder.path.resolve() for run in runs]
+        for path, place in zip(paths, places, strict=True):
+            if places.count(place) > 1:
+                raise InputError(f"{path}: is given more than once")
+        names = [run.folder.name for run in runs]
+        return [
+            replace(run, name=str(path)) if names.count(run.folder.name) > 1 else run
+            for run, path in zip(runs, paths, strict=True)
+        ]
+
+    @property
+    def kind(self) -> str:
+        """How the run was trained, in words."""
+        constrained = "constrained" if self.evaluation["constrained"] else "unconstrained"
+        return f"{constrained}, {'tied' if self.evaluation['tied'] else 'untied'}"
 
     @property
     def label(self) -> str:
-        """What the run is, in words."""
-        kind = "constrained" if self.evaluation["constrained"] else "unconstrained"
-        shape = "tied" if self.evaluation["tied"] else "untied"
-        return f"{self.folder.name} ({kind}, {shape})"
+        """The run's name and how it was trained."""
+        return f"{self.name or self.folder.name} ({self.kind})"
 
 
 def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
-    """Require that all runs were measured on the same frames with the same noise.
+    """Require that all runs were measured on the same frames with the same noise, cut into the same patches.
 
     Raises:
         InputError: two runs differ; the message says in what.
     """
     first = runs[0]
     for run in runs[1:]:
-        for key in ("task", "source", "test_windows", "gamma", "sigma", "training_gamma"):
-            if run.evaluation[key] != first.evaluation[key]:
+        for (key, here), there in zip(_data_of(run).items(), _data_of(first).values(), strict=True):
+            if here != there:
                 raise InputError(
                     f"{run.folder.path} and {first.folder.path} were evaluated on different data: {key} is "
-                    f"{_short(run.evaluation[key])} and {_short(first.evaluation[key])}"
+                    f"{_short(here)} and {_short(there)}"
                 )
+
+
+def _data_of(run: EvaluatedRun) -> dict[str, Any]:
+    keys = ("task", "source", "gamma", "training_gamma", "sigma", "test_windows")
+    # The loss of a depth is a sum over a patch, and the baselines cut patches too.
+    shape = {name: getattr(run.config.data, name) for name in ("size", "window", "patch")}
+    return {**{key: run.evaluation[key] for key in keys[:2]}, **shape, **{key: run.evaluation[key] for key in keys[2:]}}
 
 
 def error_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
@@ -66,7 +111,9 @@ def error_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
     gammas = reference["gamma"]
     rows = [["RMSE (0..255)", "parameters", *(f"γ {gamma:g}" for gamma in gammas), "mean"]]
     plain = {"identity (the noisy frames)": reference["identity_rmse"]}
-    plain.update({BASELINE_NAMES[name]: values for name, values in reference["baseline_rmse"].items()})
+    sizes = {"patch": runs[0].config.data.patch, "window": runs[0].config.data.window}
+    for name, values in reference["baseline_rmse"].items():
+        plain[BASELINE_NAMES[name].format(**sizes)] = values
     for name, values in plain.items():
         rows.append([name, "0", *(f"{value:.2f}" for value in values), f"{sum(values) / len(values):.2f}"])
     for run in runs:
@@ -84,7 +131,7 @@ def descent_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
     ]
     for run in runs:
         values = run.evaluation
-        ratios = [f"{ratio:.3f}" for ratio in values["layer_ratio"]]
+        ratios = [_formatted(ratio, ".3f") for ratio in values["layer_ratio"]]
         worst = values["report"]["worst_violation"]
         rows.append(
             [
@@ -105,9 +152,35 @@ def sample_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
     rows = [["per sequence and layer", "mean ratio", "median ratio", "descending"]]
     for run in runs:
         values = run.evaluation["per_sample"]
-        shares = f"{values['descending_fraction']:.1%}"
-        rows.append([run.label, f"{values['mean_ratio']:.3f}", f"{values['median_ratio']:.3f}", shares])
+        numbers = [_formatted(values[key], ".3f") for key in ("mean_ratio", "median_ratio")]
+        rows.append([run.label, *numbers, _formatted(values["descending_fraction"], ".1%")])
     return rows
+
+
+def seed_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
+    """Runs that differ in nothing but the seed, together: mean and range over the seeds; no rows where none do."""
+    groups: dict[str, list[EvaluatedRun]] = {}
+    for run in runs:
+        seedless = replace(run.config, training=replace(run.config.training, seed=0))
+        groups.setdefault(repr(seedless), []).append(run)
+    largest = runs[0].evaluation["gamma"][-1]
+    rows = [
+        ["over seeds, mean (range)", "seeds", "mean RMSE", f"RMSE, γ {largest:g}", "ℓ_L", "largest ratio", "feasible"]
+    ]
+    for group in groups.values():
+        if len(group) < 2:
+            continue
+        measured = [run.evaluation for run in group]
+        columns = [
+            [values["mean_rmse"] for values in measured],
+            [values["rmse"][-1] for values in measured],
+            [values["layer_loss"][-1] for values in measured],
+            [max(ratio for ratio in values["layer_ratio"] if ratio is not None) for values in measured],
+        ]
+        feasible = sum(values["feasible"] for values in measured)
+        summaries = [f"{sum(column) / len(column):.3g} ({min(column):.3g}..{max(column):.3g})" for column in columns]
+        rows.append([group[0].kind, str(len(group)), *summaries, f"{feasible} of {len(group)}"])
+    return rows if len(rows) > 1 else []
 
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:
@@ -131,7 +204,8 @@ def as_markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def tables(runs: Sequence[EvaluatedRun]) -> list[list[list[str]]]:
     """All tables of a report, in order."""
-    return [error_table(runs), descent_table(runs), sample_table(runs)]
+    found = [error_table(runs), descent_table(runs), sample_table(runs), seed_table(runs)]
+    return [table for table in found if table]
 
 
 def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], command: str) -> Path:
@@ -176,6 +250,10 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
 def _spectral(run: EvaluatedRun) -> str:
     ratios = run.evaluation["spectral_ratio"]
     return f"‖D‖²/c is at most {max(ratios):.3f}{'' if max(ratios) <= 1 else ', above the bound of 1'}."
+
+
+def _formatted(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _short(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,12 @@ class RunFolder:
             raise InputError(f"{path}: holds a run already; continue it with --resume, or choose another folder")
         if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
             raise InputError(f"{path}: exists and is no empty folder; choose another one for the run")
+        existed = run.path.exists()
         try:
             config.save(run.config)
         except OSError as error:
+            if not existed:
+                shutil.rmtree(run.path, ignore_errors=True)
             raise InputError(f"{path}: cannot be made ({error.strerror})") from error
         return run
 
@@ -69,6 +73,12 @@ class RunFolder:
             raise InputError(f"{path}: has no model yet; continue its training with --resume")
         return run, config
 
+    def remove_if_untouched(self) -> None:
+        """Remove a folder that `create` made if no step was trained in it: nothing in it is worth keeping."""
+        logged = self.metrics.exists() and self.metrics.stat().st_size > 0
+        if not (logged or self.checkpoint.exists() or self.model.exists()):
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def remove_leftovers(self) -> None:
         """Remove the temporary files that a killed training left."""
         for folder in (self.path, self.model, self.checkpoint.parent):
@@ -76,14 +86,18 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`. A last line that a killed run did not finish is left out."""
-        lines = self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []
+        lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
         entries = []
         for number, line in enumerate(lines, 1):
             try:
-                entries.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                entry = json.loads(line)
+                entry["step"]  # what every line has
+            except (ValueError, KeyError, TypeError) as error:
+                # A power cut can leave zeros where the last line was being written.
                 if number < len(lines):
-                    raise InputError(f"{self.metrics}: line {number} is not JSON ({error})") from error
+                    raise InputError(f"{self.metrics}: line {number} is no entry of a run ({error})") from error
+            else:
+                entries.append(entry)
         return entries
 
     def forget_metrics_after(self, step: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,15 +19,26 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from cdt_fast.allocator import keep_freed_memory
-from cdt_fast.building import build_constraints, build_model, load_data, steps_an_epoch, windows_a_step
+from cdt_fast.building import (
+    build_constraints,
+    build_model,
+    check_settings,
+    load_data,
+    steps_an_epoch,
+    windows_a_step,
+)
 from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.config import RunConfig
-from cdt_fast.data import VideoData, add_noise, to_patches
-from cdt_fast.descent import FeasibilityReport
-from cdt_fast.errors import InputError
-from cdt_fast.evaluation import mean_depth_losses
+from cdt_fast.data import VideoData, to_patches
+from cdt_fast.errors import InputError, require
+from cdt_fast.evaluation import LEVELS, add_noise_by_window, mean_depth_losses
+from cdt_fast.feasibility import FeasibilityReport
 from cdt_fast.models import DUST
 from cdt_fast.runs import RunFolder
+
+# Spreads the seeds of runs apart, so that no two count through the same seeds of noise.
+_SEED_SPACING = 2_654_435_761
+_SEEDS = 2**63
 
 
 class Interrupted(Exception):
@@ -43,20 +56,27 @@ def train_video(run: RunFolder, config: RunConfig, *, resume: bool = False, prog
         run: the run folder; its `config.toml` exists.
         config: the settings.
         resume: continue from the checkpoint, bit for bit. Without one the run starts at its beginning.
-        progress: show a progress bar on stderr.
+        progress: say on stderr what the data are and how the training goes: a bar on a terminal, elsewhere a line a
+            validation.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
         InputError: the settings, the data or the checkpoint cannot be used, or the losses are no longer finite.
     """
     keep_freed_memory()
+    check_settings(config)
     accelerator = Accelerator(cpu=config.training.device == "cpu")
     _set_precision(config, accelerator.device)
-    trainer = Trainer(run, config, load_data(config, progress and accelerator.is_main_process), accelerator)
-    if resume:
+    progress = progress and accelerator.is_main_process
+    state = load_checkpoint(run.checkpoint) if resume and run.checkpoint.exists() else None
+    data = load_data(config, progress and sys.stderr.isatty())
+    if progress:
+        print(data.describe(), file=sys.stderr)
+    trainer = Trainer(run, config, data, accelerator)
+    if state is not None:
+        trainer.load(state)
+    if resume and accelerator.is_main_process:
         run.remove_leftovers()
-        if run.checkpoint.exists():
-            trainer.load(load_checkpoint(run.checkpoint))
         run.forget_metrics_after(trainer.step)
     trainer.run(progress)
 
@@ -95,7 +115,7 @@ class Trainer:
     def __init__(self, run: RunFolder, config: RunConfig, data: VideoData, accelerator: Accelerator) -> None:
         self.folder, self.config, self.data, self.accelerator = run, config, data, accelerator
         training = config.training
-        torch.manual_seed(training.seed)
+        torch.manual_seed(training.seed % _SEEDS)
         self.device = accelerator.device
         self.model = build_model(config)
         self.losses = accelerator.prepare(_LayerLosses(self.model, training.precision))
@@ -105,10 +125,11 @@ class Trainer:
         self.constraints = build_constraints(config, data, self.device)
         self.constrained = config.constraints.constrained
         self.unconstrained_weights = torch.eye(config.model.layers + 1)[-1]
-        self.noise = torch.Generator(self.device).manual_seed(training.seed + 1_000_003 * accelerator.process_index)
+        self.noise = torch.Generator(self.device)  # seeded anew for every window
         self.step = 0
         self.best: dict[str, Any] | None = None
         self._logged_sums = torch.zeros(config.model.layers + 2, dtype=torch.float64, device=self.device)
+        self._timed_windows = 0
         self._signal: int | None = None
 
     def _relative_rate(self, step: int) -> float:
@@ -121,45 +142,60 @@ class Trainer:
         return 1 - done if training.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     def run(self, progress: bool = True) -> None:
-        """Train from the current step to the last."""
+        """Train from the current step to the last.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM came; the checkpoint is that of the last step done.
+            InputError: the losses or the weights are no longer finite; the checkpoint is one from before.
+        """
         training = self.config.training
         shown = progress and self.accelerator.is_main_process
-        bar = tqdm(total=training.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not shown)
-        with self._signals_noted(), bar, _metric_writers(self.folder, training.tensorboard, self.accelerator) as write:
+        on_terminal = shown and sys.stderr.isatty()
+        bar = tqdm(total=training.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal)
+        writers = _metric_writers(self.folder, training.tensorboard, self.step, self.accelerator)
+        with self._signals_noted(), bar, writers as write:
             started = time.perf_counter()
             while self.step < training.steps:
                 self._train_step()
                 self.step += 1
                 last = self.step == training.steps
-                interrupted = self._signal is not None
-                if last or interrupted or self.step % training.log_every == 0:
+                if last or self.step % training.log_every == 0:
                     entry = self._log_entry(time.perf_counter() - started)
-                    started = time.perf_counter()
                     write(entry)
-                    bar.set_postfix_str(self._summary(entry), refresh=False)
+                    bar.set_postfix_str(self._summary(entry["loss"]), refresh=False)
+                    started = time.perf_counter()
+                paused = time.perf_counter()
                 if last or self.step % training.validate_every == 0:
-                    write({"step": self.step, "validation": self._validate()})
-                if last or interrupted or self.step % training.checkpoint_every == 0:
+                    validation = self._validate()
+                    write({"step": self.step, "validation": validation})
+                    if shown and not on_terminal:
+                        held_out = self._summary(validation["loss"])
+                        print(f"step {self.step} of {training.steps}: held-out {held_out}", file=sys.stderr)
+                # A step that a signal ended is neither logged nor validated: the resumed run would have to repeat it.
+                saved = last or self.step % training.checkpoint_every == 0
+                if saved:
                     self._save_checkpoint()
                 bar.update()
-                if self._signal is not None and not last:
-                    if not interrupted:  # it came after this step's checkpoint was decided on
+                if self._signal is not None:
+                    if not saved:
                         self._save_checkpoint()
                     raise Interrupted(self._signal, self.step)
+                started += time.perf_counter() - paused
 
     def _train_step(self) -> None:
         weights = self.constraints.weights() if self.constrained else self.unconstrained_weights
-        indices = self._indices()
+        micro_batches = self._micro_batches()
         ranks = self.accelerator.num_processes
-        share = [chunk[self.accelerator.process_index :: ranks] for chunk in indices]
-        tokens = sum(len(chunk) for chunk in indices) * self._tokens_a_window
+        windows = sum(map(len, micro_batches))
+        tokens = windows * self._tokens_a_window
         self.optimizer.zero_grad(set_to_none=True)
-        for number, chunk in enumerate(share):
-            frames = self.data.train.batch(chunk).to(self.device, torch.float32) / 255
-            clean = to_patches(frames, self.config.data.patch, self.config.data.sequence)  # type: ignore[arg-type]
-            noisy = add_noise(clean, self.config.data.gamma, self.data.sigma, self.noise)
-            count = clean.shape[:-1].numel()
-            gathered = nullcontext() if number == len(share) - 1 else self.accelerator.no_sync(self.losses)
+        for number, micro_batch in enumerate(micro_batches):
+            share = micro_batch[self.accelerator.process_index :: ranks]
+            # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
+            noisy, clean = self._batch(share or micro_batch[:1])
+            count = len(share) * self._tokens_a_window
+            last = number == len(micro_batches) - 1
+            gathered = nullcontext() if last else self.accelerator.no_sync(self.losses)
             with gathered:
                 total, per_layer = self.losses(noisy, clean, weights)
                 # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
@@ -168,7 +204,8 @@ class Trainer:
             self._logged_sums[:-1] += sums
             self._logged_sums[-1] += count
             if self.constrained:
-                self.constraints.record(sums, count)
+                self.constraints.record(sums, count or sums.new_zeros(()))
+        self._timed_windows += windows
         if self.config.training.clip is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.training.clip)
         self.optimizer.step()
@@ -182,31 +219,44 @@ class Trainer:
     def _tokens_a_window(self) -> int:
         return self.config.data.window * (self.config.data.size // self.config.data.patch) ** 2
 
-    def _indices(self) -> list[list[int]]:
-        """The windows of this step, a list a micro-batch: a function of seed and step alone."""
+    def _micro_batches(self) -> list[list[tuple[int, int]]]:
+        """The windows of this step, each with the seed of its noise: a function of seed and step alone.
+
+        A window has the same noise however the step is cut into micro-batches and spread over ranks.
+        """
         epoch, position = divmod(self.step, self.steps_an_epoch)
         windows = windows_a_step(self.config)
-        generator = torch.Generator().manual_seed(self.config.training.seed * 1_000_003 + epoch)
+        seed = self.config.training.seed
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % _SEEDS)
         order = torch.randperm(len(self.data.train), generator=generator).tolist()
-        chosen = order[position * windows : (position + 1) * windows]
+        first_seed = (seed + 1) * _SEED_SPACING + self.step * windows
+        chosen = [
+            (window, (first_seed + number) % _SEEDS)
+            for number, window in enumerate(order[position * windows : (position + 1) * windows])
+        ]
         batch = self.config.training.batch
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
+
+    def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Noisy and clean tokens of windows with their seeds, on the device and in the dtype of the model."""
+        data = self.config.data
+        windows, seeds = zip(*chosen, strict=True)
+        frames = self.data.train.batch(windows).to(self.device).to(self.model.dictionary.dtype) / LEVELS
+        clean = to_patches(frames, data.patch, data.sequence)  # type: ignore[arg-type]
+        return add_noise_by_window(clean, data.gamma, self.data.sigma, self.noise, seeds), clean
 
     def _log_entry(self, seconds: float) -> dict[str, Any]:
         sums = self.accelerator.reduce(self._logged_sums, reduction="sum")
         losses = (sums[:-1] / sums[-1]).tolist()
         self._logged_sums.zero_()
-        if not all(map(math.isfinite, losses)):
-            raise InputError(
-                f"{self.folder.path}: the losses of step {self.step} are not finite; the last checkpoint is kept. "
-                f"Lower --lr (now {self.config.training.lr:g}) or --dual-lr and start again"
-            )
+        self._check_finite("training losses", losses)
+        windows, self._timed_windows = self._timed_windows, 0
         entry: dict[str, Any] = {
             "step": self.step,
             "epoch": self.step / self.steps_an_epoch,
             "loss": losses,
             "lr": self.schedule.get_last_lr()[0],
-            "windows_per_second": float(sums[-1]) / self._tokens_a_window / seconds,
+            "windows_per_second": windows / seconds,
         }
         if self.constrained:
             entry["weights"] = self.constraints.weights().tolist()
@@ -215,18 +265,29 @@ class Trainer:
             entry["skipped_updates"] = int(self.constraints.skipped_updates)
         return entry
 
-    def _summary(self, entry: dict[str, Any]) -> str:
-        losses = " ".join(f"{loss:.3g}" for loss in entry["loss"])
-        report = self.constraints.report(entry["loss"])
-        worst = "" if report.worst_violation is None else f", worst {report.worst_violation:+.1%} @{report.worst_layer}"
-        return f"loss by depth {losses}{worst}"
+    def _check_finite(self, what: str, numbers: list[float]) -> None:
+        if all(map(math.isfinite, numbers)):
+            return
+        kept = "; the checkpoint is from before and is kept" if self.folder.checkpoint.exists() else ""
+        raise InputError(
+            f"{self.folder.path}: the {what} are no longer finite at step {self.step}{kept}; train again with a lower "
+            f"--lr (it was {self.config.training.lr:g})"
+        )
+
+    def _summary(self, losses: list[float]) -> str:
+        shown = " ".join(f"{loss:.3g}" for loss in losses)
+        report = self.constraints.report(losses)
+        if report.worst_violation is None:
+            return f"loss by depth {shown}"
+        return f"loss by depth {shown}, worst {report.worst_violation:+.1%} @{report.worst_layer}"
 
     def _validate(self) -> dict[str, Any]:
         """Losses on the validation windows; keeps the model if it is the best so far."""
         losses = mean_depth_losses(self.model, self.data.validation, self.config, self.data.sigma)
+        self._check_finite("validation losses", losses)
         report = self.constraints.report(losses)
         entry = {"loss": losses, "feasible": report.feasible, **_worst(report)}
-        rank = _rank(report, losses[-1], self.constrained, self.constraints.layers)
+        rank = _rank(report, losses[-1], self.constrained)
         if self.best is None or rank < self.best["rank"]:
             self.best = {"rank": rank, "step": self.step, **entry}
             if self.accelerator.is_main_process:
@@ -234,6 +295,9 @@ class Trainer:
         return entry
 
     def _save_checkpoint(self) -> None:
+        # The losses of a step are from before its update, which may be what broke the weights.
+        weights = torch.stack([parameter.detach().abs().max() for parameter in self.model.parameters()])
+        self._check_finite("weights", weights.tolist())
         if self.accelerator.is_main_process:
             save_checkpoint(self.folder.checkpoint, self.state_dict())
 
@@ -247,34 +311,44 @@ class Trainer:
             "constraints": self.constraints.state_dict(),
             "best": self.best,
             "logged_sums": self._logged_sums,
-            "noise": self.noise.get_state(),
+            "data": self._data_identity(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
+
+    def _data_identity(self) -> dict[str, Any]:
+        windows = [len(part) for part in (self.data.train, self.data.validation, self.data.test)]
+        return {"windows": windows, "sigma": self.data.sigma}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take up the state of a checkpoint.
 
         Raises:
-            InputError: it belongs to other settings.
+            InputError: it belongs to other settings or other data.
         """
+        if state.get("data") != self._data_identity():
+            raise InputError(
+                f"{self.config.data.source}: the frames are not those that {self.folder.path} was trained on so far"
+            )
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])
             self.constraints.load_state_dict(state["constraints"])
             self._logged_sums.copy_(state["logged_sums"])
-            self.noise.set_state(state["noise"])
             torch.set_rng_state(state["random"])
             if state["random_cuda"]:
                 torch.cuda.set_rng_state_all(state["random_cuda"])
-        except (KeyError, RuntimeError, ValueError) as error:
+            self.step, self.best = state["step"], state["best"]
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"{self.folder.checkpoint}: does not fit config.toml ({error})") from error
-        self.step, self.best = state["step"], state["best"]
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
         """Note SIGINT and SIGTERM in place of acting on them: the step in progress is finished and saved first."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
+            return
 
         def note(number: int, frame: FrameType | None) -> None:
             if self._signal is not None:  # asked twice: stop at once
@@ -287,41 +361,52 @@ class Trainer:
             yield
         finally:
             for number, handler in previous.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _worst(report: FeasibilityReport) -> dict[str, Any]:
-    return {"worst_layer": report.worst_layer, "worst_violation": report.worst_violation}
+    found = report.as_dict()  # infinity, where a depth is exact and the next is not, has no word in JSON
+    return {name: found[name] for name in ("worst_layer", "worst_violation")}
 
 
-def _rank(report: FeasibilityReport, final_loss: float, constrained: bool, layers: int) -> list[float]:
-    """Lower is better: all constraints known, then feasible (or least violated), then the loss of the last depth."""
+def _rank(report: FeasibilityReport, final_loss: float, constrained: bool) -> list[float]:
+    """Lower is better: more constraints known, then feasible (or least violated), then the loss of the last depth.
+
+    An automatic reference is fixed some steps into the run. A model from before was judged by fewer constraints, and
+    must not beat all later ones by that.
+    """
     if not constrained:
         return [final_loss]
-    unknown = sum(violation is None for violation in report.violation[1:])
+    known = sum(violation is not None for violation in report.violation)
     excess = 0.0 if report.feasible else max(report.worst_violation or 0.0, 0.0)
-    return [unknown, excess, final_loss]
+    return [-known, excess, final_loss]
 
 
 @contextmanager
-def _metric_writers(run: RunFolder, tensorboard: bool, accelerator: Accelerator) -> Iterator[Any]:
-    """A function that appends one entry to `metrics.jsonl`, and to TensorBoard's files if asked."""
+def _metric_writers(run: RunFolder, tensorboard: bool, step: int, accelerator: Accelerator) -> Iterator[Any]:
+    """A function that appends one entry to `metrics.jsonl`, and to TensorBoard's files if asked.
+
+    `step` is where the run starts or resumes: TensorBoard is told to forget what an interrupted run wrote after it.
+    """
     if not accelerator.is_main_process:
         yield lambda entry: None
         return
     board = None
     if tensorboard:
-        from cdt_fast.errors import require
-
         require("tensorboard", "tensorboard", "--tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        board = SummaryWriter(str(run.path / "tensorboard"))
-    with run.metrics.open("a", encoding="utf-8") as file:
+        board = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
+    # Without a buffer: what could not be written on a full disk is not tried again when the file is closed.
+    with run.metrics.open("ab", buffering=0) as file:
 
         def write(entry: dict[str, Any]) -> None:
-            file.write(json.dumps(entry, allow_nan=False) + "\n")
-            file.flush()
+            line = (json.dumps(entry, allow_nan=False) + "\n").encode()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(run.metrics)) from error
             if board is not None:
                 _write_scalars(board, entry)
 

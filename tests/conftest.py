@@ -1,0 +1,176 @@
+"""A tiny clip, tiny runs, and the command line called in this process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdt_fast import cli
+from cdt_fast.config import RunConfig
+from cdt_fast.runs import RunFolder
+
+# Small enough for a step of a few milliseconds. The CPU also where a GPU is: results are compared bit by bit.
+# What a test's numbers rest on is written out, so that other defaults do not move them.
+TINY: dict[str, dict[str, Any]] = {
+    "data": {"size": 32, "patch": 8, "window": 5, "sequence": "time", "gamma": 0.15},
+    "model": {
+        "code_size": 64,
+        "layers": 2,
+        "sparsity": 0.2,
+        "scale": 1.0,
+        "readout": "own",
+        "initial_codes": "analysis",
+    },
+    "constraints": {
+        "rate": 0.3,
+        "reference": "auto",
+        "coupling": "chain",
+        "normalise": False,
+        "margin": 0.0,
+        "betas": [0.0, 0.999],
+        "dual": "adam",
+        "dual_lr": 0.01,
+        "resilience": "slack",
+        "slack_cost": 1.0,
+        "warmup_epochs": 1,
+    },
+    "training": {
+        "steps": 6,
+        "batch": 2,
+        "device": "cpu",
+        "lr": 0.01,
+        "schedule": "cosine",
+        "clip": 1.0,
+        "weight_decay": 0.0,
+        "validate_every": 2,
+        "checkpoint_every": 3,
+        "log_every": 2,
+    },
+    "evaluation": {"gammas": [0.15, 0.5]},
+}
+
+
+def scrolling_clip(frames: int = 60, height: int = 32, width: int = 32) -> np.ndarray:
+    """uint8 [frames, height, width]: a smooth picture that scrolls and slowly changes its light."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    picture = 127 + 60 * np.sin(columns / 3) + 40 * np.cos(rows / 5)
+    moving = [np.roll(picture, index // 2, axis=1) + 10 * np.sin(index / 7) for index in range(frames)]
+    return np.clip(np.stack(moving), 0, 255).astype(np.uint8)
+
+
+def tiny_arguments(**changes: Any) -> list[str]:
+    """The tiny settings as words of a command line, some replaced."""
+    values = {name: value for section in TINY.values() for name, value in section.items()} | changes
+    words = []
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words.append(f"--{option}={','.join(map(str, value)) if isinstance(value, list) else value}")
+    return words
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Decoded clips of the tests stay out of the person's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CDT_FAST_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 grey frames of 32x32 pixels in a .npy file; read only."""
+    path = tmp_path_factory.mktemp("clips") / "clip.npy"
+    np.save(path, scrolling_clip())
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_config(clip: Path) -> Callable[..., RunConfig]:
+    """Make tiny settings; keyword arguments replace some of them, whatever their section."""
+
+    def make(**changes: Any) -> RunConfig:
+        config = RunConfig()
+        for section, values in TINY.items():
+            config.update(section, values)
+        config.data.source = str(clip)
+        for name, value in changes.items():
+            owner = next(part for part in TINY if hasattr(getattr(config, part), name))
+            config.set(owner, name, value)
+        return config
+
+    return make
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command answered."""
+
+    status: int
+    out: str
+    err: str
+
+    def line(self) -> str:
+        """The only line on stderr of a command that refused its input; nothing is on stdout."""
+        assert self.status == cli.BAD_INPUT, self
+        assert not self.out, self.out
+        assert self.err.count("\n") == 1, self.err
+        assert self.err.endswith("\n")
+        assert "Traceback" not in self.err
+        return self.err
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
+    """Call the command line in this process with some words."""
+
+    def run(*words: object) -> CommandResult:
+        capsys.readouterr()
+        try:
+            status = cli.main([str(word) for word in words])
+        except SystemExit as leaving:  # how argparse ends
+            status = leaving.code
+        captured = capsys.readouterr()
+        assert isinstance(status, int)
+        return CommandResult(status, captured.out, captured.err)
+
+    return run
+
+
+@dataclass(frozen=True)
+class TrainedRuns:
+    """Two evaluated runs on the same clip; read only."""
+
+    constrained: Path
+    plain: Path
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, clip: Path, tiny_config: Callable[..., RunConfig]) -> TrainedRuns:
+    from cdt_fast.evaluation import evaluate_run
+    from cdt_fast.files import write_json
+    from cdt_fast.training import train_video
+
+    folder = tmp_path_factory.mktemp("runs")
+    paths = []
+    for name, constrained in (("constrained", True), ("plain", False)):
+        config = tiny_config(constrained=constrained, steps=30)
+        run = RunFolder.create(folder / name, config)
+        train_video(run, config, progress=False)
+        write_json(run.evaluation, evaluate_run(run, config, progress=False))
+        paths.append(run.path)
+    return TrainedRuns(*paths)
+
+
+@pytest.fixture
+def copied_run(trained: TrainedRuns, tmp_path: Path) -> RunFolder:
+    """A copy of the constrained run that a test may damage."""
+    return RunFolder(shutil.copytree(trained.constrained, tmp_path / "run"))

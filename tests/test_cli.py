@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from conftest import scrolling_clip, tiny_arguments
+
+from cdt_fast import cli, evaluation, figures
+from cdt_fast.config import RunConfig
+from cdt_fast.descent import PRESETS
+from cdt_fast.files import read_json
+from cdt_fast.runs import RunFolder
+
+Call = Callable[..., Any]
+
+COMMANDS = [
+    [],
+    ["train"],
+    ["train", "video"],
+    ["evaluate"],
+    ["compare"],
+    ["denoise"],
+    ["data"],
+    ["data", "fetch"],
+    ["data", "check"],
+    ["info"],
+]
+
+
+@pytest.fixture
+def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the pictures where a test is about something else."""
+    monkeypatch.setattr(figures, "write_figures", lambda *_: [])
+
+
+@pytest.fixture
+def settings_of(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> Callable[..., RunConfig]:
+    """The settings that a call of `train video` begins with, as its config.toml has them."""
+    monkeypatch.setattr("cdt_fast.training.train_video", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "_evaluate_run", lambda *_: 0)
+    count = iter(range(100))
+
+    def call_and_read(*words: object) -> RunConfig:
+        out = tmp_path / f"run{next(count)}"
+        answer = call("train", "video", *words, "--out", out)
+        assert answer.status == 0, answer
+        return RunFolder.open(out, trained=False)[1]
+
+    return call_and_read
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_shows_an_example_that_parses(call: Call, command: list[str]) -> None:
+    answer = call(*command, "--help")
+    assert answer.status == 0
+    assert answer.err == ""
+    _, found, example = answer.out.partition("example")
+    assert found
+    line = next(line for line in example.splitlines() if "cdt-fast " in line)
+    words = shlex.split(line.partition("cdt-fast ")[2])
+    assert words[: len(command)] == command
+    cli._parser().parse_args(words)
+
+
+def test_help_tells_every_default(call: Call) -> None:
+    text = " ".join(call("train", "video", "--help").out.split())
+    defaults = RunConfig()
+    for shown in (
+        f"T, frames of a window ({defaults.data.window})",
+        f"L ({defaults.model.layers})",
+        f"optimiser steps ({defaults.training.steps})",
+        "train with descent constraints (yes)",
+    ):
+        assert shown in text
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        ([], ["COMMAND"]),
+        (["trian"], ["invalid choice: 'trian'", "train"]),
+        (["train"], ["TASK"]),
+        (["train", "video", "--stpes", "3"], ["cdt-fast train video:", "--stpes", "did you mean --steps?"]),
+        (["train", "video", "--batchsize=3"], ["--batchsize=3", "did you mean --batch"]),
+        (["train", "video", "--warm", "3"], ["--warm"]),
+        (["train", "video", "--steps"], ["--steps"]),
+        (["train", "video", "a.mp4", "b.mp4"], ["unknown argument: b.mp4"]),
+        (["train", "video", "--steps", "ten"], ["[training] steps must be a whole number, got 'ten'"]),
+        (["train", "video", "--model", "vit"], ["[model] model must be one of dust, ut"]),
+        (["train", "video", "--gammas", ""], ["[evaluation] gammas"]),
+        (["train", "video", "--config", "missing.toml"], ["missing.toml"]),
+        (["train", "video", "missing.mp4"], ["missing.mp4", "no such file"]),
+        (["train", "video", "--resume", "missing"], ["missing: is no run folder"]),
+        (["train", "video", "--resume", "missing", "--steps", "3"], ["--resume takes no other settings"]),
+        (["evaluate"], ["RUN"]),
+        (["evaluate", "missing"], ["missing: is no run folder"]),
+        (["compare", "missing"], ["missing: is no run folder"]),
+        (["denoise", "missing", "in.mp4", "out.mp4"], ["missing: is no run folder"]),
+        (["denoise", "missing", "in.mp4", "out.mp4", "--depth", "two"], ["--depth", "two"]),
+        (["data", "check", "missing"], ["missing"]),
+        (["data", "fetch", "imagenet"], ["imagenet"]),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_call_is_one_line_and_leaves_nothing(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], facts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = call(*words).line()
+    assert line.startswith("cdt-fast")
+    for fact in facts:
+        assert fact in line
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def videos(folder: Path) -> Iterator[tuple[str, Path, str]]:
+    """What cannot be trained on: what it is, the path, and what the message must say."""
+    frames = scrolling_clip()
+
+    def write(name: str, count: int) -> Path:
+        with av.open(str(folder / name), "w") as container:
+            stream = container.add_stream("mpeg4", rate=25)
+            stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+            for frame in frames[:count]:
+                picture = av.VideoFrame.from_ndarray(np.repeat(frame[..., None], 3, axis=2), format="rgb24")
+                container.mux(stream.encode(picture))
+            container.mux(stream.encode(None))
+        return folder / name
+
+    (folder / "empty.mp4").touch()
+    yield "empty", folder / "empty.mp4", "the file is empty"
+    (folder / "noise.mp4").write_bytes(bytes(range(256)) * 40)
+    yield "unreadable", folder / "noise.mp4", "cannot be read as a video"
+    yield "one frame", write("one.mp4", 1), "only one frame"
+    whole = write("whole.mp4", 60).read_bytes()
+    (folder / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    yield "truncated", folder / "cut.mp4", "cut.mp4"
+    (folder / "no images").mkdir()
+    (folder / "no images" / "notes.txt").write_text("nothing to see")
+    yield "no images", folder / "no images", "no clips found"
+    np.save(folder / "nan.npy", np.where(frames == frames.max(), np.nan, frames / 255.0))
+    yield "NaN", folder / "nan.npy", "NaN"
+    np.save(folder / "short.npy", frames[:12])
+    yield "short", folder / "short.npy", "has 12 frames"
+    (folder / "mixed").mkdir()
+    from PIL import Image
+
+    for index in range(30):
+        Image.fromarray(frames[index, : 32 - index // 20]).save(folder / "mixed" / f"{index:02}.png")
+    yield "mixed sizes", folder / "mixed", "one size"
+    np.save(folder / "flat.npy", np.full((60, 32, 32), 7, dtype=np.uint8))
+    yield "flat", folder / "flat.npy", "flat grey"
+
+
+def test_unusable_frames_are_one_line_and_leave_no_run(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
+    for what, path, fact in videos(tmp_path / "clips"):
+        line = call("train", "video", path, "--out", tmp_path / "run", *tiny_arguments()).line()
+        assert fact in line, what
+        assert path.name in line, what
+        assert not (tmp_path / "run").exists(), what
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"size": 30}, "multiple of patch"),
+        ({"rate": "0.1,0.2,0.3"}, "rate has 3 entries"),
+        ({"rate": 1}, "rate"),
+        ({"reference": "most"}, "reference"),
+        ({"reference": "none", "coupling": "absolute"}, "reference"),
+        ({"dual_lr": -1}, "dual_lr"),
+        ({"step": 0}, "step"),
+        ({"window": 61}, "61"),
+        ({"lr": 1e30, "clip": "none"}, "no longer finite"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_one_line_and_leave_no_run(
+    call: Call, clip: Path, tmp_path: Path, changes: dict[str, Any], fact: str
+) -> None:
+    answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments(**changes, validate_every=6))
+    assert answer.status == 2
+    assert fact in answer.err.splitlines()[-1]
+    assert answer.err.splitlines()[-1].startswith("cdt-fast: ")
+    assert "Traceback" not in answer.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_extra_is_named_and_leaves_no_run(
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    line = call("train", "video", clip, "--out", tmp_path / "run", "--tensorboard", *tiny_arguments()).line()
+    assert "cdt-fast[tensorboard]" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_to_resume_is_never_removed(
+    call: Call, clip: Path, tmp_path: Path, tiny_config: Callable[..., RunConfig]
+) -> None:
+    config = tiny_config()
+    config.data.source = str(tmp_path / "gone.npy")
+    run = RunFolder.create(tmp_path / "run", config)
+    assert "gone.npy" in call("train", "video", "--resume", run.path).line()
+    assert run.config.exists()
+
+
+def test_training_prints_tables_a_verdict_and_the_report(
+    call: Call, clip: Path, tmp_path: Path, quick_figures: None
+) -> None:
+    run = tmp_path / "run"
+    answer = call("train", "video", clip, "--out", run, *tiny_arguments())
+    assert answer.status == 0
+    assert "\r" not in answer.err
+    assert "DCT 8x8" in answer.out
+    assert "ℓ_1/ℓ_0" in answer.out
+    assert answer.out.splitlines()[-2] == read_json(run / "evaluation.json")["report"]["text"]
+    assert answer.out.splitlines()[-1] == f"report: {run / 'report.md'}"
+    names = {path.name for path in run.iterdir()}
+    assert names == {"config.toml", "metrics.jsonl", "model", "checkpoint", "evaluation.json", "report.md"}
+    assert "holds a run already" in call("train", "video", clip, "--out", run, *tiny_arguments()).line()
+    assert "no model yet" not in answer.err
+
+
+def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: RunFolder, quick_figures: None) -> None:
+    values = copied_run.path.parent / "values.json"
+    answer = call("evaluate", copied_run.path, "--gammas", "0.1,0.2,0.3", "--json", values)
+    assert answer.status == 0
+    assert answer.err == ""
+    found = json.loads(values.read_text())
+    assert found["gamma"] == [0.1, 0.2, 0.3]
+    assert found == read_json(copied_run.evaluation)
+    assert "γ 0.3" in answer.out
+    assert "[evaluation] gammas must be at least 0" in call("evaluate", copied_run.path, "--gammas=-1").line()
+
+
+def test_a_run_that_is_not_finished_is_measured_with_a_note(
+    call: Call, copied_run: RunFolder, quick_figures: None
+) -> None:
+    copied_run.config.write_text(copied_run.config.read_text().replace("steps = 30", "steps = 60", 1))
+    answer = call("evaluate", copied_run.path)
+    assert answer.status == 0
+    note = f"the training of {copied_run.path} is not finished, this is step 30 of 60"
+    assert answer.err == f"cdt-fast: note: {note}\n"
+
+
+def test_options_win_over_a_file_and_a_file_over_the_defaults(
+    settings_of: Callable[..., RunConfig], clip: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[data]\nsource = "other.npy"\nwindow = 7\n[training]\nsteps = 11\nbatch = 3\n')
+    config = settings_of(clip, "--config", file, "--steps", "5", "--rate", "0.1,0.2", "--clip", "none")
+    assert config.data.source == str(clip)
+    assert config.data.window == 7
+    assert config.training.steps == 5
+    assert config.training.batch == 3
+    assert config.training.clip is None
+    assert config.constraints.rate == [0.1, 0.2]
+    assert config.training.lr == RunConfig().training.lr
+    assert settings_of("--config", file).data.source == str(Path("other.npy").resolve())
+
+
+def test_flags_can_be_set_and_unset(settings_of: Callable[..., RunConfig], tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[constraints]\nconstrained = false\n[model]\ntied = true\n")
+    assert settings_of("--config", file).constraints.constrained is False
+    assert settings_of("--config", file, "--constrained").constraints.constrained is True
+    assert settings_of("--no-constrained").constraints.constrained is False
+    assert settings_of("--config", file, "--no-tied").model.tied is False
+    assert settings_of("--tied").model.tied is True
+    assert settings_of().model.tied is None
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., RunConfig], name: str) -> None:
+    config = settings_of("--rate", "0.125", "--preset", name)
+    assert config.constraints.preset == name
+    assert config.constraints.rate == 0.125
+    assert config.constraints.coupling == PRESETS[name]["coupling"]
+    assert config.constraints.betas == list(PRESETS[name]["betas"])
+
+
+def test_a_run_gets_a_name_from_its_source(
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cdt_fast.training.train_video", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "_evaluate_run", lambda *_: 0)
+    assert call("train", "video", clip).status == 0
+    assert call("train", "video", "--no-constrained").status == 0
+    assert sorted(os.listdir(tmp_path / "runs")) == ["clip-constrained", "demo-unconstrained"]
+
+
+def damaged(run: RunFolder) -> Iterator[tuple[Path, str]]:
+    """Damage one file after the other, and say which; each is whole again afterwards."""
+    for path in (run.checkpoint, run.model / "model.safetensors", run.model / "config.json", run.config):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) * 2 // 3])
+        yield path, path.name
+        path.write_bytes(whole)
+
+
+def test_files_cut_short_are_named_in_one_line(call: Call, copied_run: RunFolder, clip: Path, tmp_path: Path) -> None:
+    before = copied_run.evaluation.read_bytes()
+    for path, name in damaged(copied_run):
+        assert str(path) in call("evaluate", copied_run.path).line(), name
+        if path != copied_run.checkpoint:
+            line = call("denoise", copied_run.path, clip, tmp_path / "out.mp4").line()
+            assert str(path) in line, name
+        else:
+            line = call("train", "video", "--resume", copied_run.path).line()
+            assert f"{path}: cannot be read, or is cut short" in line
+    assert copied_run.evaluation.read_bytes() == before
+    assert not (tmp_path / "out.mp4").exists()
+
+
+def test_a_run_that_is_not_trained_yet_says_how_to_go_on(
+    call: Call, tmp_path: Path, tiny_config: Callable[..., RunConfig]
+) -> None:
+    run = RunFolder.create(tmp_path / "run", tiny_config())
+    for words in (["evaluate", run.path], ["compare", run.path], ["denoise", run.path, "in.mp4", "out.mp4"]):
+        line = call(*words).line()
+        assert "no model yet" in line
+        assert "--resume" in line
+
+
+def test_a_half_written_last_line_of_the_metrics_is_no_trouble(
+    call: Call, copied_run: RunFolder, quick_figures: None
+) -> None:
+    before = copied_run.metrics.read_text()
+    copied_run.metrics.write_text(before + '{"step": 31, "lo')
+    assert call("evaluate", copied_run.path).status == 0
+    assert call("train", "video", "--resume", copied_run.path).status == 0
+    assert copied_run.metrics.read_text() == before
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_under_a_checkpoint_keeps_the_old_one(
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_figures: None
+) -> None:
+    from safetensors import SafetensorError
+
+    from cdt_fast import checkpoint
+
+    run = RunFolder(tmp_path / "run")
+    save_file = checkpoint.save_file
+    calls = 0
+
+    def second_time_full(tensors: Any, path: Path, metadata: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            path.write_bytes(b"half")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(checkpoint, "save_file", second_time_full)
+    answer = call("train", "video", clip, "--out", run.path, *tiny_arguments())
+    assert answer.status == 2
+    assert answer.err.splitlines()[-1] == f"cdt-fast: {run.checkpoint}: the disk is full"
+    assert checkpoint.load_checkpoint(run.checkpoint)["step"] == 3
+    assert os.listdir(run.checkpoint.parent) == ["state.safetensors"]
+    assert call("train", "video", "--resume", run.path).status == 0
+
+
+def test_a_full_disk_under_an_evaluation_keeps_the_old_one(
+    call: Call, copied_run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = copied_run.evaluation.read_bytes()
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {"task": "video"})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        line = call("evaluate", copied_run.path).line()
+    assert line == f"cdt-fast: {copied_run.evaluation}: the disk is full\n"
+    assert copied_run.evaluation.read_bytes() == before
+    assert not [path for path in copied_run.path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_full_disk_under_a_new_run_leaves_none(
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        line = call("train", "video", clip, "--out", tmp_path / "run").line()
+    assert f"{tmp_path / 'run'}: cannot be made (No space left on device)" in line
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(call: Call, trained: Any, clip: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "file" in call("train", "video", clip, "--out", tmp_path / "file" / "run").line()
+    assert "file" in call("info", "--json", tmp_path / "file" / "info.json").err
+
+
+def test_running_out_of_memory_is_one_line(call: Call, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(evaluation, "evaluate", exhausted)
+    assert "out of memory" in call("evaluate", trained.plain).line()
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    """As `cdt-fast --help | head -1` does. A process of its own, since the pipe is its stdout."""
+    program = "import sys; from cdt_fast import cli; sys.exit(cli.main(['info']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run([sys.executable, "-c", program], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert process.stderr == ""
+    assert process.returncode == 141

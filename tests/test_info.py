@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cdt_fast
+from cdt_fast import info
+
+
+def test_info_says_what_is_here(call: Callable[..., Any], tmp_path: Path) -> None:
+    answer = call("info", "--json", tmp_path / "info.json")
+    assert answer.status == 0
+    found = json.loads((tmp_path / "info.json").read_text())
+    assert found["cdt_fast"] == cdt_fast.__version__
+    assert found["torch"] == torch.__version__
+    assert found["CPU threads"] == torch.get_num_threads()
+    assert all(isinstance(value, str | int) for value in found.values())
+    lines = answer.out.splitlines()
+    assert len(lines) == len(found)
+    for line, (name, value) in zip(lines, found.items(), strict=True):
+        assert line.startswith(name)
+        assert line.endswith(str(value))
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(info.importlib.metadata, "version", missing)
+    found = info.collect()
+    assert found["matplotlib"] == "not installed (extra: report)"
+    assert found["av"] == "not installed (extra: video)"

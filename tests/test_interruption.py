@@ -1,0 +1,375 @@
+"""A run that was stopped, at any moment and by whatever, ends bit for bit like one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_arguments
+from torch import Tensor
+
+from cdt_fast import training
+from cdt_fast.checkpoint import load_checkpoint
+from cdt_fast.config import RunConfig
+from cdt_fast.errors import InputError
+from cdt_fast.runs import RunFolder
+from cdt_fast.training import Interrupted, Trainer, train_video
+
+Config = Callable[..., RunConfig]
+
+# Slack, Adam, automatic reference and accumulation, past the step in which the reference is fixed; the three
+# intervals share few steps, so that sums for the log wait in most checkpoints.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "constrained": {
+        "rate": 0.9,
+        "steps": 27,
+        "accumulate": 2,
+        "validate_every": 5,
+        "checkpoint_every": 4,
+        "log_every": 7,
+    },
+    "dual_every": {"steps": 27, "dual_every": 3, "dual": "pi", "normalise": True, "reference": 1.0, "log_every": 4},
+    "plain": {"constrained": False, "steps": 12, "validate_every": 5, "checkpoint_every": 4, "log_every": 7},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums may depend on the number of threads, and the other process of a test has one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_config: Config) -> Callable[[str], RunFolder]:
+    done: dict[str, RunFolder] = {}
+
+    def get(name: str) -> RunFolder:
+        if name not in done:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            config = tiny_config(**SETTINGS[name])
+            done[name] = RunFolder.create(tmp_path_factory.mktemp("whole") / "run", config)
+            train_video(done[name], config, progress=False)
+            torch.set_num_threads(threads)
+        return done[name]
+
+    return get
+
+
+def assert_same(left: Any, right: Any, where: str = "") -> None:
+    assert type(left) is type(right), where
+    if isinstance(left, Tensor):
+        assert torch.equal(left, right), where
+    elif isinstance(left, dict):
+        assert list(left) == list(right), where
+        for key in left:
+            assert_same(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, list):
+        assert len(left) == len(right), where
+        for index, (here, there) in enumerate(zip(left, right, strict=True)):
+            assert_same(here, there, f"{where}.{index}")
+    else:
+        assert left == right, where
+
+
+def assert_same_runs(run: RunFolder, expected: RunFolder) -> None:
+    assert_same(load_checkpoint(run.checkpoint), load_checkpoint(expected.checkpoint))
+    for name in ("model.safetensors", "config.json"):
+        assert (run.model / name).read_bytes() == (expected.model / name).read_bytes()
+    entries, others = run.read_metrics(), expected.read_metrics()
+    for entry in (*entries, *others):
+        entry.pop("windows_per_second", None)  # the only entry that tells the time
+    assert entries == others
+    assert not [path for path in run.path.rglob(".*") if path.is_file()], "a temporary file was left"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_settings_reach_what_they_are_to_test(uninterrupted: Callable[[str], RunFolder], name: str) -> None:
+    state = load_checkpoint(uninterrupted(name).checkpoint)["constraints"]
+    if name == "plain":
+        return
+    assert state["multipliers"].max() > 0
+    if name == "constrained":
+        assert state["slacks"].max() > 0
+        assert state["reference_measurements"] == 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("constrained", [1]), ("constrained", [3, 8, 25]), ("dual_every", [4, 20]), ("plain", [6, 11]), ("plain", [12])],
+)
+def test_a_run_that_a_signal_stopped_resumes_bit_for_bit(
+    tiny_config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Callable[[str], RunFolder],
+    name: str,
+    steps: list[int],
+    number: signal.Signals,
+) -> None:
+    config = tiny_config(**SETTINGS[name])
+    run = RunFolder.create(tmp_path / "run", config)
+    step = Trainer._train_step
+    pending = list(steps)
+
+    def signalled(trainer: Trainer) -> None:
+        step(trainer)
+        if pending and trainer.step + 1 == pending[0]:
+            pending.pop(0)
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Trainer, "_train_step", signalled)
+    handlers = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    for count, expected in enumerate(steps):
+        with pytest.raises(Interrupted) as stop:
+            train_video(run, config, resume=count > 0, progress=False)
+        assert stop.value.signal_number == number
+        assert load_checkpoint(run.checkpoint)["step"] == expected
+    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == handlers
+    train_video(run, config, resume=True, progress=False)
+    assert_same_runs(run, uninterrupted(name))
+
+
+class _Killed(BaseException):
+    """Stands for SIGKILL: nothing of the run is executed after it."""
+
+
+# What the process was doing when it died: the function, and whether that had happened.
+MOMENTS = {
+    "in a step": ("_train_step", "before"),
+    "after a step": ("_train_step", "after"),
+    "before validation": ("_validate", "before"),
+    "between the kept model and its line": ("_validate", "after"),
+    "before the checkpoint": ("_save_checkpoint", "before"),
+    "after the checkpoint": ("_save_checkpoint", "after"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_that_died_at_any_moment_resumes_bit_for_bit(
+    tiny_config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uninterrupted: Callable[[str], RunFolder],
+    moment: str,
+) -> None:
+    config = tiny_config(**SETTINGS["constrained"])
+    run = RunFolder.create(tmp_path / "run", config)
+    name, when = MOMENTS[moment]
+    original = getattr(Trainer, name)
+    calls = 0
+
+    def dying(trainer: Trainer) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and when == "before":
+            raise _Killed
+        result = original(trainer)
+        if calls == 3:
+            raise _Killed
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, name, dying)
+        with pytest.raises(_Killed):
+            train_video(run, config, progress=False)
+    train_video(run, config, resume=True, progress=False)
+    assert_same_runs(run, uninterrupted("constrained"))
+
+
+def test_half_a_line_and_half_a_checkpoint_are_no_trouble(
+    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Callable[[str], RunFolder]
+) -> None:
+    config = tiny_config(**SETTINGS["constrained"])
+    run = RunFolder.create(tmp_path / "run", config)
+    step = Trainer._train_step
+
+    def dying(trainer: Trainer) -> None:
+        if trainer.step == 15:
+            raise _Killed
+        step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", dying)
+        with pytest.raises(_Killed):
+            train_video(run, config, progress=False)
+    with run.metrics.open("a") as metrics:
+        metrics.write('{"step": 15, "lo')
+    (run.checkpoint.parent / ".state-abc.tmp.safetensors").write_bytes(b"half of a checkpoint")
+    (run.model / ".model-abc.tmp.safetensors").write_bytes(b"half of a model")
+    train_video(run, config, resume=True, progress=False)
+    assert_same_runs(run, uninterrupted("constrained"))
+
+
+def test_resuming_a_finished_run_changes_nothing(
+    tiny_config: Config, tmp_path: Path, uninterrupted: Callable[[str], RunFolder]
+) -> None:
+    config = tiny_config(**SETTINGS["plain"])
+    run = RunFolder.create(tmp_path / "run", config)
+    train_video(run, config, progress=False)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    for _ in range(2):
+        train_video(run, config, resume=True, progress=False)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    assert_same_runs(run, uninterrupted("plain"))
+
+
+def test_a_run_without_a_checkpoint_resumes_at_its_beginning(
+    tiny_config: Config, tmp_path: Path, uninterrupted: Callable[[str], RunFolder]
+) -> None:
+    config = tiny_config(**SETTINGS["plain"])
+    run = RunFolder.create(tmp_path / "run", config)
+    run.metrics.write_text('{"step": 2}\n{"step"')
+    train_video(run, config, resume=True, progress=False)
+    assert_same_runs(run, uninterrupted("plain"))
+
+
+def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config, tmp_path: Path) -> None:
+    config = tiny_config(steps=3)
+    run = RunFolder.create(tmp_path / "run", config)
+    train_video(run, config, progress=False)
+    before = run.checkpoint.read_bytes()
+    for changes, fact in [
+        ({"layers": 3}, "does not fit config.toml"),
+        ({"code_size": 32}, "does not fit config.toml"),
+        ({"dual": "pi"}, "does not fit config.toml"),
+        ({"window": 4}, "not those"),
+        ({"size": 16}, "not those"),
+    ]:
+        with pytest.raises(InputError, match=fact):
+            train_video(run, tiny_config(steps=3, **changes), resume=True, progress=False)
+    assert run.checkpoint.read_bytes() == before
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_says_how_to_go_on(
+    call: Callable[..., Any],
+    clip: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    run = tmp_path / "my run"
+    step = Trainer._train_step
+
+    def signalled(trainer: Trainer) -> None:
+        step(trainer)
+        if trainer.step == 1:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Trainer, "_train_step", signalled)
+    answer = call("train", "video", clip, "--out", run, *tiny_arguments())
+    assert answer.status == status
+    last = answer.err.splitlines()[-1]
+    assert last == (
+        f"cdt-fast: stopped by {number.name} after step 2; continue with: cdt-fast train video --resume '{run}'"
+    )
+    assert call("train", "video", "--resume", run).status == 0
+    assert call("train", "video", "--resume", run).status == 0
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_the_first_step_leaves_no_run(
+    call: Callable[..., Any],
+    clip: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    monkeypatch.setattr(training, "load_data", lambda *_: signal.raise_signal(number))
+    answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
+    assert answer.status == status
+    assert answer.err == f"cdt-fast: stopped by {number.name}\n"
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_after_the_training_says_so(
+    call: Callable[..., Any], clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdt_fast.evaluation.evaluate", lambda *_: signal.raise_signal(signal.SIGTERM))
+    answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
+    assert answer.status == 143
+    assert answer.err.splitlines()[-1].endswith(
+        f"the training is done, measure it with: cdt-fast evaluate {tmp_path / 'run'}"
+    )
+    monkeypatch.undo()
+    assert RunFolder(tmp_path / "run").model.exists()
+
+
+def test_a_signal_while_a_video_is_written_leaves_nothing(
+    call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdt_fast.denoise._denoised_window", lambda *_: signal.raise_signal(signal.SIGTERM))
+    answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4")
+    assert answer.status == 143
+    assert not os.listdir(tmp_path)
+
+
+def test_training_outside_of_the_main_thread_works(
+    tiny_config: Config, tmp_path: Path, uninterrupted: Callable[[str], RunFolder]
+) -> None:
+    config = tiny_config(**SETTINGS["plain"])
+    run = RunFolder.create(tmp_path / "run", config)
+    thread = threading.Thread(target=train_video, args=(run, config), kwargs={"progress": False})
+    thread.start()
+    thread.join(60)
+    assert_same_runs(run, uninterrupted("plain"))
+
+
+@pytest.mark.slow
+def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: Config, tmp_path: Path) -> None:
+    """SIGKILL after the first checkpoint, SIGTERM in the run that resumed, and the rest in this process."""
+    config = tiny_config(
+        steps=200, accumulate=2, size=16, code_size=16, validate_every=7, checkpoint_every=3, log_every=5
+    )
+    whole = RunFolder.create(tmp_path / "whole", config)
+    train_video(whole, config, progress=False)
+    run = RunFolder.create(tmp_path / "run", config)
+    command = [sys.executable, "-m", "cdt_fast.cli", "train", "video", "--resume", str(run.path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def stop_after(earlier: int, number: signal.Signals) -> tuple[int, str, int]:
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not (run.checkpoint.exists() and load_checkpoint(run.checkpoint)["step"] > earlier):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        return process.returncode, errors, load_checkpoint(run.checkpoint)["step"]
+
+    status, _, step = stop_after(0, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    assert step < 200
+    status, errors, step = stop_after(step, signal.SIGTERM)
+    assert status == 143
+    assert step < 200
+    assert errors.splitlines()[-1] == (
+        f"cdt-fast: stopped by SIGTERM after step {step}; continue with: cdt-fast train video --resume {run.path}"
+    )
+    train_video(run, config, resume=True, progress=False)
+    assert_same_runs(run, whole)
+
+
+def test_the_metrics_are_json_lines_to_the_end(uninterrupted: Callable[[str], RunFolder]) -> None:
+    text = uninterrupted("constrained").metrics.read_text()
+    assert text.endswith("\n")
+    assert [json.loads(line)["step"] for line in text.splitlines()][-1] == 27
