@@ -121,7 +121,7 @@ def _ratios(runs: Sequence[EvaluatedRun]) -> Any:
     figure, (axis,) = _axes()
     for run, colour in zip(runs, _cycle(len(runs)), strict=True):
         histogram = run.evaluation["per_sample"]["histogram"]
-        total = sum(histogram["counts"])
+        total = max(sum(histogram["counts"]), 1)
         shares = [count / total for count in histogram["counts"]]
         axis.stairs(shares, histogram["edges"], color=colour, label=run.label, linewidth=1.6)
     axis.axvline(1.0, color=GREY, linewidth=0.8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import sys
@@ -30,9 +29,10 @@ from cdt_fast.building import (
 from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.config import RunConfig
 from cdt_fast.data import VideoData, to_patches
-from cdt_fast.errors import InputError, require
+from cdt_fast.errors import InputError
 from cdt_fast.evaluation import LEVELS, add_noise_by_window, mean_depth_losses
 from cdt_fast.feasibility import FeasibilityReport
+from cdt_fast.metrics import metrics_writer
 from cdt_fast.models import DUST
 from cdt_fast.runs import RunFolder
 
@@ -152,8 +152,10 @@ class Trainer:
         shown = progress and self.accelerator.is_main_process
         on_terminal = shown and sys.stderr.isatty()
         bar = tqdm(total=training.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal)
-        writers = _metric_writers(self.folder, training.tensorboard, self.step, self.accelerator)
-        with self._signals_noted(), bar, writers as write:
+        writer = metrics_writer(
+            self.folder, self.step, tensorboard=training.tensorboard, enabled=self.accelerator.is_main_process
+        )
+        with self._signals_noted(), bar, writer as write:
             started = time.perf_counter()
             while self.step < training.steps:
                 self._train_step()
@@ -380,49 +382,3 @@ def _rank(report: FeasibilityReport, final_loss: float, constrained: bool) -> li
     known = sum(violation is not None for violation in report.violation)
     excess = 0.0 if report.feasible else max(report.worst_violation or 0.0, 0.0)
     return [-known, excess, final_loss]
-
-
-@contextmanager
-def _metric_writers(run: RunFolder, tensorboard: bool, step: int, accelerator: Accelerator) -> Iterator[Any]:
-    """A function that appends one entry to `metrics.jsonl`, and to TensorBoard's files if asked.
-
-    `step` is where the run starts or resumes: TensorBoard is told to forget what an interrupted run wrote after it.
-    """
-    if not accelerator.is_main_process:
-        yield lambda entry: None
-        return
-    board = None
-    if tensorboard:
-        require("tensorboard", "tensorboard", "--tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
-    # Without a buffer: what could not be written on a full disk is not tried again when the file is closed.
-    with run.metrics.open("ab", buffering=0) as file:
-
-        def write(entry: dict[str, Any]) -> None:
-            line = (json.dumps(entry, allow_nan=False) + "\n").encode()
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(run.metrics)) from error
-            if board is not None:
-                _write_scalars(board, entry)
-
-        try:
-            yield write
-        finally:
-            if board is not None:
-                board.close()
-
-
-def _write_scalars(board: Any, entry: dict[str, Any]) -> None:
-    step = entry["step"]
-    for group, values in {**entry, **entry.get("validation", {})}.items():
-        prefix = f"validation/{group}" if "validation" in entry else group
-        if isinstance(values, list):
-            for depth, value in enumerate(values):
-                board.add_scalar(f"{prefix}/{depth}", value, step)
-        elif isinstance(values, int | float) and group != "step":
-            board.add_scalar(prefix, values, step)

@@ -13,7 +13,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from conftest import scrolling_clip, tiny_arguments
+from tiny import scrolling_clip, tiny_arguments
 
 from cdt_fast import cli, evaluation, figures
 from cdt_fast.config import RunConfig

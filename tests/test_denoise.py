@@ -11,7 +11,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from conftest import scrolling_clip
+from tiny import scrolling_clip
 
 from cdt_fast import denoise
 from cdt_fast.building import load_model

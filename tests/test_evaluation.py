@@ -30,7 +30,7 @@ PROMISED = {
 def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clip long enough for two test windows, of 24x40 frames that are no multiple of anything but the patch."""
     import numpy as np
-    from conftest import scrolling_clip
+    from tiny import scrolling_clip
 
     path = tmp_path_factory.mktemp("clips") / "longer.npy"
     np.save(path, scrolling_clip(130, 24, 40))
@@ -161,7 +161,7 @@ def test_flat_patches_without_noise_do_not_spoil_the_statistics(
 ) -> None:
     """A black border is reconstructed exactly where there is no noise: its ratios are 0/0."""
     import numpy as np
-    from conftest import scrolling_clip
+    from tiny import scrolling_clip
 
     clip = scrolling_clip()
     clip[:, :8] = 0

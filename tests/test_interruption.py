@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_arguments
+from tiny import tiny_arguments
 from torch import Tensor
 
 from cdt_fast import training

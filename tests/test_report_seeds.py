@@ -15,8 +15,14 @@ def run(name: str, seed: int, mean: float, feasible: bool, ratios: list[float | 
     config.update("training", {"seed": seed})
     config.update("model", settings)
     evaluation = {
-        **{"gamma": [0.1, 1.0], "rmse": [mean, 2 * mean], "mean_rmse": mean, "layer_loss": [4.0, mean / 10]},
-        **{"layer_ratio": ratios, "feasible": feasible, "constrained": True, "tied": False},
+        "gamma": [0.1, 1.0],
+        "rmse": [mean, 2 * mean],
+        "mean_rmse": mean,
+        "layer_loss": [4.0, mean / 10],
+        "layer_ratio": ratios,
+        "feasible": feasible,
+        "constrained": True,
+        "tied": False,
     }
     return EvaluatedRun(RunFolder(Path(name)), config, evaluation)
 
