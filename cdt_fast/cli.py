@@ -242,6 +242,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> int:
     from cdt_fast import report
+    from cdt_fast.evaluated import EvaluatedRun
     from cdt_fast.evaluation import evaluate_run
 
     evaluation = evaluate_run(run, config, sys.stderr.isatty())
@@ -251,7 +252,7 @@ def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> 
     if evaluation["trained_steps"] < config.training.steps:
         steps = f"step {evaluation['trained_steps']} of {config.training.steps}"
         print(f"cdt-fast: note: the training of {run.path} is not finished, this is {steps}", file=sys.stderr)
-    measured = report.EvaluatedRun(run, config, evaluation)
+    measured = EvaluatedRun(run, config, evaluation)
     _print_tables([measured])
     print(evaluation["report"]["text"])
     try:
@@ -265,9 +266,10 @@ def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> 
 
 def _compare(options: argparse.Namespace) -> int:
     from cdt_fast import report
+    from cdt_fast.evaluated import EvaluatedRun, check_comparable
 
-    runs = report.EvaluatedRun.open_all(options.folders)
-    report.check_comparable(runs)
+    runs = EvaluatedRun.open_all(options.folders)
+    check_comparable(runs)
     _print_tables(runs)
     for run in runs:
         print(f"{run.label}: {run.evaluation['report']['text']}")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cdt_fast.building import load_data
 from cdt_fast.denoise import denoised_frames
 from cdt_fast.errors import require
+from cdt_fast.evaluated import EvaluatedRun
 from cdt_fast.evaluation import noisy_batches
 from cdt_fast.files import replaced_atomically
 from cdt_fast.models import load_pretrained
-
-if TYPE_CHECKING:
-    from cdt_fast.report import EvaluatedRun
 
 # Okabe and Ito's palette: told apart by most kinds of colour vision.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]

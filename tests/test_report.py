@@ -11,8 +11,8 @@ import pytest
 
 from cdt_fast import figures, report
 from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.evaluated import EvaluatedRun
 from cdt_fast.files import read_json, write_json
-from cdt_fast.report import EvaluatedRun
 
 
 @pytest.fixture

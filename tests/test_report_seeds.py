@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.config import RunConfig
-from cdt_fast.report import EvaluatedRun, seed_table
+from cdt_fast.evaluated import EvaluatedRun
+from cdt_fast.report import seed_table
 from cdt_fast.runs import RunFolder
 
 
