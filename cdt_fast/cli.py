@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from cdt_fast.config import SECTIONS, RunConfig
+from cdt_fast.config import SECTIONS, DataSettings, RunConfig
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import write_json
 
@@ -162,7 +162,9 @@ def _add_train(commands: Any) -> None:
         "  cdt-fast train video clip.mp4 --out runs/plain --no-constrained\n"
         "  cdt-fast train video --resume runs/mine"
     )
-    video.add_argument("source", nargs="?", metavar="SOURCE", help="in place of [data] source in a config")
+    video.usage = "cdt-fast train video [SOURCE] [--out RUN] [--config FILE] [SETTINGS]"
+    source = next(entry for entry in fields(DataSettings) if entry.name == "source")
+    video.add_argument("source", nargs="?", metavar="SOURCE", help=source.metadata["help"] + " (demo)")
     video.add_argument("--out", metavar="RUN", help="new run folder (runs/SOURCE-constrained or -unconstrained)")
     video.add_argument("--config", metavar="FILE", help="settings as TOML, such as the config.toml of a run")
     video.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint; takes no settings")
