@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cdt_fast.duals import DualVariables, checked_choice, checked_fraction, checked_number
+from cdt_fast.checks import check_choice, check_fraction, check_integer, check_non_negative, check_number
+from cdt_fast.duals import DualVariables
 from cdt_fast.errors import InputError
 from cdt_fast.feasibility import FeasibilityReport
 
@@ -140,15 +140,15 @@ class DescentConstraints:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        self.layers = _integer("layers", layers, 1)
+        self.layers = check_integer("layers", layers, 1)
         self.reference = _reference(reference)
-        self.coupling = checked_choice("coupling", coupling, ("chain", "detach", "absolute"))
-        self.reference_mode = checked_choice("reference_mode", reference_mode, ("constraint", "anchor"))
+        self.coupling = check_choice("coupling", coupling, ("chain", "detach", "absolute"))
+        self.reference_mode = check_choice("reference_mode", reference_mode, ("constraint", "anchor"))
         self.normalise = bool(normalise)
-        self.margin = checked_fraction("margin", margin)
-        self.warmup_steps = _integer("warmup_steps", warmup_steps, 0)
-        self.dual_every = _integer("dual_every", dual_every, 1)
-        self.dtype = checked_choice("dtype", dtype, (torch.float32, torch.float64))
+        self.margin = check_fraction("margin", margin)
+        self.warmup_steps = check_integer("warmup_steps", warmup_steps, 0)
+        self.dual_every = check_integer("dual_every", dual_every, 1)
+        self.dtype = check_choice("dtype", dtype, (torch.float32, torch.float64))
         if self.reference is None and (coupling == "absolute" or reference_mode == "anchor"):
             needs = 'coupling="absolute"' if coupling == "absolute" else 'reference_mode="anchor"'
             raise InputError(f'reference is None; {needs} needs one: a number > 0 or "auto"')
@@ -220,7 +220,7 @@ class DescentConstraints:
             InputError: there is no such preset, or an override is not valid.
         """
         if name not in PRESETS:
-            raise InputError(f"preset is {name!r}; expected one of {', '.join(PRESETS)}")
+            raise InputError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
         return cls(layers, **{**PRESETS[name], **overrides})
 
     @property
@@ -295,7 +295,7 @@ class DescentConstraints:
                 raise InputError(f"count has shape {tuple(count.shape)}; expected one element, the number of items")
             count = count.reshape(())
         else:
-            count = checked_number("count", count, "a number > 0", lambda number: number > 0)
+            count = check_number("count", count, "a number > 0", lambda number: number > 0)
         if not self._placed:
             self.to(loss_sums.device)
         if loss_sums.device != self.device:
@@ -388,7 +388,7 @@ class DescentConstraints:
         Raises:
             InputError: the number of losses or the tolerance is wrong.
         """
-        tolerance = checked_number("tolerance", tolerance, "a finite number >= 0", lambda number: number >= 0)
+        tolerance = check_non_negative("tolerance", tolerance)
         losses = torch.as_tensor(losses, dtype=self.multipliers.dtype, device=self.device)
         if losses.shape != (self.layers + 1,):
             raise InputError(f"losses has shape {tuple(losses.shape)}; expected ({self.layers + 1},), one a depth")
@@ -468,22 +468,16 @@ class DescentConstraints:
             setattr(self, f"_{name}", state[name])
 
 
-def _integer(name: str, value: Any, least: int) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} is {value!r}; expected an integer >= {least}")
-    return int(value)
-
-
 def _reference(value: Any) -> float | str | None:
     if value is None or (isinstance(value, str) and value == "auto"):
         return value
-    return checked_number("reference", value, 'a finite number > 0, "auto" or None', lambda number: number > 0)
+    return check_number("reference", value, 'a finite number > 0, "auto" or None', lambda number: number > 0)
 
 
 def _rates(rate: Any, layers: int) -> list[float]:
     if not isinstance(rate, Sequence) or isinstance(rate, str):
         expected = f"a number in [0, 1), or a sequence of {layers} of them, one a layer"
-        return [checked_number("rate", rate, expected, lambda number: 0 <= number < 1)] * layers
+        return [check_number("rate", rate, expected, lambda number: 0 <= number < 1)] * layers
     if len(rate) != layers:
         raise InputError(f"rate has {len(rate)} entries; expected a number, or a sequence of {layers}, one a layer")
-    return [checked_fraction(f"rate[{index}]", entry) for index, entry in enumerate(rate)]
+    return [check_fraction(f"rate[{index}]", entry) for index, entry in enumerate(rate)]

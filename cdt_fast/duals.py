@@ -11,15 +11,14 @@ here waits for the device.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from numbers import Real
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from cdt_fast.checks import check_choice, check_fraction, check_non_negative, check_positive
 from cdt_fast.errors import InputError
 
 # As in torch.optim.Adam: it keeps the step finite where the gradient has always been zero.
@@ -29,31 +28,6 @@ ADAM_EPSILON = 1e-8
 # The default slack_lr is this over slack_cost: a slack then closes a tenth of its distance to λ/β a step, faster than
 # a multiplier moves at the default dual_lr, so that the pair does not oscillate.
 SLACK_RELAXATION = 0.1
-
-
-def checked_number(name: str, value: Any, expected: str, holds: Callable[[float], bool]) -> float:
-    """Return `value` as a float, or raise InputError: it is not a finite real number, or `holds` is false for it."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and holds(float(value))):
-        raise InputError(f"{name} is {value!r}; expected {expected}")
-    return float(value)
-
-
-def checked_positive(name: str, value: Any) -> float:
-    """Return `value` as a float, or raise InputError: it is not a finite number above zero."""
-    return checked_number(name, value, "a finite number > 0", lambda number: number > 0)
-
-
-def checked_fraction(name: str, value: Any) -> float:
-    """Return `value` as a float, or raise InputError: it is not a number in [0, 1)."""
-    return checked_number(name, value, "a number in [0, 1)", lambda number: 0 <= number < 1)
-
-
-def checked_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """Return `value`, or raise InputError: it is not one of `choices`."""
-    if value not in choices:
-        raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -161,22 +135,22 @@ class DualVariables:
         slack_lr: float | None,
     ) -> None:
         # Every setting is checked, that of a rule that was not chosen too: a wrong one is a misunderstanding.
-        dual_lr = checked_positive("dual_lr", dual_lr)
+        dual_lr = check_positive("dual_lr", dual_lr)
         if not isinstance(betas, Sequence) or len(betas) != 2:
-            raise InputError(f"betas is {betas!r}; expected two numbers in [0, 1)")
-        first_beta, second_beta = (checked_fraction(f"betas[{index}]", beta) for index, beta in enumerate(betas))
-        gain = checked_number("proportional_gain", proportional_gain, "a finite number >= 0", lambda gain: gain >= 0)
+            raise InputError(f"betas must be two numbers in [0, 1), got {betas!r}")
+        first_beta, second_beta = (check_fraction(f"betas[{index}]", beta) for index, beta in enumerate(betas))
+        gain = check_non_negative("proportional_gain", proportional_gain)
         rules = {
             "ascent": Ascent(dual_lr),
             "adam": Adam(dual_lr, first_beta, second_beta),
-            "pi": ProportionalIntegral(dual_lr, gain, checked_fraction("smoothing", smoothing)),
+            "pi": ProportionalIntegral(dual_lr, gain, check_fraction("smoothing", smoothing)),
         }
-        self._rule = rules[checked_choice("dual", dual, tuple(rules))]
-        self._resilience = checked_choice("resilience", resilience, ("slack", "decay", None))
-        self._slack_cost = checked_positive("slack_cost", slack_cost)
+        self._rule = rules[check_choice("dual", dual, tuple(rules))]
+        self._resilience = check_choice("resilience", resilience, ("slack", "decay", None))
+        self._slack_cost = check_positive("slack_cost", slack_cost)
         if slack_lr is None:
             slack_lr = SLACK_RELAXATION / self._slack_cost
-        self._slack_lr = checked_positive("slack_lr", slack_lr)
+        self._slack_lr = check_positive("slack_lr", slack_lr)
         if self._slack_lr * self._slack_cost >= 2:
             raise InputError(
                 f"slack_lr is {slack_lr!r}; expected less than 2 / slack_cost = {2 / self._slack_cost:g}, "

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import ops
+from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.models.pretrained import PretrainedModel
-from cdt_fast.ops._checks import check_choice, check_number, check_shape, check_tensor, check_together
+from cdt_fast.ops.checks import check_factor, check_shape, check_tensor, check_together
 from cdt_fast.ops.lista import NONLINEARITIES
 
 READOUTS = ("own", "next", "shared")
@@ -64,15 +65,14 @@ class DUST(PretrainedModel):
     ) -> None:
         super().__init__()
         for name, value in (("patch_size", patch_size), ("code_size", code_size), ("layers", layers)):
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+            check_integer(name, value, 1)
         initial = overcomplete_dct(patch_size, code_size)
         self.patch_size, self.code_size, self.layers, self.tied = patch_size, code_size, layers, bool(tied)
-        self.step = 1.0 / squared_spectral_norm(initial).item() if step is None else check_number("step", step)
+        self.step = 1.0 / squared_spectral_norm(initial).item() if step is None else check_factor("step", step)
         if self.step <= 0:
             raise InputError(f"step must be above 0, got {step!r}")
-        self.sparsity = check_number("sparsity", sparsity, minimum=0.0)
-        self.scale = check_number("scale", scale)
+        self.sparsity = check_factor("sparsity", sparsity, non_negative=True)
+        self.scale = check_factor("scale", scale)
         self.nonlinearity = check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
         self.initial_codes = check_choice("initial_codes", initial_codes, INITIAL_CODES)
         self.readout = check_choice("readout", readout, READOUTS)

@@ -800,40 +800,40 @@ def test_overrides_win_over_a_preset() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"layers": 0}, "layers is 0; expected an integer >= 1"),
-    ({"layers": 2.0}, "layers is 2.0; expected an integer >= 1"),
-    ({"layers": True}, "layers is True; expected an integer >= 1"),
-    ({"rate": 1.0}, r"rate is 1.0; expected a number in \[0, 1\), or a sequence of 3 of them, one a layer"),
-    ({"rate": -0.1}, "rate is -0.1; "),
-    ({"rate": "0.1"}, "rate is '0.1'; "),
+    ({"layers": 0}, "layers must be an integer >= 1, got 0"),
+    ({"layers": 2.0}, "layers must be an integer >= 1, got 2.0"),
+    ({"layers": True}, "layers must be an integer >= 1, got True"),
+    ({"rate": 1.0}, r"rate must be a number in \[0, 1\), or a sequence of 3 of them, one a layer, got 1.0"),
+    ({"rate": -0.1}, "rate must be .*, got -0.1"),
+    ({"rate": "0.1"}, "rate must be .*, got '0.1'"),
     ({"rate": [0.1, 0.2]}, "rate has 2 entries; expected a number, or a sequence of 3, one a layer"),
-    ({"rate": [0.1, 0.2, math.nan]}, r"rate\[2\] is nan; expected a number in \[0, 1\)"),
-    ({"reference": 0.0}, 'reference is 0.0; expected a finite number > 0, "auto" or None'),
-    ({"reference": math.inf}, "reference is inf; "),
-    ({"reference": "first"}, "reference is 'first'; "),
+    ({"rate": [0.1, 0.2, math.nan]}, r"rate\[2\] must be a number in \[0, 1\), got nan"),
+    ({"reference": 0.0}, 'reference must be a finite number > 0, "auto" or None, got 0.0'),
+    ({"reference": math.inf}, "reference must be .*, got inf"),
+    ({"reference": "first"}, "reference must be .*, got 'first'"),
     ({"reference": None, "coupling": "absolute"}, 'reference is None; coupling="absolute" needs one'),
     ({"reference": None, "reference_mode": "anchor"}, 'reference is None; reference_mode="anchor" needs one'),
-    ({"dual": "sgd"}, "dual is 'sgd'; expected one of 'ascent', 'adam', 'pi'"),
-    ({"dual_lr": 0}, "dual_lr is 0; expected a finite number > 0"),
-    ({"betas": (0.9,)}, r"betas is \(0.9,\); expected two numbers in \[0, 1\)"),
-    ({"betas": 0.9}, "betas is 0.9; "),
-    ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0; expected a number in \[0, 1\)"),
-    ({"proportional_gain": -1}, "proportional_gain is -1; expected a finite number >= 0"),
-    ({"smoothing": 1.0}, r"smoothing is 1.0; expected a number in \[0, 1\)"),
-    ({"resilience": "slacks"}, "resilience is 'slacks'; expected one of 'slack', 'decay', None"),
-    ({"slack_cost": 0.0}, "slack_cost is 0.0; expected a finite number > 0"),
-    ({"slack_lr": -1.0}, "slack_lr is -1.0; expected a finite number > 0"),
+    ({"dual": "sgd"}, "dual must be one of 'ascent', 'adam', 'pi', got 'sgd'"),
+    ({"dual_lr": 0}, "dual_lr must be a finite number > 0, got 0"),
+    ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
+    ({"betas": 0.9}, "betas must be .*, got 0.9"),
+    ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a number in \[0, 1\), got 1.0"),
+    ({"proportional_gain": -1}, "proportional_gain must be a finite number >= 0, got -1"),
+    ({"smoothing": 1.0}, r"smoothing must be a number in \[0, 1\), got 1.0"),
+    ({"resilience": "slacks"}, "resilience must be one of 'slack', 'decay', None, got 'slacks'"),
+    ({"slack_cost": 0.0}, "slack_cost must be a finite number > 0, got 0.0"),
+    ({"slack_lr": -1.0}, "slack_lr must be a finite number > 0, got -1.0"),
     ({"slack_lr": 4.0, "slack_cost": 0.5}, "slack_lr is 4.0; expected less than 2 / slack_cost = 4"),
     (
         {"dual": "ascent", "resilience": "decay", "dual_lr": 1.0, "slack_cost": 0.5},
         r'dual_lr is 1.0; expected less than 2 × slack_cost = 1 with resilience="decay"',
     ),
-    ({"coupling": "none"}, "coupling is 'none'; expected one of 'chain', 'detach', 'absolute'"),
-    ({"reference_mode": "hold"}, "reference_mode is 'hold'; expected one of 'constraint', 'anchor'"),
-    ({"margin": 1.0}, r"margin is 1.0; expected a number in \[0, 1\)"),
-    ({"warmup_steps": -1}, "warmup_steps is -1; expected an integer >= 0"),
-    ({"dual_every": 0}, "dual_every is 0; expected an integer >= 1"),
-    ({"dtype": torch.float16}, "dtype is torch.float16; expected one of torch.float32, torch.float64"),
+    ({"coupling": "none"}, "coupling must be one of 'chain', 'detach', 'absolute', got 'none'"),
+    ({"reference_mode": "hold"}, "reference_mode must be one of 'constraint', 'anchor', got 'hold'"),
+    ({"margin": 1.0}, r"margin must be a number in \[0, 1\), got 1.0"),
+    ({"warmup_steps": -1}, "warmup_steps must be an integer >= 0, got -1"),
+    ({"dual_every": 0}, "dual_every must be an integer >= 1, got 0"),
+    ({"dtype": torch.float16}, "dtype must be one of torch.float32, torch.float64, got torch.float16"),
 ]
 
 
@@ -844,7 +844,7 @@ def test_wrong_settings(options: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_preset() -> None:
-    with pytest.raises(InputError, match="preset is 'paper'; expected one of paper-video, paper-text, paper-llm, safe"):
+    with pytest.raises(InputError, match="preset must be one of paper-video, paper-text, paper-llm, safe, got 'paper'"):
         DescentConstraints.preset("paper", 3)
 
 
@@ -853,10 +853,10 @@ def test_wrong_preset() -> None:
     [
         (torch.zeros(2), 1, r"loss_sums is \(2,\); expected a tensor of shape \(3,\), a sum per depth"),
         ([1.0, 1.0, 1.0], 1, "loss_sums is list; expected a tensor"),
-        (torch.zeros(3), 0, "count is 0; expected a number > 0"),
-        (torch.zeros(3), -2.0, "count is -2.0; "),
-        (torch.zeros(3), math.nan, "count is nan; "),
-        (torch.zeros(3), "8", "count is '8'; "),
+        (torch.zeros(3), 0, "count must be a number > 0, got 0"),
+        (torch.zeros(3), -2.0, "count must be .*, got -2.0"),
+        (torch.zeros(3), math.nan, "count must be .*, got nan"),
+        (torch.zeros(3), "8", "count must be .*, got '8'"),
         (torch.zeros(3), torch.ones(2), r"count has shape \(2,\); expected one element"),
     ],
 )
@@ -878,5 +878,5 @@ def test_step_needs_a_record_every_time() -> None:
 def test_wrong_report() -> None:
     with pytest.raises(InputError, match=r"losses has shape \(2,\); expected \(3,\), one a depth"):
         DescentConstraints(2).report([1.0, 1.0])
-    with pytest.raises(InputError, match=r"tolerance is -0.1; expected a finite number >= 0"):
+    with pytest.raises(InputError, match=r"tolerance must be a finite number >= 0, got -0.1"):
         DescentConstraints(2).report([1.0, 1.0, 1.0], tolerance=-0.1)

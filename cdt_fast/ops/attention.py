@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cdt_fast.ops._checks import (
-    check_number,
+from cdt_fast.ops.checks import (
+    check_factor,
     check_shape,
     check_tensor,
     check_together,
@@ -54,7 +54,7 @@ def symmetric_attention(
         check_tensor("values", values, 2, "[..., T, k]")
         check_shape("values", values, (*z.shape[:-1], values.shape[-1]), "the tokens of z by any width")
     check_together(z=z, values=values)
-    scale = check_number("scale", scale)
+    scale = check_factor("scale", scale)
     padding = padding_mask(lengths, z)
     dtype = compute_dtype(z)
     z = without_padding(z, padding).to(dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from cdt_fast import kernels
+from cdt_fast.checks import check_choice
 from cdt_fast.errors import InputError
-from cdt_fast.ops._checks import check_choice
 
 BACKENDS = ("auto", "triton", "torch")
 _setting = "auto"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cdt_fast.checks import check_choice
 from cdt_fast.errors import InputError
-from cdt_fast.ops._checks import (
-    check_choice,
-    check_number,
+from cdt_fast.ops.checks import (
+    check_factor,
     check_shape,
     check_tensor,
     check_together,
@@ -37,7 +37,7 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     """
     check_tensor("x", x, 0, "of any shape")
     if not isinstance(threshold, Tensor):
-        threshold = check_number("threshold", threshold, minimum=0.0)
+        threshold = check_factor("threshold", threshold, non_negative=True)
         # S_0 is the identity, whose gradient is 1 at zero too; softshrink's is 0 there.
         return torch.nn.functional.softshrink(x, threshold) if threshold else x.clone()
     check_tensor("threshold", threshold, 0, "or a number")
@@ -82,8 +82,8 @@ def lista_step(
             error for functions that are differentiable once.
     """
     check_lista_arguments(codes, signal, dictionary, nonlinearity)
-    step = check_number("step", step, minimum=0.0)
-    threshold = check_number("threshold", threshold, minimum=0.0)
+    step = check_factor("step", step, non_negative=True)
+    threshold = check_factor("threshold", threshold, non_negative=True)
     output: Tensor = _ListaStep.apply(codes, signal, dictionary, step, threshold, nonlinearity)  # type: ignore[assignment]
     return output
 

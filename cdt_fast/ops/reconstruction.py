@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.ops._checks import check_shape, check_tensor, describe, padding_mask, without_padding
+from cdt_fast.ops.checks import check_shape, check_tensor, describe, padding_mask, without_padding
 
 
 def layerwise_reconstruction_loss(

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cdt_fast.ops._checks import (
-    check_number,
+from cdt_fast.ops.attention import attention_matrix, attention_matrix_backward, symmetric_attention_reference
+from cdt_fast.ops.checks import (
+    check_factor,
     check_shape,
     check_tensor,
     check_together,
@@ -17,7 +18,6 @@ from cdt_fast.ops._checks import (
     padding_mask,
     without_padding,
 )
-from cdt_fast.ops.attention import attention_matrix, attention_matrix_backward, symmetric_attention_reference
 from cdt_fast.ops.lista import check_lista_arguments, shrink_, shrink_backward_, shrink_reference
 
 
@@ -71,9 +71,9 @@ def unrolled_layer(
         check_tensor("next_dictionary", next_dictionary, 2, "[k, m]")
         check_shape("next_dictionary", next_dictionary, (next_dictionary.shape[0], codes.shape[-1]), "any by m")
     check_together(codes=codes, projection=projection, next_dictionary=next_dictionary)
-    step = check_number("step", step, minimum=0.0)
-    threshold = check_number("threshold", threshold, minimum=0.0)
-    scale = check_number("scale", scale)
+    step = check_factor("step", step, non_negative=True)
+    threshold = check_factor("threshold", threshold, non_negative=True)
+    scale = check_factor("scale", scale)
     if next_dictionary is dictionary:
         next_dictionary = None  # one gradient for the tied dictionary, not two to be added
     padding = padding_mask(lengths, codes)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cdt_fast.checks import check_non_negative, check_number
 from cdt_fast.errors import InputError
 
 
@@ -44,25 +43,14 @@ def check_together(**tensors: Tensor | None) -> None:
             )
 
 
-def check_number(name: str, value: Any, *, minimum: float | None = None) -> float:
-    """Require a finite real number (a Python or NumPy number or a tensor of one element on the CPU)."""
+def check_factor(name: str, value: Any, *, non_negative: bool = False) -> float:
+    """Require a finite real number: a Python or NumPy number, or a tensor of one element on the CPU."""
     if isinstance(value, Tensor):
         # A tensor on the device would have to be waited for, and its gradient would be lost without a word.
         if value.numel() != 1 or value.device.type != "cpu" or value.requires_grad:
             raise InputError(f"{name} must be a number, got a tensor: {describe(value)}")
         value = value.item()
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-        raise InputError(f"{name} must be a finite number, got {describe(value)}")
-    if minimum is not None and value < minimum:
-        raise InputError(f"{name} must be at least {minimum:g}, got {value!r}")
-    return float(value)
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """Require one of `choices`."""
-    if value not in choices:
-        raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return value
+    return check_non_negative(name, value) if non_negative else check_number(name, value)
 
 
 def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:

@@ -1,0 +1,60 @@
+"""Checks of single values: one clear error that names the argument, what is expected and what was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+from cdt_fast.errors import InputError
+
+
+def check_number(
+    name: str, value: Any, expected: str = "a finite number", holds: Callable[[float], bool] = math.isfinite
+) -> float:
+    """`value` as a float.
+
+    Args:
+        name: what the person calls it.
+        value: a Python or NumPy number.
+        expected: the end of "must be …".
+        holds: what a finite number has to satisfy besides.
+
+    Raises:
+        InputError: it is no finite real number, or `holds` is false for it.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InputError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
+    if not (math.isfinite(value) and holds(float(value))):
+        raise InputError(f"{name} must be {expected}, got {value!r}")
+    return float(value)
+
+
+def check_positive(name: str, value: Any) -> float:
+    """`value` as a float, or InputError: it is not a finite number above zero."""
+    return check_number(name, value, "a finite number > 0", lambda number: number > 0)
+
+
+def check_non_negative(name: str, value: Any) -> float:
+    """`value` as a float, or InputError: it is not a finite number, zero or above."""
+    return check_number(name, value, "a finite number >= 0", lambda number: number >= 0)
+
+
+def check_fraction(name: str, value: Any) -> float:
+    """`value` as a float, or InputError: it is not a number in [0, 1)."""
+    return check_number(name, value, "a number in [0, 1)", lambda number: 0 <= number < 1)
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """`value` as an int, or InputError: it is not a whole number of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
+    return int(value)
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """`value`, or InputError: it is not one of `choices`."""
+    if value not in choices:
+        raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
