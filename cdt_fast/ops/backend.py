@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
+
+from torch import Tensor
 
 from cdt_fast import kernels
 from cdt_fast.checks import check_choice
@@ -41,6 +44,27 @@ class use_backend:
     ) -> None:
         global _setting
         _setting = self._previous
+
+
+def runs_on_triton(op: str, tensor: Tensor, refusal: Callable[[], str | None] | None = None) -> bool:
+    """Whether `op` runs its Triton kernels on tensors like `tensor`, else plain torch; the one place that decides.
+
+    Args:
+        op: the public name of the op, for the error.
+        tensor: an argument, of the device and the dtype that the products run in.
+        refusal: why the op's own kernels cannot take these arguments, or None where they can. Asked last.
+
+    Raises:
+        InputError: the backend is "triton" and a kernel cannot run; the message says why.
+    """
+    if _setting == "torch":
+        return False
+    reason = kernels.refusal(tensor.device, tensor.dtype) or (None if refusal is None else refusal())
+    if reason is None:
+        return True
+    if _setting == "triton":
+        raise InputError(f"backend 'triton' cannot run {op} here: {reason}. 'auto' and 'torch' can")
+    return False
 
 
 def explain() -> str:

@@ -1,0 +1,51 @@
+"""The numbers of the kernels: on a GPU compiled, else in Triton's interpreter (`TRITON_INTERPRET=1`), else skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cdt_fast import kernels, ops
+
+
+@pytest.fixture(autouse=True)
+def _kernels_can_run() -> None:
+    reason = kernels.unavailable()
+    if reason is not None:
+        pytest.skip(f"{reason}; TRITON_INTERPRET=1 runs the kernels on the CPU")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_nan() -> Iterator[None]:
+    """`torch.empty` holds NaN, so that an element which a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory  # torch's default
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the kernels run here."""
+    return torch.device("cpu" if kernels.interpreting() else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _triton() -> Iterator[None]:
+    """Every op runs on its kernels or raises; a comparison with plain torch asks for that itself."""
+    if kernels.unavailable() is not None:
+        yield
+        return
+    with ops.use_backend("triton"):
+        yield
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`dtype`: the dtypes that the kernels take here; the interpreter cannot multiply bfloat16."""
+    if "dtype" in metafunc.fixturenames:
+        dtypes = [torch.float32, torch.float16]
+        if kernels.unavailable() is None and not kernels.interpreting():
+            dtypes.append(torch.bfloat16)
+        metafunc.parametrize("dtype", dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))
