@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import (
     check_factor,
+    check_lengths,
     check_shape,
     check_tensor,
     check_together,
     compute_dtype,
     padding_mask,
+    sequences,
     without_padding,
 )
+from cdt_fast.ops.registration import differentiable_once
+
+# Beyond this many bytes the scores are formed a panel of rows at a time, so that memory grows with T and not with T².
+PANEL_BYTES = 64 * 2**20
 
 
 def symmetric_attention(
@@ -54,13 +61,19 @@ def symmetric_attention(
         check_tensor("values", values, 2, "[..., T, k]")
         check_shape("values", values, (*z.shape[:-1], values.shape[-1]), "the tokens of z by any width")
     check_together(z=z, values=values)
+    check_lengths(lengths, z)
     scale = check_factor("scale", scale)
-    padding = padding_mask(lengths, z)
+    if values is z:
+        values = None  # one gradient for the tied projection, not two to be added
     dtype = compute_dtype(z)
-    z = without_padding(z, padding).to(dtype)
-    values = z if values is None else without_padding(values, padding).to(dtype)
-    output: Tensor = _SymmetricAttention.apply(z, values, scale, padding, energy)  # type: ignore[assignment]
-    return output
+    output, _ = _forward(
+        sequences(z, dtype),
+        None if values is None else sequences(values, dtype),
+        None if lengths is None else lengths.reshape(-1),
+        scale,
+        bool(energy),
+    )
+    return output.view(*z.shape[:-1], output.shape[-1])
 
 
 def symmetric_attention_reference(
@@ -87,59 +100,191 @@ def symmetric_attention_reference(
     return attention @ values
 
 
-def attention_matrix(z: Tensor, scale: float, padding: Tensor | None, energy: bool = False) -> Tensor:
-    """`softmax_rows(scale · z zᵀ)`, `[..., T, T]`, in at least float32; zero in the rows and columns of padding.
+@torch.library.custom_op("cdt_fast::symmetric_attention", mutates_args=())
+def _forward(
+    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool
+) -> tuple[Tensor, Tensor]:
+    """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]`, `lengths` `[B]` → output and the rows' log-sum-exp `[B, T]`."""
+    if runs_on_triton("symmetric_attention", z, lambda: _refusal(z, values)):
+        from cdt_fast.kernels.packed_attention import longest, packed_forward
+        from cdt_fast.kernels.streaming_attention import streaming_forward
+
+        if z.shape[1] <= longest(z):
+            return packed_forward(z, z if values is None else values, lengths, scale, energy)
+        return streaming_forward(z, values, lengths, scale, energy)
+    padding = padding_mask(lengths, z)
+    z = without_padding(z, padding)
+    values = z if values is None else without_padding(values, padding)
+    output = torch.empty_like(values)
+    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.promote_types(z.dtype, torch.float32))
+    with torch.autocast(z.device.type, enabled=False):
+        for rows in _panels(z):
+            scores = _scores(z, rows, scale, padding, energy)
+            torch.logsumexp(scores, -1, out=log_sum_exp[:, rows])
+            output[:, rows] = _softmax(scores, rows, padding).to(values.dtype) @ values
+    return output, log_sum_exp if padding is None else log_sum_exp.masked_fill_(padding, float("inf"))
+
+
+@_forward.register_fake
+def _(z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool) -> tuple[Tensor, Tensor]:
+    output = torch.empty_like(z if values is None else values)
+    return output, z.new_empty(z.shape[:-1], dtype=torch.promote_types(z.dtype, torch.float32))
+
+
+@torch.library.custom_op("cdt_fast::symmetric_attention_backward", mutates_args=())
+def _backward(
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    grad_output: Tensor,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+) -> list[Tensor]:
+    """The gradients that are needed, of `z` first; with `values` None all of it is in that of `z`."""
+    if runs_on_triton("symmetric_attention", z, lambda: _refusal(z, values)):
+        from cdt_fast.kernels.packed_attention import longest, packed_backward
+        from cdt_fast.kernels.streaming_attention import streaming_backward
+
+        if z.shape[1] <= longest(z):
+            found = packed_backward(z, values, grad_output, lengths, scale, energy, needs_z, needs_values)
+        else:
+            found = streaming_backward(
+                z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values
+            )
+        return [gradient for gradient in found if gradient is not None]
+    with torch.autocast(z.device.type, enabled=False):
+        return _backward_in_torch(z, values, lengths, grad_output, scale, energy, needs_z, needs_values)
+
+
+@_backward.register_fake
+def _(
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    grad_output: Tensor,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+) -> list[Tensor]:
+    found = [torch.empty_like(z)] if needs_z else []
+    return [*found, torch.empty_like(values)] if needs_values and values is not None else found
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    z, values, lengths, ctx.scale, ctx.energy = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(z, values, lengths, *output)
+
+
+def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * 5
+    needs_z, needs_values = ctx.needs_input_grad[:2]
+    found = iter(
+        torch.ops.cdt_fast.symmetric_attention_backward(
+            *ctx.saved_tensors, grad_output.contiguous(), ctx.scale, ctx.energy, needs_z, needs_values
+        )
+    )
+    return next(found) if needs_z else None, next(found) if needs_values else None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+differentiable_once(_backward, "symmetric_attention")
+
+
+def _refusal(z: Tensor, values: Tensor | None) -> str | None:
+    from cdt_fast.kernels.packed_attention import longest
+    from cdt_fast.kernels.streaming_attention import WIDEST
+
+    widest = max(z.shape[-1], 0 if values is None else values.shape[-1])
+    if z.shape[1] <= longest(z) or widest <= WIDEST:
+        return None
+    return f"the kernels take widths up to {WIDEST} for sequences of {z.shape[1]} tokens, got {widest}"
+
+
+def _panels(z: Tensor) -> Iterator[slice]:
+    """Rows `[B, rows]` whose scores, in at least float32, fit `PANEL_BYTES`."""
+    batch, tokens = z.shape[:2]
+    wide = max(4, z.element_size())
+    rows = max(1, PANEL_BYTES // max(1, batch * tokens * wide))
+    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+
+
+def _scores(z: Tensor, rows: slice, scale: float, padding: Tensor | None, energy: bool) -> Tensor:
+    """`scale · z zᵀ` of some rows, `[..., rows, T]`, in at least float32; −∞ in the columns of padding.
 
     bfloat16 scores would be off by up to a whole unit at the norms of image patches (‖z‖² around 100), hence float32.
     """
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    with torch.autocast(z.device.type, enabled=False):
-        scores = z @ z.mT
+    scores = z[..., rows, :] @ z.mT
     if energy:
         scores -= 0.5 * z.square().sum(-1).unsqueeze(-2)
     scores *= scale
-    if padding is None:
-        return torch.softmax(scores, -1)
-    scores.masked_fill_(padding.unsqueeze(-2), float("-inf"))
-    return torch.softmax(scores, -1).masked_fill_(padding.unsqueeze(-1), 0.0)
+    return scores if padding is None else scores.masked_fill_(padding.unsqueeze(-2), float("-inf"))
 
 
-def attention_matrix_backward(
-    z: Tensor, attention: Tensor, grad_attention: Tensor, scale: float, energy: bool = False
-) -> Tensor:
+def _softmax(scores: Tensor, rows: slice, padding: Tensor | None) -> Tensor:
+    attention = torch.softmax(scores, -1)
+    return attention if padding is None else attention.masked_fill_(padding[..., rows].unsqueeze(-1), 0.0)
+
+
+def attention_matrix(z: Tensor, scale: float, padding: Tensor | None) -> Tensor:
+    """`softmax_rows(scale · z zᵀ)`, `[..., T, T]`, in at least float32; zero in the rows and columns of padding."""
+    everything = slice(None)
+    return _softmax(_scores(z, everything, scale, padding, False), everything, padding)
+
+
+def softmax_backward(attention: Tensor, grad_attention: Tensor) -> Tensor:
+    """The gradient of the scores, from that of `softmax_rows(scores)`."""
+    return attention * (grad_attention - (attention * grad_attention).sum(-1, keepdim=True))
+
+
+def attention_matrix_backward(z: Tensor, attention: Tensor, grad_attention: Tensor, scale: float) -> Tensor:
     """Gradient with respect to `z` `[..., T, d]` of `attention_matrix`: `β (dS + dSᵀ) z` with the softmax's `dS`."""
-    grad_scores = attention * (grad_attention - (attention * grad_attention).sum(-1, keepdim=True))
-    symmetric = (grad_scores + grad_scores.mT).mul_(scale)
-    if energy:
-        symmetric.diagonal(dim1=-2, dim2=-1).sub_(grad_scores.sum(-2), alpha=scale)
-    return _multiply(symmetric.to(z.dtype), z)
+    grad_scores = softmax_backward(attention, grad_attention)
+    return (grad_scores + grad_scores.mT).mul_(scale).to(z.dtype) @ z
 
 
-class _SymmetricAttention(torch.autograd.Function):
-    """Saves the projection and the values alone; the attention matrix is computed again in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, values: Tensor, scale: float, padding: Tensor | None, energy: bool) -> Tensor:
-        ctx.save_for_backward(z, values, padding)
-        ctx.scale, ctx.energy = scale, energy
-        return _multiply(attention_matrix(z, scale, padding, energy), values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        z, values, padding = ctx.saved_tensors
-        attention = attention_matrix(z, ctx.scale, padding, ctx.energy)
-        grad_z = grad_values = None
-        if ctx.needs_input_grad[0]:
-            grad_attention = _multiply(grad_output, values.mT).to(attention.dtype)
-            grad_z = attention_matrix_backward(z, attention, grad_attention, ctx.scale, ctx.energy)
-        if ctx.needs_input_grad[1]:
-            grad_values = _multiply(attention.mT, grad_output)
-        return grad_z, grad_values, None, None, None
-
-
-def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` in the dtype of the narrower of the two, whatever autocast says."""
-    dtype = left.dtype if left.dtype.itemsize < right.dtype.itemsize else right.dtype
-    with torch.autocast(left.device.type, enabled=False):
-        return left.to(dtype) @ right.to(dtype)
+def _backward_in_torch(
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    grad_output: Tensor,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+) -> list[Tensor]:
+    """A panel of rows at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; five products in all."""
+    padding = padding_mask(lengths, z)
+    z, grad_output = without_padding(z, padding), without_padding(grad_output, padding)
+    tied, values = values is None, z if values is None else without_padding(values, padding)
+    # Sums over panels in at least float32; a single panel has nothing to sum, and its products round once.
+    panels = list(_panels(z))
+    wide = z.dtype if len(panels) == 1 else torch.promote_types(z.dtype, torch.float32)
+    grad_z = torch.zeros_like(z, dtype=wide) if needs_z else None
+    grad_values = grad_z if tied else torch.zeros_like(values, dtype=wide) if needs_values else None
+    for rows in panels:
+        attention = _softmax(_scores(z, rows, scale, padding, energy), rows, padding)
+        if grad_z is not None:
+            grad_attention = (grad_output[:, rows] @ values.mT).to(attention.dtype)
+            grad_scores = softmax_backward(attention, grad_attention).mul_(scale)
+            if energy:
+                grad_z.sub_((grad_scores.sum(-2).unsqueeze(-1) * z).to(wide))
+            if len(panels) == 1:
+                grad_z += (grad_scores + grad_scores.mT).to(z.dtype) @ z
+            else:
+                grad_scores = grad_scores.to(z.dtype)
+                grad_z[:, rows] += grad_scores @ z
+                grad_z += grad_scores.mT @ z[:, rows]
+        if grad_values is not None:
+            grad_values += attention.to(values.dtype).mT @ grad_output[:, rows]
+    found = [grad_z, None if tied else grad_values]
+    return [gradient.to(z.dtype) for gradient in found if gradient is not None]

@@ -53,20 +53,22 @@ def check_factor(name: str, value: Any, *, non_negative: bool = False) -> float:
     return check_non_negative(name, value) if non_negative else check_number(name, value)
 
 
-def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`[..., T]`, true at the tokens of `tokens` `[..., T, width]` that are padding, or None without lengths.
-
-    Raises:
-        InputError: `lengths` is no integer tensor of shape `tokens.shape[:-2]` on the device of `tokens`.
-    """
+def check_lengths(lengths: Tensor | None, tokens: Tensor) -> None:
+    """Require None, or an integer tensor of shape `tokens.shape[:-2]` on the device of `tokens` `[..., T, width]`."""
     if lengths is None:
-        return None
+        return
     integers = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
     if not isinstance(lengths, Tensor) or lengths.dtype not in integers:
         raise InputError(f"lengths must be an integer tensor with one length a sequence, got {describe(lengths)}")
     check_shape("lengths", lengths, tuple(tokens.shape[:-2]), "one length a sequence")
     if lengths.device != tokens.device:
         raise InputError(f"lengths is on {lengths.device} but the tokens are on {tokens.device}: move one of them")
+
+
+def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """`[..., T]`, true at the tokens of `tokens` `[..., T, width]` that are padding, or None without lengths."""
+    if lengths is None:
+        return None
     return torch.arange(tokens.shape[-2], device=tokens.device) >= lengths.unsqueeze(-1)
 
 
@@ -81,3 +83,9 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     if tensor.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return tensor.dtype
+
+
+def sequences(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[..., T, width]` → contiguous `[B, T, width]` of `dtype`, also where a size is 0 (and -1 is ambiguous)."""
+    *leading, count, width = tokens.shape
+    return tokens.to(dtype).reshape(torch.Size(leading).numel(), count, width).contiguous()

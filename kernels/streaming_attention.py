@@ -1,0 +1,293 @@
+"""Symmetric attention of long sequences: a block of rows streams over the tokens of its sequence.
+
+    forward   S_ij = z_iᵀ z_j (− ½‖z_j‖² with `energy`),  O_i = Σ_j exp(β S_ij − λ_i) V_j,  λ_i the row's log-sum-exp
+    backward  dZ_i = β Σ_j (dS_ij + dS_ji) z_j,  dV_i = Σ_j A_ji dO_j,  dS_ij = A_ij (dO_iᵀ V_j − δ_i),  δ_i = dO_iᵀ O_i
+
+The scores are symmetric, so one block of rows owns its rows of both gradients: S, dO_i V_jᵀ and its mirror V_i dO_jᵀ,
+and the two sums: five products a pair of tiles, no second kernel and no atomics. With `values` None V is z.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cdt_fast.kernels.launch import Launch, card_of, dot_precision
+from cdt_fast.kernels.tiles import LN_2, LOG2_E, load_rows, store_rows
+
+
+class Blocks(NamedTuple):
+    """Shape of a block: the rows that it owns, the rows that it streams at a time, warps, pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By family of cards and bytes of an element: the greatest width (of z and of the values), and the block.
+FORWARD_BLOCKS = {
+    "consumer": {
+        2: [(64, Blocks(128, 64, 8, 2)), (128, Blocks(64, 64, 4, 2)), (256, Blocks(64, 32, 8, 2))],
+        4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 1)), (256, Blocks(16, 16, 8, 1))],
+    },
+    "ampere": {
+        2: [(64, Blocks(128, 64, 8, 3)), (128, Blocks(128, 64, 8, 2)), (256, Blocks(64, 32, 8, 2))],
+        4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 2)), (256, Blocks(32, 16, 8, 1))],
+    },
+    "hopper": {
+        2: [(64, Blocks(128, 128, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
+        4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 2)), (256, Blocks(32, 16, 8, 2))],
+    },
+}
+BACKWARD_BLOCKS = {
+    "consumer": {
+        2: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(64, 32, 8, 2)), (256, Blocks(32, 32, 8, 1))],
+        4: [(64, Blocks(32, 16, 8, 1)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 1))],
+    },
+    "ampere": {
+        2: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(64, 32, 8, 2)), (256, Blocks(32, 32, 8, 2))],
+        4: [(64, Blocks(32, 16, 8, 2)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 1))],
+    },
+    "hopper": {
+        2: [(64, Blocks(64, 64, 8, 2)), (128, Blocks(64, 32, 8, 2)), (256, Blocks(32, 32, 8, 2))],
+        4: [(64, Blocks(32, 16, 8, 2)), (128, Blocks(16, 16, 8, 2)), (256, Blocks(16, 16, 8, 2))],
+    },
+}
+WIDEST = 256
+
+
+@triton.jit
+def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
+    """This block's sequence, its positions `[ROWS]`, the sequence's first row (int64) and how many tokens count."""
+    sequence = tl.program_id(0) // blocks_per_sequence
+    position = (tl.program_id(0) % blocks_per_sequence) * ROWS + tl.arange(0, ROWS)
+    length = tokens
+    if lengths is not None:
+        length = tl.minimum(tl.load(lengths + sequence).to(tl.int32), tokens)
+    return position, sequence.to(tl.int64) * tokens, length
+
+
+@triton.jit
+def pair_scores(own, other, scale, ENERGY: tl.constexpr, PRECISION: tl.constexpr):
+    """β S_ij and β S_ji of two tiles of z, times log2 e, both laid out `[own, other]`."""
+    scores = tl.dot(own, tl.trans(other), input_precision=PRECISION)
+    mirrored = scores
+    if ENERGY:
+        own, other = own.to(tl.float32), other.to(tl.float32)
+        scores -= 0.5 * tl.sum(other * other, 1)[None, :]
+        mirrored -= 0.5 * tl.sum(own * own, 1)[:, None]
+    return scores * (scale * LOG2_E), mirrored * (scale * LOG2_E)
+
+
+@triton.jit
+def streaming_forward_kernel(
+    z, values, output, log_sum_exp, lengths,
+    tokens, blocks_per_sequence, scale,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
+):  # fmt: skip
+    # z [sequences, tokens, WIDTH], values and output [sequences, tokens, VALUE_WIDTH], log_sum_exp [sequences, tokens]
+    position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
+    row = first + position
+    own = load_rows(z, row, position < length, 0, WIDTH, BLOCK_WIDTH)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, BLOCK_VALUE_WIDTH), tl.float32)
+    for start in range(0, length, KEYS):
+        key = start + tl.arange(0, KEYS)
+        other = load_rows(z, first + key, key < length, 0, WIDTH, BLOCK_WIDTH)
+        scores, _ = pair_scores(own, other, scale, ENERGY, PRECISION)
+        scores = tl.where((key < length)[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        shrinking = tl.exp2(peak - new_peak)
+        total = total * shrinking + tl.sum(weights, 1)
+        if TIED:
+            chunk = other
+        else:
+            chunk = load_rows(values, first + key, key < length, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        result = tl.dot(weights.to(chunk.dtype), chunk, result * shrinking[:, None], input_precision=PRECISION)
+        peak = new_peak
+    counts = position < length
+    result = tl.where(counts[:, None], result / total[:, None], 0.0)
+    store_rows(output, row, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+    log_sum = tl.where(counts, (peak + tl.log2(total)) * LN_2, float("inf"))
+    tl.store(log_sum_exp + row, log_sum, mask=position < tokens)
+
+
+@triton.jit
+def row_dots_kernel(
+    left, right, output,
+    rows,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # left and right [rows, WIDTH] → output [rows], float32
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    one = load_rows(left, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
+    other = load_rows(right, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
+    tl.store(output + row, tl.sum(one * other, 1), mask=row < rows)
+
+
+@triton.jit
+def streaming_backward_kernel(
+    z, values, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths,
+    tokens, blocks_per_sequence, scale,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
+):  # fmt: skip
+    # delta [sequences, tokens] = Σ dO ∘ O; grad_z and grad_values like z and values, either may be None
+    position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
+    row = first + position
+    counts = position < length
+    own = load_rows(z, row, counts, 0, WIDTH, BLOCK_WIDTH)
+    own_log_sum = tl.load(log_sum_exp + row, mask=counts, other=float("inf")) * LOG2_E
+    if grad_z is not None:
+        own_delta = tl.load(delta + row, mask=counts, other=0.0)
+        own_upstream = load_rows(grad_output, row, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        if TIED:
+            own_values = own
+        else:
+            own_values = load_rows(values, row, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        z_sum = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
+        mirrored_sum = tl.zeros((ROWS,), tl.float32)
+    if grad_values is not None:
+        value_sum = tl.zeros((ROWS, BLOCK_VALUE_WIDTH), tl.float32)
+    for start in range(0, length, KEYS):
+        key = start + tl.arange(0, KEYS)
+        exists = key < length
+        other = load_rows(z, first + key, exists, 0, WIDTH, BLOCK_WIDTH)
+        upstream = load_rows(grad_output, first + key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        log_sum = tl.load(log_sum_exp + first + key, mask=exists, other=float("inf")) * LOG2_E
+        scores, mirrored = pair_scores(own, other, scale, ENERGY, PRECISION)
+        mirrored_weights = tl.exp2(mirrored - log_sum[None, :])
+        if grad_z is not None:
+            weights = tl.where(exists[None, :], tl.exp2(scores - own_log_sum[:, None]), 0.0)
+            if TIED:
+                chunk = other
+            else:
+                chunk = load_rows(values, first + key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+            grad_weights = tl.dot(own_upstream, tl.trans(chunk), input_precision=PRECISION)
+            grad_mirrored = tl.dot(own_values, tl.trans(upstream), input_precision=PRECISION)
+            other_delta = tl.load(delta + first + key, mask=exists, other=0.0)
+            grad_mirrored = mirrored_weights * (grad_mirrored - other_delta[None, :])
+            grad_scores = weights * (grad_weights - own_delta[:, None]) + grad_mirrored
+            z_sum = tl.dot((grad_scores * scale).to(other.dtype), other, z_sum, input_precision=PRECISION)
+            if ENERGY:
+                mirrored_sum += tl.sum(grad_mirrored, 1)
+            if TIED:
+                z_sum = tl.dot(mirrored_weights.to(upstream.dtype), upstream, z_sum, input_precision=PRECISION)
+        if grad_values is not None:
+            value_sum = tl.dot(mirrored_weights.to(upstream.dtype), upstream, value_sum, input_precision=PRECISION)
+    if grad_z is not None:
+        if ENERGY:
+            z_sum -= (scale * mirrored_sum)[:, None] * own.to(tl.float32)
+        z_sum = tl.where(counts[:, None], z_sum, 0.0)
+        store_rows(grad_z, row, position < tokens, 0, z_sum, WIDTH, BLOCK_WIDTH)
+    if grad_values is not None:
+        value_sum = tl.where(counts[:, None], value_sum, 0.0)
+        store_rows(grad_values, row, position < tokens, 0, value_sum, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+
+
+def blocks_for(table: dict[str, dict[int, list[tuple[int, Blocks]]]], z: Tensor, width: int) -> Blocks:
+    """The row of a block table for tensors like `z` whose widths are at most `width`."""
+    for widest, blocks in table[card_of(z).family][z.element_size()]:
+        if width <= widest:
+            return blocks
+    raise ValueError(f"a block holds widths up to {WIDEST}, got {width}")
+
+
+def _block_width(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def streaming_forward(
+    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, blocks: Blocks | None = None
+) -> tuple[Tensor, Tensor]:
+    """`z` `[B, T, d]`, `values` `[B, T, k]` (contiguous, `d, k ≤ WIDEST`) → output `[B, T, k]`, log-sum-exp `[B, T]`."""
+    sequences, tokens, width = z.shape
+    value_width = width if values is None else values.shape[-1]
+    blocks = blocks or blocks_for(FORWARD_BLOCKS, z, max(width, value_width))
+    output = z.new_empty((sequences, tokens, value_width))
+    log_sum_exp = z.new_empty((sequences, tokens), dtype=torch.float32)
+    blocks_per_sequence = triton.cdiv(tokens, blocks.rows)
+    Launch(
+        streaming_forward_kernel,
+        (sequences * blocks_per_sequence,),
+        {
+            "z": z, "values": values, "output": output, "log_sum_exp": log_sum_exp, "lengths": lengths,
+            "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,
+        },
+        {
+            "WIDTH": width, "VALUE_WIDTH": value_width,
+            "BLOCK_WIDTH": _block_width(width), "BLOCK_VALUE_WIDTH": _block_width(value_width),
+            "ROWS": blocks.rows, "KEYS": blocks.keys,
+            "ENERGY": energy, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
+        },
+        blocks.warps,
+        blocks.stages,
+    ).run()  # fmt: skip
+    return output, log_sum_exp
+
+
+def row_dots(left: Tensor, right: Tensor) -> Tensor:
+    """`Σ left ∘ right` over the last dimension, `[..., width]` (contiguous) → `[...]` float32."""
+    width = left.shape[-1]
+    rows = left.shape[:-1].numel()
+    output = left.new_empty(left.shape[:-1], dtype=torch.float32)
+    block_width = _block_width(width)
+    block_rows = max(1, 4096 // block_width)
+    Launch(
+        row_dots_kernel,
+        (triton.cdiv(rows, block_rows),),
+        {"left": left, "right": right, "output": output, "rows": rows},
+        {"WIDTH": width, "BLOCK_WIDTH": block_width, "ROWS": block_rows},
+        4,
+        1,
+    ).run()
+    return output
+
+
+def streaming_backward(
+    z: Tensor,
+    values: Tensor | None,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    grad_output: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    energy: bool,
+    needs_z: bool = True,
+    needs_values: bool = True,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `z` and `values`, those that are needed; with `values` None all of it is in that of `z`."""
+    sequences, tokens, width = z.shape
+    value_width = grad_output.shape[-1]
+    blocks = blocks or blocks_for(BACKWARD_BLOCKS, z, max(width, value_width))
+    grad_z = torch.empty_like(z) if needs_z else None
+    grad_values = torch.empty_like(values) if needs_values and values is not None else None
+    blocks_per_sequence = triton.cdiv(tokens, blocks.rows)
+    Launch(
+        streaming_backward_kernel,
+        (sequences * blocks_per_sequence,),
+        {
+            "z": z, "values": values, "grad_output": grad_output, "log_sum_exp": log_sum_exp,
+            "delta": row_dots(grad_output, output) if needs_z else None,
+            "grad_z": grad_z, "grad_values": grad_values, "lengths": lengths,
+            "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,
+        },
+        {
+            "WIDTH": width, "VALUE_WIDTH": value_width,
+            "BLOCK_WIDTH": _block_width(width), "BLOCK_VALUE_WIDTH": _block_width(value_width),
+            "ROWS": blocks.rows, "KEYS": blocks.keys,
+            "ENERGY": energy, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
+        },
+        blocks.warps,
+        blocks.stages,
+    ).run()  # fmt: skip
+    return grad_z, grad_values
