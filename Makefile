@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench kernels-report lint clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -19,6 +19,10 @@ test: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m cdt_fast.bench.dust_step
+
+# Compiles every kernel for every card, without a GPU; the status is that of the compilation's checks.
+kernels-report: .venv/installed
+	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --markdown docs/kernels.md
 
 # The type checker does not know the folder-to-package mapping of setup.py: it reads a copy laid out as installed.
 lint: .venv/linters

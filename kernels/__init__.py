@@ -17,6 +17,7 @@ OLDEST_CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@torch.compiler.assume_constant_result
 def interpreting() -> bool:
     """Whether Triton's interpreter is on (`TRITON_INTERPRET=1` when Triton was first imported): kernels run on the CPU."""
     import triton
@@ -24,9 +25,14 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def unavailable() -> str | None:
     """Why no kernel can run on this machine, or None where kernels can."""
+    return _unavailable()
+
+
+@functools.cache
+def _unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     import triton
@@ -60,7 +66,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return _too_old(device)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def _too_old(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST_CAPABILITY:

@@ -71,10 +71,13 @@ def packed_forward_kernel(
     ENERGY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # z [sequences, tokens, WIDTH], values and output [sequences, tokens, VALUE_WIDTH], log_sum_exp [sequences, tokens]
-    row, exists, counts, visible = sequence_rows(tl.program_id(0), sequences, tokens, per_tile, lengths, ROWS)
+    first, row, exists, counts, visible = sequence_rows(tl.program_id(0), sequences, tokens, per_tile, lengths, ROWS)
+    z += first * WIDTH
+    values += first * VALUE_WIDTH
+    output += first * VALUE_WIDTH
     scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, ENERGY, PRECISION)
     attention, log_sum = softmax_tile(scores, visible)
-    tl.store(log_sum_exp + row, log_sum * LN_2, mask=exists)
+    tl.store(log_sum_exp + first + row, log_sum * LN_2, mask=exists)
     for start in range(0, VALUE_WIDTH, COLUMNS):
         chunk = load_rows(values, row, counts, start, VALUE_WIDTH, COLUMNS)
         store_rows(
@@ -89,8 +92,11 @@ def packed_backward_kernel(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ENERGY: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
 ):  # fmt: skip
-    # grad_output and grad_values [sequences, tokens, VALUE_WIDTH], grad_z [sequences, tokens, WIDTH]; either may be None
-    row, exists, counts, visible = sequence_rows(tl.program_id(0), sequences, tokens, per_tile, lengths, ROWS)
+    # grad_output and grad_values [sequences, tokens, VALUE_WIDTH], grad_z [sequences, tokens, WIDTH]; one may be None
+    first, row, exists, counts, visible = sequence_rows(tl.program_id(0), sequences, tokens, per_tile, lengths, ROWS)
+    z += first * WIDTH
+    values += first * VALUE_WIDTH
+    grad_output += first * VALUE_WIDTH
     scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, ENERGY, PRECISION)
     attention, _ = softmax_tile(scores, visible)
     transposed = tl.trans(attention)
@@ -103,6 +109,8 @@ def packed_backward_kernel(
             grad_attention = tl.dot(upstream, tl.trans(chunk), grad_attention, input_precision=PRECISION)
         grad_attention = tl.where(visible, grad_attention, 0.0)
         grad_scores = attention * (grad_attention - tl.sum(attention * grad_attention, 1)[:, None])
+        # Once more: a row whose sum is NaN is NaN from end to end, and the transposed would carry that on.
+        grad_scores = tl.where(visible, grad_scores, 0.0)
         symmetric = grad_scores + tl.trans(grad_scores)
         if ENERGY:
             place = tl.arange(0, ROWS)
@@ -114,13 +122,13 @@ def packed_backward_kernel(
             if TIED:
                 upstream = load_rows(grad_output, row, counts, start, WIDTH, COLUMNS)
                 gradient += multiply_tile(transposed, upstream, visible, PRECISION)
-            store_rows(grad_z, row, exists, start, gradient, WIDTH, COLUMNS)
+            store_rows(grad_z + first * WIDTH, row, exists, start, gradient, WIDTH, COLUMNS)
 
     if grad_values is not None:
         for start in range(0, VALUE_WIDTH, COLUMNS):
             upstream = load_rows(grad_output, row, counts, start, VALUE_WIDTH, COLUMNS)
             gradient = multiply_tile(transposed, upstream, visible, PRECISION)
-            store_rows(grad_values, row, exists, start, gradient, VALUE_WIDTH, COLUMNS)
+            store_rows(grad_values + first * VALUE_WIDTH, row, exists, start, gradient, VALUE_WIDTH, COLUMNS)
 
 
 def longest(z: Tensor) -> int:
@@ -139,7 +147,7 @@ def blocks_for(z: Tensor) -> Blocks:
 def packed_forward(
     z: Tensor, values: Tensor, lengths: Tensor | None, scale: float, energy: bool, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`z` `[B, T, d]`, `values` `[B, T, k]` (contiguous, `T ≤ `longest(z)``) → output `[B, T, k]`, log-sum-exp `[B, T]`."""
+    """Contiguous `z` `[B, T, d]` and `values` `[B, T, k]`, T ≤ `longest(z)` → output, log-sum-exp `[B, T]`."""
     blocks = blocks or blocks_for(z)
     sequences, tokens, width = z.shape
     output = torch.empty_like(values)

@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 # By family of cards and bytes of an element: the greatest width (of z and of the values), and the block.
 FORWARD_BLOCKS = {
     "consumer": {
-        2: [(64, Blocks(128, 64, 8, 2)), (128, Blocks(64, 64, 4, 2)), (256, Blocks(64, 32, 8, 2))],
+        2: [(64, Blocks(128, 64, 8, 2)), (128, Blocks(128, 64, 8, 2)), (256, Blocks(64, 32, 8, 2))],
         4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 1)), (256, Blocks(16, 16, 8, 1))],
     },
     "ampere": {
@@ -40,7 +40,7 @@ FORWARD_BLOCKS = {
         4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 2)), (256, Blocks(32, 16, 8, 1))],
     },
     "hopper": {
-        2: [(64, Blocks(128, 128, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
+        2: [(64, Blocks(128, 64, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
         4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 2)), (256, Blocks(32, 16, 8, 2))],
     },
 }
@@ -63,61 +63,81 @@ WIDEST = 256
 
 @triton.jit
 def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
-    """This block's sequence, its positions `[ROWS]`, the sequence's first row (int64) and how many tokens count."""
+    """This block's positions `[ROWS]` in its sequence, the sequence's first row (int64) and how many tokens count."""
     sequence = tl.program_id(0) // blocks_per_sequence
     position = (tl.program_id(0) % blocks_per_sequence) * ROWS + tl.arange(0, ROWS)
     length = tokens
     if lengths is not None:
-        length = tl.minimum(tl.load(lengths + sequence).to(tl.int32), tokens)
+        # Clamped before it is narrowed: a length may be of 64 bits.
+        length = tl.maximum(tl.minimum(tl.load(lengths + sequence), tokens), 0).to(tl.int32)
     return position, sequence.to(tl.int64) * tokens, length
 
 
 @triton.jit
-def pair_scores(own, other, scale, ENERGY: tl.constexpr, PRECISION: tl.constexpr):
-    """β S_ij and β S_ji of two tiles of z, times log2 e, both laid out `[own, other]`."""
+def from_row(pointer, first, WIDTH: tl.constexpr):
+    """The pointer moved to row `first` of `[rows, WIDTH]`: inside a sequence 32 bits are enough; None stays None."""
+    return None if pointer is None else pointer + first * WIDTH
+
+
+@triton.jit
+def load_norms(norms, row, mask):
+    """‖z‖² of the rows, `[rows]`, or None where there are none to load."""
+    return None if norms is None else tl.load(norms + row, mask=mask, other=0.0)
+
+
+@triton.jit
+def pair_scores(own, other, own_norm, other_norm, scale, PRECISION: tl.constexpr):
+    """β S_ij and β S_ji of two tiles of z, both laid out `[own, other]`; with norms None without `energy`."""
     scores = tl.dot(own, tl.trans(other), input_precision=PRECISION)
     mirrored = scores
-    if ENERGY:
-        own, other = own.to(tl.float32), other.to(tl.float32)
-        scores -= 0.5 * tl.sum(other * other, 1)[None, :]
-        mirrored -= 0.5 * tl.sum(own * own, 1)[:, None]
-    return scores * (scale * LOG2_E), mirrored * (scale * LOG2_E)
+    if own_norm is not None:
+        scores -= 0.5 * other_norm[None, :]
+        mirrored -= 0.5 * own_norm[:, None]
+    return scores * scale, mirrored * scale
+
+
+@triton.jit
+def weigh(scores, log_sum):
+    """`exp(scores − log_sum)`: the difference first, as log2 e would round a large score and a large sum apart."""
+    return tl.exp2((scores - log_sum) * LOG2_E)
 
 
 @triton.jit
 def streaming_forward_kernel(
-    z, values, output, log_sum_exp, lengths,
+    z, values, norms, output, log_sum_exp, lengths,
     tokens, blocks_per_sequence, scale,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
 ):  # fmt: skip
-    # z [sequences, tokens, WIDTH], values and output [sequences, tokens, VALUE_WIDTH], log_sum_exp [sequences, tokens]
+    # z [sequences, tokens, WIDTH], values and output [sequences, tokens, VALUE_WIDTH], log_sum_exp [sequences, tokens];
+    # norms [sequences, tokens] = ‖z‖² with `energy`, else None
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
-    row = first + position
-    own = load_rows(z, row, position < length, 0, WIDTH, BLOCK_WIDTH)
+    z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
+    norms = from_row(norms, first, 1)
+    counts = position < length
+    own = load_rows(z, position, counts, 0, WIDTH, BLOCK_WIDTH)
+    own_norm = load_norms(norms, position, counts)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, BLOCK_VALUE_WIDTH), tl.float32)
     for start in range(0, length, KEYS):
         key = start + tl.arange(0, KEYS)
-        other = load_rows(z, first + key, key < length, 0, WIDTH, BLOCK_WIDTH)
-        scores, _ = pair_scores(own, other, scale, ENERGY, PRECISION)
+        other = load_rows(z, key, key < length, 0, WIDTH, BLOCK_WIDTH)
+        other_norm = load_norms(norms, key, key < length)
+        scores, _ = pair_scores(own, other, own_norm, other_norm, scale, PRECISION)
         scores = tl.where((key < length)[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrinking = tl.exp2(peak - new_peak)
+        weights = weigh(scores, new_peak[:, None])
+        shrinking = weigh(peak, new_peak)
         total = total * shrinking + tl.sum(weights, 1)
-        if TIED:
-            chunk = other
-        else:
-            chunk = load_rows(values, first + key, key < length, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        chunk = other if TIED else load_rows(values, key, key < length, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
         result = tl.dot(weights.to(chunk.dtype), chunk, result * shrinking[:, None], input_precision=PRECISION)
         peak = new_peak
-    counts = position < length
     result = tl.where(counts[:, None], result / total[:, None], 0.0)
-    store_rows(output, row, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-    log_sum = tl.where(counts, (peak + tl.log2(total)) * LN_2, float("inf"))
-    tl.store(log_sum_exp + row, log_sum, mask=position < tokens)
+    output = from_row(output, first, VALUE_WIDTH)
+    store_rows(output, position, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+    log_sum = tl.where(counts, peak + tl.log2(total) * LN_2, float("inf"))
+    tl.store(from_row(log_sum_exp, first, 1) + position, log_sum, mask=position < tokens)
 
 
 @triton.jit
@@ -135,24 +155,24 @@ def row_dots_kernel(
 
 @triton.jit
 def streaming_backward_kernel(
-    z, values, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths,
+    z, values, norms, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths,
     tokens, blocks_per_sequence, scale,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, ENERGY: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
 ):  # fmt: skip
     # delta [sequences, tokens] = Σ dO ∘ O; grad_z and grad_values like z and values, either may be None
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
-    row = first + position
+    z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
+    grad_output = from_row(grad_output, first, VALUE_WIDTH)
+    norms, log_sum_exp, delta = from_row(norms, first, 1), from_row(log_sum_exp, first, 1), from_row(delta, first, 1)
     counts = position < length
-    own = load_rows(z, row, counts, 0, WIDTH, BLOCK_WIDTH)
-    own_log_sum = tl.load(log_sum_exp + row, mask=counts, other=float("inf")) * LOG2_E
+    own = load_rows(z, position, counts, 0, WIDTH, BLOCK_WIDTH)
+    own_norm = load_norms(norms, position, counts)
+    own_log_sum = tl.load(log_sum_exp + position, mask=counts, other=float("inf"))
     if grad_z is not None:
-        own_delta = tl.load(delta + row, mask=counts, other=0.0)
-        own_upstream = load_rows(grad_output, row, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-        if TIED:
-            own_values = own
-        else:
-            own_values = load_rows(values, row, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        own_delta = tl.load(delta + position, mask=counts, other=0.0)
+        own_upstream = load_rows(grad_output, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        own_values = own if TIED else load_rows(values, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
         z_sum = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
         mirrored_sum = tl.zeros((ROWS,), tl.float32)
     if grad_values is not None:
@@ -160,37 +180,37 @@ def streaming_backward_kernel(
     for start in range(0, length, KEYS):
         key = start + tl.arange(0, KEYS)
         exists = key < length
-        other = load_rows(z, first + key, exists, 0, WIDTH, BLOCK_WIDTH)
-        upstream = load_rows(grad_output, first + key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-        log_sum = tl.load(log_sum_exp + first + key, mask=exists, other=float("inf")) * LOG2_E
-        scores, mirrored = pair_scores(own, other, scale, ENERGY, PRECISION)
-        mirrored_weights = tl.exp2(mirrored - log_sum[None, :])
+        other = load_rows(z, key, exists, 0, WIDTH, BLOCK_WIDTH)
+        upstream = load_rows(grad_output, key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        log_sum = tl.load(log_sum_exp + key, mask=exists, other=float("inf"))
+        other_norm = load_norms(norms, key, exists)
+        scores, mirrored = pair_scores(own, other, own_norm, other_norm, scale, PRECISION)
+        mirrored_weights = weigh(mirrored, log_sum[None, :])
         if grad_z is not None:
-            weights = tl.where(exists[None, :], tl.exp2(scores - own_log_sum[:, None]), 0.0)
-            if TIED:
-                chunk = other
-            else:
-                chunk = load_rows(values, first + key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+            weights = tl.where(exists[None, :], weigh(scores, own_log_sum[:, None]), 0.0)
+            chunk = other if TIED else load_rows(values, key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
             grad_weights = tl.dot(own_upstream, tl.trans(chunk), input_precision=PRECISION)
             grad_mirrored = tl.dot(own_values, tl.trans(upstream), input_precision=PRECISION)
-            other_delta = tl.load(delta + first + key, mask=exists, other=0.0)
+            other_delta = tl.load(delta + key, mask=exists, other=0.0)
             grad_mirrored = mirrored_weights * (grad_mirrored - other_delta[None, :])
             grad_scores = weights * (grad_weights - own_delta[:, None]) + grad_mirrored
             z_sum = tl.dot((grad_scores * scale).to(other.dtype), other, z_sum, input_precision=PRECISION)
-            if ENERGY:
+            if norms is not None:
                 mirrored_sum += tl.sum(grad_mirrored, 1)
             if TIED:
                 z_sum = tl.dot(mirrored_weights.to(upstream.dtype), upstream, z_sum, input_precision=PRECISION)
         if grad_values is not None:
             value_sum = tl.dot(mirrored_weights.to(upstream.dtype), upstream, value_sum, input_precision=PRECISION)
     if grad_z is not None:
-        if ENERGY:
+        if norms is not None:
             z_sum -= (scale * mirrored_sum)[:, None] * own.to(tl.float32)
         z_sum = tl.where(counts[:, None], z_sum, 0.0)
-        store_rows(grad_z, row, position < tokens, 0, z_sum, WIDTH, BLOCK_WIDTH)
+        grad_z = from_row(grad_z, first, WIDTH)
+        store_rows(grad_z, position, position < tokens, 0, z_sum, WIDTH, BLOCK_WIDTH)
     if grad_values is not None:
         value_sum = tl.where(counts[:, None], value_sum, 0.0)
-        store_rows(grad_values, row, position < tokens, 0, value_sum, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        grad_values = from_row(grad_values, first, VALUE_WIDTH)
+        store_rows(grad_values, position, position < tokens, 0, value_sum, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
 
 
 def blocks_for(table: dict[str, dict[int, list[tuple[int, Blocks]]]], z: Tensor, width: int) -> Blocks:
@@ -208,7 +228,7 @@ def _block_width(width: int) -> int:
 def streaming_forward(
     z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`z` `[B, T, d]`, `values` `[B, T, k]` (contiguous, `d, k ≤ WIDEST`) → output `[B, T, k]`, log-sum-exp `[B, T]`."""
+    """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]` (d, k ≤ `WIDEST`) → output `[B, T, k]`, log-sum-exp `[B, T]`."""
     sequences, tokens, width = z.shape
     value_width = width if values is None else values.shape[-1]
     blocks = blocks or blocks_for(FORWARD_BLOCKS, z, max(width, value_width))
@@ -219,14 +239,14 @@ def streaming_forward(
         streaming_forward_kernel,
         (sequences * blocks_per_sequence,),
         {
-            "z": z, "values": values, "output": output, "log_sum_exp": log_sum_exp, "lengths": lengths,
+            "z": z, "values": values, "norms": row_dots(z, z) if energy else None,
+            "output": output, "log_sum_exp": log_sum_exp, "lengths": lengths,
             "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,
         },
         {
             "WIDTH": width, "VALUE_WIDTH": value_width,
             "BLOCK_WIDTH": _block_width(width), "BLOCK_VALUE_WIDTH": _block_width(value_width),
-            "ROWS": blocks.rows, "KEYS": blocks.keys,
-            "ENERGY": energy, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
+            "ROWS": blocks.rows, "KEYS": blocks.keys, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
         },
         blocks.warps,
         blocks.stages,
@@ -276,7 +296,8 @@ def streaming_backward(
         streaming_backward_kernel,
         (sequences * blocks_per_sequence,),
         {
-            "z": z, "values": values, "grad_output": grad_output, "log_sum_exp": log_sum_exp,
+            "z": z, "values": values, "norms": row_dots(z, z) if energy else None,
+            "grad_output": grad_output, "log_sum_exp": log_sum_exp,
             "delta": row_dots(grad_output, output) if needs_z else None,
             "grad_z": grad_z, "grad_values": grad_values, "lengths": lengths,
             "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,
@@ -284,8 +305,7 @@ def streaming_backward(
         {
             "WIDTH": width, "VALUE_WIDTH": value_width,
             "BLOCK_WIDTH": _block_width(width), "BLOCK_VALUE_WIDTH": _block_width(value_width),
-            "ROWS": blocks.rows, "KEYS": blocks.keys,
-            "ENERGY": energy, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
+            "ROWS": blocks.rows, "KEYS": blocks.keys, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
         },
         blocks.warps,
         blocks.stages,

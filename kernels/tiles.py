@@ -13,7 +13,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def sequence_rows(tile, sequences, tokens, per_tile, lengths, BLOCK: tl.constexpr):
     """Rows of `per_tile` whole sequences: their offsets, which exist, which are no padding, and who may see whom.
 
-    Returns row `[BLOCK]` int64, exists `[BLOCK]`, counts `[BLOCK]`, visible `[BLOCK, BLOCK]` (query, key).
+    Returns the tile's first row (int64), and within the tile: row `[BLOCK]` (int32), exists `[BLOCK]`, counts `[BLOCK]`,
+    visible `[BLOCK, BLOCK]` (query, key).
     """
     local = tl.arange(0, BLOCK)
     sequence = tile * per_tile + local // tokens
@@ -21,9 +22,9 @@ def sequence_rows(tile, sequences, tokens, per_tile, lengths, BLOCK: tl.constexp
     counts = exists
     if lengths is not None:
         counts = exists & (local % tokens < tl.load(lengths + sequence, mask=exists, other=0))
-    row = tile.to(tl.int64) * per_tile * tokens + local
+    first = tile.to(tl.int64) * per_tile * tokens
     visible = (sequence[:, None] == sequence[None, :]) & counts[:, None] & counts[None, :]
-    return row, exists, counts, visible
+    return first, local, exists, counts, visible
 
 
 @triton.jit
@@ -47,13 +48,18 @@ def store_rows(pointer, row, mask, start, value, WIDTH: tl.constexpr, BLOCK_WIDT
 
 
 @triton.jit
-def finite_rows(value):
-    """`value` with zeros in place of NaN and infinities, and which rows `[rows]` had any.
+def finite(value):
+    """`value` with zeros in place of NaN and infinities.
 
     Sequences share a tile, and the zero weight that keeps them apart does not hold back a NaN: 0 · NaN = NaN.
     """
-    finite = tl.abs(value) < float("inf")
-    return tl.where(finite, value, 0.0), tl.min(finite.to(tl.int32), 1) == 0
+    return tl.where(tl.abs(value) < float("inf"), value, 0.0).to(value.dtype)
+
+
+@triton.jit
+def bad_rows(value):
+    """The rows `[rows]` of `value` in which something is not finite."""
+    return tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1) == 0
 
 
 @triton.jit
@@ -65,9 +71,8 @@ def poisoned_rows(visible, bad):
 @triton.jit
 def multiply_tile(weights, tile, visible, PRECISION: tl.constexpr):
     """`weights @ tile`, in which what is not finite reaches the rows that see it, and no others."""
-    finite, bad = finite_rows(tile)
-    product = tl.dot(weights.to(tile.dtype), finite.to(tile.dtype), input_precision=PRECISION)
-    return tl.where(poisoned_rows(visible, bad)[:, None], float("nan"), product)
+    product = tl.dot(weights.to(tile.dtype), finite(tile), input_precision=PRECISION)
+    return tl.where(poisoned_rows(visible, bad_rows(tile))[:, None], float("nan"), product)
 
 
 @triton.jit
@@ -75,11 +80,13 @@ def softmax_tile(scores, visible):
     """Softmax over the visible keys of each row (in base 2: `scores` carry log2 e), and its log-sum-exp in base 2.
 
     A row that sees nothing gets weights of zero and a log-sum-exp of +∞, which makes its weights zero again in a
-    backward that computes `exp2(scores − log-sum-exp)`.
+    backward that computes `exp2(scores − log-sum-exp)`. What a row does not see has no weight even where the row is
+    NaN: the transposed weights would carry it to another sequence.
     """
     scores = tl.where(visible, scores, float("-inf"))
     peak = tl.max(scores, 1)
     seen = tl.max(visible.to(tl.int32), 1) > 0
     weights = tl.exp2(scores - tl.where(seen, peak, 0.0)[:, None])
-    total = tl.sum(weights, 1)
-    return weights / tl.where(seen, total, 1.0)[:, None], tl.where(seen, peak + tl.log2(total), float("inf"))
+    total = tl.where(seen, tl.sum(weights, 1), 1.0)
+    weights = tl.where(visible, weights / total[:, None], 0.0)
+    return weights, tl.where(seen, peak + tl.log2(total), float("inf"))

@@ -13,7 +13,8 @@ from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.ops.checks import check_factor, check_shape, check_tensor, check_together
-from cdt_fast.ops.lista import NONLINEARITIES
+from cdt_fast.ops.depths import weights_of_depths
+from cdt_fast.ops.shrinkage import NONLINEARITIES
 
 READOUTS = ("own", "next", "shared")
 INITIAL_CODES = ("analysis", "zero")
@@ -99,12 +100,12 @@ class DUST(PretrainedModel):
             depth = self.layers
         if not isinstance(depth, int) or not 0 <= depth <= self.layers:
             raise InputError(f"depth must be a whole number from 0 to {self.layers}, got {depth!r}")
-        *_, reconstruction = self._depths(noisy, depth, read_all=False)
+        *_, (reconstruction, _) = self._depths(noisy, depth, read_all=False)
         return reconstruction
 
     def reconstructions(self, noisy: Tensor) -> list[Tensor]:
         """The reconstructions of all depths 0..L, L+1 tensors of the shape of `noisy` `[..., T, n]`."""
-        return list(self._depths(noisy, self.layers, read_all=True))
+        return [reconstruction for reconstruction, _ in self._depths(noisy, self.layers, read_all=True)]
 
     def layer_losses(
         self, noisy: Tensor, clean: Tensor, layer_weights: Tensor | Sequence[float] | None = None
@@ -114,17 +115,37 @@ class DUST(PretrainedModel):
         See `ops.layerwise_reconstruction_loss` for what is differentiable. Used as
         `total, losses = model.layer_losses(noisy, clean, constraints.weights())`.
         """
-        return ops.layerwise_reconstruction_loss(self.reconstructions(noisy), clean, layer_weights=layer_weights)
+        self._check(noisy)
+        check_tensor("clean", clean, 2, "[..., T, n]")
+        check_shape("clean", clean, tuple(noisy.shape), "as noisy")
+        weights = weights_of_depths(layer_weights, self.layers + 1)
+        depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean))
+        # The first depths have no layer of their own to form their error in.
+        alone = [reconstruction for reconstruction, error in depths if error is None]
+        _, first = ops.layerwise_reconstruction_loss(alone, clean)
+        tokens = clean.shape[:-1].numel()
+        per_layer = torch.stack([*first, *(error / tokens for _, error in depths if error is not None)])
+        if weights is None:
+            return per_layer.sum(), per_layer
+        return (weights.to(per_layer) * per_layer).sum(), per_layer.detach()
 
     def spectral_ratio(self) -> Tensor:
         """`‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`): above 1 the LISTA step may overshoot."""
         return squared_spectral_norm(self.dictionary) * self.step
 
-    def _depths(self, noisy: Tensor, depth: int, read_all: bool) -> Iterator[Tensor]:
-        """Yield the projection of every depth; each is a reconstruction if `read_all`, else only the last is."""
+    def _check(self, noisy: Tensor) -> None:
         check_tensor("noisy", noisy, 2, "[..., T, n]")
         check_shape("noisy", noisy, (*noisy.shape[:-1], self.patch_size), "tokens by the model's patch_size")
         check_together(noisy=noisy, dictionary=self.dictionary)
+
+    def _depths(
+        self, noisy: Tensor, depth: int, read_all: bool, clean: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the projection of every depth; each is a reconstruction if `read_all`, else only the last is.
+
+        With `clean` also its squared error, for the depths whose layer forms it.
+        """
+        self._check(noisy)
         dictionaries = [self.dictionary] * self.layers if self.tied else list(self.dictionary.unbind())
         # The tensor of each depth's readout. Where it is the very dictionary of the next layer, its projection is
         # handed on; otherwise the layer computes the one it needs.
@@ -138,10 +159,10 @@ class DUST(PretrainedModel):
         ]
         start = self._analysis_start if self.initial_codes == "analysis" else self._zero_start
         codes, projection = start(noisy, dictionaries[0], projected_on)
-        yield from projection
+        yield from ((reconstruction, None) for reconstruction in projection)
         for level in range(len(projection), depth + 1):
             dictionary = dictionaries[level - 1]
-            codes, reconstruction = ops.unrolled_layer(
+            codes, reconstruction, *error = ops.unrolled_layer(
                 codes,
                 noisy,
                 dictionary,
@@ -151,9 +172,10 @@ class DUST(PretrainedModel):
                 nonlinearity=self.nonlinearity,
                 projection=projection[-1] if projected_on[level - 1] is dictionary else None,
                 next_dictionary=projected_on[level],
+                target=clean,
             )
             projection = [reconstruction]
-            yield reconstruction
+            yield reconstruction, error[0] if error else None
 
     def _zero_start(self, noisy: Tensor, dictionary: Tensor, projected_on: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Codes of zero at depth 0."""
@@ -174,6 +196,11 @@ class DUST(PretrainedModel):
             return noisy, [reconstruction]
         projection = reconstruction if projected_on[0] is dictionary else noisy @ (analysis @ dictionary.mT)
         mixed = noisy + ops.symmetric_attention(projection, noisy - projection, scale=self.scale)
-        update = mixed @ analysis
-        codes = torch.relu(update) if self.nonlinearity == "relu" else ops.soft_threshold(update, self.threshold)
+        codes = ops.residual_linear(
+            mixed,
+            analysis,
+            analysis.new_zeros(self.code_size),
+            nonlinearity=self.nonlinearity,
+            threshold=self.threshold,
+        )
         return codes, [reconstruction, codes @ projected_on[1].mT]

@@ -1,4 +1,4 @@
-"""Shrinkage and the LISTA half-step: one gradient step on the dictionary's fit, then shrinkage (MATH: section 5)."""
+"""The LISTA half-step: one gradient step on the dictionary's fit, then shrinkage (MATH: section 5)."""
 
 from __future__ import annotations
 
@@ -6,51 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cdt_fast.checks import check_choice
-from cdt_fast.errors import InputError
-from cdt_fast.ops.checks import (
-    check_factor,
-    check_shape,
-    check_tensor,
-    check_together,
-    compute_dtype,
+from cdt_fast.ops.backend import runs_on_triton
+from cdt_fast.ops.checks import check_factor, check_shape, check_tensor, check_together, compute_dtype
+from cdt_fast.ops.registration import differentiable_once
+from cdt_fast.ops.residual_linear import product_over_rows, rows_of
+from cdt_fast.ops.shrinkage import (
+    NONLINEARITIES,
+    effective_nonlinearity,
+    shrink_,
+    shrink_backward,
+    shrink_reference,
 )
-
-NONLINEARITIES = ("soft_threshold", "relu")
-
-
-def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
-    """Shrinkage `S_θ(x) = sign(x) · max(|x| − θ, 0)`, the proximal operator of `θ‖x‖₁`.
-
-    Args:
-        x: a floating-point tensor of any shape and strides.
-        threshold: θ ≥ 0, a number, or a tensor that broadcasts against `x` (its gradient is computed too; its sign is
-            not checked, which would wait for the device).
-
-    Returns:
-        A tensor of the shape and dtype of `x`. NaN stays NaN.
-
-    Raises:
-        InputError: `x` is not floating point, or `threshold` is negative, not finite or does not broadcast.
-    """
-    check_tensor("x", x, 0, "of any shape")
-    if not isinstance(threshold, Tensor):
-        threshold = check_factor("threshold", threshold, non_negative=True)
-        # S_0 is the identity, whose gradient is 1 at zero too; softshrink's is 0 there.
-        return torch.nn.functional.softshrink(x, threshold) if threshold else x.clone()
-    check_tensor("threshold", threshold, 0, "or a number")
-    if x.dim() < threshold.dim() or any(
-        given not in (1, expected) for given, expected in zip(threshold.shape[::-1], x.shape[::-1], strict=False)
-    ):
-        raise InputError(f"threshold must broadcast against x {tuple(x.shape)}, got {tuple(threshold.shape)}")
-    return soft_threshold_reference(x, threshold.to(x.dtype))
-
-
-def soft_threshold_reference(x: Tensor, threshold: float | Tensor) -> Tensor:
-    """The formula of `soft_threshold`, differentiated by torch."""
-    return torch.sign(x) * torch.relu(torch.abs(x) - threshold)
+from cdt_fast.ops.shrinkage import shrink_backward_ as shrink_backward_
 
 
 def lista_step(
@@ -68,24 +37,34 @@ def lista_step(
 
     Args:
         codes: H, `[..., m]`.
-        signal: X, `[..., n]`, with the leading dimensions of `codes`.
+        signal: X, `[..., n]`, with the leading dimensions of `codes`. Up to n = 256 a kernel does the whole step.
         dictionary: D, `[n, m]`.
         step: 1/c ≥ 0.
         threshold: θ ≥ 0; "relu" does not use it.
         nonlinearity: "soft_threshold", or "relu" for `max(v, 0)` in its place.
 
     Returns:
-        The next codes, `[..., m]`, in the dtype of the arguments (under autocast: autocast's dtype).
+        The next codes, `[..., m]`, in the dtype of the arguments (under autocast: autocast's dtype, to which the codes
+        and the signal are rounded too; the gradient of the dictionary is still summed in its own).
 
     Raises:
         InputError: an argument has the wrong rank, shape, dtype, device or value. A second derivative raises torch's
-            error for functions that are differentiable once.
+            error for an operator without a derivative.
     """
     check_lista_arguments(codes, signal, dictionary, nonlinearity)
     step = check_factor("step", step, non_negative=True)
     threshold = check_factor("threshold", threshold, non_negative=True)
-    output: Tensor = _ListaStep.apply(codes, signal, dictionary, step, threshold, nonlinearity)  # type: ignore[assignment]
-    return output
+    dtype = compute_dtype(codes)
+    next_codes, _ = _lista_step(
+        rows_of(codes).to(dtype),
+        rows_of(signal).to(dtype),
+        dictionary,
+        step,
+        threshold,
+        effective_nonlinearity(nonlinearity, threshold),
+        dictionary.requires_grad and torch.is_grad_enabled(),
+    )
+    return next_codes.view(codes.shape)
 
 
 def lista_step_reference(
@@ -101,25 +80,6 @@ def lista_step_reference(
     return shrink_reference(codes + step * (signal - codes @ dictionary.mT) @ dictionary, threshold, nonlinearity)
 
 
-def shrink_reference(x: Tensor, threshold: float, nonlinearity: str) -> Tensor:
-    """The nonlinearity of a layer: `S_θ`, or ReLU in its place."""
-    return soft_threshold_reference(x, threshold) if nonlinearity == "soft_threshold" else torch.relu(x)
-
-
-def shrink_(x: Tensor, threshold: float, nonlinearity: str) -> Tensor:
-    """The nonlinearity of a layer, in place."""
-    if nonlinearity == "relu":
-        return x.relu_()
-    return torch.ops.aten.softshrink.out(x, threshold, out=x)
-
-
-def shrink_backward_(grad_output: Tensor, output: Tensor, threshold: float, nonlinearity: str) -> Tensor:
-    """The gradient through `shrink_`, in place of `grad_output`, from the output alone: it passes where output ≠ 0."""
-    if nonlinearity == "soft_threshold" and threshold == 0.0:
-        return grad_output  # S_0 is the identity: an output of zero says nothing about the gradient
-    return torch.ops.aten.softshrink_backward.grad_input(grad_output, output, 0.0, grad_input=grad_output)
-
-
 def check_lista_arguments(codes: Tensor, signal: Tensor, dictionary: Tensor, nonlinearity: str, rank: int = 1) -> None:
     """The checks that `lista_step` and `unrolled_layer` share; `rank` is the least rank of codes and signal."""
     tokens = "[..., T, " if rank == 2 else "[..., "
@@ -132,51 +92,176 @@ def check_lista_arguments(codes: Tensor, signal: Tensor, dictionary: Tensor, non
     check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
 
 
-class _ListaStep(torch.autograd.Function):
-    """Saves the codes before and after and the residual; the gradient mask is `output ≠ 0`."""
+@torch.library.custom_op("cdt_fast::lista_step", mutates_args=())
+def _lista_step(
+    codes: Tensor,
+    signal: Tensor,
+    dictionary: Tensor,
+    step: float,
+    threshold: float,
+    nonlinearity: str,
+    keep_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """The next codes `[rows, m]` and the residual `[rows, n]`, which the dictionary's gradient needs; else `[0, n]`."""
+    atoms = dictionary.to(codes.dtype)
+    with torch.autocast(codes.device.type, enabled=False):
+        if runs_on_triton("lista_step", codes):
+            next_codes, residual = _step_on_triton(codes, signal, atoms, step, threshold, nonlinearity, keep_residual)
+        else:
+            residual = torch.addmm(signal, codes, atoms.mT, alpha=-1)
+            next_codes = shrink_(torch.addmm(codes, residual, atoms, alpha=step), threshold, nonlinearity)
+    return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        codes: Tensor,
-        signal: Tensor,
-        dictionary: Tensor,
-        step: float,
-        threshold: float,
-        nonlinearity: str,
-    ) -> Tensor:
-        dtype = compute_dtype(codes)
-        with torch.autocast(codes.device.type, enabled=False):
-            rows = _rows(codes).to(dtype)
-            atoms = dictionary.to(dtype)
-            residual = torch.addmm(_rows(signal).to(dtype), rows, atoms.mT, alpha=-1)
-            output = shrink_(torch.addmm(rows, residual, atoms, alpha=step), threshold, nonlinearity)
-        ctx.save_for_backward(rows, dictionary, residual, output)
-        ctx.step, ctx.threshold, ctx.nonlinearity = step, threshold, nonlinearity
-        ctx.shapes = codes.shape, signal.shape
-        ctx.dtypes = codes.dtype, signal.dtype
-        return output.view(codes.shape)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        rows, dictionary, residual, output = ctx.saved_tensors
-        atoms = dictionary.to(output.dtype)
-        grad_codes = grad_dictionary = None
-        # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-        with torch.autocast(output.device.type, enabled=False):
-            grad_update = shrink_backward_(
-                grad_output.reshape(output.shape).clone(), output, ctx.threshold, ctx.nonlinearity
+def _step_on_triton(
+    codes: Tensor,
+    signal: Tensor,
+    atoms: Tensor,
+    step: float,
+    threshold: float,
+    nonlinearity: str,
+    keep_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    """One kernel where a residual fits a block, else cuBLAS for the residual and a kernel for what follows."""
+    from cdt_fast.kernels import lista, residual_linear
+
+    options: dict[str, Any] = {"nonlinearity": nonlinearity, "threshold": threshold}
+    if atoms.shape[0] <= lista.WIDEST:
+        return lista.lista_step(codes, signal, atoms, step=step, keep_residual=keep_residual, **options)
+    residual = torch.addmm(signal, codes, atoms.mT, alpha=-1)
+    return residual_linear.residual_linear(residual, atoms, codes, alpha=step, **options), residual
+
+
+@_lista_step.register_fake
+def _(
+    codes: Tensor,
+    signal: Tensor,
+    dictionary: Tensor,
+    step: float,
+    threshold: float,
+    nonlinearity: str,
+    keep_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, width = signal.shape
+    return codes.new_empty(codes.shape), codes.new_empty((rows if keep_residual else 0, width))
+
+
+@torch.library.custom_op("cdt_fast::lista_step_backward", mutates_args=())
+def _lista_step_backward(
+    grad_output: Tensor,
+    output: Tensor,
+    dictionary: Tensor,
+    codes: Tensor | None,
+    residual: Tensor | None,
+    step: float,
+    nonlinearity: str,
+    wants_codes: bool,
+    wants_signal: bool,
+) -> list[Tensor]:
+    """The gradients of the codes, of the signal, and of the dictionary (where `codes` and `residual` are given)."""
+    atoms = dictionary.to(output.dtype)
+    gradients = []
+    # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
+    with torch.autocast(output.device.type, enabled=False):
+        grad_codes, grad_residual, grad_update = _grad_tokens(
+            grad_output, output, atoms, step, nonlinearity, wants_codes, wants_dictionary=residual is not None
+        )
+        if codes is not None and residual is not None:
+            # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
+            wide = torch.promote_types(dictionary.dtype, torch.float32)
+            grad_dictionary = product_over_rows(residual, grad_update, wide).mul_(step)
+            gradients.append(grad_dictionary.sub_(product_over_rows(grad_residual, codes, wide)).to(dictionary.dtype))
+        if wants_signal:
+            gradients.insert(0, grad_residual)
+        if wants_codes:
+            if grad_codes is None:
+                # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
+                grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
+            gradients.insert(0, grad_codes)
+    return gradients
+
+
+def _grad_tokens(
+    grad_output: Tensor,
+    output: Tensor,
+    atoms: Tensor,
+    step: float,
+    nonlinearity: str,
+    wants_codes: bool,
+    wants_dictionary: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """dH, dR and dU. The kernel's dH and dU are empty where not wanted; torch's dH is None, still to do."""
+    if runs_on_triton("lista_step", output):
+        from cdt_fast.kernels import lista
+
+        if atoms.shape[0] <= lista.WIDEST:
+            return lista.lista_step_backward(
+                grad_output,
+                output,
+                atoms,
+                step=step,
+                nonlinearity=nonlinearity,
+                wants_codes=wants_codes,
+                wants_update=wants_dictionary,
             )
-            grad_signal = ctx.step * (grad_update @ atoms.mT)
-            if ctx.needs_input_grad[2]:
-                grad_dictionary = torch.mm(residual.mT, grad_update).mul_(ctx.step)
-                grad_dictionary = grad_dictionary.addmm_(grad_signal.mT, rows, alpha=-1).to(dictionary.dtype)
-            if ctx.needs_input_grad[0]:
-                grad_codes = grad_update.addmm_(grad_signal, atoms, alpha=-1).view(ctx.shapes[0]).to(ctx.dtypes[0])
-        return grad_codes, grad_signal.view(ctx.shapes[1]).to(ctx.dtypes[1]), grad_dictionary, None, None, None
+    grad_update = shrink_backward(grad_output, output, nonlinearity)
+    return None, torch.mm(grad_update, atoms.mT).mul_(step), grad_update
 
 
-def _rows(tokens: Tensor) -> Tensor:
-    """`[..., width]` → `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
-    return tokens.reshape(tokens.shape[:-1].numel(), tokens.shape[-1])
+@_lista_step_backward.register_fake
+def _(
+    grad_output: Tensor,
+    output: Tensor,
+    dictionary: Tensor,
+    codes: Tensor | None,
+    residual: Tensor | None,
+    step: float,
+    nonlinearity: str,
+    wants_codes: bool,
+    wants_signal: bool,
+) -> list[Tensor]:
+    gradients = [output.new_empty(output.shape)] if wants_codes else []
+    if wants_signal:
+        gradients.append(output.new_empty((output.shape[0], dictionary.shape[0])))
+    if residual is not None:
+        gradients.append(dictionary.new_empty(dictionary.shape))
+    return gradients
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    codes, _, dictionary, step, _, nonlinearity, keep_residual = inputs
+    next_codes, residual = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(residual)
+    # The codes before and the residual are kept for the dictionary's gradient alone; the mask is `next codes ≠ 0`.
+    kept = (codes, residual) if keep_residual else (None, None)
+    ctx.save_for_backward(next_codes, dictionary, *kept)
+    ctx.step, ctx.nonlinearity = step, nonlinearity
+
+
+def _backward(ctx: Any, grad_next_codes: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_next_codes is None:
+        return (None,) * 7
+    wants_codes, wants_signal, *_ = ctx.needs_input_grad
+    next_codes, dictionary, codes, residual = ctx.saved_tensors
+    gradients = iter(
+        _lista_step_backward(
+            grad_next_codes,
+            next_codes,
+            dictionary,
+            codes,
+            residual,
+            ctx.step,
+            ctx.nonlinearity,
+            wants_codes,
+            wants_signal,
+        )
+    )
+    grad_codes = next(gradients) if wants_codes else None
+    grad_signal = next(gradients) if wants_signal else None
+    grad_dictionary = None if residual is None else next(gradients)
+    return grad_codes, grad_signal, grad_dictionary, None, None, None, None
+
+
+_lista_step.register_autograd(_backward, setup_context=_setup_context)
+differentiable_once(_lista_step_backward, "lista_step")

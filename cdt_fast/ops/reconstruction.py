@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.ops.checks import check_shape, check_tensor, describe, padding_mask, without_padding
+from cdt_fast.ops.backend import runs_on_triton
+from cdt_fast.ops.checks import check_lengths, check_tensor, padding_mask
+from cdt_fast.ops.depths import check_depths, known_zeros, weights_of_depths, without_switched_off
 
 
 def layerwise_reconstruction_loss(
@@ -25,7 +29,8 @@ def layerwise_reconstruction_loss(
     Args:
         reconstructions: L+1 tensors x̂_l, each `[..., n]`, depth 0 first. They are never stacked.
         target: s, `[..., n]`.
-        layer_weights: `w`, L+1 numbers (negative and zero are welcome; a depth with weight 0 gets no gradient).
+        layer_weights: `w`, L+1 numbers (negative and zero are welcome; a depth with weight 0 gets no gradient where
+            the weights are numbers or a tensor on the CPU, else a gradient of zeros, as under torch.compile).
         lengths: for `[..., T, n]`: `[...]` integers, the number of tokens that count in each sequence.
 
     Returns:
@@ -34,31 +39,26 @@ def layerwise_reconstruction_loss(
         differentiable and `total` is its plain sum.
 
     Raises:
-        InputError: no reconstruction, no token that counts, or a wrong shape, dtype, device or number of weights.
+        InputError: no reconstruction, no token that counts, or a wrong shape, dtype, device or number of weights. On a
+            GPU `lengths` are not waited for: where they leave no token the loss is NaN. A second derivative raises
+            torch's error for operators without one.
     """
-    _check(reconstructions, target, rank=1 if lengths is None else 2)
-    weights = _weights(layer_weights, len(reconstructions))
-    padding = padding_mask(lengths, target)
-    tokens: Tensor | int = target.shape[:-1].numel() if padding is None else (~padding).sum()
-    if (isinstance(tokens, int) or tokens.device.type == "cpu") and not tokens:
+    rank = 1 if lengths is None else 2
+    check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
+    check_depths("reconstructions", reconstructions, tuple(target.shape), "as target")
+    for depth, reconstruction in enumerate(reconstructions):
+        if reconstruction.device != target.device:
+            raise InputError(f"reconstructions[{depth}] is on {reconstruction.device} but target is on {target.device}")
+    check_lengths(lengths, target)
+    weights = weights_of_depths(layer_weights, len(reconstructions))
+    if not target.shape[:-1].numel():
         raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
-    target = without_padding(target, padding)
-
-    def loss(reconstruction: Tensor) -> Tensor:
-        wide = torch.promote_types(reconstruction.dtype, torch.float32)
-        reconstruction = without_padding(reconstruction, padding).to(wide)
-        return torch.nn.functional.mse_loss(reconstruction, target.to(wide), reduction="sum") / tokens
-
+    depths = without_switched_off(reconstructions, weights)
+    per_layer = _losses(depths, target, padding_mask(lengths, target))
     if weights is None:
-        per_layer = torch.stack([loss(reconstruction) for reconstruction in reconstructions])
         return per_layer.sum(), per_layer
-    # On the CPU a depth with weight 0 is read without being differentiated, so that its backward costs nothing. On a
-    # GPU to look at the weights would mean to wait for it.
-    skipped = (weights == 0).tolist() if weights.device.type == "cpu" else [False] * len(weights)
-    per_layer = torch.stack(
-        [loss(depth.detach() if skip else depth) for depth, skip in zip(reconstructions, skipped, strict=True)]
-    )
-    return (weights.to(per_layer) * per_layer).sum(), per_layer.detach()
+    weights = weights.to(per_layer.device, per_layer.dtype, non_blocking=True)
+    return (weights * per_layer).sum(), per_layer.detach()
 
 
 def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], target: Tensor) -> Tensor:
@@ -66,26 +66,118 @@ def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], t
     return torch.stack([(target - reconstruction).square().sum(-1).mean() for reconstruction in reconstructions])
 
 
-def _check(reconstructions: Sequence[Tensor], target: Tensor, rank: int) -> None:
-    check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
-    if not isinstance(reconstructions, Sequence) or not reconstructions:
-        raise InputError(f"reconstructions must be a list of one tensor a depth, got {describe(reconstructions)}")
-    for depth, reconstruction in enumerate(reconstructions):
-        name = f"reconstructions[{depth}]"
-        check_tensor(name, reconstruction, 1, "[..., n]")
-        check_shape(name, reconstruction, tuple(target.shape), "as target")
-        if reconstruction.device != target.device:
-            raise InputError(f"{name} is on {reconstruction.device} but target is on {target.device}")
+@torch.library.custom_op("cdt_fast::layerwise_reconstruction_loss", mutates_args=())
+def _losses(reconstructions: list[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
+    """The losses `[depths]`, in the widest of the dtypes and at least float32."""
+    tokens = _tokens(target, padding)
+    if _on_triton(reconstructions, target):
+        from cdt_fast.kernels.reconstruction import reconstruction_errors
+
+        errors = reconstruction_errors(*_contiguous(reconstructions, target, padding))
+    else:
+        errors = torch.stack([_difference(depth, target, padding).square_().sum() for depth in reconstructions])
+    return errors.to(_wide(reconstructions)).div_(tokens)
 
 
-def _weights(layer_weights: Tensor | Sequence[float] | None, depths: int) -> Tensor | None:
-    if layer_weights is None:
-        return None
-    try:
-        # Numbers in float64: `as_tensor` would round a list of them to float32.
-        dtype = layer_weights.dtype if isinstance(layer_weights, Tensor) else torch.float64
-        weights = torch.as_tensor(layer_weights, dtype=dtype).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"layer_weights must be {depths} numbers, got {describe(layer_weights)}") from error
-    check_shape("layer_weights", weights, (depths,), "one weight a depth")
-    return weights
+@_losses.register_fake
+def _(reconstructions: list[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
+    return target.new_empty(len(reconstructions), dtype=_wide(reconstructions))
+
+
+@torch.library.custom_op("cdt_fast::layerwise_reconstruction_loss_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    reconstructions: list[Tensor],
+    target: Tensor,
+    padding: Tensor | None,
+    wanted: list[bool],
+    wants_target: bool,
+) -> list[Tensor]:
+    """The gradients of the depths that are wanted, and after them that of the target where it is wanted."""
+    factors = 2.0 * grad / _tokens(target, padding)
+    if _on_triton(reconstructions, target):
+        from cdt_fast.kernels.reconstruction import reconstruction_gradients
+
+        depths, target, padding = _contiguous(reconstructions, target, padding)
+        return reconstruction_gradients(depths, target, padding, factors.float(), wanted, wants_target)
+    found = []
+    # The sum over the depths in one place, rounded once to the dtype of the target.
+    total = torch.zeros(target.shape, dtype=_wide([*reconstructions, target]), device=target.device)
+    silent = known_zeros(factors)
+    for depth, factor, want, zero in zip(reconstructions, factors.unbind(), wanted, silent, strict=True):
+        if zero:
+            found += [torch.zeros_like(depth, memory_format=torch.contiguous_format)] if want else []
+        elif want or wants_target:
+            gradient = _difference(depth, target, padding).mul_(factor)
+            if wants_target:
+                total -= gradient
+            found += [gradient.to(depth.dtype)] if want else []
+    return [*found, total.to(target.dtype)] if wants_target else found
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    reconstructions: list[Tensor],
+    target: Tensor,
+    padding: Tensor | None,
+    wanted: list[bool],
+    wants_target: bool,
+) -> list[Tensor]:
+    found = [depth.new_empty(depth.shape) for depth, want in zip(reconstructions, wanted, strict=True) if want]
+    return [*found, target.new_empty(target.shape)] if wants_target else found
+
+
+def _setup(ctx: Any, inputs: tuple[list[Tensor], Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    reconstructions, target, padding = inputs
+    ctx.save_for_backward(target, padding, *reconstructions)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None) -> tuple[Any, Tensor | None, None]:
+    target, padding, *reconstructions = ctx.saved_tensors
+    wanted, wants_target = list(ctx.needs_input_grad[0]), ctx.needs_input_grad[1]
+    if grad is None:
+        return [None] * len(reconstructions), None, None
+    found = iter(_backward(grad, reconstructions, target, padding, wanted, wants_target))
+    return [next(found) if want else None for want in wanted], next(found) if wants_target else None, None
+
+
+_losses.register_autograd(_differentiate, setup_context=_setup)
+
+
+def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:
+    """How many tokens count; on a GPU, where they depend on the lengths, a tensor that is not waited for."""
+    if padding is None:
+        return target.shape[:-1].numel()
+    tokens = (~padding).sum()
+    if tokens.device.type == "cpu" and not tokens:
+        raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
+    return tokens
+
+
+def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The widest of the dtypes, at least float32."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+
+
+def _difference(reconstruction: Tensor, target: Tensor, padding: Tensor | None) -> Tensor:
+    """`x̂ − s` in at least float32, in memory of its own; zero at padding, whatever stands there."""
+    wide = torch.promote_types(reconstruction.dtype, torch.float32)
+    difference = torch.sub(reconstruction.to(wide), target.to(wide))
+    return difference if padding is None else difference.masked_fill_(padding.unsqueeze(-1), 0.0)
+
+
+def _on_triton(reconstructions: Sequence[Tensor], target: Tensor) -> bool:
+    # The tensors may differ in dtype: all of them have to be one that the kernel can load.
+    return all(runs_on_triton("layerwise_reconstruction_loss", tensor) for tensor in (*reconstructions, target))
+
+
+def _contiguous(
+    reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    return (
+        [depth.contiguous() for depth in reconstructions],
+        target.contiguous(),
+        None if padding is None else padding.contiguous(),
+    )

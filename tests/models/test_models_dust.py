@@ -433,7 +433,7 @@ def test_inputs_that_do_not_fit(noisy: Any, message: str, initial_codes: str) ->
 
 def test_a_clean_signal_or_weights_that_do_not_fit() -> None:
     model, (noisy, clean) = built(models.DUST), pictures(2)
-    with pytest.raises(InputError, match=r"reconstructions\[0\] must have shape \(2, 4, 9\)"):
+    with pytest.raises(InputError, match=r"clean must have shape \(2, 5, 9\) \(as noisy\), got \(2, 4, 9\)"):
         model.layer_losses(noisy, clean[:, :4])
     with pytest.raises(InputError, match=r"layer_weights must have shape \(4,\).*got \(3,\)"):
         model.layer_losses(noisy, clean, [1.0, 2.0, 3.0])

@@ -30,7 +30,8 @@ from torch import Tensor
 from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
-from cdt_fast.ops.lista import lista_step_reference, soft_threshold_reference
+from cdt_fast.ops.lista import _lista_step, _lista_step_backward, lista_step_reference
+from cdt_fast.ops.shrinkage import soft_threshold_reference
 
 # Shrinkage
 
@@ -89,6 +90,21 @@ def test_threshold_zero_is_the_identity_with_gradient_one_even_at_zero() -> None
         assert (output == 0).all()
         (gradient,) = torch.autograd.grad(output.sum(), codes)
         assert (gradient != 0).all()
+
+
+def test_a_tensor_threshold_of_zero_is_the_identity_too() -> None:
+    x, threshold = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0]), torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0])
+    for reference in (False, True):
+        given, theta = leaf(x), leaf(threshold)
+        output = (soft_threshold_reference if reference else ops.soft_threshold)(given, theta)
+        output.sum().backward()
+        # At θ = 0.5 zero lies inside the interval that is shrunk to zero; the others see the identity.
+        assert_equal([output, given.grad], [x, torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])])
+        assert_equal([theta.grad], [torch.tensor([0.0, 0.0, -1.0, 1.0, 0.0])])
+    for zero in (0.0, torch.tensor(0.0)):
+        given = leaf(torch.zeros(3))
+        ops.soft_threshold(given, zero).sum().backward()
+        assert_equal([given.grad], [torch.ones(3)])
 
 
 def test_a_code_on_the_threshold_has_gradient_zero() -> None:
@@ -310,7 +326,7 @@ def test_many_steps_reach_the_minimiser() -> None:
     assert (codes != 0).any()
 
 
-# Autograd's contract, repeats, NaN, empty inputs, errors
+# Autograd's contract, torch.compile, repeats, NaN, empty inputs, errors
 
 STEP: dict[str, Any] = {"step": 0.2, "threshold": 0.1}
 
@@ -319,10 +335,86 @@ def step_inputs(*leading: int) -> list[Tensor]:
     return [leaf(normal(16, *leading, 5)), leaf(normal(17, *leading, 4)), leaf(normal(18, 4, 5))]
 
 
+@pytest.mark.parametrize("keep_residual", [True, False])
+@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu", "identity"])
+def test_opcheck(nonlinearity: str, keep_residual: bool) -> None:
+    codes, signal, dictionary = step_inputs(6)
+    dictionary.requires_grad_(keep_residual)
+    torch.library.opcheck(_lista_step, (codes, signal, dictionary, 0.2, 0.1, nonlinearity, keep_residual))
+
+
+def test_opcheck_of_the_backward() -> None:
+    codes, signal, dictionary = (tensor.detach() for tensor in step_inputs(6))
+    for nonlinearity, *wanted in itertools.product(("relu", "identity"), *((True, False),) * 3):
+        kept = (codes, signal) if wanted[2] else (None, None)
+        arguments = codes, codes.relu(), dictionary, *kept, 0.2, nonlinearity, wanted[0], wanted[1]
+        assert len(_lista_step_backward(*arguments)) == sum(wanted)
+        torch.library.opcheck(_lista_step_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_torch_compile_sees_one_graph() -> None:
+    def layer(codes: Tensor, signal: Tensor, dictionary: Tensor, threshold: Tensor) -> Tensor:
+        codes = ops.lista_step(2 * codes, signal, dictionary, **STEP)
+        return ops.soft_threshold(ops.soft_threshold(codes, 0.1), threshold) + ops.soft_threshold(codes, 0.0)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (6, 7):
+        results = []
+        for function in (layer, compiled):
+            leaves = [*step_inputs(2, tokens), leaf(torch.full((5,), 0.05, dtype=torch.float64))]
+            output = function(*leaves)
+            results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+        assert_close(*results)
+
+
+def test_no_upstream_gradient_is_no_gradient() -> None:
+    inputs = step_inputs(6)
+
+    class Drop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx: Any, _: Tensor) -> None:
+            return None
+
+    Drop.apply(ops.lista_step(*inputs, **STEP)).sum().backward()
+    assert [tensor.grad for tensor in inputs] == [None] * 3
+
+
+def test_a_frozen_dictionary_keeps_neither_codes_nor_residual() -> None:
+    kept: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    for frozen, shapes in ((True, [(4, 5), (6, 5)]), (False, [(4, 5), (6, 4), (6, 5), (6, 5)])):
+        inputs = step_inputs(6)
+        inputs[2].requires_grad_(not frozen)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            ops.lista_step(*inputs, **STEP)
+        assert sorted(kept) == shapes
+
+
+def test_autocast_sums_the_dictionarys_gradient_in_float32() -> None:
+    codes, signal, dictionary = (tensor.detach().float() for tensor in step_inputs(400))
+    dictionary.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = ops.lista_step(codes, signal, dictionary, **STEP)
+    assert output.dtype == torch.bfloat16
+    (gradient,) = torch.autograd.grad(output.float().sum(), dictionary)
+    assert gradient.dtype == torch.float32
+    # Each of the two products may be rounded to bfloat16 on a CPU; their difference is not.
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+
+
 def test_a_second_derivative_is_refused() -> None:
     inputs = step_inputs(3)
     (gradient,) = torch.autograd.grad(ops.lista_step(*inputs, **STEP).square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(InputError, match="differentiated once"):
         gradient.sum().backward()
 
 

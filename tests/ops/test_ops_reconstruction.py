@@ -185,16 +185,55 @@ def test_autocast_changes_nothing() -> None:
         assert_equal(ops.layerwise_reconstruction_loss(depths, target[0]), expected)
 
 
-def test_gradcheck_and_its_second_derivative() -> None:
-    # Plain torch underneath, so twice differentiable without weights.
-    depths, target = tensors(2, 3)
-    lengths = None
+@pytest.mark.parametrize("lengths", [None, torch.tensor([2, 1])])
+@pytest.mark.parametrize("weights", [None, [1.0, -2.0, 0.0, 0.5]])
+def test_gradcheck(weights: list[float] | None, lengths: Tensor | None) -> None:
+    depths, target = tensors(2, 2, 3)
     assert torch.autograd.gradcheck(
-        lambda *given: ops.layerwise_reconstruction_loss(given[:-1], given[-1], lengths=lengths), (*depths, target)
+        lambda *given: ops.layerwise_reconstruction_loss(given[:-1], given[-1], layer_weights=weights, lengths=lengths),
+        (*depths, target),
     )
-    assert torch.autograd.gradgradcheck(
-        lambda *given: ops.layerwise_reconstruction_loss(given[:-1], given[-1])[0], (*depths, target)
-    )
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    depths, target = tensors(2, 3)
+    total, _ = ops.layerwise_reconstruction_loss(depths, target)
+    gradients = torch.autograd.grad(total, [*depths, target], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(gradients[0].square().sum(), depths)
+
+
+@pytest.mark.parametrize("trained", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_opcheck(trained: tuple[bool, bool], padded: bool) -> None:
+    depths, target = tensors(2, 3, 4)
+    states = [depth.detach().float().requires_grad_(trained[0]) for depth in depths]
+    states[1] = states[1].detach()
+    padding = torch.tensor([[False, False, True], [False, True, True]]) if padded else None
+    arguments = states, target.detach().float().requires_grad_(trained[1]), padding
+    torch.library.opcheck(torch.ops.cdt_fast.layerwise_reconstruction_loss.default, arguments)
+
+
+@pytest.mark.parametrize("kind", ["none", "list", "tensor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_graph_break(dynamic: bool, kind: str) -> None:
+    def network(depths: list[Tensor], target: Tensor, lengths: Tensor, numbers: Any) -> Tensor:
+        states = [torch.relu(depth) for depth in depths]
+        total, per_layer = ops.layerwise_reconstruction_loss(states, target, layer_weights=numbers, lengths=lengths)
+        return 2 * total + per_layer.detach().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens, numbers in ((3, [0.5, 0.0, 2.0, 1.0]), (5, [0.25, 1.0, 0.0, -1.0])):
+        weights: Any = {"none": None, "list": numbers, "tensor": torch.tensor(numbers)}[kind]
+        results = []
+        for function in (network, compiled):
+            depths, target = tensors(2, tokens, 3)
+            total = function(depths, target, torch.tensor([2, tokens]), weights)
+            total.backward()
+            found = [leaf.grad for leaf in (*depths, target)]
+            results.append([total, *(torch.zeros_like(depths[0]) if grad is None else grad for grad in found)])
+        assert_close(*results)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

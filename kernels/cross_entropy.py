@@ -1,0 +1,190 @@
+"""Cross-entropy of a chunk of logits, a program a row: the loss, the log-sum-exp and, in place, the gradient.
+
+    x = c tanh(logits / c)  (softcap c; else x = logits),        lse = log Σ_v exp(x_v)
+    loss = lse − (1 − ε) x_y − (ε / V) Σ_v x_v                    (ε: label smoothing, y: the target)
+    logits ← s (exp(x_v − lse) − (1 − ε) [v = y] − ε / V) (1 − (x_v / c)²)        (s: the row's scale)
+
+A row whose target is `ignore_index` has loss 0 and gradient 0. A target outside of [0, V) reads nothing: its row's
+loss and gradient are NaN, so that the mistake shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cdt_fast.kernels.launch import Launch, card_of
+
+
+class CrossEntropyBlocks(NamedTuple):
+    """The shape of a block: columns of a row that are read together, and the warps that share them."""
+
+    columns: int
+    warps: int
+
+
+# Whole rows live in the L2 cache between the two reads, whatever the block; the width only hides latency. The gradient
+# of smoothed and capped logits keeps the most values alive: wider blocks than these spill.
+BLOCKS = {
+    "consumer": CrossEntropyBlocks(4096, 8),
+    "ampere": CrossEntropyBlocks(4096, 8),
+    "hopper": CrossEntropyBlocks(4096, 8),
+}
+
+
+@triton.jit
+def _tanh(y):
+    # exp alone would lose the leading digits near 0; libdevice's tanh is not there in the interpreter. The polynomial
+    # is a least-squares fit of (tanh(y) − y) / y³ on [0, 0.6], off by 3e-9 relative to tanh.
+    square = y * y
+    series = -0.00589395 * square + 0.02079462
+    series = series * square - 0.05378329
+    series = series * square + 0.13331915
+    series = series * square - 0.33333298
+    near = y + y * square * series
+    decay = tl.exp(-2.0 * tl.abs(y))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(y) < 0.6, near, tl.where(y < 0.0, -far, far))
+
+
+@triton.jit
+def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
+    x = logits.to(tl.float32)
+    if HAS_SOFTCAP:
+        x = softcap * _tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits,  # [rows, vocabulary], read, and written where GRADIENT
+    targets,  # [rows] int64
+    scales,  # [rows] float32, read where GRADIENT
+    losses,  # [rows] float32, written where LOSS
+    log_sums,  # [rows] float32, written where LOSS, else read
+    vocabulary,
+    stride_row,
+    ignore_index,
+    softcap,
+    smoothing,
+    LOSS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride_row
+    target = tl.load(targets + row)
+    ignored = target == ignore_index
+    inside = (target >= 0) & (target < vocabulary)
+    offsets = tl.arange(0, BLOCK)
+    if LOSS:
+        highest = tl.full([], float("-inf"), tl.float32)
+        exponentials = tl.zeros([BLOCK], tl.float32)
+        values = tl.zeros([BLOCK], tl.float32)
+        # An ignored row is not read at all.
+        for start in range(0, tl.where(ignored, 0, vocabulary), BLOCK):
+            mask = start + offsets < vocabulary
+            x = _capped(tl.load(logits + start + offsets, mask=mask, other=0.0), softcap, HAS_SOFTCAP)
+            if HAS_SMOOTHING:
+                values += tl.where(mask, x, 0.0)
+            x = tl.where(mask, x, float("-inf"))
+            raised = tl.maximum(highest, tl.max(x, 0))
+            # Nothing but −inf so far: without this the difference would be NaN, as −inf − (−inf) is.
+            raised_finite = tl.where(raised == float("-inf"), 0.0, raised)
+            exponentials = exponentials * tl.exp(highest - raised_finite) + tl.exp(x - raised_finite)
+            highest = raised
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+        above = tl.log(tl.sum(exponentials, 0))
+        log_sum = highest + above
+        at_target = tl.load(logits + target, mask=inside & (target != ignore_index), other=0.0)
+        # Not from log_sum: beside large logits that has lost the digits that a small loss consists of.
+        loss = above + (1.0 - smoothing) * (highest - _capped(at_target, softcap, HAS_SOFTCAP))
+        if HAS_SMOOTHING:
+            loss += smoothing * (highest - tl.sum(values, 0) / vocabulary)
+        loss = tl.where(inside, loss, float("nan"))
+        tl.store(losses + row, tl.where(ignored, 0.0, loss))
+        tl.store(log_sums + row, tl.where(ignored, 0.0, log_sum))
+    else:
+        log_sum = tl.load(log_sums + row)
+    if GRADIENT:
+        scale = tl.load(scales + row)
+        # Exactly zero where nothing counts, also if the logits are not finite.
+        silent = ignored | (scale == 0.0)
+        scale = tl.where(inside, scale, float("nan"))
+        read = tl.where(silent, 0, vocabulary)
+        for start in range(0, vocabulary, BLOCK):
+            columns = start + offsets
+            # Each thread writes where it has read, and the reductions above have been a barrier for `at_target`.
+            x = tl.load(logits + columns, mask=columns < read, other=0.0).to(tl.float32)
+            if HAS_SOFTCAP:
+                ratio = _tanh(x / softcap)
+                x = softcap * ratio
+            gradient = tl.exp(x - log_sum)
+            if HAS_SMOOTHING:
+                gradient -= smoothing / vocabulary
+            # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
+            gradient = tl.where(columns == target, gradient - (1.0 - smoothing), gradient)
+            if HAS_SOFTCAP:
+                gradient *= (1.0 - ratio) * (1.0 + ratio)
+            gradient = tl.where(silent, 0.0, gradient * scale)
+            tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < vocabulary)
+
+
+def cross_entropy_(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor | None,
+    log_sums: Tensor,
+    scales: Tensor | None,
+    *,
+    ignore_index: int,
+    softcap: float | None,
+    smoothing: float,
+    blocks: CrossEntropyBlocks | None = None,
+) -> None:
+    """Losses and log-sum-exps where `losses` is given, the gradient over the logits where `scales` is given.
+
+    Args:
+        logits: `[rows, V]` with any row stride and adjacent columns; overwritten by the gradient.
+        targets: `[rows]` int64.
+        losses: `[rows]` float32, written; None: `log_sums` holds what a call before has written.
+        log_sums: `[rows]` float32.
+        scales: `[rows]` float32, the factor of each row's gradient; None: no gradient, the logits stay.
+        ignore_index, softcap, smoothing: as in `ops.layerwise_cross_entropy`.
+        blocks: the shape of a block, default by the card.
+    """
+    rows, vocabulary = logits.shape
+    if blocks is None:
+        blocks = BLOCKS[card_of(logits).family]
+        fitting = max(triton.next_power_of_2(vocabulary), 128)
+        if fitting < blocks.columns:
+            blocks = CrossEntropyBlocks(fitting, min(blocks.warps, max(1, fitting // 512)))
+    assert logits.stride(1) == 1 or vocabulary == 1
+    assert all(vector is None or vector.is_contiguous() for vector in (targets, losses, log_sums, scales))
+    assert all(vector is None or vector.dtype == torch.float32 for vector in (losses, log_sums, scales))
+    arguments: dict[str, Any] = {
+        "logits": logits,
+        "targets": targets,
+        "scales": log_sums if scales is None else scales,
+        "losses": log_sums if losses is None else losses,
+        "log_sums": log_sums,
+        "vocabulary": vocabulary,
+        "stride_row": logits.stride(0),
+        "ignore_index": ignore_index,
+        "softcap": 1.0 if softcap is None else softcap,
+        "smoothing": smoothing,
+    }
+    constants = {
+        "LOSS": losses is not None,
+        "GRADIENT": scales is not None,
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_SMOOTHING": smoothing != 0.0,
+        "BLOCK": blocks.columns,
+    }
+    Launch(_cross_entropy_kernel, (rows,), arguments, constants, warps=blocks.warps, stages=2).run()

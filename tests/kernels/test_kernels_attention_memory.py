@@ -1,0 +1,180 @@
+"""The kernels of symmetric attention and what lies around: padding, other sequences' NaN, offsets beyond 2³¹."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import LENGTHS, NAMES, PACKED, RUNS, SOME, STREAMING, Inputs, Results, Shape, normal, same
+from torch import Tensor
+
+from cdt_fast import kernels
+from cdt_fast.kernels import packed_attention as packed
+from cdt_fast.kernels import streaming_attention as streaming
+from cdt_fast.kernels.launch import CARDS, Launch, card_of, recording
+
+
+def tensors_of(inputs: Inputs) -> dict[str, Tensor]:
+    named = {"z": inputs.z, "values": inputs.values, "grad_output": inputs.grad_output}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(("poison", "energy"), [(float("nan"), False), (float("inf"), True)])
+@pytest.mark.parametrize(("kernel", "shape"), SOME)
+def test_whatever_stands_in_the_padding_reaches_nothing(
+    kernel: str, shape: Shape, energy: bool, poison: float, device: torch.device
+) -> None:
+    inputs = Inputs.of(shape, device, torch.float32, lengths=LENGTHS, energy=energy)
+    expected = RUNS[kernel](inputs)
+    assert inputs.lengths is not None
+    padding = torch.arange(shape.tokens, device=device) >= inputs.lengths.unsqueeze(-1)
+    for tensor in tensors_of(inputs).values():
+        tensor[padding] = poison
+    for name, given, clean in zip(NAMES, RUNS[kernel](inputs), expected, strict=True):
+        if given is not None and clean is not None:
+            assert same(given, clean), name
+            assert (given[padding] == (float("inf") if name == "log-sum-exp" else 0.0)).all(), name
+
+
+# What cannot stay finite in the sequence itself, as indices of NAMES: all of its tokens see the poisoned one.
+REACHED = {"z": (0, 1, 2, 3), "values": (0, 2), "grad_output": (2, 3)}
+
+
+@pytest.mark.parametrize(("poison", "lengths"), [(float("nan"), None), (float("nan"), (7, 6, 7)), (float("inf"), None)])
+@pytest.mark.parametrize("poisoned", REACHED)
+@pytest.mark.parametrize(("kernel", "shape"), SOME)
+def test_a_token_that_is_not_finite_stays_in_its_sequence_and_shows_there(
+    kernel: str, shape: Shape, poisoned: str, lengths: Any, poison: float, device: torch.device
+) -> None:
+    # In a tile of `packed` the first two are together, and the third is alone.
+    shape = shape._replace(sequences=3)
+    inputs = Inputs.of(shape, device, torch.float32, lengths=lengths)
+    if poisoned not in tensors_of(inputs):
+        pytest.skip("the values are z")
+    expected = RUNS[kernel](inputs)
+    tensors_of(inputs)[poisoned][1, 3] = poison
+    for index, (mine, clean) in enumerate(zip(RUNS[kernel](inputs), expected, strict=True)):
+        if mine is None or clean is None:
+            continue
+        name = NAMES[index]
+        assert same(mine[[0, 2]], clean[[0, 2]]), f"{name} of another sequence"
+        if index not in REACHED[poisoned]:
+            assert same(mine[1], clean[1]), name
+            continue
+        rows = mine[1][: None if lengths is None else lengths[1]]
+        bad = ~torch.isfinite(rows.reshape(len(rows), -1)).all(-1)
+        # An infinity as a score may weigh nothing elsewhere; a NaN is what comes of a NaN, in every row.
+        assert bad.all() if poison != poison else bad.any(), name
+
+
+def launches_of(kernel: str, inputs: Inputs) -> list[tuple[Launch, Results]]:
+    """The forward and the backward, not launched, and what each would write."""
+    plain, lengths = (inputs.z, inputs.values), (inputs.lengths, inputs.scale, inputs.energy)
+    found = []
+    with recording(card_of(inputs.z)) as launches:
+        if kernel == "packed":
+            written = packed.packed_forward(inputs.z, inputs.z, *lengths, PACKED)
+            found.append((launches[-1], [*written]))
+            gradients = packed.packed_backward(*plain, inputs.grad_output, *lengths, blocks=PACKED)
+        else:
+            written = streaming.streaming_forward(*plain, *lengths, STREAMING)
+            found.append((launches[-1], [*written]))
+            gradients = streaming.streaming_backward(*plain, *written, inputs.grad_output, *lengths, blocks=STREAMING)
+        found.append((launches[-1], [*gradients]))
+    return found
+
+
+@pytest.mark.parametrize("kernel", RUNS)
+def test_a_block_writes_its_own_rows_and_no_others(kernel: str, device: torch.device) -> None:
+    # Two blocks that write the same row race on a GPU; one after the other the last is right, and hides it.
+    tokens, own = (5, 15) if kernel == "packed" else (19, 16)  # one row of the first tile is idle
+    inputs = Inputs.of(Shape(4, tokens, 17), device, torch.float32)
+    for launch, results in launches_of(kernel, inputs):
+        dataclasses.replace(launch, grid=(1,)).run()
+        for result in results:
+            if result is not None:
+                rows = result.reshape(4 * tokens, -1)
+                assert torch.isnan(rows[own:]).all()
+
+
+# Offsets
+
+TOKENS, WIDTH = 64, 256
+SEQUENCES = 2**31 // (TOKENS * WIDTH) + 1
+
+
+def run_last(launch: Launch, programs: int) -> None:
+    """On a GPU all of the launch; in the interpreter, where that takes hours, its last blocks alone."""
+    if not kernels.interpreting():
+        launch.run()
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    original = interpreter_builder.create_get_program_id
+    for program in range(max(0, launch.grid[0] - programs), launch.grid[0]):
+        interpreter_builder.create_get_program_id = lambda axis, program=program: TensorHandle(
+            np.array([program], dtype=np.int32), tl.int32
+        )
+        dataclasses.replace(launch, grid=(1,)).run()
+    interpreter_builder.create_get_program_id = original
+
+
+def recorded(call: Any, *arguments: Any, **options: Any) -> Any:
+    with recording(CARDS["RTX 3090"]) as launches:
+        result = call(*arguments, **options)
+    for launch in launches:
+        run_last(launch, 4)
+    return result
+
+
+def large(values: Tensor) -> Tensor:
+    """`[SEQUENCES, …]`: zeros, and `values` `[1, …]` as the last; on a CPU only what is written takes memory."""
+    shape = SEQUENCES, *values.shape[1:]
+    tensor = values.new_zeros(shape) if values.is_cuda else torch.from_numpy(np.zeros(shape, np.float16))
+    tensor[-1:] = values
+    return tensor
+
+
+def attend_far_away(kernel: str, device: torch.device) -> None:
+    z, values, upstream = (normal(seed, 1, TOKENS, WIDTH).to(device, torch.float16) / 4 for seed in range(3))
+    far = [large(tensor) for tensor in (z, values, upstream)]
+    lengths = torch.tensor([50], device=device)
+    far_lengths = torch.full((SEQUENCES,), 50, device=device)
+    if kernel == "packed":
+        blocks = packed.Blocks(64, 64, warps=4, stages=2)
+        expected: Results = [*packed.packed_forward(z, values, lengths, 0.5, True, blocks)]
+        expected += packed.packed_backward(z, values, upstream, lengths, 0.5, True, blocks=blocks)
+        given: Results = [*recorded(packed.packed_forward, *far[:2], far_lengths, 0.5, True, blocks)]
+        given += recorded(packed.packed_backward, *far, far_lengths, 0.5, True, blocks=blocks)
+    else:
+        blocks = streaming.Blocks(16, 16, warps=4, stages=2)
+        forward = streaming.streaming_forward(z, values, lengths, 0.5, True, blocks)
+        expected = [*forward]
+        expected += streaming.streaming_backward(z, values, *forward, upstream, lengths, 0.5, True, blocks=blocks)
+        far_forward = recorded(streaming.streaming_forward, *far[:2], far_lengths, 0.5, True, blocks)
+        given = [*far_forward]
+        given += recorded(
+            streaming.streaming_backward, *far[:2], *far_forward, far[2], far_lengths, 0.5, True, blocks=blocks
+        )
+    for mine, near in zip(given, expected, strict=True):
+        assert mine is not None
+        assert near is not None
+        assert torch.isfinite(near[:, :50]).all()
+        assert same(mine[-1:], near)
+
+
+@pytest.mark.parametrize("kernel", RUNS)
+def test_offsets_of_more_than_31_bits(kernel: str, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 34 * 2**30:
+        pytest.skip("six tensors of more than 2³¹ numbers take 26 GiB")
+    # In a process of its own: a wrong offset ends it, and there fresh memory is not filled, so takes no room.
+    process = multiprocessing.get_context("spawn").Process(target=attend_far_away, args=(kernel, device))
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -1,0 +1,325 @@
+"""Every kernel compiles for every card without a GPU, fits it, and the checks that say so can fail."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdt_fast import kernels
+from cdt_fast.kernels.launch import CARDS, Card, Launch
+
+triton = pytest.importorskip("triton")
+if kernels.interpreting():
+    pytest.skip("what the interpreter runs cannot be compiled", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+
+from cdt_fast.kernels import aot, aot_compile, aot_report  # noqa: E402
+from cdt_fast.kernels.aot_case import PRECISIONS, Case, float32_products  # noqa: E402
+from cdt_fast.kernels.aot_cases import FAMILIES  # noqa: E402
+from cdt_fast.kernels.aot_compile import Configuration, Measurement, measure  # noqa: E402
+
+RTX_3090 = CARDS["RTX 3090"]
+
+
+@triton.jit
+def every_argument_kernel(tensor, one, small, sixteens, large, missing, several, factor, flag, CONSTANT: tl.constexpr):
+    """One argument of each sort that launchers hand over."""
+    value = tl.load(tensor) + one + small + sixteens + large + factor + CONSTANT
+    value += tl.load(several[0]) + tl.load(several[1])
+    if missing is None:
+        value += 1.0
+    if flag:
+        value += 1.0
+    tl.store(tensor, value)
+
+
+@triton.jit
+def spilling_kernel(x, output, N: tl.constexpr):
+    """Holds more numbers than a thread has registers until their sum is known."""
+    offsets = tl.arange(0, N)
+    value = tl.load(x + offsets).to(tl.float32)
+    tl.store(output + offsets, value - tl.sum(value, 0))
+
+
+@triton.jit
+def double_kernel(x, output):
+    """Computes in double precision what float32 would round differently, so that no pass narrows it."""
+    tl.store(output, (tl.load(x).to(tl.float64) + 0.1).to(tl.float32))
+
+
+@triton.jit
+def product_kernel(x, output, depth, PRECISION: tl.constexpr, SIZE: tl.constexpr, WASTED: tl.constexpr):
+    """The Gram matrix of rows `[SIZE, depth]`, in tiles of SIZE; nobody reads it where it is WASTED."""
+    row = tl.arange(0, SIZE)
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for start in range(0, depth, SIZE):
+        tile = tl.load(x + row[:, None] * depth + start + row[None, :])
+        total = tl.dot(tile, tl.trans(tile), total, input_precision=PRECISION)
+    if WASTED:
+        total = tl.zeros((SIZE, SIZE), tl.float32)
+    tl.store(output + row[:, None] * SIZE + row[None, :], total)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def every_argument(**changed: Any) -> Launch:
+    arguments = {
+        "tensor": meta(64),
+        "one": 1,
+        "small": 17,
+        "sixteens": 16,
+        "large": 2**40,
+        "missing": None,
+        "several": (meta(8, dtype=torch.bfloat16), meta(64, dtype=torch.int64)[1:]),
+        "factor": 1.0,
+        "flag": True,
+    }
+    return Launch(every_argument_kernel, (1,), {**arguments, **changed}, {"CONSTANT": 3}, warps=4, stages=2)
+
+
+def product(dtype: torch.dtype, precision: str, size: int = 32, stages: int = 2, wasted: bool = False) -> Launch:
+    arguments = {"x": meta(size, 4 * size, dtype=dtype), "output": meta(size, size), "depth": 4 * size}
+    constants = {"PRECISION": precision, "SIZE": size, "WASTED": wasted}
+    return Launch(product_kernel, (1,), arguments, constants, warps=4, stages=stages)
+
+
+def spilling(dtype: torch.dtype = torch.float32) -> Launch:
+    x = meta(16_384, dtype=dtype)
+    return Launch(spilling_kernel, (1,), {"x": x, "output": x}, {"N": 16_384}, warps=1, stages=1)
+
+
+def measured(launch: Launch, card: Card = RTX_3090) -> Measurement:
+    return measure(Configuration.of(launch, card))
+
+
+class TestConfiguration:
+    def test_types_of_the_arguments(self) -> None:
+        configuration = Configuration.of(every_argument(), RTX_3090)
+        assert dict(configuration.signature) == {
+            "tensor": "*fp32",
+            "one": "constexpr",
+            "small": "i32",
+            "sixteens": "i32",
+            "large": "i64",
+            "missing": "constexpr",
+            "several": ("*bf16", "*i64"),
+            "factor": "fp32",
+            "flag": "u1",
+            "CONSTANT": "constexpr",
+        }
+        assert dict(configuration.constants) == {(1,): 1, (5,): None, (9,): 3}
+
+    def test_what_sixteen_divides(self) -> None:
+        configuration = Configuration.of(every_argument(), RTX_3090)
+        # The tensor, 16, 2**40 and the first of the two; the second starts 8 bytes into its storage.
+        assert configuration.divisible == ((0,), (3,), (4,), (6, 0))
+        assert configuration.without_divisibility().divisible == ()
+
+    @pytest.mark.parametrize(
+        ("value", "kind"),
+        [(0, "i32"), (-1, "i32"), (2**31 - 1, "i32"), (2**31, "i64"), (-(2**31) - 1, "i64"), (2**63, "u64")],
+    )
+    def test_size_of_integers(self, value: int, kind: str) -> None:
+        assert dict(Configuration.of(every_argument(small=value), RTX_3090).signature)["small"] == kind
+
+    def test_only_what_the_launcher_chose_is_named(self) -> None:
+        assert Configuration.of(every_argument(), RTX_3090).named_constants == {"CONSTANT": 3}
+
+    @pytest.mark.parametrize("changed", [{}, {"one": 2, "small": 1}, {"missing": meta(3)[1:]}, {"several": (None, 1)}])
+    def test_as_triton_specialises(self, changed: dict[str, Any]) -> None:
+        jit = importlib.import_module("triton.runtime.jit")
+        compiler = importlib.import_module("triton.compiler.compiler")
+        binder = getattr(jit, "create_function_from_signature", None)
+        if binder is None or not hasattr(every_argument_kernel, "_pack_args"):
+            pytest.skip(f"Triton {triton.__version__} specialises in another place")
+        backend = compiler.make_backend(aot_compile.GPUTarget("cuda", 86, 32))
+        launch = every_argument(**changed)
+        bound = binder(every_argument_kernel.signature, every_argument_kernel.params, backend)(
+            **launch.arguments, **launch.constants
+        )
+        bound_arguments, specialisation, options = bound
+        packed = every_argument_kernel._pack_args(backend, {}, bound_arguments, specialisation, options)
+        source = Configuration.of(launch, RTX_3090).source()
+        assert source.signature == packed[1]
+        assert source.constants == packed[2]
+        assert source.attrs == {path: attributes for path, attributes in packed[3].items() if attributes}
+
+    def test_wrong_names_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="no argument named foreign"):
+            Configuration.of(every_argument(foreign=1), RTX_3090)
+        launch = every_argument()
+        missing = {name: value for name, value in launch.arguments.items() if name != "factor"}
+        with pytest.raises(TypeError, match="needs the argument factor"):
+            Configuration.of(Launch(launch.kernel, (1,), missing, launch.constants, 4, 2), RTX_3090)
+
+    def test_every_sort_compiles(self) -> None:
+        assert measured(every_argument()).error is None
+
+    def test_recording_uses_the_precision(self) -> None:
+        from cdt_fast.kernels.launch import dot_precision
+
+        before = dot_precision(torch.float32)
+        with float32_products(True):
+            assert dot_precision(torch.float32) == "tf32"
+        with float32_products(False):
+            assert dot_precision(torch.float32) == "ieee"
+        assert dot_precision(torch.float32) == before
+
+
+class TestFaults:
+    """Each check, on a kernel that breaks it and on one that does not."""
+
+    def test_spill(self) -> None:
+        result = measured(spilling())
+        assert result.local_bytes > 0
+        assert result.local_instructions > 0
+        assert any("spills" in fault for fault in result.faults(RTX_3090, spill_allowed=False))
+        assert result.faults(RTX_3090, spill_allowed=True) == []
+
+    def test_shared_memory(self) -> None:
+        launch = product(torch.float32, "tf32", size=128, stages=3)
+        result = measured(launch)
+        assert result.shared_bytes > RTX_3090.shared_memory
+        assert any("shared memory" in fault for fault in result.faults(RTX_3090, spill_allowed=True))
+        assert not any("shared memory" in fault for fault in result.faults(CARDS["H200"], spill_allowed=True))
+
+    def test_double_precision(self) -> None:
+        result = measured(Launch(double_kernel, (1,), {"x": meta(1), "output": meta(1)}, {}, 1, 1))
+        assert any("double-precision" in fault for fault in result.faults(RTX_3090, spill_allowed=True))
+
+    @pytest.mark.parametrize("card", CARDS)
+    def test_tensor_cores(self, card: str) -> None:
+        result = measured(product(torch.bfloat16, "ieee", size=64), CARDS[card])
+        assert result.expects_tensor_core
+        assert result.tensor_core_instructions > 0
+        assert result.faults(CARDS[card], spill_allowed=False) == []
+
+    def test_products_without_tensor_cores(self) -> None:
+        assert measured(product(torch.float32, "tf32")).tensor_core_instructions > 0
+        ieee = measured(product(torch.float32, "ieee"))
+        assert (ieee.tensor_core_instructions, ieee.expects_tensor_core) == (0, False)
+        assert not measured(product(torch.bfloat16, "ieee", wasted=True)).expects_tensor_core
+        slow = Measurement(expects_tensor_core=True)
+        assert slow.faults(RTX_3090, spill_allowed=True) == ["has products and no tensor-core instruction"]
+
+    def test_failure_to_compile(self) -> None:
+        # The compiler refuses a product of tiles below 16.
+        result = measured(product(torch.bfloat16, "ieee", size=8))
+        assert result.error is not None
+        assert result.faults(RTX_3090, spill_allowed=True)[0].startswith("does not compile")
+
+
+class TestCommand:
+    """The command line, on families of the kernels above."""
+
+    def run(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launch: Launch, *options: str
+    ) -> tuple[int, Any, str]:
+        families = {"example": lambda dtype: iter([Case("a case", launch.run, (meta(1000),), 2_000_000)])}
+        monkeypatch.setattr(aot, "FAMILIES", families)
+        monkeypatch.setattr(aot_report, "FAMILIES", families)
+
+        def here(configurations: list[Configuration], processes: int) -> dict[Configuration, Measurement]:
+            return {configuration: measure(configuration) for configuration in configurations}
+
+        monkeypatch.setattr(aot, "compile_all", here)
+        json_path, markdown_path = tmp_path / "report.json", tmp_path / "report.md"
+        written = ("--json", str(json_path), "--markdown", str(markdown_path))
+        status = aot.main(["--family", "example", "--card", "RTX 3090", *options, *written])
+        return status, json.loads(json_path.read_text()), markdown_path.read_text()
+
+    def test_all_is_well(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        launch = product(torch.bfloat16, "ieee", size=64)
+        options = ("--precision", "bfloat16", "--without-divisibility")
+        status, records, text = self.run(monkeypatch, tmp_path, launch, *options)
+        assert status == 0
+        assert [record["divisible"] for record in records] == [True, False]
+        assert records[0]["constants"] == {"PRECISION": "ieee", "SIZE": 64, "WASTED": False}
+        assert records[0]["tensor_core_instructions"] > 0
+        assert "No faults." in text
+        assert "| `product_kernel` | a case | bfloat16 |" in text
+        assert "any alignment" in text
+
+    def test_a_spill_counts_in_sixteen_bits(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        status, _, text = self.run(monkeypatch, tmp_path, spilling(), "--precision", "bfloat16")
+        assert status == 1
+        assert "spilling_kernel spills" in capsys.readouterr().out
+        assert "bytes spilled" in text
+        assert self.run(monkeypatch, tmp_path, spilling(), "--precision", "float32, IEEE")[0] == 0
+
+    def test_a_failure_to_compile_is_a_row(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        launch = product(torch.bfloat16, "ieee", size=8)
+        status, records, text = self.run(monkeypatch, tmp_path, launch, "--precision", "bfloat16")
+        assert status == 1
+        assert records[0]["error"]
+        assert "does not compile" in text
+
+    def test_floors(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        _, _, text = self.run(monkeypatch, tmp_path, product(torch.bfloat16, "ieee"), "--precision", "bfloat16")
+        # 2 MFLOP over 4,000 bytes: compute on every card.
+        assert "| example: a case | 0.0 | 0.0 | 500 | 0 (compute) |" in text
+        card = aot_report.CEILINGS["RTX 3090"]
+        assert card.floor(71e12, 1.0) == (pytest.approx(1e6), "compute")
+        assert card.floor(1.0, 936e9) == (pytest.approx(1e6), "memory")
+
+
+def first_launches(family: str, precision: str, card: str) -> dict[str, Launch]:
+    """The first launch of each kernel of the family, which is that of its reference size."""
+    found: dict[str, Launch] = {}
+    for case in FAMILIES[family](PRECISIONS[precision].dtype):
+        for launch in case.launches(PRECISIONS[precision], CARDS[card]):
+            found.setdefault(launch.kernel.__name__, launch)
+    return found
+
+
+class TestKernels:
+    """The kernels at their reference sizes; `make kernels-report` compiles every configuration."""
+
+    @pytest.mark.parametrize(
+        ("precision", "card"),
+        [
+            ("bfloat16", "RTX 3090"),
+            ("bfloat16", "H200"),
+            ("bfloat16", "RTX 5090"),
+            ("float16", "A100"),
+            ("float32, TF32", "RTX 4090"),
+            ("float32, IEEE", "RTX 3090"),
+        ],
+    )
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_compiles_and_fits(self, family: str, precision: str, card: str) -> None:
+        launches = first_launches(family, precision, card)
+        if not launches:
+            pytest.skip(f"{family} has no kernel in {precision}")
+        for name, launch in launches.items():
+            result = measured(launch, CARDS[card])
+            assert not result.faults(CARDS[card], precision.startswith("float32")), name
+
+    def test_every_kernel_has_a_case(self) -> None:
+        compiled = {name for family in FAMILIES for name in first_launches(family, "bfloat16", "RTX 3090")}
+        written = set()
+        for module in pkgutil.iter_modules(kernels.__path__):
+            functions = vars(importlib.import_module(f"cdt_fast.kernels.{module.name}"))
+            written |= {
+                name
+                for name, value in functions.items()
+                if name.endswith("_kernel") and isinstance(value, triton.JITFunction)
+            }
+        assert compiled == written
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_cases_differ_in_name(self, family: str) -> None:
+        names = [case.name for case in FAMILIES[family](torch.bfloat16)]
+        assert len(names) == len(set(names))
