@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench kernels-report lint clean
+.PHONY: demo test bench gpu kernels-report lint clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -23,6 +23,14 @@ bench: .venv/installed
 # Compiles every kernel for every card, without a GPU; the status is that of the compilation's checks.
 kernels-report: .venv/installed
 	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --markdown docs/kernels.md
+
+# On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network: the tests of the kernels
+# compiled, then a short bench, whose results file is written even where a test failed. With pytest-xdist,
+# `make gpu PYTEST_ADDOPTS='-n 8'` compiles side by side.
+gpu:
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+	status=0; $(PYTHON) -m pytest --confcutdir=tests/kernels tests/kernels || status=$$?; \
+	$(PYTHON) -m cdt_fast.bench.gpu && exit $$status
 
 # The type checker does not know the folder-to-package mapping of setup.py: it reads a copy laid out as installed.
 lint: .venv/linters

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @torch.compiler.assume_constant_result
 def interpreting() -> bool:
-    """Whether Triton's interpreter is on (`TRITON_INTERPRET=1` when Triton was first imported): kernels run on the CPU."""
+    """Whether kernels run on the CPU, in Triton's interpreter: `TRITON_INTERPRET=1` when Triton was first imported."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -13,8 +13,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def sequence_rows(tile, sequences, tokens, per_tile, lengths, BLOCK: tl.constexpr):
     """Rows of `per_tile` whole sequences: their offsets, which exist, which are no padding, and who may see whom.
 
-    Returns the tile's first row (int64), and within the tile: row `[BLOCK]` (int32), exists `[BLOCK]`, counts `[BLOCK]`,
-    visible `[BLOCK, BLOCK]` (query, key).
+    Returns the tile's first row (int64), and within the tile: row (int32), exists and counts `[BLOCK]`, visible
+    `[BLOCK, BLOCK]` (query, key).
     """
     local = tl.arange(0, BLOCK)
     sequence = tile * per_tile + local // tokens

@@ -148,13 +148,13 @@ def unrolled_update_kernel(
         counts = exists & ((first + row) % tokens < tl.load(lengths + (first + row) // tokens, mask=exists, other=0))
     next_codes += first * CODE_WIDTH
     grad_update += first * CODE_WIDTH
-    next_projection += first * NEXT_WIDTH
 
     HAS_NEXT: tl.constexpr = grad_next_projection is not None or target is not None
     if grad_next_projection is not None:
         grad_next_projection += first * NEXT_WIDTH
         upstream = load_rows(grad_next_projection, row, counts, 0, NEXT_WIDTH, BLOCK_NEXT_WIDTH)
     if target is not None:
+        next_projection += first * NEXT_WIDTH
         error = load_rows(next_projection, row, counts, 0, NEXT_WIDTH, BLOCK_NEXT_WIDTH).to(tl.float32)
         error -= load_rows(target + first * NEXT_WIDTH, row, counts, 0, NEXT_WIDTH, BLOCK_NEXT_WIDTH).to(tl.float32)
         # A loss that does not count gives no gradient, also where it is infinite: 0 · ∞ = NaN.
@@ -336,7 +336,7 @@ def unrolled_backward(
     target: Tensor | None,
     lengths: Tensor | None,
     next_codes: Tensor,
-    next_projection: Tensor,
+    next_projection: Tensor | None,
     grad_next_codes: Tensor | None,
     grad_next_projection: Tensor | None,
     grad_error: Tensor | None,
@@ -349,7 +349,10 @@ def unrolled_backward(
     blocks: Blocks | None = None,
     update_blocks: Blocks | None = None,
 ) -> Gradients:
-    """The gradients of `unrolled_forward`; `grad_error` is one float32, the gradient of the sum of the errors."""
+    """The gradients of `unrolled_forward`; `grad_error` is one float32, the gradient of the sum of the errors.
+
+    Without a target `next_projection` is not read and may be None.
+    """
     blocks = blocks or BACKWARD_BLOCKS[card_of(codes).family]
     sequences, tokens, atoms = codes.shape
     width = signal.shape[-1]
@@ -391,7 +394,7 @@ def unrolled_update(
     target: Tensor | None,
     lengths: Tensor | None,
     next_codes: Tensor,
-    next_projection: Tensor,
+    next_projection: Tensor | None,
     grad_next_codes: Tensor | None,
     grad_next_projection: Tensor | None,
     grad_error: Tensor | None,
@@ -402,11 +405,11 @@ def unrolled_update(
     blocks = blocks or UPDATE_BLOCKS[card_of(next_codes).family]
     _, tokens, atoms = next_codes.shape
     rows = next_codes.shape[:-1].numel()
-    next_width = next_projection.shape[-1]
+    next_width = next_dictionary.shape[0]
     if grad_error is None:
         target = None
     update = torch.empty_like(next_codes)
-    whole = grad_next_projection if target is None else torch.empty_like(next_projection)
+    whole = grad_next_projection if target is None else next_codes.new_empty((*next_codes.shape[:-1], next_width))
     Launch(
         unrolled_update_kernel,
         (triton.cdiv(rows, blocks.rows),),

@@ -65,8 +65,8 @@ def layerwise_cross_entropy(
     Raises:
         InputError: an argument has the wrong rank, shape, dtype, device or value; targets on the CPU are out of range,
             or a mean is asked for and all are ignored. Targets on a GPU are not waited for: one out of range makes its
-            depths' losses and gradients NaN, and a mean over no token is NaN with gradients of zero, as in torch. A
-            second derivative raises torch's error for operators without one.
+            depths' losses and gradients NaN, and a mean over no token is NaN with gradients of zero, as in torch.
+            Or a second derivative is asked for.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """

@@ -11,6 +11,7 @@ from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.cross_entropy_chunks import Head, chunk_rows, count_rows, rows_of_depths
 from cdt_fast.ops.cross_entropy_pass import Pass, TorchSweep, one_pass, sweep_on_triton
 from cdt_fast.ops.depths import known_zeros
+from cdt_fast.ops.registration import differentiable_once
 
 # The arguments that all of them share, in this order: the hidden states `[..., d]`, the head in its own dtype,
 # the targets, the numbers of the tokens that stand for all at the inner depths; and as options the dtype of the
@@ -121,6 +122,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_log_sums: None) -> tuple[
 
 
 cross_entropy.register_autograd(_differentiate, setup_context=_setup)
+differentiable_once(_backward, "layerwise_cross_entropy")
 
 
 @torch.library.custom_op("cdt_fast::weighted_layerwise_cross_entropy", mutates_args=())
@@ -218,6 +220,7 @@ def _weighted_differentiate(ctx: Any, grad_total: Tensor | None, *others: None) 
 
 
 weighted_cross_entropy.register_autograd(_weighted_differentiate, setup_context=_weighted_setup)
+differentiable_once(_scale, "layerwise_cross_entropy")
 
 
 def _run(

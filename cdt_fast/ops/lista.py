@@ -48,8 +48,7 @@ def lista_step(
         and the signal are rounded too; the gradient of the dictionary is still summed in its own).
 
     Raises:
-        InputError: an argument has the wrong rank, shape, dtype, device or value. A second derivative raises torch's
-            error for an operator without a derivative.
+        InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
     """
     check_lista_arguments(codes, signal, dictionary, nonlinearity)
     step = check_factor("step", step, non_negative=True)

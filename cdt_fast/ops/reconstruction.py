@@ -13,6 +13,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import check_lengths, check_tensor, padding_mask
 from cdt_fast.ops.depths import check_depths, known_zeros, weights_of_depths, without_switched_off
+from cdt_fast.ops.registration import differentiable_once
 
 
 def layerwise_reconstruction_loss(
@@ -39,9 +40,8 @@ def layerwise_reconstruction_loss(
         differentiable and `total` is its plain sum.
 
     Raises:
-        InputError: no reconstruction, no token that counts, or a wrong shape, dtype, device or number of weights. On a
-            GPU `lengths` are not waited for: where they leave no token the loss is NaN. A second derivative raises
-            torch's error for operators without one.
+        InputError: no reconstruction, no token that counts, a wrong shape, dtype, device or number of weights, or a
+            second derivative. On a GPU `lengths` are not waited for: where they leave no token the loss is NaN.
     """
     rank = 1 if lengths is None else 2
     check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
@@ -144,6 +144,7 @@ def _differentiate(ctx: Any, grad: Tensor | None) -> tuple[Any, Tensor | None, N
 
 
 _losses.register_autograd(_differentiate, setup_context=_setup)
+differentiable_once(_backward, "layerwise_reconstruction_loss")
 
 
 def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:

@@ -48,8 +48,7 @@ def residual_linear(
         bias are still summed over the tokens in their own dtype).
 
     Raises:
-        InputError: an argument has the wrong rank, shape, dtype, device or value. A second derivative raises torch's
-            error for an operator without a derivative.
+        InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the feed-forward half-step.
     """

@@ -26,8 +26,8 @@ from ops_cases import (
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.ops import attention
 from cdt_fast.errors import InputError
+from cdt_fast.ops import attention
 from cdt_fast.ops.attention import symmetric_attention_reference
 
 
