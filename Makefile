@@ -36,14 +36,14 @@ gpu:
 lint: .venv/linters
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	rm -rf .typing
-	mkdir .typing
-	cp -R cdt_fast tests .typing
-	cp -R kernels models bench .typing/cdt_fast
+	rm -rf build/as_installed
+	mkdir -p build/as_installed
+	cp -R cdt_fast tests build/as_installed
+	cp -R kernels models bench build/as_installed/cdt_fast
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf .venv .typing build cdt_fast.egg-info
+	rm -rf .venv build cdt_fast.egg-info
 
 # torch first and by its exact version: on a machine without a GPU a range would bring several GB of CUDA packages.
 .venv/installed: pyproject.toml setup.py constraints.txt

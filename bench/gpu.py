@@ -53,7 +53,9 @@ class Case:
 def dust_cases(device: torch.device, toy: bool) -> Iterator[Case]:
     """The constrained step of a tied DUST at 32 windows of 100 positions, and the same without constraints."""
     sequences = 4 if toy else 3200
-    model, noisy, clean, weights = (part.to(device) for part in setting(20 * sequences))
+    model, *tensors = setting(20 * sequences)
+    model = model.to(device)
+    noisy, clean, weights = (tensor.to(device) for tensor in tensors)
     unconstrained = torch.zeros_like(weights)
     unconstrained[-1] = 1.0
 
@@ -190,14 +192,11 @@ def ceilings(device: torch.device, toy: bool) -> dict[str, float]:
     size = 256 if toy else 8192
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     room = torch.empty((2**20 if toy else 2**30) // 2, dtype=torch.bfloat16, device=device)
+    other = torch.empty_like(room)
     best = {}
     for name, step, work in (
         ("product FLOP/s", lambda: [left @ right], 2.0 * size**3),
-        (
-            "copy B/s",
-            lambda: [room.copy_(room.roll(0))] if toy else [torch.empty_like(room).copy_(room)],
-            4.0 * room.numel(),
-        ),
+        ("copy B/s", lambda: [other.copy_(room)], 4.0 * room.numel()),
     ):
         best[name] = work / min(milliseconds(step, device) for _ in range(10)) * 1e3
     return best
@@ -227,13 +226,13 @@ def measure(case: Case, device: torch.device, repeats: int, rates: dict[str, flo
             spent = milliseconds(step, device)
             if turn >= 2:
                 taken[name].append(spent)
+    first = next(iter(taken.values()), [])
     floor = 1e3 * max(case.flop / rates["product FLOP/s"], case.moved / rates["copy B/s"])
-    first = next(iter(timed), None)
     for name, step in timed.items():
         figure = figures[name]
         figure["median ms"] = statistics.median(taken[name])
         figure["spread ms"] = [min(taken[name]), max(taken[name])]
-        figure["speed-up"] = statistics.median(a / b for a, b in zip(taken[first], taken[name], strict=True))
+        figure["speed-up"] = statistics.median(a / b for a, b in zip(first, taken[name], strict=True))
         if floor:
             figure["share of the floor"] = floor / figure["median ms"]
         if device.type == "cuda":
@@ -278,9 +277,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="folder of the results (bench/results)")
     parser.add_argument("--repeats", type=int, default=20, help="timed rounds (20)")
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to run (all)")
-    parser.add_argument(
-        "--toy", action="store_true", help="tiny shapes, also on a CPU: shows that it runs, not how fast"
-    )
+    parser.add_argument("--toy", action="store_true", help="tiny shapes, also on a CPU: that it runs, not how fast")
     options = parser.parse_args()
     if not torch.cuda.is_available() and not options.toy:
         sys.exit("bench.gpu needs an NVIDIA GPU, and torch finds none; --toy runs on the CPU")

@@ -40,8 +40,8 @@ def _threshold(frames: Tensor, noise_deviation: float, patch: int, over_time: bo
     space = orthonormal_dct(patch).to(frames)
     blocks = frames.view(batch, time, height // patch, patch, width // patch, patch)
     coefficients = torch.einsum("fi,btrick,gk->btrfcg", space, blocks, space)
+    transform = orthonormal_dct(time).to(frames)
     if over_time:
-        transform = orthonormal_dct(time).to(frames)
         coefficients = torch.einsum("st,btrfcg->bsrfcg", transform, coefficients)
     # The mean is kept whatever its size: it is the brightness of the patch, not detail.
     kept = coefficients.abs() >= THRESHOLD_FACTOR * noise_deviation

@@ -27,7 +27,7 @@ def check_number(
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InputError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
     # Comparisons, for a function of the math module would break a graph that torch.compile makes for any number.
-    if not (-math.inf < value < math.inf and holds(float(value))):
+    if not (-math.inf < float(value) < math.inf and holds(float(value))):
         raise InputError(f"{name} must be {expected}, got {value!r}")
     return float(value)
 

@@ -213,9 +213,9 @@ def _train_video(options: argparse.Namespace) -> int:
             config.data.source = str(Path(config.data.source).resolve())
         run = RunFolder.create(options.out or _default_folder(config), config)
     folder = shlex.quote(str(run.path))
-    try:
-        from cdt_fast.training import Interrupted, train_video
+    from cdt_fast.training import Interrupted, train_video
 
+    try:
         train_video(run, config, resume=options.resume is not None)
     except Interrupted as stop:
         print(f"cdt-fast: {stop}; continue with: cdt-fast train video --resume {folder}", file=sys.stderr)

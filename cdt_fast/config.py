@@ -7,7 +7,7 @@ import math
 import os
 import types
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,9 @@ class RunConfig:
             InputError: an unknown section or name, or a value of the wrong kind.
         """
         settings = getattr(self, section, None)
-        known = {entry.name: entry for entry in fields(settings)} if hasattr(settings, "__dataclass_fields__") else None
-        if known is None:
+        if not is_dataclass(settings) or isinstance(settings, type):
             raise InputError(f"unknown section [{section}]{_suggest(section, SECTIONS)}")
+        known = {entry.name: entry for entry in fields(settings)}
         if name not in known:
             raise InputError(f"unknown key '{name}' in [{section}]{_suggest(name, list(known))}")
         annotation = typing.get_type_hints(type(settings))[name]
@@ -149,7 +149,7 @@ class RunConfig:
         ):
             raise InputError(f"[{section}] {name} must be at least {metadata['least']}, got {value!r}")
         setattr(settings, name, value)
-        if name == "preset" and value is not None:
+        if name == "preset" and isinstance(value, str):
             for taken, preset_value in PRESETS[value].items():
                 setattr(settings, taken, list(preset_value) if isinstance(preset_value, tuple) else preset_value)
 
@@ -228,7 +228,7 @@ def _as_type(value: Any, option: Any) -> Any:
     if option is str and not isinstance(value, str):
         raise TypeError
     result = option(value)
-    if option is float and not math.isfinite(result):
+    if isinstance(result, float) and not math.isfinite(result):
         raise ValueError
     return result
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from cdt_fast.building import load_data
+from cdt_fast.building import load_data, load_model
 from cdt_fast.denoise import denoised_frames
 from cdt_fast.errors import require
 from cdt_fast.evaluated import EvaluatedRun
 from cdt_fast.evaluation import noisy_batches
 from cdt_fast.files import replaced_atomically
-from cdt_fast.models import load_pretrained
 
 # Okabe and Ito's palette: told apart by most kinds of colour vision.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -149,7 +148,7 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
     config = runs[0].config
     data = load_data(config, progress=False)
     levels = sorted({config.data.gamma, min(config.evaluation.gammas, key=lambda gamma: abs(gamma - 0.5))})
-    models = [load_pretrained(run.folder.model) for run in runs]
+    models = [load_model(run.folder, run.config).cpu() for run in runs]
     columns = 2 + len(runs)
     figure, axes = _pyplot().subplots(
         len(levels), columns, figsize=(2.6 * columns, 2.8 * len(levels)), squeeze=False, layout="constrained"

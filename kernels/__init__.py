@@ -20,9 +20,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @torch.compiler.assume_constant_result
 def interpreting() -> bool:
     """Whether kernels run on the CPU, in Triton's interpreter: `TRITON_INTERPRET=1` when Triton was first imported."""
-    import triton
+    from triton import knobs
 
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 @torch.compiler.assume_constant_result

@@ -106,13 +106,15 @@ def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
                     f"forward, {nonlinearity}{', residual kept' * kept}",
                     functools.partial(forward, dictionary, nonlinearity=nonlinearity, keep_residual=kept),
                 )
-        for nonlinearity, *wanted in itertools.product(("soft_threshold", "identity"), *((True, False),) * 2):
-            if nonlinearity != "soft_threshold" or not all(wanted):
-                names = ["residual", *itertools.compress(("codes", "update"), wanted)]
+        for nonlinearity, wants_codes, wants_update in itertools.product(
+            ("soft_threshold", "identity"), (True, False), (True, False)
+        ):
+            if nonlinearity != "soft_threshold" or not (wants_codes and wants_update):
+                names = ["residual", *itertools.compress(("codes", "update"), (wants_codes, wants_update))]
                 yield Case(
                     f"backward, {nonlinearity}, of {', '.join(names)}",
                     functools.partial(
-                        backward, nonlinearity=nonlinearity, wants_codes=wanted[0], wants_update=wanted[1]
+                        backward, nonlinearity=nonlinearity, wants_codes=wants_codes, wants_update=wants_update
                     ),
                 )
         yield Case(

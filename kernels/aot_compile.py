@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -244,7 +245,7 @@ def _cuobjdump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

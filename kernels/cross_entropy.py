@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of
+from cdt_fast.kernels.launch import Launch, block_width, card_of
 
 
 class CrossEntropyBlocks(NamedTuple):
@@ -122,6 +122,7 @@ def _cross_entropy_kernel(
             columns = start + offsets
             # Each thread writes where it has read, and the reductions above have been a barrier for `at_target`.
             x = tl.load(logits + columns, mask=columns < read, other=0.0).to(tl.float32)
+            ratio = x
             if HAS_SOFTCAP:
                 ratio = _tanh(x / softcap)
                 x = softcap * ratio
@@ -162,7 +163,7 @@ def cross_entropy_(
     rows, vocabulary = logits.shape
     if blocks is None:
         blocks = BLOCKS[card_of(logits).family]
-        fitting = max(triton.next_power_of_2(vocabulary), 128)
+        fitting = max(block_width(vocabulary), 128)
         if fitting < blocks.columns:
             blocks = CrossEntropyBlocks(fitting, min(blocks.warps, max(1, fitting // 512)))
     assert logits.stride(1) == 1 or vocabulary == 1

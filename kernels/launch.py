@@ -97,6 +97,16 @@ def _card(device: torch.device) -> Card:
     return Card(10 * properties.major + properties.minor, properties.shared_memory_per_block_optin)
 
 
+def ceil_div(count: int, size: int) -> int:
+    """How many blocks of `size` cover `count`."""
+    return -(-count // size)
+
+
+def block_width(width: int) -> int:
+    """The tile that holds `width` columns whole: a power of two, and at least the 16 that a product of tiles takes."""
+    return max(16, 1 << (width - 1).bit_length()) if width else 16
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """`input_precision` of a product of tiles: TF32 for float32 where torch's own setting allows it, else IEEE."""
     if dtype != torch.float32:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, dot_precision
+from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision
 from cdt_fast.kernels.residual_linear import nonlinearity as apply_nonlinearity
 
 # A wider residual does not fit the registers of a block; `residual_linear` does the second half of such a step.
@@ -218,7 +218,7 @@ def lista_step(
     residual = torch.empty((rows if keep_residual else 0, width), dtype=codes.dtype, device=codes.device)
     Launch(
         lista_step_kernel,
-        (triton.cdiv(rows, blocks.rows),),
+        (ceil_div(rows, blocks.rows),),
         {
             "codes": codes,
             "signal": signal,
@@ -242,7 +242,7 @@ def lista_step(
             "KEEP_RESIDUAL": keep_residual,
             "PRECISION": dot_precision(codes.dtype),
             "ROWS": blocks.rows,
-            "WIDTH": _padded(width),
+            "WIDTH": block_width(width),
             "ATOMS": blocks.atoms,
         },
         warps=blocks.warps,
@@ -283,7 +283,7 @@ def lista_step_backward(
     grad_update = torch.empty((rows if wants_update else 0, atoms), dtype=output.dtype, device=output.device)
     Launch(
         lista_step_backward_kernel,
-        (triton.cdiv(rows, blocks.rows),),
+        (ceil_div(rows, blocks.rows),),
         {
             "grad_output": grad_output,
             "output": output,
@@ -306,15 +306,10 @@ def lista_step_backward(
             "WANTS_UPDATE": wants_update,
             "PRECISION": dot_precision(output.dtype),
             "ROWS": blocks.rows,
-            "WIDTH": _padded(width),
+            "WIDTH": block_width(width),
             "ATOMS": blocks.atoms,
         },
         warps=blocks.warps,
         stages=blocks.stages,
     ).run()
     return grad_codes, grad_residual, grad_update
-
-
-def _padded(width: int) -> int:
-    """The tile that holds `width` columns: a power of two, and no smaller than a product of tiles may be."""
-    return max(16, triton.next_power_of_2(width))

@@ -7,6 +7,8 @@ The scores of a tile are one square of registers, block diagonal by a mask, so t
 inputs, and every width is taken in chunks. With `values` None V is z and dZ is the sum of both gradients.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, dot_precision
+from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision
 from cdt_fast.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -153,7 +155,7 @@ def packed_forward(
     per_tile = blocks.rows // max(1, tokens)
     Launch(
         packed_forward_kernel,
-        (triton.cdiv(sequences, per_tile) if tokens else 0,),
+        (ceil_div(sequences, per_tile) if tokens else 0,),
         {
             "z": z, "values": values, "output": output, "log_sum_exp": log_sum_exp, "lengths": lengths,
             "sequences": sequences, "tokens": tokens, "per_tile": per_tile, "scale": scale,
@@ -187,7 +189,7 @@ def packed_backward(
     grad_values = torch.empty_like(values) if needs_values and values is not None else None
     Launch(
         packed_backward_kernel,
-        (triton.cdiv(sequences, per_tile) if tokens else 0,),
+        (ceil_div(sequences, per_tile) if tokens else 0,),
         {
             "z": z, "values": z if values is None else values, "grad_output": grad_output,
             "grad_z": grad_z, "grad_values": grad_values, "lengths": lengths,

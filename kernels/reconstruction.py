@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of
+from cdt_fast.kernels.launch import Launch, card_of, ceil_div
 
 
 class ReconstructionBlocks(NamedTuple):
@@ -119,7 +119,7 @@ def reconstruction_errors(
         blocks: the shape of a block, default by the card.
     """
     blocks = BLOCKS[card_of(target).family] if blocks is None else blocks
-    programs = triton.cdiv(target.numel(), blocks.elements)
+    programs = ceil_div(target.numel(), blocks.elements)
     partials = torch.empty(len(reconstructions), programs, device=target.device, dtype=torch.float32)
     arguments, constants = _shared(reconstructions, target, padding, blocks)
     arguments |= {"partials": partials, "stride_depth": partials.stride(0)}
@@ -157,7 +157,7 @@ def reconstruction_gradients(
         "WRITTEN": sum(1 << depth for depth, want in enumerate(wanted) if want),
         "WITH_TARGET": wants_target,
     }
-    grid = (triton.cdiv(target.numel(), blocks.elements),)
+    grid = (ceil_div(target.numel(), blocks.elements),)
     Launch(_reconstruction_backward_kernel, grid, arguments, constants, warps=blocks.warps, stages=2).run()
     return written + grad_target
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, dot_precision
+from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision
 
 
 class Blocks(NamedTuple):
@@ -147,7 +147,7 @@ def residual_linear(
     output = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     Launch(
         residual_linear_kernel,
-        (triton.cdiv(rows, blocks.rows) * triton.cdiv(columns, blocks.columns),),
+        (ceil_div(rows, blocks.rows) * ceil_div(columns, blocks.columns),),
         {
             "x": x,
             "weight": weight,

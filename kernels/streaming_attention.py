@@ -7,6 +7,8 @@ The scores are symmetric, so one block of rows owns its rows of both gradients: 
 and the two sums: five products a pair of tiles, no second kernel and no atomics. With `values` None V is z.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, dot_precision
+from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision
 from cdt_fast.kernels.tiles import LN_2, LOG2_E, load_rows, store_rows
 
 
@@ -221,10 +223,6 @@ def blocks_for(table: dict[str, dict[int, list[tuple[int, Blocks]]]], z: Tensor,
     raise ValueError(f"a block holds widths up to {WIDEST}, got {width}")
 
 
-def _block_width(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
 def streaming_forward(
     z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -234,7 +232,7 @@ def streaming_forward(
     blocks = blocks or blocks_for(FORWARD_BLOCKS, z, max(width, value_width))
     output = z.new_empty((sequences, tokens, value_width))
     log_sum_exp = z.new_empty((sequences, tokens), dtype=torch.float32)
-    blocks_per_sequence = triton.cdiv(tokens, blocks.rows)
+    blocks_per_sequence = ceil_div(tokens, blocks.rows)
     Launch(
         streaming_forward_kernel,
         (sequences * blocks_per_sequence,),
@@ -245,7 +243,7 @@ def streaming_forward(
         },
         {
             "WIDTH": width, "VALUE_WIDTH": value_width,
-            "BLOCK_WIDTH": _block_width(width), "BLOCK_VALUE_WIDTH": _block_width(value_width),
+            "BLOCK_WIDTH": block_width(width), "BLOCK_VALUE_WIDTH": block_width(value_width),
             "ROWS": blocks.rows, "KEYS": blocks.keys, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
         },
         blocks.warps,
@@ -259,13 +257,13 @@ def row_dots(left: Tensor, right: Tensor) -> Tensor:
     width = left.shape[-1]
     rows = left.shape[:-1].numel()
     output = left.new_empty(left.shape[:-1], dtype=torch.float32)
-    block_width = _block_width(width)
-    block_rows = max(1, 4096 // block_width)
+    held = block_width(width)
+    block_rows = max(1, 4096 // held)
     Launch(
         row_dots_kernel,
-        (triton.cdiv(rows, block_rows),),
+        (ceil_div(rows, block_rows),),
         {"left": left, "right": right, "output": output, "rows": rows},
-        {"WIDTH": width, "BLOCK_WIDTH": block_width, "ROWS": block_rows},
+        {"WIDTH": width, "BLOCK_WIDTH": held, "ROWS": block_rows},
         4,
         1,
     ).run()
@@ -291,7 +289,7 @@ def streaming_backward(
     blocks = blocks or blocks_for(BACKWARD_BLOCKS, z, max(width, value_width))
     grad_z = torch.empty_like(z) if needs_z else None
     grad_values = torch.empty_like(values) if needs_values and values is not None else None
-    blocks_per_sequence = triton.cdiv(tokens, blocks.rows)
+    blocks_per_sequence = ceil_div(tokens, blocks.rows)
     Launch(
         streaming_backward_kernel,
         (sequences * blocks_per_sequence,),
@@ -304,7 +302,7 @@ def streaming_backward(
         },
         {
             "WIDTH": width, "VALUE_WIDTH": value_width,
-            "BLOCK_WIDTH": _block_width(width), "BLOCK_VALUE_WIDTH": _block_width(value_width),
+            "BLOCK_WIDTH": block_width(width), "BLOCK_VALUE_WIDTH": block_width(value_width),
             "ROWS": blocks.rows, "KEYS": blocks.keys, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
         },
         blocks.warps,

@@ -9,6 +9,8 @@ again in the backward and φ′ is H⁺ ≠ 0, so nothing is saved but what the 
 gradients are products over all rows, for which the backward stores dU, (1/c)(X − A Z) and the whole dZ⁺.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, dot_precision
+from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision
 from cdt_fast.kernels.packed_attention import tile_scores
 from cdt_fast.kernels.residual_linear import nonlinearity
 from cdt_fast.kernels.tiles import (
@@ -149,7 +151,7 @@ def unrolled_update_kernel(
     next_codes += first * CODE_WIDTH
     grad_update += first * CODE_WIDTH
 
-    HAS_NEXT: tl.constexpr = grad_next_projection is not None or target is not None
+    HAS_NEXT: tl.constexpr = grad_next_projection is not None or target is not None  # pyright: ignore[reportAssignmentType]
     if grad_next_projection is not None:
         grad_next_projection += first * NEXT_WIDTH
         upstream = load_rows(grad_next_projection, row, counts, 0, NEXT_WIDTH, BLOCK_NEXT_WIDTH)
@@ -239,7 +241,8 @@ def unrolled_backward_kernel(
             grad_attention = tl.dot(-grad_residual, tl.trans(own), grad_attention, input_precision=PRECISION)
         grad_attention = tl.where(visible, grad_attention, 0.0)
         grad_scores = attention * (grad_attention - tl.sum(attention * grad_attention, 1)[:, None])
-        symmetric = ((grad_scores + tl.trans(grad_scores)) * scale).to(codes.dtype.element_ty)
+        # Once more: a row whose sum is NaN is NaN from end to end, and the transposed would carry that on.
+        symmetric = tl.where(visible, (grad_scores + tl.trans(grad_scores)) * scale, 0.0).to(codes.dtype.element_ty)
     transposed = tl.trans(attention.to(codes.dtype.element_ty))
     if grad_projection is not None:
         for start in range(0, WIDTH, COLUMNS):
@@ -261,10 +264,6 @@ def unrolled_backward_kernel(
                 gradient.to(codes.dtype.element_ty),
                 mask=exists[:, None] & inside,
             )
-
-
-def _block_width(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
 
 
 def unrolled_forward(
@@ -290,7 +289,7 @@ def unrolled_forward(
     width = signal.shape[-1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
     per_tile = blocks.rows // max(1, tokens)
-    tiles = triton.cdiv(sequences, per_tile) if tokens else 0
+    tiles = ceil_div(sequences, per_tile) if tokens else 0
     next_codes = torch.empty_like(codes)
     next_projection = codes.new_empty((sequences, tokens, next_width))
     errors = None if target is None else codes.new_empty((tiles,), dtype=torch.float32)
@@ -305,8 +304,8 @@ def unrolled_forward(
             "step": step, "threshold": threshold, "scale": scale,
         },
         {
-            "CODE_WIDTH": atoms, "WIDTH": width, "BLOCK_WIDTH": _block_width(width),
-            "NEXT_WIDTH": next_width, "BLOCK_NEXT_WIDTH": _block_width(next_width),
+            "CODE_WIDTH": atoms, "WIDTH": width, "BLOCK_WIDTH": block_width(width),
+            "NEXT_WIDTH": next_width, "BLOCK_NEXT_WIDTH": block_width(next_width),
             "ROWS": blocks.rows, "ATOMS": blocks.atoms, "COLUMNS": blocks.columns,
             "NONLINEARITY": nonlinearity, "PRECISION": dot_precision(codes.dtype),
         },
@@ -371,7 +370,7 @@ def unrolled_backward(
     per_tile = blocks.rows // max(1, tokens)
     Launch(
         unrolled_backward_kernel,
-        (triton.cdiv(sequences, per_tile) if tokens else 0,),
+        (ceil_div(sequences, per_tile) if tokens else 0,),
         {
             "codes": codes, "signal": signal, "projection": projection, "dictionary": dictionary,
             "grad_update": update, "lengths": lengths, "residual": found.residual, "grad_signal": found.signal,
@@ -379,7 +378,7 @@ def unrolled_backward(
             "sequences": sequences, "tokens": tokens, "per_tile": per_tile, "step": step, "scale": scale,
         },
         {
-            "CODE_WIDTH": atoms, "WIDTH": width, "BLOCK_WIDTH": _block_width(width),
+            "CODE_WIDTH": atoms, "WIDTH": width, "BLOCK_WIDTH": block_width(width),
             "ROWS": blocks.rows, "ATOMS": blocks.atoms, "COLUMNS": blocks.columns,
             "PRECISION": dot_precision(codes.dtype),
         },
@@ -412,7 +411,7 @@ def unrolled_update(
     whole = grad_next_projection if target is None else next_codes.new_empty((*next_codes.shape[:-1], next_width))
     Launch(
         unrolled_update_kernel,
-        (triton.cdiv(rows, blocks.rows),),
+        (ceil_div(rows, blocks.rows),),
         {
             "next_codes": next_codes, "next_projection": next_projection, "next_dictionary": next_dictionary,
             "target": target, "lengths": lengths, "grad_next_codes": grad_next_codes,
@@ -421,7 +420,7 @@ def unrolled_update(
             "rows": rows, "tokens": tokens,
         },
         {
-            "CODE_WIDTH": atoms, "NEXT_WIDTH": next_width, "BLOCK_NEXT_WIDTH": _block_width(next_width),
+            "CODE_WIDTH": atoms, "NEXT_WIDTH": next_width, "BLOCK_NEXT_WIDTH": block_width(next_width),
             "ROWS": blocks.rows, "ATOMS": blocks.atoms,
             "NONLINEARITY": nonlinearity, "PRECISION": dot_precision(next_codes.dtype),
         },

@@ -238,10 +238,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.step, ctx.nonlinearity = step, nonlinearity
 
 
-def _backward(ctx: Any, grad_next_codes: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_next_codes: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_next_codes is None:
         return (None,) * 7
-    wants_codes, wants_signal, *_ = ctx.needs_input_grad
+    wants_codes, wants_signal = ctx.needs_input_grad[:2]
     next_codes, dictionary, codes, residual = ctx.saved_tensors
     gradients = iter(
         _lista_step_backward(

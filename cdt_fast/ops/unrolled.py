@@ -90,15 +90,14 @@ def unrolled_layer(
     threshold = check_factor("threshold", threshold, non_negative=True)
     scale = check_factor("scale", scale)
     dtype = compute_dtype(codes)
-    tokens = {
-        name: None if tensor is None else sequences(tensor, dtype)
-        for name, tensor in {"codes": codes, "signal": signal, "projection": projection}.items()
-    }
+    rows = sequences(codes, dtype)
     run = layer
-    if runs_on_triton("unrolled_layer", tokens["codes"]) and fused_refusal(tokens["codes"], dictionary, next_shape[-1]):
+    if runs_on_triton("unrolled_layer", rows) and fused_refusal(rows, dictionary, next_shape[-1]):
         run = _layer_of_ops
     next_codes, next_projection, error = run(
-        **tokens,
+        codes=rows,
+        signal=sequences(signal, dtype),
+        projection=None if projection is None else sequences(projection, dtype),
         target=None if target is None else sequences(target.detach(), target.dtype),
         dictionary=dictionary,
         next_dictionary=next_dictionary,
@@ -109,7 +108,7 @@ def unrolled_layer(
         nonlinearity=effective_nonlinearity(nonlinearity, threshold),
     )
     found = next_codes.view(codes.shape), next_projection.view(next_shape)
-    return found if target is None else (*found, error)
+    return found if error is None else (*found, error)
 
 
 def _layer_of_ops(

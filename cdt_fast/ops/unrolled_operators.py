@@ -247,8 +247,9 @@ def _parts_in_torch(
         grad_next_projection = without_padding(grad_next_projection, padding)
     # A loss that does not count gives no gradient, also where it is infinite: 0 · ∞ = NaN. On a GPU to look at its
     # weight would mean to wait for it.
-    counts = grad_error is not None and not (grad_error.device.type == "cpu" and grad_error == 0)
-    if counts and target is not None and next_projection is not None:
+    if grad_error is not None and grad_error.device.type == "cpu" and grad_error == 0:
+        grad_error = None
+    if grad_error is not None and target is not None and next_projection is not None:
         error = next_projection.to(grad_error.dtype) - without_padding(target, padding)
         error = error.mul_(2 * grad_error).masked_fill_(grad_error == 0, 0.0)
         if grad_next_projection is not None:
