@@ -101,7 +101,7 @@ def _constraints(config: RunConfig, warmup_steps: int, device: torch.device | st
         margin=settings.margin,
         dual=settings.dual,
         dual_lr=settings.dual_lr,
-        betas=(settings.betas[0], settings.betas[1]),
+        betas=tuple(settings.betas),  # pyright: ignore[reportArgumentType]  # how many is checked there
         proportional_gain=settings.proportional_gain,
         smoothing=settings.smoothing,
         resilience=None if settings.resilience == "none" else settings.resilience,

@@ -78,7 +78,12 @@ def test_public_names_and_arguments() -> None:
     assert parameters(ops.lista_step) == ["codes", "signal", "dictionary", "step", "threshold", "nonlinearity"]
     assert parameters(ops.unrolled_layer) == [
         *("codes", "signal", "dictionary", "step", "threshold", "scale"),
-        *("nonlinearity", "projection", "lengths", "next_dictionary"),
+        *("nonlinearity", "projection", "lengths", "next_dictionary", "target"),
+    ]
+    assert parameters(ops.residual_linear) == ["x", "weight", "residual", "alpha", "nonlinearity", "threshold"]
+    assert parameters(ops.layerwise_cross_entropy) == [
+        *("hidden_states", "weight", "targets", "bias", "layer_weights", "ignore_index", "reduction"),
+        *("label_smoothing", "softcap", "chunk_tokens", "inner_fraction", "generator"),
     ]
     assert parameters(ops.layerwise_reconstruction_loss)[:3] == ["reconstructions", "target", "layer_weights"]
     assert parameters(ops.use_backend) == ["backend"]
