@@ -22,6 +22,7 @@ from cdt_fast.kernels import (
     residual_linear,
     streaming_attention,
     unrolled_layer,
+    wide_attention,
 )
 from cdt_fast.kernels.aot_case import Case
 
@@ -195,6 +196,33 @@ def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
             yield Case(f"backward, tied{flags}", functools.partial(backward, values=None))
 
 
+def wide_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Long sequences of wide tokens, and every flag."""
+    sequences, tokens, width = 16, 1024, 1024
+    z = _empty(dtype, sequences, tokens, width)
+    log_sum_exp = _empty(torch.float32, sequences, tokens)
+    flop = 4 * sequences * tokens**2 * width
+    shape = f"T {tokens}, d {width}, tied"
+    yield Case(
+        f"forward, {shape}", functools.partial(wide_attention.wide_forward, z, None, None, 1.0, False), (z,), flop
+    )
+    yield Case(
+        f"backward, {shape}",
+        functools.partial(wide_attention.wide_backward, z, None, z, log_sum_exp, z, None, 1.0, False),
+        (z, z, log_sum_exp, z),
+        2 * flop,
+    )
+    for lengths, energy in itertools.product((None, _empty(torch.int64, sequences)), (False, True)):
+        flags = ", lengths" * (lengths is not None) + ", energy" * energy
+        options = {"lengths": lengths, "scale": 1.0, "energy": energy}
+        forward = functools.partial(wide_attention.wide_forward, z, z, **options)
+        yield Case(f"forward{flags}", forward)
+        backward = functools.partial(
+            wide_attention.wide_backward, z, z, output=z, log_sum_exp=log_sum_exp, grad_output=z, **options
+        )
+        yield Case(f"backward{flags}", backward)
+
+
 def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Chunks of logits of a power of two, of GPT-2's odd vocabulary and of Llama's; the flags at the odd one."""
     for rows, vocabulary in ((1024, 128_256), (2048, 50_257), (2048, 1024), (4096, 10)):
@@ -337,6 +365,7 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
 FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "packed_attention": packed_attention_cases,
     "streaming_attention": streaming_attention_cases,
+    "wide_attention": wide_attention_cases,
     "unrolled_layer": unrolled_layer_cases,
     "lista": lista_cases,
     "residual_linear": residual_linear_cases,

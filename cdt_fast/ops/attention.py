@@ -105,13 +105,15 @@ def _forward(
     z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool
 ) -> tuple[Tensor, Tensor]:
     """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]`, `lengths` `[B]` → output and the rows' log-sum-exp `[B, T]`."""
-    if runs_on_triton("symmetric_attention", z, lambda: _refusal(z, values)):
+    if runs_on_triton("symmetric_attention", z):
         from cdt_fast.kernels.packed_attention import longest, packed_forward
-        from cdt_fast.kernels.streaming_attention import streaming_forward
+        from cdt_fast.kernels.streaming_attention import WIDEST, streaming_forward
+        from cdt_fast.kernels.wide_attention import wide_forward
 
         if z.shape[1] <= longest(z):
             return packed_forward(z, z if values is None else values, lengths, scale, energy)
-        return streaming_forward(z, values, lengths, scale, energy)
+        forward = streaming_forward if _widest(z, values) <= WIDEST else wide_forward
+        return forward(z, values, lengths, scale, energy)
     padding = padding_mask(lengths, z)
     z = without_padding(z, padding)
     values = z if values is None else without_padding(values, padding)
@@ -145,16 +147,16 @@ def _backward(
     needs_values: bool,
 ) -> list[Tensor]:
     """The gradients that are needed, of `z` first; with `values` None all of it is in that of `z`."""
-    if runs_on_triton("symmetric_attention", z, lambda: _refusal(z, values)):
+    if runs_on_triton("symmetric_attention", z):
         from cdt_fast.kernels.packed_attention import longest, packed_backward
-        from cdt_fast.kernels.streaming_attention import streaming_backward
+        from cdt_fast.kernels.streaming_attention import WIDEST, streaming_backward
+        from cdt_fast.kernels.wide_attention import wide_backward
 
         if z.shape[1] <= longest(z):
             found = packed_backward(z, values, grad_output, lengths, scale, energy, needs_z, needs_values)
         else:
-            found = streaming_backward(
-                z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values
-            )
+            backward = streaming_backward if _widest(z, values) <= WIDEST else wide_backward
+            found = backward(z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values)
         return [gradient for gradient in found if gradient is not None]
     with torch.autocast(z.device.type, enabled=False):
         return _backward_in_torch(z, values, lengths, grad_output, scale, energy, needs_z, needs_values)
@@ -199,14 +201,8 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 differentiable_once(_backward, "symmetric_attention")
 
 
-def _refusal(z: Tensor, values: Tensor | None) -> str | None:
-    from cdt_fast.kernels.packed_attention import longest
-    from cdt_fast.kernels.streaming_attention import WIDEST
-
-    widest = max(z.shape[-1], 0 if values is None else values.shape[-1])
-    if z.shape[1] <= longest(z) or widest <= WIDEST:
-        return None
-    return f"the kernels take widths up to {WIDEST} for sequences of {z.shape[1]} tokens, got {widest}"
+def _widest(z: Tensor, values: Tensor | None) -> int:
+    return max(z.shape[-1], 0 if values is None else values.shape[-1])
 
 
 def _panels(z: Tensor) -> Iterator[slice]:
