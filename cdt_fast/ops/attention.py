@@ -205,11 +205,16 @@ def _widest(z: Tensor, values: Tensor | None) -> int:
     return max(z.shape[-1], 0 if values is None else values.shape[-1])
 
 
-def _panels(z: Tensor) -> Iterator[slice]:
-    """Rows `[B, rows]` whose scores, in at least float32, fit `PANEL_BYTES`."""
+def score_bytes(z: Tensor, rows: int | None = None) -> int:
+    """Bytes of the scores of `rows` rows (default: all) of each sequence of `z` `[B, T, d]`, in at least float32."""
     batch, tokens = z.shape[:2]
-    wide = max(4, z.element_size())
-    rows = max(1, PANEL_BYTES // max(1, batch * tokens * wide))
+    return batch * (tokens if rows is None else rows) * tokens * max(4, z.element_size())
+
+
+def _panels(z: Tensor) -> Iterator[slice]:
+    """Rows `[B, rows]` whose scores fit `PANEL_BYTES`."""
+    tokens = z.shape[1]
+    rows = max(1, PANEL_BYTES // max(1, score_bytes(z, 1)))
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from cdt_fast import kernels
@@ -72,4 +73,14 @@ def explain() -> str:
     if _setting == "torch":
         return "torch (chosen by use_backend)"
     reason = kernels.unavailable()
-    return "triton" if reason is None else f"torch ({reason})"
+    if reason is not None:
+        return f"torch ({reason})"
+    if kernels.interpreting():
+        return "triton (in its interpreter, on the CPU)"
+    refused = kernels.refusal(torch.device("cuda", torch.cuda.current_device()), torch.float32)
+    if refused is not None:
+        return f"torch ({refused})"
+    from cdt_fast.kernels.launch import card_of
+
+    card = card_of(torch.empty(0, device="cuda"))
+    return f"triton (blocks for {card.family} cards, {card.shared_memory // 1024} KiB of shared memory)"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.ops.attention import symmetric_attention, symmetric_attention_reference
+from cdt_fast.ops.attention import PANEL_BYTES, score_bytes, symmetric_attention, symmetric_attention_reference
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import (
     check_factor,
@@ -20,6 +20,7 @@ from cdt_fast.ops.checks import (
     without_padding,
 )
 from cdt_fast.ops.lista import check_lista_arguments
+from cdt_fast.ops.reconstruction import layerwise_reconstruction_loss
 from cdt_fast.ops.residual_linear import residual_linear
 from cdt_fast.ops.shrinkage import effective_nonlinearity, shrink_reference
 from cdt_fast.ops.unrolled_operators import fused_refusal, layer
@@ -91,9 +92,11 @@ def unrolled_layer(
     scale = check_factor("scale", scale)
     dtype = compute_dtype(codes)
     rows = sequences(codes, dtype)
-    run = layer
-    if runs_on_triton("unrolled_layer", rows) and fused_refusal(rows, dictionary, next_shape[-1]):
-        run = _layer_of_ops
+    if runs_on_triton("unrolled_layer", rows):
+        in_one = fused_refusal(rows, dictionary, next_shape[-1]) is None
+    else:
+        in_one = score_bytes(rows) <= PANEL_BYTES
+    run = layer if in_one else _layer_of_ops
     next_codes, next_projection, error = run(
         codes=rows,
         signal=sequences(signal, dtype),
@@ -124,7 +127,8 @@ def _layer_of_ops(
     scale: float,
     nonlinearity: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The layer where no tile can hold it (long sequences, wide patches, float32), from ops that have kernels."""
+    """The layer from other ops: where no tile can hold it (long sequences, wide patches, float32), and in plain torch
+    where the scores are too many to be held at once."""
     padding = padding_mask(lengths, codes)
     dictionary = dictionary.to(codes.dtype)
     next_dictionary = dictionary if next_dictionary is None else next_dictionary.to(codes.dtype)
@@ -138,8 +142,14 @@ def _layer_of_ops(
         next_projection = next_codes @ next_dictionary.mT
     if target is None:
         return next_codes, next_projection, None
-    wide = torch.promote_types(codes.dtype, torch.float32)
-    return next_codes, next_projection, (next_projection.to(wide) - without_padding(target, padding)).square().sum()
+    tokens = codes.shape[:-1].numel()
+    if not tokens:
+        return next_codes, next_projection, next_projection.sum(dtype=torch.promote_types(codes.dtype, torch.float32))
+    target = without_padding(target, padding)
+    if target.dtype == torch.float64 and codes.dtype != torch.float64:
+        target = target.float()  # no kernel reads float64, and the error is not summed in it
+    _, per_token = layerwise_reconstruction_loss([next_projection], target)
+    return next_codes, next_projection, per_token[0] * tokens
 
 
 def unrolled_layer_reference(
