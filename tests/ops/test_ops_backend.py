@@ -76,11 +76,43 @@ def test_triton_is_refused_with_the_reason_where_no_kernel_can_run(monkeypatch: 
 
 def test_triton_is_taken_where_kernels_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "unavailable", lambda: None)
+    monkeypatch.setattr(kernels, "interpreting", lambda: True)
     with ops.use_backend("triton"):
         assert backend._setting == "triton"
-        assert backend.explain() == "triton"
+        assert backend.explain() == "triton (in its interpreter, on the CPU)"
     ops.use_backend("auto")
-    assert backend.explain() == "triton"
+    assert backend.explain().startswith("triton")
+
+
+def test_a_kernel_is_refused_with_the_first_reason_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "unavailable", lambda: None)
+    monkeypatch.setattr(kernels, "interpreting", lambda: True)
+    tensor = torch.zeros(2, 3)
+    with ops.use_backend("triton"):
+        assert backend.runs_on_triton("an_op", tensor)
+        with pytest.raises(InputError, match=r"cannot run an_op here: .* not in float64"):
+            backend.runs_on_triton("an_op", tensor.double())
+        with pytest.raises(InputError, match="an_op here: too wide"):
+            backend.runs_on_triton("an_op", tensor, lambda: "too wide")
+        with pytest.raises(InputError, match="the tensors are on meta and the kernels run on cpu"):
+            backend.runs_on_triton("an_op", tensor.to("meta"))
+    with ops.use_backend("auto"):
+        assert not backend.runs_on_triton("an_op", tensor, lambda: "too wide")
+    with ops.use_backend("torch"):
+        assert not backend.runs_on_triton("an_op", tensor)
+
+
+@pytest.mark.parametrize(
+    ("found", "version", "reason"),
+    [(None, "3.7.1", "Triton is not installed"), ("a spec", "3.2.0", "Triton 3.2.0 is too old: 3.4 or newer")],
+)
+def test_a_missing_or_old_triton_is_named(
+    found: str | None, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(triton, "__version__", version)
+    assert reason in str(kernels._unavailable.__wrapped__())
 
 
 def test_this_machine_gives_a_reason_or_none() -> None:
