@@ -116,7 +116,7 @@ class Trainer:
         self.folder, self.config, self.data, self.accelerator = run, config, data, accelerator
         training = config.training
         torch.manual_seed(training.seed % _SEEDS)
-        self.device = accelerator.device
+        self.device: torch.device = accelerator.device
         self.model = build_model(config)
         self.losses = accelerator.prepare(_LayerLosses(self.model, training.precision))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)

@@ -122,17 +122,18 @@ def _cross_entropy_kernel(
             columns = start + offsets
             # Each thread writes where it has read, and the reductions above have been a barrier for `at_target`.
             x = tl.load(logits + columns, mask=columns < read, other=0.0).to(tl.float32)
-            ratio = x
+            decay = x
             if HAS_SOFTCAP:
-                ratio = _tanh(x / softcap)
-                x = softcap * ratio
+                decay = tl.exp(-2.0 * tl.abs(x / softcap))
+                x = softcap * _tanh(x / softcap)
             gradient = tl.exp(x - log_sum)
             if HAS_SMOOTHING:
                 gradient -= smoothing / vocabulary
             # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
             gradient = tl.where(columns == target, gradient - (1.0 - smoothing), gradient)
             if HAS_SOFTCAP:
-                gradient *= (1.0 - ratio) * (1.0 + ratio)
+                # Not 1 − ratio²: near the cap that is the rounding error of the ratio.
+                gradient *= 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
             gradient = tl.where(silent, 0.0, gradient * scale)
             tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < vocabulary)
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import av
+import av.error
 import numpy as np
 import pytest
 import torch

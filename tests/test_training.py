@@ -224,7 +224,7 @@ def test_a_training_step_reads_nothing_from_the_device(
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     trainer = trainer_for(tiny_config(**changes, warmup_epochs=0), tmp_path / "run")
-    trainer.device = torch.device("meta")
+    monkeypatch.setattr(trainer, "device", torch.device("meta"))
     trainer.model.to("meta")
     trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.1)
     trainer.schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, trainer._relative_rate)

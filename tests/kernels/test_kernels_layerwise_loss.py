@@ -100,7 +100,7 @@ def check(
 def test_rows(
     vocabulary: int, softcap: float | None, smoothing: float, device: torch.device, dtype: torch.dtype
 ) -> None:
-    for rows in (1, 5):
+    for rows in (1, 3):
         targets = targets_of(rows, vocabulary, device)
         check(2 * normal(rows, rows, vocabulary), targets, softcap, smoothing, device, dtype)
 
@@ -111,7 +111,8 @@ def test_the_target_at_the_edges_of_a_block(place: int, device: torch.device, dt
     check(normal(1, 2, 2 * BLOCK + 3), targets, None, 0.1, device, dtype)
 
 
-@pytest.mark.parametrize(("softcap", "smoothing"), FLAGS)
+# Without the softcap the smoothed loss sums the large logits themselves; with it they are small again.
+@pytest.mark.parametrize(("softcap", "smoothing"), [(None, 0.0), (None, 0.1), (2.5, 0.1)])
 @pytest.mark.parametrize("kind", ["large", "equal", "confident", "falling", "rising", "tiny"])
 def test_extreme_logits(
     kind: str, softcap: float | None, smoothing: float, device: torch.device, dtype: torch.dtype
@@ -132,7 +133,7 @@ def test_extreme_logits(
 def test_the_softcap_of_small_logits_keeps_its_digits(softcap: float, device: torch.device) -> None:
     # exp alone would be off by 6e-8 · softcap, whatever the logits' size. One class beside a logit of 0: the loss's
     # gradient is p − 1 = −1 / (1 + exp(x)), and x itself shows in the difference of the losses of both classes.
-    values = torch.logspace(-6, 1, 60, dtype=torch.float64)
+    values = torch.logspace(-6, 1, 24, dtype=torch.float64)
     logits = torch.stack([values, torch.zeros_like(values)], 1).to(device, torch.float32)
     zeros = torch.zeros(len(values), dtype=torch.int64, device=device)
     cap = softcap * torch.tanh(logits.cpu().double()[:, 0] / softcap)
@@ -143,6 +144,15 @@ def test_the_softcap_of_small_logits_keeps_its_digits(softcap: float, device: to
     gradient = run(logits.clone(), zeros + 1, torch.ones(len(values), device=device), softcap, 0.0)[2][:, 0]
     right = slope * torch.sigmoid(cap)
     assert ((gradient.cpu().double() - right).abs() <= 1e-6 * right + 2e-7).all()
+
+
+def test_the_slope_of_the_softcap_near_its_cap_keeps_its_digits(device: torch.device) -> None:
+    ratios = torch.linspace(-8, 8, 17, dtype=torch.float64)
+    logits = torch.stack([2 * ratios, torch.zeros_like(ratios)], 1).to(device, torch.float32)
+    second, scales = torch.ones(17, dtype=torch.int64, device=device), torch.ones(17, device=device)
+    gradient = run(logits, second, scales, 2.0, 0.0)[2][:, 0].cpu().double()
+    right = torch.sigmoid(2 * torch.tanh(ratios)) / torch.cosh(ratios) ** 2
+    assert ((gradient - right).abs() <= 5e-6 * right).all()
 
 
 @pytest.mark.parametrize(("softcap", "smoothing"), [(None, 0.0), (2.5, 0.1)])
@@ -352,7 +362,7 @@ def test_the_cross_entropy_op(
             per_layer = layerwise_cross_entropy_reference(
                 leaves[:3], leaves[3], targets.to(run_device), leaves[4], **flags
             )
-            total = sum(factor * loss for factor, loss in zip(factors, per_layer, strict=True))
+            total = torch.dot(per_layer.new_tensor(factors), per_layer)
         results.append([per_layer.detach(), *gradients_of(total, leaves)])
     names = ["losses", "h0", "h1", "h2", "weight", "bias"]
     for name, given, plain, exact in zip(names, *results, strict=True):
@@ -371,7 +381,7 @@ def test_the_reconstruction_op(weights: list[float] | None, device: torch.device
             total, per_layer = ops.layerwise_reconstruction_loss(strided[:3], strided[3], layer_weights=weights)
         else:
             per_layer = layerwise_reconstruction_loss_reference(leaves[:3], leaves[3])
-            total = sum(factor * loss for factor, loss in zip(factors, per_layer, strict=True))
+            total = torch.dot(per_layer.new_tensor(factors), per_layer)
         results.append([per_layer.detach(), *gradients_of(total, leaves)])
     for name, given, plain, exact in zip(("losses", "0", "1", "2", "target"), *results, strict=True):
         assert_as_precise(name, given, plain.to(given.dtype), exact)
@@ -388,8 +398,8 @@ def test_a_depth_that_the_kernels_cannot_load_is_refused(device: torch.device) -
 
 def test_repeats_are_bitwise_equal(device: torch.device, dtype: torch.dtype) -> None:
     def once() -> list[Tensor]:
-        leaves = [normal(seed, 33, 16).to(device, dtype).requires_grad_() for seed in range(3)]
-        targets = targets_of(33, 33, device)
+        leaves = [normal(seed, 19, 16).to(device, dtype).requires_grad_() for seed in range(3)]
+        targets = targets_of(19, 19, device)
         total, per_layer = ops.layerwise_cross_entropy(leaves[:2], leaves[2], targets, layer_weights=[1.0, 0.5])
         other, errors = ops.layerwise_reconstruction_loss(leaves[:2], leaves[2])
         return [total, per_layer, errors, *gradients_of(total, leaves), *gradients_of(other, leaves)]

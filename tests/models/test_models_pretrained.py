@@ -13,7 +13,7 @@ import torch
 from cdt_fast import models
 from cdt_fast.errors import InputError
 
-SMALL = {"patch_size": 4, "code_size": 9, "layers": 2}
+SMALL: dict[str, Any] = {"patch_size": 4, "code_size": 9, "layers": 2}
 
 
 def trained(kind: type[models.DUST], **options: Any) -> models.DUST:
@@ -75,8 +75,8 @@ def test_dust_s_own_settings_round_trip(tmp_path: Path, options: dict[str, Any])
 def test_the_config_is_the_constructor_s_arguments() -> None:
     for kind in (models.DUST, models.VideoUT):
         model = trained(kind, tied=True, readout="shared")
-        again = kind(**model.config)  # type: ignore[arg-type]
-        assert again.config == model.config
+        config: dict[str, Any] = model.config
+        assert kind(**config).config == config
     assert "sparsity" not in models.VideoUT(**SMALL).config
 
 

@@ -379,7 +379,7 @@ def test_compiles_without_a_graph_break(dynamic: bool) -> None:
         results = []
         for function in (network, compiled):
             leaves = [leaf(normal(32, 2, tokens, 4)), leaf(normal(33, 2, tokens, 6))]
-            total = function(*leaves, lengths)
+            total = function(leaves[0], leaves[1], lengths)
             results.append([total, *gradients([total], leaves, [torch.ones_like(total)])])
         assert_close(*results)
 

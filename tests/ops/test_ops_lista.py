@@ -345,7 +345,7 @@ def test_opcheck(nonlinearity: str, keep_residual: bool) -> None:
 
 def test_opcheck_of_the_backward() -> None:
     codes, signal, dictionary = (tensor.detach() for tensor in step_inputs(6))
-    for nonlinearity, *wanted in itertools.product(("relu", "identity"), *((True, False),) * 3):
+    for nonlinearity, wanted in itertools.product(("relu", "identity"), itertools.product((True, False), repeat=3)):
         kept = (codes, signal) if wanted[2] else (None, None)
         arguments = codes, codes.relu(), dictionary, *kept, 0.2, nonlinearity, wanted[0], wanted[1]
         assert len(_lista_step_backward(*arguments)) == sum(wanted)

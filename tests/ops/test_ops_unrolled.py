@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from torch import Tensor
 from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
+from cdt_fast.ops import attention, unrolled
 from cdt_fast.ops.unrolled import unrolled_layer_reference
 
 OPTIONS: dict[str, Any] = {"step": 0.3, "threshold": 0.1}
@@ -94,7 +96,7 @@ def layer_cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def upstream_gradients(outputs: tuple[Tensor, Tensor], layout: str, used: str) -> list[Tensor | None]:
+def upstream_gradients(outputs: Sequence[Tensor], layout: str, used: str) -> list[Tensor | None]:
     given: list[Tensor | None] = []
     for seed, (name, output) in enumerate(zip(("codes", "projection"), outputs, strict=True)):
         if used not in ("both", name):
@@ -409,7 +411,7 @@ def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
     cases, step = realistic_cases(range(1), projection=True)
 
     def run() -> list[Tensor | None]:
-        leaves = {name: leaf(tensor.to(dtype)) for name, tensor in cases[0].items()}
+        leaves: dict[str, Any] = {name: leaf(tensor.to(dtype)) for name, tensor in cases[0].items()}
         outputs = ops.unrolled_layer(**leaves, step=step, threshold=0.2 * step)
         upstream = upstream_gradients(outputs, "contiguous", "both")
         return [*outputs, *gradients(outputs, list(leaves.values()), upstream)]
@@ -446,6 +448,179 @@ def test_empty_widths(width: int, atoms: int) -> None:
     torch.cat([output.flatten() for output in outputs]).sum().backward()
 
 
+# The squared error
+
+
+def with_error(inputs: dict[str, Any], target: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The written-out layer, and its error a second time, one number at a time."""
+    next_codes, projection = written_layer(**inputs, **options)
+    mask = torch.ones(projection.shape[:-1], dtype=torch.bool)
+    if options.get("lengths") is not None:
+        mask = torch.arange(projection.shape[-2]) < options["lengths"].unsqueeze(-1)
+    return next_codes, projection, sum(((projection - target)[mask] ** 2).flatten(), torch.tensor(0.0))
+
+
+ARRIVING = [used for used in itertools.product([True, False], repeat=3) if any(used)]
+
+
+@pytest.mark.parametrize("arriving", ARRIVING)
+@pytest.mark.parametrize("next_width", [None, 2])
+@pytest.mark.parametrize("lengths", [None, (0, 4, 2)])
+@pytest.mark.parametrize("projection", [False, True])
+def test_a_target_gives_the_squared_error_and_its_gradient(
+    projection: bool, lengths: Any, next_width: int | None, arriving: tuple[bool, ...]
+) -> None:
+    inputs = layer_inputs(20, (3,), 4, 3, 6, projection=projection, next_width=next_width)
+    target = normal(21, 3, 4, next_width or 3).requires_grad_()
+    options = {**OPTIONS, "lengths": None if lengths is None else torch.tensor(lengths)}
+    upstream = [normal(1, 3, 4, 6), normal(2, 3, 4, next_width or 3), torch.tensor(-0.7, dtype=torch.float64)]
+    results = []
+    for function in (lambda leaves: ops.unrolled_layer(**leaves, target=target, **options),
+                     lambda leaves: with_error(leaves, target.detach(), **options)):  # fmt: skip
+        leaves = {name: leaf(tensor) for name, tensor in inputs.items()}
+        outputs = function(leaves)
+        given = [gradient if there else None for gradient, there in zip(upstream, arriving, strict=True)]
+        results.append([*outputs, *gradients(outputs, list(leaves.values()), given)])
+    assert results[0][2].shape == ()
+    # Codes alone do not depend on the next dictionary: the written-out layer says so with None, we with zeros or None.
+    for one, other in zip(*results, strict=True):
+        if other is None:
+            assert one is None or (one == 0).all()
+        else:
+            assert_close([one], [other])
+    assert target.grad is None
+
+
+def test_a_target_leaves_the_other_results_bit_for_bit() -> None:
+    inputs = layer_inputs(22, (3,), 4, 3, 6)
+    assert_equal(ops.unrolled_layer(**inputs, **OPTIONS, target=inputs["signal"])[:2],
+                 ops.unrolled_layer(**inputs, **OPTIONS))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+@pytest.mark.parametrize("target_dtype", [*LOW_DTYPES, torch.float64], ids=str)
+def test_a_target_in_another_dtype(dtype: torch.dtype, target_dtype: torch.dtype) -> None:
+    inputs = {name: tensor.to(dtype) for name, tensor in layer_inputs(23, (3,), 4, 3, 6).items()}
+    target = normal(24, 3, 4, 3).bfloat16().half()  # what all four hold
+
+    def run(target: Tensor) -> list[Tensor | None]:
+        leaves = {name: leaf(tensor) for name, tensor in inputs.items()}
+        outputs = ops.unrolled_layer(**leaves, target=target, **OPTIONS)
+        assert [output.dtype for output in outputs] == [dtype, dtype, torch.float32]
+        return [*outputs, *gradients(outputs, list(leaves.values()), [torch.ones_like(output) for output in outputs])]
+
+    found, expected = run(target.to(target_dtype)), run(target.to(dtype))
+    if target_dtype == torch.float64:  # Z⁺ − S is formed in it then, and rounded once
+        assert_close(found, expected, 1e-6)
+    else:
+        assert_equal(found, expected)
+
+
+def test_the_error_under_autocast_is_summed_in_float32() -> None:
+    inputs = {name: leaf(tensor.float()) for name, tensor in layer_inputs(25, (3,), 4, 3, 6).items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, projection, error = ops.unrolled_layer(**inputs, **OPTIONS, target=inputs["signal"].detach())
+    assert (projection.dtype, error.dtype) == (torch.bfloat16, torch.float32)
+    expected = (projection.double() - inputs["signal"].double()).square().sum()
+    assert error.item() == pytest.approx(expected.item(), rel=1e-5)
+    error.backward()
+    assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in inputs.values())
+
+
+def test_a_loss_of_weight_zero_gives_no_gradient_where_it_is_infinite() -> None:
+    inputs: dict[str, Any] = {name: leaf(tensor) for name, tensor in layer_inputs(26, (3,), 4, 3, 6).items()}
+    target = normal(27, 3, 4, 3)
+    target[1, 2, 0] = float("inf")
+    outputs = ops.unrolled_layer(**inputs, **OPTIONS, target=target)
+    assert torch.isinf(outputs[2])
+    upstream = upstream_gradients(outputs[:2], "contiguous", "both")
+    expected = gradients(outputs, list(inputs.values()), [*upstream, None])
+    outputs = ops.unrolled_layer(**inputs, **OPTIONS, target=target)
+    zero = torch.zeros((), dtype=torch.float64)
+    assert_close(gradients(outputs, list(inputs.values()), [*upstream, zero]), expected)
+    outputs = ops.unrolled_layer(**inputs, **OPTIONS, target=target)
+    alone = gradients(outputs, list(inputs.values()), [None, None, zero])
+    assert all(gradient is None or (gradient == 0).all() for gradient in alone)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_target_at_padding_counts_for_nothing(poison: float) -> None:
+    inputs, lengths = layer_inputs(28, (3,), 4, 3, 6), torch.tensor([0, 4, 2])
+    target, padding = normal(29, 3, 4, 3), torch.arange(4) >= lengths.unsqueeze(-1)
+    results = []
+    for filling in (0.0, poison):
+        leaves = {name: leaf(tensor) for name, tensor in inputs.items()}
+        filled = target.masked_fill(padding.unsqueeze(-1), filling)
+        error = ops.unrolled_layer(**leaves, **OPTIONS, lengths=lengths, target=filled)[2]
+        results.append([error, *torch.autograd.grad(error, list(leaves.values()))])
+    assert all(torch.isfinite(result).all() for result in results[1])
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize(("leading", "tokens"), [((0,), 2), ((3,), 0)])
+def test_the_error_of_nothing_is_zero(leading: tuple[int, ...], tokens: int) -> None:
+    inputs = {name: leaf(tensor) for name, tensor in layer_inputs(30, leading, tokens, 3, 6).items()}
+    error = ops.unrolled_layer(**inputs, **OPTIONS, target=torch.zeros(*leading, tokens, 3))[2]
+    assert error == 0
+    error.backward()
+    assert inputs["dictionary"].grad is not None
+    assert (inputs["dictionary"].grad == 0).all()
+
+
+# The contract of a custom op, and torch.compile
+
+
+@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu", "identity"])
+@pytest.mark.parametrize(
+    "given",
+    [(), ("projection",), ("next_dictionary", "target"), ("projection", "next_dictionary", "target", "lengths")],
+)
+def test_opcheck(given: tuple[str, ...], nonlinearity: str) -> None:
+    inputs = {
+        name: leaf(tensor) for name, tensor in layer_inputs(31, (2,), 3, 4, 5, projection=True, next_width=2).items()
+    }
+    inputs["target"], inputs["lengths"] = normal(32, 2, 3, 2), torch.tensor([3, 1])
+    names = ("codes", "signal", "dictionary", "projection", "next_dictionary", "target", "lengths")
+    optional = [inputs[name] if name in given else None for name in names[3:]]
+    numbers = 0.3, 0.0 if nonlinearity == "identity" else 0.1, 0.8, nonlinearity
+    arguments = *(inputs[name] for name in names[:3]), *optional, *numbers
+    torch.library.opcheck(torch.ops.cdt_fast.unrolled_layer.default, arguments)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_torch_compile_sees_one_graph(given: bool, dynamic: bool) -> None:
+    def network(codes: Tensor, signal: Tensor, dictionary: Tensor, lengths: Tensor | None) -> Tensor:
+        codes, projection = ops.unrolled_layer(2 * codes, signal, dictionary, **OPTIONS, lengths=lengths)
+        options: dict[str, Any] = {}
+        if given:
+            options = {"projection": projection, "next_dictionary": 2 * dictionary, "target": signal}
+        outputs = ops.unrolled_layer(codes, signal, dictionary, **OPTIONS, **options, lengths=lengths)
+        return torch.stack([output.square().sum() for output in outputs]).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for batch, tokens in ((2, 4), (3, 5)):
+        lengths = torch.arange(batch) + 1 if given else None
+        results = []
+        for function in (network, compiled):
+            leaves = [leaf(tensor) for tensor in layer_inputs(33, (batch,), tokens, 3, 6).values()]
+            total = function(leaves[0], leaves[1], leaves[2], lengths)
+            results.append([total, *torch.autograd.grad(total, leaves)])
+        assert_close(*results)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_error_without_gradients(mode: Any) -> None:
+    inputs: dict[str, Any] = {name: leaf(tensor) for name, tensor in layer_inputs(34, (2,), 3, 3, 4).items()}
+    target = normal(35, 2, 3, 3)
+    expected = ops.unrolled_layer(**inputs, **OPTIONS, target=target)
+    with mode():
+        outputs = ops.unrolled_layer(**inputs, **OPTIONS, target=target)
+    assert not any(output.requires_grad for output in outputs)
+    assert_equal(outputs, expected)
+
+
 # Errors
 
 FLOATS = {"codes": (2, 3, 5), "signal": (2, 3, 4), "dictionary": (4, 5)}
@@ -480,6 +655,15 @@ FLOATS = {"codes": (2, 3, 5), "signal": (2, 3, 4), "dictionary": (4, 5)}
         ({"next_dictionary": torch.tensor(1.0)}, r"next_dictionary must be .*\[k, m\], got \(\)"),
         ({"next_dictionary": torch.zeros(4, 5).half()}, r"next_dictionary is torch.float16 but codes is torch.float32"),
         ({"next_dictionary": torch.zeros(4, 5, device="meta")}, r"next_dictionary is on meta but codes is on cpu"),
+        ({"target": torch.zeros(2, 3, 5)}, r"target must have shape \(2, 3, 4\) .*got \(2, 3, 5\)"),
+        ({"target": torch.zeros(3, 4)}, r"target must have shape \(2, 3, 4\) .*got \(3, 4\)"),
+        ({"target": torch.zeros(2, 3, 4, dtype=torch.uint8)}, r"target must be a floating-point tensor .*uint8"),
+        ({"target": "S"}, r"target must be a floating-point tensor .* got 'S' \(str\)"),
+        ({"target": torch.zeros(2, 3, 4, device="meta")}, r"target is on meta but codes is on cpu"),
+        (
+            {"target": torch.zeros(2, 3, 4), "next_dictionary": torch.zeros(6, 5)},
+            r"target must have shape \(2, 3, 6\) .*width of the next projection.*got \(2, 3, 4\)",
+        ),
         ({"lengths": torch.tensor([1, 2, 3])}, r"lengths must have shape \(2,\) \(one length a sequence\), got \(3,\)"),
         ({"lengths": torch.tensor([[1, 2]])}, r"lengths must have shape \(2,\).*got \(1, 2\)"),
         ({"lengths": torch.tensor([1.0, 2.0])}, r"lengths must be an integer tensor .* got \(2,\) float32"),
@@ -510,3 +694,16 @@ def test_numbers_may_be_tensors_of_one_element() -> None:
     expected = ops.unrolled_layer(**inputs, step=0.25, threshold=0.5)
     given = ops.unrolled_layer(**inputs, step=torch.tensor(0.25), threshold=torch.tensor([0.5]))  # type: ignore[arg-type]
     assert_equal(given, expected)
+
+
+def test_a_layer_whose_scores_are_too_many_to_hold_is_composed_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for panel_bytes in (2**26, 1):
+        monkeypatch.setattr(unrolled, "PANEL_BYTES", panel_bytes)
+        monkeypatch.setattr(attention, "PANEL_BYTES", panel_bytes)
+        inputs = {name: leaf(tensor) for name, tensor in layer_inputs(60, (3,), 5, 4, 6, next_width=3).items()}
+        options: dict[str, Any] = {**OPTIONS, "lengths": torch.tensor([5, 0, 3]), "target": normal(61, 3, 5, 3)}
+        outputs = ops.unrolled_layer(**inputs, **options)
+        upstream = [normal(62 + index, *output.shape) for index, output in enumerate(outputs)]
+        results.append([*outputs, *gradients(outputs, list(inputs.values()), upstream)])
+    assert_close(results[1], results[0])
