@@ -128,7 +128,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool) -> tuple[Tensor, Tensor]:
+def _(z: Tensor, values: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(z if values is None else values)
     return output, z.new_empty(z.shape[:-1], dtype=torch.promote_types(z.dtype, torch.float32))
 
@@ -163,18 +163,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    z: Tensor,
-    values: Tensor | None,
-    lengths: Tensor | None,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    grad_output: Tensor,
-    scale: float,
-    energy: bool,
-    needs_z: bool,
-    needs_values: bool,
-) -> list[Tensor]:
+def _(z: Tensor, values: Tensor | None, *others: Any) -> list[Tensor]:
+    needs_z, needs_values = others[-2:]
     found = [torch.empty_like(z)] if needs_z else []
     return [*found, torch.empty_like(values)] if needs_values and values is not None else found
 

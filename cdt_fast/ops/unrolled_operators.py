@@ -102,12 +102,7 @@ def _(
     dictionary: Tensor,
     projection: Tensor | None,
     next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    step: float,
-    threshold: float,
-    scale: float,
-    nonlinearity: str,
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     next_width = (dictionary if next_dictionary is None else next_dictionary).shape[0]
     return (
@@ -194,23 +189,13 @@ def _(
     dictionary: Tensor,
     projected: Tensor,
     next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    next_codes: Tensor,
-    next_projection: Tensor | None,
-    grad_next_codes: Tensor | None,
-    grad_next_projection: Tensor | None,
-    grad_error: Tensor | None,
-    step: float,
-    threshold: float,
-    scale: float,
-    nonlinearity: str,
-    projection_given: bool,
-    needs: list[bool],
+    *others: Any,
 ) -> list[Tensor]:
     inputs = (codes, signal, dictionary, projected, next_dictionary)
     return [
-        torch.empty_like(given) for given, needed in zip(inputs, needs, strict=True) if needed and given is not None
+        torch.empty_like(given)
+        for given, needed in zip(inputs, others[-1], strict=True)
+        if needed and given is not None
     ]
 
 
