@@ -39,12 +39,13 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By family of cards and bytes of an element: the longest sequence, and the block that packs such sequences. Wider tiles
-# (128 rows) spill on consumer cards, and float32 does at 64 rows: longer sequences are for `streaming_attention`.
+# By family of cards and bytes of an element: the longest sequence, and the block that packs such sequences. With four
+# warps 16-bit tiles of 64 rows spill on cards without wgmma, with eight they do not. 128 rows spill on consumer cards,
+# and float32 does at 64 rows unless it is TF32: longer sequences are for `streaming_attention`.
 BLOCKS = {
-    "consumer": {2: [(64, Blocks(64, 32, 8, 3))], 4: [(32, Blocks(32, 32, 4, 2)), (64, Blocks(64, 32, 8, 2))]},
-    "ampere": {2: [(64, Blocks(64, 32, 8, 3))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 8, 2))]},
-    "hopper": {2: [(64, Blocks(64, 64, 4, 3))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 8, 2))]},
+    "consumer": {2: [(64, Blocks(64, 32, 8, 3))], 4: [(32, Blocks(32, 32, 4, 2)), (64, Blocks(64, 32, 16, 2))]},
+    "ampere": {2: [(64, Blocks(64, 32, 8, 3))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))]},
+    "hopper": {2: [(64, Blocks(64, 64, 4, 3))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))]},
 }
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cdt_fast.kernels import packed_attention as packed
 from cdt_fast.kernels import streaming_attention as streaming
-from cdt_fast.ops.attention import symmetric_attention_reference
+from cdt_fast.kernels import wide_attention as wide
+from cdt_fast.ops.attention import softmax_backward, symmetric_attention_reference
 from cdt_fast.ops.checks import padding_mask
 
 # Between an input and the ends of its buffer. Odd, so that no row is aligned; sixteen times a size keeps them aligned.
@@ -43,6 +44,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 NAMES = ("output", "log-sum-exp", "gradient of z", "gradient of the values")
 PACKED = packed.Blocks(16, 16, warps=4, stages=2)
 STREAMING = streaming.Blocks(16, 16, warps=4, stages=2)
+WIDE = wide.Blocks(16, 16, columns=16, owned_columns=16, warps=4, stages=2)
 
 
 class Shape(NamedTuple):
@@ -110,7 +112,20 @@ def run_streaming(
     return [*forward, *backward]
 
 
-RUNS = {"packed": run_packed, "streaming": run_streaming}
+def run_wide(
+    inputs: Inputs,
+    forward_blocks: wide.Blocks | None = WIDE,
+    backward_blocks: wide.Blocks | None = WIDE,
+    **needs: bool,
+) -> Results:
+    forward = wide.wide_forward(inputs.z, inputs.values, **inputs.options, blocks=forward_blocks)
+    backward = wide.wide_backward(
+        inputs.z, inputs.values, *forward, inputs.grad_output, **inputs.options, blocks=backward_blocks, **needs
+    )
+    return [*forward, *backward]
+
+
+RUNS = {"packed": run_packed, "streaming": run_streaming, "wide": run_wide}
 
 
 def log_sum_exp(z: Tensor, lengths: Tensor | None, scale: float, energy: bool) -> Tensor:
@@ -146,11 +161,16 @@ def floors(inputs: Inputs) -> list[Tensor]:
     """
     z, upstream = inputs.z.cpu().double(), inputs.grad_output.cpu().double()
     values = z if inputs.values is None else inputs.values.cpu().double()
-    logit = 2 * abs(inputs.scale) * z.square().sum(-1, keepdim=True).amax() * torch.ones_like(z[..., 0])
+    scale, lengths = abs(inputs.scale), None if inputs.lengths is None else inputs.lengths.cpu()
+    logit = 2 * scale * z.square().sum(-1).amax() * torch.ones_like(z[..., 0])
+    eye = torch.eye(z.shape[-2], dtype=z.dtype).expand(*z.shape[:-1], -1)
+    attention = symmetric_attention_reference(z, eye, scale=inputs.scale, lengths=lengths, energy=inputs.energy)
+    grad_scores = softmax_backward(attention, upstream @ values.mT).abs()
     moved = [logit.unsqueeze(-1) * factor.abs() for factor in (values, upstream)]
-    difference = 4 * abs(inputs.scale) * (upstream * values).abs().sum(-1, keepdim=True) * z.abs()
+    moved_z = logit.unsqueeze(-1) * scale * (grad_scores + grad_scores.mT) @ z.abs()
+    difference = 4 * scale * (upstream * values).abs().sum(-1, keepdim=True) * z.abs()
     share = torch.finfo(torch.float32).eps / torch.finfo(inputs.z.dtype).eps
-    grad_z = share * (difference if inputs.values is not None else difference + moved[1])
+    grad_z = share * (difference + moved_z + (moved[1] if inputs.values is None else 0.0))
     # The log-sum-exp is float32 whatever the inputs are.
     return [share * moved[0], logit, grad_z, share * moved[1]]
 
@@ -173,10 +193,10 @@ def assert_is_the_formula(given: Results, inputs: Inputs, missing: tuple[int, ..
         assert_as_precise(name, *finite, terms=terms)
 
 
-# Both kernels, tied and apart, with several tiles, and a last one in part.
+# Every kernel, tied and apart, with several tiles, and a last one in part.
 SOME = [
     (kernel, Shape(5, tokens, 17, values))
-    for kernel, tokens in (("packed", 7), ("streaming", 19))
+    for kernel, tokens in (("packed", 7), ("streaming", 19), ("wide", 19))
     for values in (None, 20)
 ]
 LENGTHS = (3, 0, 17, 1, 99)

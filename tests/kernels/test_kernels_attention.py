@@ -43,7 +43,11 @@ STREAMING_SHAPES = [
     *(Shape(2, 19, width, values) for width, values in WIDTHS),
     *(Shape(2, 19, width) for width, _ in WIDTHS),
 ]
-EVERY = [*(("packed", shape) for shape in PACKED_SHAPES), *(("streaming", shape) for shape in STREAMING_SHAPES)]
+EVERY = [
+    *(("packed", shape) for shape in PACKED_SHAPES),
+    *(("streaming", shape) for shape in STREAMING_SHAPES),
+    *(("wide", shape) for shape in STREAMING_SHAPES[::3]),
+]
 
 
 @pytest.mark.parametrize(("kernel", "shape"), EVERY)
@@ -174,9 +178,13 @@ def test_logits_of_ten_thousand(
     assert_is_the_formula(RUNS[kernel](inputs), inputs)
 
 
+@pytest.mark.parametrize(("logit", "scale"), [(4.0, 1.0), (1e4, -1.0)])
 @pytest.mark.parametrize(("kernel", "shape"), SOME)
-def test_tokens_that_are_all_equal(kernel: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
-    inputs = Inputs.of(shape, device, dtype, lengths=LENGTHS)
+def test_tokens_that_are_all_equal(
+    kernel: str, shape: Shape, logit: float, scale: float, device: torch.device, dtype: torch.dtype
+) -> None:
+    # With every logit at −1e4 that of the zeros behind the end is far above the log-sum-exp.
+    inputs = extreme(shape, logit, device, dtype, lengths=LENGTHS, scale=scale)
     inputs.z.copy_(inputs.z[0, 0].expand_as(inputs.z))
     assert_is_the_formula(RUNS[kernel](inputs), inputs)
 

@@ -96,9 +96,23 @@ def test_a_block_writes_its_own_rows_and_no_others(kernel: str, device: torch.de
     for launch, results in launches_of(kernel, inputs):
         dataclasses.replace(launch, grid=(1,)).run()
         for result in results:
-            if result is not None:
-                rows = result.reshape(4 * tokens, -1)
-                assert torch.isnan(rows[own:]).all()
+            assert result is None or torch.isnan(result.reshape(4 * tokens, -1)[own:]).all()
+
+
+def test_the_last_tile_writes_no_sequence_that_is_not_there(device: torch.device) -> None:
+    inputs = Inputs.of(Shape(6, 5, 17), device, torch.float32)  # three a tile
+    for launch, results in launches_of("packed", inputs):
+        dataclasses.replace(launch, arguments={**launch.arguments, "sequences": 4}).run()
+        for result in results:
+            assert result is None or torch.isnan(result[4:]).all()
+
+
+def test_row_dots_write_no_row_that_is_not_there(device: torch.device) -> None:
+    with recording(CARDS["RTX 3090"]) as launches:
+        output = streaming.row_dots(*(normal(seed, 384, 20).float().to(device) for seed in (1, 2)))
+    dataclasses.replace(launches[0], arguments={**launches[0].arguments, "rows": 201}).run()
+    assert torch.isnan(output[201:]).all()
+    assert torch.isfinite(output[:201]).all()
 
 
 # Offsets

@@ -14,6 +14,7 @@ from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.kernels import packed_attention as packed
 from cdt_fast.kernels import streaming_attention as streaming
+from cdt_fast.kernels import wide_attention as wide
 from cdt_fast.ops.attention import symmetric_attention_reference
 
 
@@ -33,7 +34,7 @@ def assert_is_the_formula(z: Tensor, values: Tensor | None, upstream: Tensor, **
         tensors = [None if tensor is None else tensor.cpu().to(dtype) for tensor in (z, values)]
         return attend(symmetric_attention_reference, tensors, upstream.cpu().to(dtype), **options)
 
-    output, _, *gradients = floors(Inputs(z, values, upstream, scale=options.get("scale", 1.0)))
+    output, _, *gradients = floors(Inputs(z, values, upstream, **{"scale": 1.0, **options}))
     names = ("output", "gradient of z", "gradient of the values")
     results = zip(given, reference(z.dtype), reference(torch.float64), strict=True)
     for name, terms, result in zip(names, (output, *gradients), results, strict=False):
@@ -62,14 +63,26 @@ def test_leading_dimensions(leading: tuple[int, ...], values: int | None, device
     assert_is_the_formula(z, given, upstream, lengths=lengths)
 
 
-@pytest.mark.parametrize("values", [None, 18])
-@pytest.mark.parametrize("more", [0, 1])
-def test_the_longest_that_is_packed_and_the_shortest_that_streams(
-    more: int, values: int | None, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("more", "width", "values", "kernel"),
+    [
+        (0, 20, None, "packed"),
+        (0, 20, 18, "packed"),
+        (0, 257, None, "packed"),
+        (1, 20, None, "streaming"),
+        (1, 20, 18, "streaming"),
+        (1, 256, None, "streaming"),
+        (1, 257, None, "wide"),
+        (1, 20, 257, "wide"),
+    ],
+)
+def test_which_kernel_takes_what(
+    more: int, width: int, values: int | None, kernel: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dtype = torch.float32
     tokens = packed.longest(torch.empty(0, dtype=dtype, device=device)) + more
     called = []
-    for module, name in ((packed, "packed"), (streaming, "streaming")):
+    for module, name in ((packed, "packed"), (streaming, "streaming"), (wide, "wide")):
         for direction in ("forward", "backward"):
             launcher = getattr(module, f"{name}_{direction}")
             monkeypatch.setattr(
@@ -77,11 +90,11 @@ def test_the_longest_that_is_packed_and_the_shortest_that_streams(
                 f"{name}_{direction}",
                 lambda *given, launcher=launcher, name=name: (called.append(name), launcher(*given))[1],
             )
-    z, given, upstream = inputs(2, tokens, 20, values=values, device=device, dtype=dtype)
+    z, given, upstream = inputs(2, tokens, width, values=values, device=device, dtype=dtype)
     assert z is not None
     assert upstream is not None
     assert_is_the_formula(z, given, upstream, lengths=torch.tensor([tokens, 5], device=device))
-    assert called == [("packed", "streaming")[more]] * 2
+    assert called == [kernel] * 2
 
 
 @pytest.mark.parametrize("tokens", [7, 70])
@@ -130,20 +143,10 @@ def test_without_a_width_every_token_gets_the_mean(tokens: int, device: torch.de
     assert torch.allclose(output, values.mean(-2, keepdim=True).expand_as(values), atol=1e-6)
 
 
-def test_what_no_kernel_takes_is_refused_with_the_reason(device: torch.device) -> None:
+def test_float64_is_refused_with_the_reason(device: torch.device) -> None:
     z = normal(1, 2, 5, 4).to(device)
     with pytest.raises(InputError, match=r"cannot run symmetric_attention here: .* not in float64"):
         ops.symmetric_attention(z)
-    longest = packed.longest(z.float())
-    message = f"widths up to 256 for sequences of {longest + 1} tokens, got 257"
-    wide, narrow = torch.zeros(longest + 1, 257, device=device), torch.zeros(longest + 1, 4, device=device)
-    for given in ((wide,), (narrow, wide), (wide, narrow)):
-        with pytest.raises(InputError, match=message):
-            ops.symmetric_attention(*given)
-        with ops.use_backend("auto"):
-            assert ops.symmetric_attention(*given).isfinite().all()
-    assert ops.symmetric_attention(wide[:longest]).isfinite().all()
-    assert ops.symmetric_attention(wide[:, :256]).isfinite().all()
     with ops.use_backend("auto"):
         output = ops.symmetric_attention(z)
     with ops.use_backend("torch"):

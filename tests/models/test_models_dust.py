@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast import models
+from cdt_fast import models, ops
 from cdt_fast.bench.written_out import written_out_losses, written_out_step
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import squared_spectral_norm
@@ -360,6 +360,37 @@ def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
             one is not None and other is not None and torch.equal(one, other)
             for one, other in zip(run(), first, strict=True)
         )
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
+@pytest.mark.parametrize("readout", ["own", "next", "shared"])
+def test_layer_losses_are_the_loss_of_the_reconstructions(readout: str, initial_codes: str, weighted: bool) -> None:
+    model, (noisy, clean) = built(models.DUST, readout=readout, initial_codes=initial_codes), pictures(2)
+    weights = torch.tensor(WEIGHTS, dtype=torch.float64) if weighted else None
+    total, per_layer = model.layer_losses(noisy, clean, weights)
+    reconstructions = model.reconstructions(noisy)
+    expected_total, expected = ops.layerwise_reconstruction_loss(reconstructions, clean, layer_weights=weights)
+    assert_same([total, per_layer], [expected_total, expected])
+    assert per_layer.requires_grad == expected.requires_grad == (not weighted)
+    assert_same(parameter_gradients(model, total), parameter_gradients(model, expected_total))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options", [{"tied": True}, {"readout": "next"}, {"readout": "shared", "initial_codes": "zero"}]
+)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_torch_compile_sees_one_graph(kind: type[models.DUST], options: dict[str, Any], weighted: bool) -> None:
+    model, (noisy, clean) = built(kind, **options), pictures(2)
+    weights = torch.tensor(WEIGHTS) if weighted else None  # on the CPU, as from a constraint, with a zero in it
+    torch._dynamo.reset()
+    compiled = torch.compile(model.layer_losses, fullgraph=True, backend="aot_eager")
+    results = []
+    for losses in (compiled, model.layer_losses):
+        total, per_layer = losses(noisy, clean, weights)
+        results.append([total, per_layer, *parameter_gradients(model, total)])
+    assert_same(*results)
 
 
 @pytest.mark.slow
