@@ -47,9 +47,9 @@ class Blocks(NamedTuple):
 # By family of cards, for elements of 2 bytes. Tiles of 128 rows spill, and tiles of float32 leave no shared memory for
 # the dictionary: float32 is for torch's own products.
 FORWARD_BLOCKS = {
-    "consumer": Blocks(64, 32, 64, 8, 2),
+    "consumer": Blocks(64, 32, 32, 8, 2),
     "ampere": Blocks(64, 64, 64, 8, 2),
-    "hopper": Blocks(64, 64, 64, 8, 3),
+    "hopper": Blocks(64, 64, 32, 8, 3),
 }
 UPDATE_BLOCKS = {
     "consumer": Blocks(64, 32, 0, 8, 2),
@@ -123,13 +123,21 @@ def unrolled_forward_kernel(
         if next_dictionary is not None:
             atoms = load_atoms(next_dictionary, start, CODE_WIDTH, NEXT_WIDTH, BLOCK_NEXT_WIDTH, ATOMS)
         result = tl.dot(following, tl.trans(atoms), result, input_precision=PRECISION)
-    # Codes that are not finite beside a projection that is: Z⁺ shows it in the whole sequence.
-    result = tl.where(poisoned_rows(visible, bad != 0)[:, None], float("nan"), result)
+    # Codes that are not finite beside a projection that is: Z⁺ shows it in the whole sequence. Who sees whom is asked
+    # in other words than above: the same ones would be kept over the loop, and spill others.
+    start_of = row - row % tokens
+    seen = (row[None, :] >= start_of[:, None]) & (row[None, :] < start_of[:, None] + tokens) & counts[:, None]
+    result = tl.where(poisoned_rows(seen, bad != 0)[:, None], float("nan"), result)
     store_rows(next_projection, row, exists, 0, result, NEXT_WIDTH, BLOCK_NEXT_WIDTH)
     if target is not None:
-        clean = load_rows(target + first * NEXT_WIDTH, row, counts, 0, NEXT_WIDTH, BLOCK_NEXT_WIDTH).to(tl.float32)
-        error = tl.where(counts[:, None], result - clean, 0.0)
-        tl.store(errors + tl.program_id(0), tl.sum(tl.sum(error * error, 1), 0))
+        # Read again, a few columns at a time: two whole tiles in float32 would spill. Both are zero at padding.
+        tl.debug_barrier()
+        error = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, NEXT_WIDTH, COLUMNS):
+            difference = load_rows(next_projection, row, exists, start, NEXT_WIDTH, COLUMNS).to(tl.float32)
+            difference -= load_rows(target + first * NEXT_WIDTH, row, counts, start, NEXT_WIDTH, COLUMNS).to(tl.float32)
+            error += tl.sum(difference * difference, 1)
+        tl.store(errors + tl.program_id(0), tl.sum(error, 0))
 
 
 @triton.jit
