@@ -12,10 +12,11 @@ demo: .venv/installed
 	$(BIN)/cdt-fast train video --config docs/demo.toml --out runs/demo/constrained
 	$(BIN)/cdt-fast compare runs/demo/tied runs/demo/untied runs/demo/constrained --out runs/demo/comparison
 
-# The kernels' arithmetic runs in Triton's interpreter, which is chosen when Triton is imported: in its own process.
+# The kernels' arithmetic runs in Triton's interpreter, which is chosen when Triton is imported: in its own process, and
+# with one thread, as the interpreter's tiles are too small for more.
 test: .venv/installed
 	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 bench: .venv/installed
 	$(BIN)/python -m cdt_fast.bench.dust_step

@@ -90,7 +90,7 @@ class Inputs:
 Results = list[Tensor | None]
 
 
-def run_packed(inputs: Inputs, blocks: packed.Blocks | None = PACKED, **needs: bool) -> Results:
+def run_packed(inputs: Inputs, blocks: packed.Blocks | None = PACKED, **needs: Any) -> Results:
     values = inputs.z if inputs.values is None else inputs.values
     forward = packed.packed_forward(inputs.z, values, **inputs.options, blocks=blocks)
     backward = packed.packed_backward(
@@ -103,7 +103,7 @@ def run_streaming(
     inputs: Inputs,
     forward_blocks: streaming.Blocks | None = STREAMING,
     backward_blocks: streaming.Blocks | None = STREAMING,
-    **needs: bool,
+    **needs: Any,
 ) -> Results:
     forward = streaming.streaming_forward(inputs.z, inputs.values, **inputs.options, blocks=forward_blocks)
     backward = streaming.streaming_backward(
@@ -116,7 +116,7 @@ def run_wide(
     inputs: Inputs,
     forward_blocks: wide.Blocks | None = WIDE,
     backward_blocks: wide.Blocks | None = WIDE,
-    **needs: bool,
+    **needs: Any,
 ) -> Results:
     forward = wide.wide_forward(inputs.z, inputs.values, **inputs.options, blocks=forward_blocks)
     backward = wide.wide_backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from cdt_fast.kernels import wide_attention as wide
 from cdt_fast.ops.attention import symmetric_attention_reference
 
 
-def attend(attention: Any, tensors: list[Tensor | None], upstream: Tensor, **options: Any) -> list[Tensor]:
+def attend(attention: Any, tensors: Sequence[Tensor | None], upstream: Tensor, **options: Any) -> list[Tensor]:
     """The output and the gradients of `z` and, where they are given, of the values; all on the CPU."""
     leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in tensors]
     output = attention(*leaves, **options)
@@ -118,6 +119,7 @@ def test_frozen_inputs(tokens: int, device: torch.device) -> None:
     z, values, upstream = inputs(2, tokens, 20, values=18, device=device, dtype=torch.float32)
     assert z is not None
     assert values is not None
+    assert upstream is not None
     full = attend(ops.symmetric_attention, [z, values], upstream)
     for index, trained in enumerate((z, values)):
         leaf = trained.detach().requires_grad_()

@@ -28,9 +28,9 @@ def far_away(device: torch.device) -> None:
     expected = forward(near, BLOCKS) | backward(near, *following, (BLOCKS, BLOCKS))
     moved = {name: far(tensor) for name, tensor in near.tokens().items()}
     distant = dataclasses.replace(near, **moved, lengths=torch.full((SEQUENCES,), 50, device=device))
-    far_following = [large(tensor) for tensor in following]
+    next_codes, next_projection = (large(tensor) for tensor in following)
     with recording(CARDS["RTX 3090"]) as launches:
-        found = forward(distant, BLOCKS) | backward(distant, *far_following, (BLOCKS, BLOCKS))
+        found = forward(distant, BLOCKS) | backward(distant, next_codes, next_projection, (BLOCKS, BLOCKS))
     for launch in launches:
         run_last(launch, 1)
     for name, mine in found.items():
