@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -16,8 +18,16 @@ OLDEST_TRITON = (3, 4)
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+Answer = TypeVar("Answer", bound=Callable[..., object])
 
-@torch.compiler.assume_constant_result
+
+def _constant(function: Answer) -> Answer:
+    """`torch.compiler.assume_constant_result`, without the import of the compiler and of Triton that comes with it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def interpreting() -> bool:
     """Whether kernels run on the CPU, in Triton's interpreter: `TRITON_INTERPRET=1` when Triton was first imported."""
     from triton import knobs
@@ -25,7 +35,7 @@ def interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def unavailable() -> str | None:
     """Why no kernel can run on this machine, or None where kernels can."""
     return _unavailable()
@@ -66,7 +76,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     return _too_old(device)
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _too_old(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST_CAPABILITY:
