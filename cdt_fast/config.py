@@ -20,7 +20,7 @@ from cdt_fast.files import write_text
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # on 3.10 alone
 
 
 def setting(default: Any, text: str, choices: tuple[str, ...] | None = None, least: float | None = None) -> Any:
