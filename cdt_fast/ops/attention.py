@@ -123,7 +123,7 @@ def _forward(
         for rows in _panels(z):
             scores = _scores(z, rows, scale, padding, energy)
             torch.logsumexp(scores, -1, out=log_sum_exp[:, rows])
-            output[:, rows] = _softmax(scores, rows, padding).to(values.dtype) @ values
+            torch.bmm(_softmax(scores, rows, padding).to(values.dtype), values, out=output[:, rows])
     return output, log_sum_exp if padding is None else log_sum_exp.masked_fill_(padding, float("inf"))
 
 
@@ -179,11 +179,7 @@ def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tu
     if grad_output is None:
         return (None,) * 5
     needs_z, needs_values = ctx.needs_input_grad[:2]
-    found = iter(
-        torch.ops.cdt_fast.symmetric_attention_backward(
-            *ctx.saved_tensors, grad_output.contiguous(), ctx.scale, ctx.energy, needs_z, needs_values
-        )
-    )
+    found = iter(_backward(*ctx.saved_tensors, grad_output.contiguous(), ctx.scale, ctx.energy, needs_z, needs_values))
     return next(found) if needs_z else None, next(found) if needs_values else None, None, None, None
 
 
@@ -257,25 +253,35 @@ def _backward_in_torch(
     padding = padding_mask(lengths, z)
     z, grad_output = without_padding(z, padding), without_padding(grad_output, padding)
     tied, values = values is None, z if values is None else without_padding(values, padding)
-    # Sums over panels in at least float32; a single panel has nothing to sum, and its products round once.
     panels = list(_panels(z))
-    wide = z.dtype if len(panels) == 1 else torch.promote_types(z.dtype, torch.float32)
-    grad_z = torch.zeros_like(z, dtype=wide) if needs_z else None
-    grad_values = grad_z if tied else torch.zeros_like(values, dtype=wide) if needs_values else None
+    # Sums over panels in at least float32; a single panel has nothing to sum: its products are the gradients.
+    single = len(panels) == 1
+    wide = z.dtype if single else torch.promote_types(z.dtype, torch.float32)
+    grad_z = grad_values = None
+    if not single:
+        grad_z = torch.zeros_like(z, dtype=wide) if needs_z else None
+        grad_values = grad_z if tied else torch.zeros_like(values, dtype=wide) if needs_values else None
     for rows in panels:
         attention = _softmax(_scores(z, rows, scale, padding, energy), rows, padding)
-        if grad_z is not None:
+        if needs_z:
             grad_attention = (grad_output[:, rows] @ values.mT).to(attention.dtype)
             grad_scores = softmax_backward(attention, grad_attention).mul_(scale)
-            if energy:
-                grad_z.sub_((grad_scores.sum(-2).unsqueeze(-1) * z).to(wide))
-            if len(panels) == 1:
-                grad_z += (grad_scores + grad_scores.mT).to(z.dtype) @ z
+            of_keys = grad_scores.sum(-2).unsqueeze(-1) if energy else None
+            if single:
+                grad_z = (grad_scores + grad_scores.mT).to(z.dtype) @ z
             else:
+                assert grad_z is not None  # made above
                 grad_scores = grad_scores.to(z.dtype)
                 grad_z[:, rows] += grad_scores @ z
                 grad_z += grad_scores.mT @ z[:, rows]
-        if grad_values is not None:
-            grad_values += attention.to(values.dtype).mT @ grad_output[:, rows]
+            if of_keys is not None:
+                grad_z.sub_((of_keys * z).to(wide))
+        if tied or needs_values:
+            of_values = attention.to(values.dtype).mT @ grad_output[:, rows]
+            total = grad_z if tied else grad_values
+            if total is None:
+                grad_values = of_values
+            else:
+                total += of_values
     found = [grad_z, None if tied else grad_values]
     return [gradient.to(z.dtype) for gradient in found if gradient is not None]
