@@ -12,7 +12,7 @@ from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.models.pretrained import PretrainedModel
-from cdt_fast.ops.checks import check_factor, check_shape, check_tensor, check_together
+from cdt_fast.ops.checks import check_factor, check_shape, check_tensor, check_together, compute_dtype
 from cdt_fast.ops.depths import weights_of_depths
 from cdt_fast.ops.shrinkage import NONLINEARITIES
 
@@ -146,6 +146,7 @@ class DUST(PretrainedModel):
         With `clean` also its squared error, for the depths whose layer forms it.
         """
         self._check(noisy)
+        noisy = noisy.to(compute_dtype(noisy))  # once, not in every layer
         dictionaries = [self.dictionary] * self.layers if self.tied else list(self.dictionary.unbind())
         # The tensor of each depth's readout. Where it is the very dictionary of the next layer, its projection is
         # handed on; otherwise the layer computes the one it needs.

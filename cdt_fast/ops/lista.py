@@ -10,8 +10,8 @@ from torch import Tensor
 from cdt_fast.checks import check_choice
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import check_factor, check_shape, check_tensor, check_together, compute_dtype
+from cdt_fast.ops.products import product, product_over_rows, rows_of
 from cdt_fast.ops.registration import differentiable_once
-from cdt_fast.ops.residual_linear import product_over_rows, rows_of
 from cdt_fast.ops.shrinkage import (
     NONLINEARITIES,
     effective_nonlinearity,
@@ -204,7 +204,7 @@ def _grad_tokens(
                 wants_update=wants_dictionary,
             )
     grad_update = shrink_backward(grad_output, output, nonlinearity)
-    return None, torch.mm(grad_update, atoms.mT).mul_(step), grad_update
+    return None, product(grad_update, atoms.mT).mul_(step), grad_update
 
 
 @_lista_step_backward.register_fake

@@ -11,6 +11,7 @@ from cdt_fast.checks import check_choice
 from cdt_fast.errors import InputError
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import check_factor, check_shape, check_tensor, check_together, compute_dtype
+from cdt_fast.ops.products import product, product_over_rows, rows_of
 from cdt_fast.ops.registration import differentiable_once
 from cdt_fast.ops.shrinkage import (
     NONLINEARITIES,
@@ -87,21 +88,6 @@ def residual_linear_reference(
     return shrink_reference(residual + alpha * (x @ weight), threshold, nonlinearity)
 
 
-def rows_of(tokens: Tensor) -> Tensor:
-    """`[..., width]` → `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
-    return tokens.reshape(tokens.shape[:-1].numel(), tokens.shape[-1])
-
-
-def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """`leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight.
-
-    Summed in at least float32; where cuBLAS can, it is also written in float32, and not rounded to 16 bits in between.
-    """
-    if left.is_cuda and left.element_size() == 2 and dtype == torch.float32:
-        return torch.mm(left.mT, right, out_dtype=dtype)
-    return torch.mm(left.mT, right).to(dtype)
-
-
 @torch.library.custom_op("cdt_fast::residual_linear", mutates_args=())
 def _residual_linear(
     x: Tensor, weight: Tensor, residual: Tensor, alpha: float, nonlinearity: str, threshold: float
@@ -139,7 +125,7 @@ def _residual_linear_backward(
     with torch.autocast(grad_output.device.type, enabled=False):
         grad_update = grad_output if output is None else shrink_backward(grad_output, output, nonlinearity)
         if weight is not None:
-            gradients.append(torch.mm(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha))
+            gradients.append(product(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha))
         if x is not None:
             gradients.append(product_over_rows(x, grad_update, weight_dtype).mul_(alpha))
         if wants_residual:

@@ -10,8 +10,8 @@ from torch import Tensor
 from cdt_fast.ops.attention import attention_matrix, attention_matrix_backward
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import padding_mask, without_padding
+from cdt_fast.ops.products import product, product_over_rows, rows_of
 from cdt_fast.ops.registration import differentiable_once
-from cdt_fast.ops.residual_linear import product_over_rows, rows_of
 from cdt_fast.ops.shrinkage import shrink_, shrink_backward_
 
 
@@ -83,12 +83,12 @@ def _forward(
             error = error if errors is None else errors.sum()
         else:
             codes, signal = without_padding(codes, padding), without_padding(signal, padding)
-            projected = codes @ atoms.mT if projection is None else without_padding(projection, padding)
+            projected = _product(codes, atoms.mT) if projection is None else without_padding(projection, padding)
             attention = attention_matrix(projected, scale, padding).to(codes.dtype)
             residual = torch.baddbmm(signal, attention, projected, alpha=-1)
-            next_codes = residual @ atoms
+            next_codes = _product(residual, atoms)
             next_codes = shrink_(next_codes.baddbmm_(attention, codes, beta=step), threshold, nonlinearity)
-            next_projection = next_codes @ next_atoms.mT
+            next_projection = _product(next_codes, next_atoms.mT)
             if target is not None:
                 clean = without_padding(target, padding).to(wide)
                 error = torch.nn.functional.mse_loss(next_projection.to(wide), clean, reduction="sum")
@@ -199,6 +199,12 @@ def _(
     ]
 
 
+def _product(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
+    """`product` for `[B, T, width]`."""
+    found = product(rows_of(tokens), matrix, None if added is None else rows_of(added))
+    return found.view(*tokens.shape[:-1], matrix.shape[1])
+
+
 def _parts_in_torch(
     codes: Tensor,
     signal: Tensor,
@@ -232,11 +238,14 @@ def _parts_in_torch(
         grad_next_projection = without_padding(grad_next_projection, padding)
     # A loss that does not count gives no gradient, also where it is infinite: 0 · ∞ = NaN. On a GPU to look at its
     # weight would mean to wait for it.
-    if grad_error is not None and grad_error.device.type == "cpu" and grad_error == 0:
+    on_cpu = grad_error is not None and grad_error.device.type == "cpu"
+    if grad_error is not None and on_cpu and grad_error == 0:
         grad_error = None
     if grad_error is not None and target is not None and next_projection is not None:
-        error = next_projection.to(grad_error.dtype) - without_padding(target, padding)
-        error = error.mul_(2 * grad_error).masked_fill_(grad_error == 0, 0.0)
+        error = next_projection.to(grad_error.dtype, copy=True)
+        error.sub_(without_padding(target, padding)).mul_(2 * grad_error)
+        if not on_cpu:
+            error.masked_fill_(grad_error == 0, 0.0)
         if grad_next_projection is not None:
             error += grad_next_projection
         grad_next_projection = error.to(codes.dtype)
@@ -246,15 +255,14 @@ def _parts_in_torch(
         assert grad_next_codes is not None  # with neither the zeros above stand for both
         grad_update = without_padding(grad_next_codes, padding).clone(memory_format=torch.contiguous_format)
     elif grad_next_codes is None:
-        grad_update = grad_next_projection @ next_atoms
+        grad_update = _product(grad_next_projection, next_atoms)
     else:
-        given = rows_of(without_padding(grad_next_codes, padding))
-        grad_update = torch.addmm(given, rows_of(grad_next_projection), next_atoms).view(codes.shape)
+        grad_update = _product(grad_next_projection, next_atoms, without_padding(grad_next_codes, padding))
     grad_update = shrink_backward_(grad_update, next_codes, threshold, nonlinearity)
 
     attention = attention_matrix(projected, scale, padding)
     attention_low = attention.to(codes.dtype)
-    grad_signal = (grad_update @ atoms.mT).mul_(step)
+    grad_signal = _product(grad_update, atoms.mT).mul_(step)
     residual = grad_projection = None
     if needs_dictionary:
         residual = torch.baddbmm(signal, attention_low, projected, alpha=-1).mul_(step)
