@@ -22,8 +22,9 @@ from cdt_fast.ops.checks import (
 )
 from cdt_fast.ops.registration import differentiable_once
 
-# Beyond this many bytes the scores are formed a panel of rows at a time, so that memory grows with T and not with T².
-PANEL_BYTES = 64 * 2**20
+# Plain torch forms this many bytes of scores at a time: the passes over them then stay in a processor's caches, and
+# memory grows with T and not with T².
+PANEL_BYTES = 4 * 2**20
 
 
 def symmetric_attention(
@@ -66,7 +67,7 @@ def symmetric_attention(
     if values is z:
         values = None  # one gradient for the tied projection, not two to be added
     dtype = compute_dtype(z)
-    output, _ = _forward(
+    output, *_ = _forward(
         sequences(z, dtype),
         None if values is None else sequences(values, dtype),
         None if lengths is None else lengths.reshape(-1),
@@ -103,34 +104,28 @@ def symmetric_attention_reference(
 @torch.library.custom_op("cdt_fast::symmetric_attention", mutates_args=())
 def _forward(
     z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool
-) -> tuple[Tensor, Tensor]:
-    """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]`, `lengths` `[B]` → output and the rows' log-sum-exp `[B, T]`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]`, `lengths` `[B]` → output, the rows' log-sum-exp `[B, T]`, which
+    the kernels' backward starts from, and the attention `[B, T, T]` where plain torch keeps it (else empty)."""
+    attention = z.new_empty(_kept_shape(z, values), dtype=torch.promote_types(z.dtype, torch.float32))
     if runs_on_triton("symmetric_attention", z):
         from cdt_fast.kernels.packed_attention import longest, packed_forward
         from cdt_fast.kernels.streaming_attention import WIDEST, streaming_forward
         from cdt_fast.kernels.wide_attention import wide_forward
 
         if z.shape[1] <= longest(z):
-            return packed_forward(z, z if values is None else values, lengths, scale, energy)
+            return *packed_forward(z, z if values is None else values, lengths, scale, energy), attention
         forward = streaming_forward if _widest(z, values) <= WIDEST else wide_forward
-        return forward(z, values, lengths, scale, energy)
-    padding = padding_mask(lengths, z)
-    z = without_padding(z, padding)
-    values = z if values is None else without_padding(values, padding)
-    output = torch.empty_like(values)
-    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.promote_types(z.dtype, torch.float32))
+        return *forward(z, values, lengths, scale, energy), attention
     with torch.autocast(z.device.type, enabled=False):
-        for rows in _panels(z):
-            scores = _scores(z, rows, scale, padding, energy)
-            torch.logsumexp(scores, -1, out=log_sum_exp[:, rows])
-            torch.bmm(_softmax(scores, rows, padding).to(values.dtype), values, out=output[:, rows])
-    return output, log_sum_exp if padding is None else log_sum_exp.masked_fill_(padding, float("inf"))
+        return *_forward_in_torch(z, values, lengths, scale, energy, attention), attention
 
 
 @_forward.register_fake
-def _(z: Tensor, values: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+def _(z: Tensor, values: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     output = torch.empty_like(z if values is None else values)
-    return output, z.new_empty(z.shape[:-1], dtype=torch.promote_types(z.dtype, torch.float32))
+    wide = torch.promote_types(z.dtype, torch.float32)
+    return output, z.new_empty(z.shape[:-1], dtype=wide), z.new_empty(_kept_shape(z, values), dtype=wide)
 
 
 @torch.library.custom_op("cdt_fast::symmetric_attention_backward", mutates_args=())
@@ -140,6 +135,7 @@ def _backward(
     lengths: Tensor | None,
     output: Tensor,
     log_sum_exp: Tensor,
+    attention: Tensor,
     grad_output: Tensor,
     scale: float,
     energy: bool,
@@ -159,7 +155,7 @@ def _backward(
             found = backward(z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values)
         return [gradient for gradient in found if gradient is not None]
     with torch.autocast(z.device.type, enabled=False):
-        return _backward_in_torch(z, values, lengths, grad_output, scale, energy, needs_z, needs_values)
+        return _backward_in_torch(z, values, lengths, attention, grad_output, scale, energy, needs_z, needs_values)
 
 
 @_backward.register_fake
@@ -169,13 +165,13 @@ def _(z: Tensor, values: Tensor | None, *others: Any) -> list[Tensor]:
     return [*found, torch.empty_like(values)] if needs_values and values is not None else found
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     z, values, lengths, ctx.scale, ctx.energy = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(z, values, lengths, *output)
 
 
-def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_output: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
         return (None,) * 5
     needs_z, needs_values = ctx.needs_input_grad[:2]
@@ -191,17 +187,27 @@ def _widest(z: Tensor, values: Tensor | None) -> int:
     return max(z.shape[-1], 0 if values is None else values.shape[-1])
 
 
-def score_bytes(z: Tensor, rows: int | None = None) -> int:
-    """Bytes of the scores of `rows` rows (default: all) of each sequence of `z` `[B, T, d]`, in at least float32."""
+def _kept_shape(z: Tensor, values: Tensor | None) -> tuple[int, ...]:
+    """`[B, T, T]` where the attention is kept for the backward: on a CPU, if it is no larger than input and output."""
+    width = z.shape[-1] + (z if values is None else values).shape[-1]
+    keeps = z.device.type == "cpu" and z.shape[1] * max(4, z.element_size()) <= width * z.element_size()
+    return (*z.shape[:-1], z.shape[1]) if keeps else (0,)
+
+
+def score_bytes(z: Tensor) -> int:
+    """Bytes of all scores of `z` `[B, T, d]`, in at least float32."""
+    return z.shape[0] * z.shape[1] ** 2 * max(4, z.element_size())
+
+
+def _panels(z: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Sequences, and rows of them, whose scores fit `PANEL_BYTES`: several whole sequences, or rows of a single one."""
     batch, tokens = z.shape[:2]
-    return batch * (tokens if rows is None else rows) * tokens * max(4, z.element_size())
-
-
-def _panels(z: Tensor) -> Iterator[slice]:
-    """Rows `[B, rows]` whose scores fit `PANEL_BYTES`."""
-    tokens = z.shape[1]
-    rows = max(1, PANEL_BYTES // max(1, score_bytes(z, 1)))
-    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+    of_a_row = max(1, tokens * max(4, z.element_size()))
+    rows = max(1, min(tokens, PANEL_BYTES // of_a_row))
+    sequences_a_panel = max(1, PANEL_BYTES // (of_a_row * tokens)) if rows == tokens else 1
+    for first in range(0, batch, sequences_a_panel):
+        for start in range(0, tokens, rows):
+            yield slice(first, first + sequences_a_panel), slice(start, start + rows)
 
 
 def _scores(z: Tensor, rows: slice, scale: float, padding: Tensor | None, energy: bool) -> Tensor:
@@ -210,10 +216,9 @@ def _scores(z: Tensor, rows: slice, scale: float, padding: Tensor | None, energy
     bfloat16 scores would be off by up to a whole unit at the norms of image patches (‖z‖² around 100), hence float32.
     """
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    scores = z[..., rows, :] @ z.mT
+    scores = (z[..., rows, :] * scale) @ z.mT
     if energy:
-        scores -= 0.5 * z.square().sum(-1).unsqueeze(-2)
-    scores *= scale
+        scores -= (0.5 * scale) * z.square().sum(-1).unsqueeze(-2)
     return scores if padding is None else scores.masked_fill_(padding.unsqueeze(-2), float("-inf"))
 
 
@@ -229,8 +234,8 @@ def attention_matrix(z: Tensor, scale: float, padding: Tensor | None) -> Tensor:
 
 
 def softmax_backward(attention: Tensor, grad_attention: Tensor) -> Tensor:
-    """The gradient of the scores, from that of `softmax_rows(scores)`."""
-    return attention * (grad_attention - (attention * grad_attention).sum(-1, keepdim=True))
+    """The gradient of the scores, from that of `softmax_rows(scores)`: `A ∘ (dA − rowsum(A ∘ dA))`."""
+    return torch.ops.aten._softmax_backward_data(grad_attention.to(attention.dtype), attention, -1, attention.dtype)
 
 
 def attention_matrix_backward(z: Tensor, attention: Tensor, grad_attention: Tensor, scale: float) -> Tensor:
@@ -239,49 +244,73 @@ def attention_matrix_backward(z: Tensor, attention: Tensor, grad_attention: Tens
     return (grad_scores + grad_scores.mT).mul_(scale).to(z.dtype) @ z
 
 
+def _forward_in_torch(
+    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; fills `kept` with the attention if it has room for it."""
+    padding = padding_mask(lengths, z)
+    z = without_padding(z, padding)
+    values = z if values is None else without_padding(values, padding)
+    output = torch.empty_like(values)
+    z = z.to(kept.dtype)
+    log_sum_exp = z.new_empty(z.shape[:-1])
+    for batch, rows in _panels(z):
+        masked = None if padding is None else padding[batch]
+        scores = _scores(z[batch], rows, scale, masked, energy)
+        attention = torch.softmax(scores, -1)
+        # Of the largest score s and its share a of the row, s − log a; a is at least 1 / T.
+        torch.sub(scores.amax(-1), attention.amax(-1).log_(), out=log_sum_exp[batch, rows])
+        if masked is not None:
+            attention.masked_fill_(masked[:, rows].unsqueeze(-1), 0.0)
+        if kept.dim() > 1:
+            kept[batch, rows] = attention
+        torch.bmm(attention.to(values.dtype), values[batch], out=output[batch, rows])
+    return output, log_sum_exp if padding is None else log_sum_exp.masked_fill_(padding, float("inf"))
+
+
 def _backward_in_torch(
     z: Tensor,
     values: Tensor | None,
     lengths: Tensor | None,
+    kept: Tensor,
     grad_output: Tensor,
     scale: float,
     energy: bool,
     needs_z: bool,
     needs_values: bool,
 ) -> list[Tensor]:
-    """A panel of rows at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; five products in all."""
+    """A panel at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; five products in all."""
     padding = padding_mask(lengths, z)
     z, grad_output = without_padding(z, padding), without_padding(grad_output, padding)
     tied, values = values is None, z if values is None else without_padding(values, padding)
-    panels = list(_panels(z))
-    # Sums over panels in at least float32; a single panel has nothing to sum: its products are the gradients.
-    single = len(panels) == 1
-    wide = z.dtype if single else torch.promote_types(z.dtype, torch.float32)
-    grad_z = grad_values = None
-    if not single:
-        grad_z = torch.zeros_like(z, dtype=wide) if needs_z else None
-        grad_values = grad_z if tied else torch.zeros_like(values, dtype=wide) if needs_values else None
-    for rows in panels:
-        attention = _softmax(_scores(z, rows, scale, padding, energy), rows, padding)
-        if needs_z:
-            grad_attention = (grad_output[:, rows] @ values.mT).to(attention.dtype)
-            grad_scores = softmax_backward(attention, grad_attention).mul_(scale)
-            of_keys = grad_scores.sum(-2).unsqueeze(-1) if energy else None
-            if single:
-                grad_z = (grad_scores + grad_scores.mT).to(z.dtype) @ z
+    wide = z if kept.dim() > 1 else z.to(kept.dtype)
+    # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
+    whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z))
+    dtype = z.dtype if whole else kept.dtype
+    grad_z = torch.zeros_like(z, dtype=dtype) if needs_z else None
+    grad_values = torch.zeros_like(values, dtype=dtype) if needs_values and not tied else None
+    of_all_values = grad_z if tied else grad_values
+    for batch, rows in _panels(z):
+        here, given = z[batch], grad_output[batch, rows]
+        if kept.dim() > 1:
+            attention = kept[batch, rows]
+        else:
+            masked = None if padding is None else padding[batch]
+            attention = _softmax(_scores(wide[batch], rows, scale, masked, energy), rows, masked)
+        if grad_z is not None:
+            grad_scores = softmax_backward(attention, given @ values[batch].mT)
+            if energy:
+                grad_z[batch] -= (scale * grad_scores.sum(-2).unsqueeze(-1) * here).to(dtype)
+            if whole:
+                grad_z[batch].baddbmm_((grad_scores + grad_scores.mT).to(z.dtype), here, alpha=scale)
             else:
-                assert grad_z is not None  # made above
                 grad_scores = grad_scores.to(z.dtype)
-                grad_z[:, rows] += grad_scores @ z
-                grad_z += grad_scores.mT @ z[:, rows]
-            if of_keys is not None:
-                grad_z.sub_((of_keys * z).to(wide))
-        if tied or needs_values:
-            of_values = attention.to(values.dtype).mT @ grad_output[:, rows]
-            total = grad_z if tied else grad_values
-            if total is None:
-                grad_values = of_values
+                grad_z[batch, rows].add_(grad_scores @ here, alpha=scale)
+                grad_z[batch].add_(grad_scores.mT @ here[:, rows], alpha=scale)
+        if of_all_values is not None:
+            mixed = attention.to(values.dtype).mT
+            if whole:
+                of_all_values[batch].baddbmm_(mixed, given)
             else:
-                total += of_values
-    found = [grad_z, None if tied else grad_values]
-    return [gradient.to(z.dtype) for gradient in found if gradient is not None]
+                of_all_values[batch] += mixed @ given
+    return [gradient.to(z.dtype) for gradient in (grad_z, grad_values) if gradient is not None]

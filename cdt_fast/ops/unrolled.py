@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.ops.attention import PANEL_BYTES, score_bytes, symmetric_attention, symmetric_attention_reference
+from cdt_fast.ops.attention import score_bytes, symmetric_attention, symmetric_attention_reference
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import (
     check_factor,
@@ -24,6 +24,9 @@ from cdt_fast.ops.reconstruction import layerwise_reconstruction_loss
 from cdt_fast.ops.residual_linear import residual_linear
 from cdt_fast.ops.shrinkage import effective_nonlinearity, shrink_reference
 from cdt_fast.ops.unrolled_operators import fused_refusal, layer
+
+# Beyond this many bytes plain torch does not hold the scores of all sequences at once.
+HELD_SCORE_BYTES = 64 * 2**20
 
 
 def unrolled_layer(
@@ -95,7 +98,7 @@ def unrolled_layer(
     if runs_on_triton("unrolled_layer", rows):
         in_one = fused_refusal(rows, dictionary, next_shape[-1]) is None
     else:
-        in_one = score_bytes(rows) <= PANEL_BYTES
+        in_one = score_bytes(rows) <= HELD_SCORE_BYTES
     run = layer if in_one else _layer_of_ops
     next_codes, next_projection, error = run(
         codes=rows,

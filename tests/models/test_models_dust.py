@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models, ops
-from cdt_fast.bench.written_out import written_out_losses, written_out_step
+from cdt_fast.bench.baselines.written_out import written_out_losses, written_out_step
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import squared_spectral_norm
 

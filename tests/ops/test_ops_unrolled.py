@@ -699,7 +699,7 @@ def test_numbers_may_be_tensors_of_one_element() -> None:
 def test_a_layer_whose_scores_are_too_many_to_hold_is_composed_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for panel_bytes in (2**26, 1):
-        monkeypatch.setattr(unrolled, "PANEL_BYTES", panel_bytes)
+        monkeypatch.setattr(unrolled, "HELD_SCORE_BYTES", panel_bytes)
         monkeypatch.setattr(attention, "PANEL_BYTES", panel_bytes)
         inputs = {name: leaf(tensor) for name, tensor in layer_inputs(60, (3,), 5, 4, 6, next_width=3).items()}
         options: dict[str, Any] = {**OPTIONS, "lengths": torch.tensor([5, 0, 3]), "target": normal(61, 3, 5, 3)}
