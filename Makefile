@@ -19,19 +19,20 @@ test: .venv/installed
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 bench: .venv/installed
-	$(BIN)/python -m cdt_fast.bench.dust_step
+	$(BIN)/cdt-fast bench --out bench/results
+	$(BIN)/python -m cdt_fast.bench.document
 
 # Compiles every kernel for every card, without a GPU; the status is that of the compilation's checks.
 kernels-report: .venv/installed
 	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --markdown docs/kernels.md
 
 # On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network: the tests of the kernels
-# compiled, then a short bench, whose results file is written even where a test failed. With pytest-xdist,
+# compiled, then the bench, whose results file is written even where a test failed. With pytest-xdist,
 # `make gpu PYTEST_ADDOPTS='-n 8'` compiles side by side.
 gpu:
 	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 	status=0; $(PYTHON) -m pytest --confcutdir=tests/kernels tests/kernels || status=$$?; \
-	$(PYTHON) -m cdt_fast.bench.gpu && exit $$status
+	$(PYTHON) -m cdt_fast.bench --device cuda --out bench/results && exit $$status
 
 # The type checker does not know the folder-to-package mapping of setup.py: it reads a copy laid out as installed.
 lint: .venv/linters

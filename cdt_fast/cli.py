@@ -135,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
     _add_json(command)
 
+    _add_bench(commands)
+
     command = _command(commands, "info", _info, "say what is installed, which device is used, and why")
     command.epilog = "example: cdt-fast info --json info.json"
     _add_json(command)
@@ -149,6 +151,14 @@ def _command(commands: Any, name: str, run: Any, text: str) -> argparse.Argument
 
 def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="also write what was measured as JSON")
+
+
+def _add_bench(commands: Any) -> None:
+    from cdt_fast.bench.arguments import add_arguments
+
+    command = _command(commands, "bench", _bench, "measure ops and training steps against other ways to do the same")
+    command.epilog = "example: cdt-fast bench --suite step quality --repeats 9 --out benchmarks"
+    add_arguments(command)
 
 
 def _add_train(commands: Any) -> None:
@@ -284,9 +294,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _print_tables(runs: list[Any]) -> None:
     from cdt_fast import report
+    from cdt_fast.tables import as_text
 
     for table in report.tables(runs):
-        print("\n" + report.as_text(table))
+        print("\n" + as_text(table))
     print()
 
 
@@ -329,6 +340,12 @@ def _check(options: argparse.Namespace) -> int:
         write_json(options.json, found)
     print(describe_check(found))
     return 0 if not found.get("problems") else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from cdt_fast.bench.run import run_command
+
+    return run_command(options)
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import cdt_fast
+from cdt_fast.bench.machine import cpu_has_bf16_products
 from cdt_fast.data.cache import default_cache_dir
 from cdt_fast.ops.backend import explain
 
@@ -33,7 +34,7 @@ def collect() -> dict[str, Any]:
         "ops run on": explain(),
         "CPU threads": torch.get_num_threads(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
-        "CPU bf16 products": "yes" if _cpu_has_bf16() else "no: bf16 will be slow on this processor",
+        "CPU bf16 products": "yes" if cpu_has_bf16_products() else "no: bf16 will be slow on this processor",
         "cache of decoded clips": str(default_cache_dir()),
     }
     for package, source in OPTIONAL.items():
@@ -49,7 +50,3 @@ def _device() -> str:
         return "cpu (torch finds no CUDA GPU)"
     properties = torch.cuda.get_device_properties(0)
     return f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-
-
-def _cpu_has_bf16() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

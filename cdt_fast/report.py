@@ -10,6 +10,7 @@ from pathlib import Path
 from cdt_fast import figures
 from cdt_fast.evaluated import EvaluatedRun
 from cdt_fast.files import write_text
+from cdt_fast.tables import as_markdown
 
 BASELINE_NAMES = {
     "dct": "DCT {patch}x{patch}, hard threshold",
@@ -93,25 +94,6 @@ def seed_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
         summaries = [f"{sum(column) / len(column):.3g} ({min(column):.3g}..{max(column):.3g})" for column in columns]
         rows.append([group[0].kind, str(len(group)), *summaries, f"{feasible} of {len(group)}"])
     return rows if len(rows) > 1 else []
-
-
-def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-        if number == 0:
-            lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-def as_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|---" + "|---:" * (len(rows[0]) - 1) + "|")
-    return "\n".join(lines)
 
 
 def tables(runs: Sequence[EvaluatedRun]) -> list[list[list[str]]]:

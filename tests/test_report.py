@@ -13,6 +13,7 @@ from cdt_fast import figures, report
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.evaluated import EvaluatedRun
 from cdt_fast.files import read_json, write_json
+from cdt_fast.tables import as_markdown, as_text
 
 
 @pytest.fixture
@@ -165,12 +166,12 @@ def test_numbers_that_are_not_known_are_blank(trained: Any) -> None:
     run.evaluation["layer_ratio"] = [None, 0.5]
     run.evaluation["per_sample"].update(mean_ratio=None, median_ratio=None, descending_fraction=None)
     run.evaluation["report"]["worst_violation"] = None
-    assert "None" not in "".join(report.as_text(table) for table in report.tables([run]))
+    assert "None" not in "".join(as_text(table) for table in report.tables([run]))
 
 
 def test_a_table_is_aligned() -> None:
-    assert report.as_text([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc   d"
-    assert report.as_markdown([["a", "bb"], ["ccc", "d"]]) == "| a | bb |\n|---|---:|\n| ccc | d |"
+    assert as_text([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc   d"
+    assert as_markdown([["a", "bb"], ["ccc", "d"]]) == "| a | bb |\n|---|---:|\n| ccc | d |"
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_no_half_of_it(

@@ -1,0 +1,65 @@
+"""`torch.compile` of a written-out function, in the modes that a user would try."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from cdt_fast.bench.baselines.support import imported, tried
+from cdt_fast.bench.case import Step, Unavailable
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+# Every shape of a suite compiles the same functions anew; beyond its limit torch would go on in eager without a word.
+_MOST_SHAPES = 100_000
+
+
+def modes(device: torch.device, autotune: bool = True) -> tuple[str, ...]:
+    """The modes worth timing on `device`; without `autotune` the default one alone. A CPU has no CUDA graphs."""
+    if not autotune:
+        return ("default",)
+    without_graphs = ("default", "max-autotune-no-cudagraphs")
+    return (*without_graphs, "max-autotune") if device.type == "cuda" else without_graphs
+
+
+def name_of(mode: str) -> str:
+    """As it is printed."""
+    return "torch.compile" if mode == "default" else f"torch.compile, {mode}"
+
+
+def compiled(
+    function: Callable[Arguments, Result], mode: str, device: torch.device, fullgraph: bool = True
+) -> Callable[Arguments, Result]:
+    """`function`, compiled for static shapes on its first call.
+
+    Raises:
+        Unavailable: no C++ compiler (CPU) or no Triton (GPU).
+    """
+    if device.type == "cuda":
+        imported("triton")
+    elif not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name):
+        raise Unavailable("torch.compile needs a C++ compiler on a CPU, and finds neither $CXX nor g++ nor clang++")
+    return torch.compile(function, mode=mode, dynamic=False, fullgraph=fullgraph)
+
+
+def first_run(step: Step) -> Step:
+    """A step of compiled functions after its first run, which compiles them.
+
+    Raises:
+        Unavailable: the run fails, or torch would go on without compiling.
+    """
+
+    def marked() -> list[torch.Tensor]:
+        # Without the mark, a CUDA graph would keep the outputs of the steps before alive.
+        torch.compiler.cudagraph_mark_step_begin()
+        return step()
+
+    with torch._dynamo.config.patch(
+        recompile_limit=_MOST_SHAPES, accumulated_recompile_limit=_MOST_SHAPES, fail_on_recompile_limit_hit=True
+    ):
+        return tried(marked)

@@ -1,0 +1,22 @@
+"""torch's scaled dot-product attention with q = k = z, by whichever of its implementations torch picks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cdt_fast.ops.checks import padding_mask
+
+
+def attend(z: Tensor, values: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """`softmax_rows(z zᵀ) values`: `z` `[B, T, d]`, `values` `[B, T, k]` (None: `z`) → `[B, T, k]`."""
+    padding = padding_mask(lengths, z)
+    tokens = z.unsqueeze(1)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        tokens,
+        tokens,
+        tokens if values is None else values.unsqueeze(1),
+        attn_mask=None if padding is None else ~padding[:, None, None, :],
+        scale=1.0,
+    ).squeeze(1)
+    return output if padding is None else output.masked_fill(padding.unsqueeze(-1), 0.0)

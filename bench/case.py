@@ -1,0 +1,73 @@
+"""What a bench measures: a piece of work, and the ways in which it can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+# Computes and differentiates once; returns losses or outputs first, then every gradient, for the correctness gate. A
+# step that trains on keeps its state: the gate looks at its first call. One that is an object with a mapping `facts`
+# (of numbers, such as the steps that a training took) has those reported beside its time.
+Step = Callable[[], list[Tensor]]
+
+ROLES = ("eager", "peer", "ours")
+
+
+class Unavailable(Exception):
+    """A way that cannot run here; the message is the reason, in one line."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One implementation of a piece of work.
+
+    Attributes:
+        name: as it is printed: "eager", "SDPA", "cdt_fast".
+        role: "eager" (the baseline of the ratios), "peer" (another library or compiler) or "ours".
+        prepare: imports, compiles and allocates, and returns the step; raises `Unavailable` with the reason where a
+            package, a GPU or an instruction set is missing.
+        expected: what this way must agree with, where it computes something else than the case's formula on purpose:
+            the unconstrained step beside the constrained one.
+    """
+
+    name: str
+    role: str
+    prepare: Callable[[], Step]
+    expected: Step | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of work at one shape.
+
+    Attributes:
+        suite: the suite it belongs to.
+        name: unique within the suite; says work and shape.
+        shape: the sizes by name, such as {"B": 400, "T": 20}; a scaling suite fits exponents over them.
+        dtype: "float32", "bfloat16", …
+        ways: the first of role "eager" is what the others are compared with.
+        expected: the step of the formula in the best precision that fits; what every way must agree with.
+        tolerance: the largest relative root mean square difference from `expected` that is rounding at this dtype.
+        flop: of the cheapest known way, forward and backward; 0 where no floor is given.
+        moved: bytes of every input and output, once.
+        note: shown with the table, such as "scaled down from V 128,256".
+        varied: the size that this case varies, of those in `shape`; empty outside a series.
+        series: what the cases have in common that differ in `varied` alone.
+        with_memory: whether peak memory is measured; no where the case is many steps of one that is measured.
+    """
+
+    suite: str
+    name: str
+    shape: Mapping[str, int]
+    dtype: str
+    ways: tuple[Way, ...]
+    expected: Step
+    tolerance: float
+    flop: float = 0.0
+    moved: float = 0.0
+    note: str = field(default="")
+    varied: str = ""
+    series: str = ""
+    with_memory: bool = True

@@ -1,0 +1,70 @@
+"""What a run was measured on, and with what: the head of every results file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def processor_name() -> str:
+    """The processor as it calls itself; its architecture where the system does not say."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_has_bf16_products() -> bool:
+    """Whether the processor multiplies bfloat16 matrices with instructions of its own."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def describe(device: torch.device, allocator: str) -> dict[str, Any]:
+    """Names, versions and settings; words and numbers only, none of them a path.
+
+    Args:
+        device: what is measured.
+        allocator: how freed memory is handled.
+    """
+    found: dict[str, Any] = {
+        "name": processor_name(),
+        "device": device.type,
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "bf16_instructions": cpu_has_bf16_products(),
+        "allocator": allocator,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["name"] = properties.name
+        found["memory_bytes"] = properties.total_memory
+        found["multiprocessors"] = properties.multi_processor_count
+        found["compute_capability"] = f"{properties.major}.{properties.minor}"
+        found["bf16_instructions"] = properties.major >= 8
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def file_stem(name: str) -> str:
+    """The name of a card or processor as that of a file."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")

@@ -1,0 +1,224 @@
+"""One case: every way is checked, then timed in turns with the others, and its peak memory taken."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast.bench.case import Case, Step, Unavailable, Way
+from cdt_fast.bench.ceilings import Ceilings, Probe, shares_of_floor
+from cdt_fast.bench.clock import calls_a_reading, seconds, turns
+
+# Peak memory of a way of a case: bytes, or the reason why there is no figure.
+PeakMemory = Callable[[Case, Way, Step], "int | str"]
+
+_LONGEST_REASON = 300
+
+
+class Refused(Exception):
+    """A way that the gate does not let through; the message is the reason."""
+
+
+@dataclass
+class _Taken:
+    """A way on its way through the measurement."""
+
+    way: Way
+    step: Step | None = None
+    difference: float | None = None
+    status: str = "timed"
+    reason: str = ""
+    calls: int = 1
+    seconds: list[float] = field(default_factory=list)
+
+    def drop(self, status: str, reason: str) -> None:
+        self.status, self.reason, self.step = status, " ".join(reason.split())[:_LONGEST_REASON], None
+
+
+def disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest root mean square difference of a tensor, relative to the root mean square of the expected one.
+
+    Raises:
+        Refused: their number or their shapes differ.
+    """
+    if [tuple(one.shape) for one in found] != [tuple(one.shape) for one in expected]:
+        raise Refused(f"gives {len(found)} tensors or other shapes than the formula's {len(expected)}")
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        wide = torch.promote_types(other.dtype, torch.float32)
+        size = other.to(wide).square().mean().sqrt().item()
+        difference = (one.to(other.device, wide) - other.to(wide)).square().mean().sqrt().item()
+        if not other.numel() or difference == 0.0:
+            continue
+        relative = difference / size if size else math.inf
+        worst = relative if math.isnan(relative) else max(worst, relative)
+        if math.isnan(worst):
+            return math.inf
+    return worst
+
+
+class Gate:
+    """Lets a way of a case through if it computes what the case's formula does."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._known: dict[Step, list[Tensor]] = {}
+
+    def open(self, way: Way) -> tuple[Step, float]:
+        """Prepare `way` and run it once; its step, and by how much it differs.
+
+        Raises:
+            Refused: it differs by more than rounding.
+            Unavailable: it cannot run here.
+            Exception: whatever the way itself raises.
+        """
+        step = way.prepare()
+        found = step()
+        difference = disagreement(found, self._expected(way.expected or self._case.expected))
+        if not difference <= self._case.tolerance:
+            raise Refused(
+                f"differs from the formula by {difference:.1e}, more than {self._case.tolerance:.0e}: not timed"
+            )
+        return step, difference
+
+    def _expected(self, step: Step) -> list[Tensor]:
+        if step not in self._known:
+            try:
+                self._known[step] = step()
+            except Exception as error:
+                raise Refused(f"nothing to compare with: the formula gave {_one_line(error)}") from error
+        return self._known[step]
+
+
+def measure(case: Case, device: torch.device, repeats: int, ceilings: Ceilings, peak: PeakMemory) -> dict[str, Any]:
+    """Times, ratios, peak memory and share of the floor of every way to do a case.
+
+    Args:
+        case: the work.
+        device: where it runs.
+        repeats: timed rounds, at least 1.
+        ceilings: of the device; their probes take turns with the ways where the case has a floor.
+        peak: measures the peak memory of a way that has been timed.
+
+    Returns:
+        Words and numbers only. A way that could not run, or was wrong, has a status other than "timed", the reason,
+        and no figure.
+    """
+    gate = Gate(case)
+    taken = [_admitted(gate, way, device) for way in case.ways]
+    del gate  # what was expected is not part of any way's peak
+    probes = {"product": ceilings.product(case.dtype), "copy": ceilings.copy()} if case.flop or case.moved else {}
+    probed = _take_turns(taken, probes, device, repeats)
+    result: dict[str, Any] = {
+        "suite": case.suite,
+        "case": case.name,
+        "shape": dict(case.shape),
+        "dtype": case.dtype,
+        "note": case.note,
+        "varied": case.varied,
+        "series": case.series,
+        "flop": case.flop,
+        "moved_bytes": case.moved,
+        "tolerance": case.tolerance,
+        "floor_seconds": None,
+        "ways": {},
+    }
+    if probes:
+        medians = {name: probes[name].work / statistics.median(probed[name]) for name in probes}
+        floor = max(case.flop / medians["product"], case.moved / medians["copy"])
+        result |= {"floor_seconds": floor, "flop_per_second": medians["product"], "bytes_per_second": medians["copy"]}
+    timed = [one for one in taken if one.status == "timed"]
+    eager = next((one for one in taken if one.way.role == "eager"), None)
+    peers = [one for one in timed if one.way.role == "peer"]
+    best = min(peers, key=lambda one: statistics.median(one.seconds), default=None)
+    result["best_peer"] = None if best is None else best.way.name
+    for one in taken:
+        figures: dict[str, Any] = {
+            "role": one.way.role,
+            "status": one.status,
+            "reason": one.reason,
+            "difference": one.difference,
+        }
+        if one.status == "timed":
+            figures |= _times(one, eager, best)
+            if probes:
+                rounds = {name: (probes[name].work, probed[name]) for name in probes}
+                shares = shares_of_floor(one.seconds, case.flop, case.moved, rounds["product"], rounds["copy"])
+                figures["share_of_floor"] = statistics.median(shares)
+            figures |= _memory(case, one, peak)
+        result["ways"][one.way.name] = figures
+    return result
+
+
+def _admitted(gate: Gate, way: Way, device: torch.device) -> _Taken:
+    one = _Taken(way)
+    try:
+        one.step, one.difference = gate.open(way)
+        one.calls = calls_a_reading(seconds(one.step, device))
+    except Unavailable as reason:
+        one.drop("unavailable", str(reason))
+    except Refused as reason:
+        one.drop("wrong", str(reason))
+    except Exception as error:  # a way that cannot do it is a result, too
+        one.drop("failed", _one_line(error))
+    if one.step is None and device.type == "cuda":
+        torch.cuda.empty_cache()  # one that ran out of memory must not leave too little for the next
+    return one
+
+
+def _take_turns(
+    taken: Sequence[_Taken], probes: Mapping[str, Probe], device: torch.device, repeats: int
+) -> dict[str, list[float]]:
+    """Fill in the seconds of every way; the seconds of the probes, by name."""
+    ways = {f"way {number}": one for number, one in enumerate(taken) if one.step is not None}
+    probed: dict[str, list[float]] = {name: [] for name in probes}
+    for order in turns([*ways, *probes], repeats):
+        for name in order:
+            if name in probed:
+                probed[name].append(seconds(probes[name].step, device))
+                continue
+            one = ways[name]
+            if one.step is None:
+                continue
+            try:
+                one.seconds.append(seconds(one.step, device, one.calls))
+            except Exception as error:
+                one.drop("failed", _one_line(error))
+    return probed
+
+
+def _times(one: _Taken, eager: _Taken | None, best: _Taken | None) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "median_seconds": statistics.median(one.seconds),
+        "spread_seconds": [min(one.seconds), max(one.seconds)],
+        "seconds": one.seconds,
+        "calls": one.calls,
+    }
+    for name, other in (("over_eager", eager), ("over_best_peer", best)):
+        known = other is not None and other.status == "timed"
+        figures[name] = median_ratio(other.seconds, one.seconds) if other is not None and known else None
+    facts = getattr(one.step, "facts", None)
+    return figures if facts is None else figures | {"facts": dict(facts)}
+
+
+def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
+    """The median over the rounds of another way's time over this one's: above 1, this one is faster."""
+    return statistics.median(other / one for other, one in zip(others, own, strict=True))
+
+
+def _memory(case: Case, one: _Taken, peak: PeakMemory) -> dict[str, Any]:
+    if not case.with_memory or one.step is None:
+        return {"peak_bytes": None, "peak_reason": "not measured for this case"}
+    found = peak(case, one.way, one.step)
+    measured = isinstance(found, int)
+    return {"peak_bytes": found if measured else None, "peak_reason": "" if measured else found}
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

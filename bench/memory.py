@@ -1,0 +1,169 @@
+"""Peak memory of one step: what it needs beyond what rests between two steps.
+
+    python -m cdt_fast.bench.memory --suite step --case NAME --way cdt_fast [--size cpu]
+
+Inputs, parameters, gradients and the optimiser's state that one step leaves for the next are not counted: they are
+there before it begins, whichever way it is done. What a step allocates on top, at its peak, is.
+
+On a GPU the CUDA allocator says it. On a CPU each way has a process of its own, with freed memory kept as in the
+training loop. It runs one step (libraries are loaded, kernels compiled, state allocated), gives the freed memory back
+to the system, notes what is resident, resets the system's mark of the largest resident size, and runs one step more:
+the growth of the mark is the figure. Where the mark cannot be reset, no step goes before; the figure is then by how
+much the process outgrew its earlier peak, and counts also what only a first step allocates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cdt_fast.allocator import keep_freed_memory
+from cdt_fast.bench.baselines.compiled import name_of
+from cdt_fast.bench.case import Case, Step, Unavailable, Way
+from cdt_fast.bench.suites import SIZES, SUITES
+
+_STATUS = Path("/proc/self/status")
+_MARK = Path("/proc/self/clear_refs")
+_RESET_MARK = "5"
+
+
+class NotMeasured(Exception):
+    """There is no figure; the message is the reason. A figure of 0 is a figure."""
+
+
+def allocator_peak(step: Callable[[], object], device: torch.device) -> int:
+    """Bytes that `step` has allocated at its peak beyond what is allocated before it, by the CUDA allocator."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def resident_peak(step: Callable[[], object]) -> int:
+    """Bytes by which the resident memory of this process grows at the peak of `step`. Call it once in a process.
+
+    Raises:
+        NotMeasured: the system does not say, or the peak of `step` is below an earlier one that cannot be reset.
+    """
+    if _reset_mark():
+        step()
+        gc.collect()
+        _return_freed_memory()
+        before = _resident("VmRSS")
+        if not _reset_mark():
+            raise NotMeasured("the mark of the largest resident size could not be reset a second time")
+        step()
+        return max(0, _resident("VmHWM") - before)
+    return _growth_of_maximum(step)
+
+
+def _reset_mark() -> bool:
+    try:
+        _MARK.write_text(_RESET_MARK, encoding="ascii")
+        # A system that takes the number and does nothing with it is found out here.
+        return _resident("VmHWM") - _resident("VmRSS") < 2**22
+    except (OSError, NotMeasured):
+        return False
+
+
+def _resident(entry: str) -> int:
+    for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name == entry:
+            return int(value.split()[0]) * 1024
+    raise NotMeasured(f"the system's process status has no {entry}")
+
+
+def _return_freed_memory() -> None:
+    # glibc keeps what was freed in the middle of its heap; a second step would fill it without growing the process.
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def _growth_of_maximum(step: Callable[[], object]) -> int:
+    try:
+        import resource
+    except ImportError as error:  # Windows
+        raise NotMeasured("this system reports no largest resident size") from error
+    unit = 1 if sys.platform == "darwin" else 1024
+
+    def largest() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    earlier = largest()
+    step()
+    if largest() <= earlier:
+        raise NotMeasured("the peak of the step is below that of its preparation, and the mark cannot be reset here")
+    return largest() - earlier
+
+
+def find(suite: str, case: str, way: str, size: str, device: torch.device) -> Way:
+    """The way of a case by name.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for found in SUITES[suite](device, size):
+        if found.name == case:
+            for candidate in found.ways:
+                if candidate.name == way:
+                    return candidate
+    raise LookupError(f"suite {suite} has no case {case!r} with a way {way!r} at size {size}")
+
+
+def peak_memory(size: str, device: torch.device) -> Callable[[Case, Way, Step], int | str]:
+    """How a run takes peak memory: the function that `measure.measure` asks for."""
+
+    def by_allocator(case: Case, way: Way, step: Step) -> int | str:
+        if name_of("max-autotune") in way.name and "no-cudagraphs" not in way.name:
+            return "a CUDA graph's memory is allocated once and held, which a step does not show"
+        return allocator_peak(step, device)
+
+    def by_process(case: Case, way: Way, step: Step) -> int | str:
+        if size == "toy":
+            return "at toy size a step is smaller than what the system counts in"
+        command = [sys.executable, "-m", "cdt_fast.bench.memory", "--suite", case.suite, "--case", case.name]
+        found = subprocess.run([*command, "--way", way.name, "--size", size], capture_output=True, text=True)
+        if found.returncode:
+            last = (found.stderr.strip().splitlines() or ["nothing"])[-1]
+            return f"the process that measures it ended with status {found.returncode}: {last}"[:300]
+        answer = json.loads(found.stdout.splitlines()[-1])
+        return answer["reason"] if answer["peak_bytes"] is None else answer["peak_bytes"]
+
+    return by_allocator if device.type == "cuda" else by_process
+
+
+def main() -> None:
+    """One way in this process; prints `{"peak_bytes": …, "reason": …}`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--suite", required=True, choices=SUITES, help="name of the suite")
+    parser.add_argument("--case", required=True, help="name of the case")
+    parser.add_argument("--way", required=True, help="name of the way")
+    parser.add_argument("--size", choices=SIZES, default="cpu", help="shapes of the suite (cpu)")
+    options = parser.parse_args()
+    keep_freed_memory()
+    answer: dict[str, int | str | None] = {"peak_bytes": None, "reason": ""}
+    try:
+        way = find(options.suite, options.case, options.way, options.size, torch.device("cpu"))
+        answer["peak_bytes"] = resident_peak(way.prepare())
+    except (NotMeasured, Unavailable) as reason:
+        answer["reason"] = str(reason)
+    except LookupError as error:
+        sys.exit(str(error))
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The suites by name. Each is a module of this package with a function `cases(device, size)`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from cdt_fast.bench.case import Case
+
+SIZES = ("toy", "cpu", "gpu")
+Suite = Callable[[torch.device, str], Iterator[Case]]
+
+
+def _suite(name: str) -> Suite:
+    # Imported when its cases are asked for: what one suite needs (data, a peer library) does not keep the others away.
+    def cases(device: torch.device, size: str) -> Iterator[Case]:
+        return importlib.import_module(f"cdt_fast.bench.suites.{name}").cases(device, size)
+
+    return cases
+
+
+SUITES: dict[str, Suite] = {
+    name: _suite(name) for name in ("attention", "ops", "step", "cross_entropy", "quality", "scaling")
+}
