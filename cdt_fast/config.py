@@ -101,6 +101,9 @@ class TrainingSettings:
     weight_decay: float = setting(0.0, "decoupled weight decay (AdamW)", least=0)
     precision: str = setting("fp32", "arithmetic of the matrix products", ("fp32", "tf32", "bf16"))
     device: str = setting("auto", "where to compute", ("auto", "cpu", "cuda"))
+    cuda_graph: bool = setting(
+        False, "launch a step as one CUDA graph, for a GPU that waits for the launches of small batches"
+    )
     seed: int = setting(0, "seed of data order and noise", least=0)
     validate_every: int = setting(50, "optimiser steps between validations", least=1)
     checkpoint_every: int = setting(50, "optimiser steps between checkpoints", least=1)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_fraction, check_integer, check_non_negative, check_number
-from cdt_fast.duals import DualVariables
+from cdt_fast.duals import DualVariables, DualWork
 from cdt_fast.errors import InputError
 from cdt_fast.feasibility import FeasibilityReport
 
@@ -303,12 +303,16 @@ class DescentConstraints:
                 f"loss_sums is on {loss_sums.device}; expected {self.device}, where the multipliers are (move them "
                 "with .to(device))"
             )
-        accumulated = self._state["accumulated"]
-        accumulated[:-1].add_(loss_sums)
-        accumulated[-1].add_(count)
+        self.accumulate(loss_sums, count)
         self._unstepped_records += 1
 
     @torch.no_grad()
+    def accumulate(self, loss_sums: Tensor, count: float | Tensor) -> None:
+        """The device's part of `record`, without its checks; a count of 0 is a number like others here."""
+        accumulated = self._state["accumulated"]
+        accumulated[:-1].add_(loss_sums)
+        accumulated[-1].add_(count)
+
     def step(self) -> None:
         """End an optimiser step: reduce the recorded sums over the ranks and update the multipliers, if that is due.
 
@@ -321,18 +325,35 @@ class DescentConstraints:
         """
         if self._unstepped_records == 0:
             raise InputError("nothing was recorded since the last step(); expected record(loss_sums, count) before it")
-        warming_up = self._steps < self.warmup_steps
         self._unstepped_records = 0
+        self.carry_out(self.count_step())
+
+    def count_step(self) -> DualWork:
+        """The host's part of `step`: count an optimiser step, and say what it asks of the device.
+
+        With `accumulate` and `carry_out` for the device's part, `record` and `step` come apart for a captured step,
+        whose Python does not run when it is replayed.
+        """
+        warming_up = self._steps < self.warmup_steps
         self._steps += 1
         self._window_steps += 1
         if not warming_up and self._window_steps < self.dual_every:
-            return
+            return DualWork.WAIT
         self._window_steps = 0
-        if not warming_up or self.reference == "auto":
+        if not warming_up:
+            return DualWork.UPDATE
+        return DualWork.MEASURE if self.reference == "auto" else DualWork.CLEAR
+
+    @torch.no_grad()
+    def carry_out(self, work: DualWork) -> None:
+        """The device's part of `step`."""
+        if work is DualWork.WAIT:
+            return
+        if work is not DualWork.CLEAR:
             losses = self._mean_losses()
             if self.reference == "auto":
                 self._measure_reference(losses[0], losses.isfinite().all())
-            if not warming_up:
+            if work is DualWork.UPDATE:
                 self._update_duals(losses)
         self._state["accumulated"].zero_()
 

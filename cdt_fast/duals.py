@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import ClassVar
 
 import torch
@@ -28,6 +29,15 @@ ADAM_EPSILON = 1e-8
 # The default slack_lr is this over slack_cost: a slack then closes a tenth of its distance to λ/β a step, faster than
 # a multiplier moves at the default dual_lr, so that the pair does not oscillate.
 SLACK_RELAXATION = 0.1
+
+
+class DualWork(Enum):
+    """What the end of an optimiser step asks of the duals. The host knows it from counting steps alone."""
+
+    WAIT = "inside a window of steps: the sums add up"
+    CLEAR = "warming up: forget the sums"
+    MEASURE = "warming up: measure the reference, forget the sums"
+    UPDATE = "move the multipliers, forget the sums"
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import FrameType
+from itertools import chain
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from cdt_fast.allocator import keep_freed_memory
@@ -28,25 +24,22 @@ from cdt_fast.building import (
 )
 from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.config import RunConfig
+from cdt_fast.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.data import VideoData, to_patches
+from cdt_fast.device import prepare_device
+from cdt_fast.duals import DualWork
 from cdt_fast.errors import InputError
 from cdt_fast.evaluation import LEVELS, add_noise_by_window, mean_depth_losses
 from cdt_fast.feasibility import FeasibilityReport
+from cdt_fast.interruption import Interrupted, signals_noted
 from cdt_fast.metrics import metrics_writer
-from cdt_fast.models import DUST
+from cdt_fast.optimizer import build_optimizer, load_optimizer_state
 from cdt_fast.runs import RunFolder
+from cdt_fast.step import LayerLosses, TrainingStep
 
 # Spreads the seeds of runs apart, so that no two count through the same seeds of noise.
 _SEED_SPACING = 2_654_435_761
 _SEEDS = 2**63
-
-
-class Interrupted(Exception):
-    """A signal asked the training to stop; its state is in the checkpoint."""
-
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
-        self.signal_number = signal_number
 
 
 def train_video(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: bool = True) -> None:
@@ -66,7 +59,7 @@ def train_video(run: RunFolder, config: RunConfig, *, resume: bool = False, prog
     keep_freed_memory()
     check_settings(config)
     accelerator = Accelerator(cpu=config.training.device == "cpu")
-    _set_precision(config, accelerator.device)
+    prepare_device(config, accelerator)
     progress = progress and accelerator.is_main_process
     state = load_checkpoint(run.checkpoint) if resume and run.checkpoint.exists() else None
     data = load_data(config, progress and sys.stderr.isatty())
@@ -81,27 +74,6 @@ def train_video(run: RunFolder, config: RunConfig, *, resume: bool = False, prog
     trainer.run(progress)
 
 
-def _set_precision(config: RunConfig, device: torch.device) -> None:
-    if config.training.device == "cuda" and device.type != "cuda":
-        raise InputError("[training] device is cuda, but torch finds no CUDA GPU here")
-    if config.training.precision == "tf32" and device.type != "cuda":
-        raise InputError("[training] precision tf32 needs an NVIDIA GPU; use fp32 or bf16 on the CPU")
-    torch.backends.cuda.matmul.allow_tf32 = config.training.precision == "tf32"
-
-
-class _LayerLosses(nn.Module):
-    """The model's losses as a forward, so that the hooks of a distributed wrapper fire."""
-
-    def __init__(self, model: DUST, precision: str) -> None:
-        super().__init__()
-        self.model = model
-        self._bf16 = precision == "bf16"
-
-    def forward(self, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(noisy.device.type, torch.bfloat16) if self._bf16 else nullcontext():
-            return self.model.layer_losses(noisy, clean, weights)
-
-
 class Trainer:
     """One run in memory.
 
@@ -110,27 +82,40 @@ class Trainer:
         config: its settings.
         data: its windows.
         accelerator: device and distribution.
+        graphs: where steps are captured; None: in CUDA graphs if the settings ask for them, else nowhere.
     """
 
-    def __init__(self, run: RunFolder, config: RunConfig, data: VideoData, accelerator: Accelerator) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        config: RunConfig,
+        data: VideoData,
+        accelerator: Accelerator,
+        graphs: Graphs | None = None,
+    ) -> None:
         self.folder, self.config, self.data, self.accelerator = run, config, data, accelerator
         training = config.training
         torch.manual_seed(training.seed % _SEEDS)
         self.device: torch.device = accelerator.device
         self.model = build_model(config)
-        self.losses = accelerator.prepare(_LayerLosses(self.model, training.precision))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._relative_rate)
+        self.losses = accelerator.prepare(LayerLosses(self.model, training.precision))
+        if graphs is None and training.cuda_graph:
+            graphs = CudaGraphs(self.device)
+        # Eager steps on a GPU update as captured ones do, so that both come to the same weights.
+        on_device = graphs is not None or self.device.type == "cuda"
+        self.optimizer, self.schedule = build_optimizer(
+            self.model.parameters(), training.lr, training.weight_decay, self._relative_rate, on_device=on_device
+        )
         self.steps_an_epoch = steps_an_epoch(config, data)
         self.constraints = build_constraints(config, data, self.device)
         self.constrained = config.constraints.constrained
-        self.unconstrained_weights = torch.eye(config.model.layers + 1)[-1]
+        self.unconstrained_weights = torch.eye(config.model.layers + 1, device=self.device)[-1]
         self.noise = torch.Generator(self.device)  # seeded anew for every window
         self.step = 0
         self.best: dict[str, Any] | None = None
         self._logged_sums = torch.zeros(config.model.layers + 2, dtype=torch.float64, device=self.device)
         self._timed_windows = 0
-        self._signal: int | None = None
+        self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
 
     def _relative_rate(self, step: int) -> float:
         training = self.config.training
@@ -155,7 +140,7 @@ class Trainer:
         writer = metrics_writer(
             self.folder, self.step, tensorboard=training.tensorboard, enabled=self.accelerator.is_main_process
         )
-        with self._signals_noted(), bar, writer as write:
+        with signals_noted() as noted, bar, writer as write:
             started = time.perf_counter()
             while self.step < training.steps:
                 self._train_step()
@@ -178,44 +163,47 @@ class Trainer:
                 if saved:
                     self._save_checkpoint()
                 bar.update()
-                if self._signal is not None:
+                if noted.number is not None:
                     if not saved:
                         self._save_checkpoint()
-                    raise Interrupted(self._signal, self.step)
+                    raise Interrupted(noted.number, self.step)
                 started += time.perf_counter() - paused
 
     def _train_step(self) -> None:
-        weights = self.constraints.weights() if self.constrained else self.unconstrained_weights
         micro_batches = self._micro_batches()
         ranks = self.accelerator.num_processes
         windows = sum(map(len, micro_batches))
+        shares = [micro_batch[self.accelerator.process_index :: ranks] for micro_batch in micro_batches]
+        counts = tuple(len(share) * self._tokens_a_window for share in shares)
         tokens = windows * self._tokens_a_window
-        self.optimizer.zero_grad(set_to_none=True)
-        for number, micro_batch in enumerate(micro_batches):
-            share = micro_batch[self.accelerator.process_index :: ranks]
-            # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
-            noisy, clean = self._batch(share or micro_batch[:1])
-            count = len(share) * self._tokens_a_window
-            last = number == len(micro_batches) - 1
-            gathered = nullcontext() if last else self.accelerator.no_sync(self.losses)
-            with gathered:
-                total, per_layer = self.losses(noisy, clean, weights)
-                # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
-                self.accelerator.backward(total * (count * ranks / tokens))
-            sums = per_layer.to(torch.float64) * count
-            self._logged_sums[:-1] += sums
-            self._logged_sums[-1] += count
-            if self.constrained:
-                self.constraints.record(sums, count or sums.new_zeros(()))
+        work = self.constraints.count_step() if self.constrained else None
+        # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
+        batches = (
+            self._batch(share or micro_batch[:1]) for share, micro_batch in zip(shares, micro_batches, strict=True)
+        )
+        if self._captured is None:
+            self._device_step().run(batches, counts, tokens, work)
+        else:
+            self._captured(*chain.from_iterable(batches), counts=counts, tokens=tokens, work=work)
         self._timed_windows += windows
-        if self.config.training.clip is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.training.clip)
-        self.optimizer.step()
         self.schedule.step()
-        if self.constrained:
-            self.constraints.step()
-            if (self.step + 1) % self.steps_an_epoch == 0:
-                self.constraints.epoch_end()
+        if self.constrained and (self.step + 1) % self.steps_an_epoch == 0:
+            self.constraints.epoch_end()
+
+    def _device_step(self) -> TrainingStep:
+        return TrainingStep(
+            losses=self.losses,
+            optimizer=self.optimizer,
+            logged_sums=self._logged_sums,
+            constraints=self.constraints if self.constrained else None,
+            fixed_weights=self.unconstrained_weights,
+            clip=self.config.training.clip,
+            ranks=self.accelerator.num_processes,
+        )
+
+    def _step_on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], tokens: int, work: DualWork | None) -> None:
+        """A step on noisy and clean tokens of one micro-batch after the other, all there at once."""
+        self._device_step().run(zip(buffers[::2], buffers[1::2], strict=True), counts, tokens, work)
 
     @property
     def _tokens_a_window(self) -> int:
@@ -243,7 +231,11 @@ class Trainer:
         """Noisy and clean tokens of windows with their seeds, on the device and in the dtype of the model."""
         data = self.config.data
         windows, seeds = zip(*chosen, strict=True)
-        frames = self.data.train.batch(windows).to(self.device).to(self.model.dictionary.dtype) / LEVELS
+        frames = self.data.train.batch(windows)
+        if self.device.type == "cuda":
+            # From other memory the host would wait for the copy.
+            frames = frames.pin_memory().to(self.device, non_blocking=True)
+        frames = frames.to(self.device).to(self.model.dictionary.dtype) / LEVELS
         clean = to_patches(frames, data.patch, data.sequence)  # type: ignore[arg-type]
         return add_noise_by_window(clean, data.gamma, self.data.sigma, self.noise, seeds), clean
 
@@ -257,7 +249,7 @@ class Trainer:
             "step": self.step,
             "epoch": self.step / self.steps_an_epoch,
             "loss": losses,
-            "lr": self.schedule.get_last_lr()[0],
+            "lr": self.config.training.lr * self._relative_rate(self.step),
             "windows_per_second": windows / seconds,
         }
         if self.constrained:
@@ -334,7 +326,7 @@ class Trainer:
             )
         try:
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_optimizer_state(self.optimizer, state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])
             self.constraints.load_state_dict(state["constraints"])
             self._logged_sums.copy_(state["logged_sums"])
@@ -344,26 +336,6 @@ class Trainer:
             self.step, self.best = state["step"], state["best"]
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"{self.folder.checkpoint}: does not fit config.toml ({error})") from error
-
-    @contextmanager
-    def _signals_noted(self) -> Iterator[None]:
-        """Note SIGINT and SIGTERM in place of acting on them: the step in progress is finished and saved first."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals are the main thread's
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            if self._signal is not None:  # asked twice: stop at once
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-            self._signal = number
-
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _worst(report: FeasibilityReport) -> dict[str, Any]:

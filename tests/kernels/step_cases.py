@@ -1,0 +1,110 @@
+"""Training steps at toy size on a GPU, with the package's core alone: no data, no accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast import models
+from cdt_fast.cuda_graph import CapturedStep
+from cdt_fast.descent import DescentConstraints
+from cdt_fast.duals import DualWork
+from cdt_fast.optimizer import build_optimizer
+from cdt_fast.step import LayerLosses, TrainingStep
+
+PATCH, CODES, LAYERS, TIME = 64, 96, 3, 20
+# The sequences of the micro-batches of a step: the third is the smaller one that ends an epoch.
+EPOCH = ((12,), (12,), (5,))
+ACCUMULATED = ((8, 4), (8, 4), (5,))
+
+MODELS: dict[str, tuple[type[models.DUST], dict[str, Any]]] = {
+    "tied": (models.DUST, {"tied": True, "sparsity": 0.02}),
+    "untied": (models.DUST, {"sparsity": 0.02, "readout": "next"}),
+    "VideoUT": (models.VideoUT, {"readout": "shared"}),
+}
+CONSTRAINTS: dict[str, dict[str, Any] | None] = {
+    "unconstrained": None,
+    "adam": {"reference": "auto", "normalise": True, "dual": "adam", "warmup_steps": 4},
+    "pi": {"reference": 0.5, "dual": "pi", "resilience": "decay", "dual_every": 3, "warmup_steps": 6},
+    "ascent": {"reference": 0.5, "dual": "ascent", "coupling": "absolute", "slack_cost": 5.0},
+}
+
+
+@dataclass
+class Steps:
+    """A small training on the current GPU.
+
+    Args:
+        model: of `MODELS`.
+        constraints: of `CONSTRAINTS`.
+        captured: as CUDA graphs, else eagerly.
+        precision: "fp32" or "bf16".
+        epoch: `EPOCH` or `ACCUMULATED`.
+    """
+
+    model: str
+    constraints: str
+    captured: bool
+    precision: str = "fp32"
+    epoch: tuple[tuple[int, ...], ...] = EPOCH
+
+    def __post_init__(self) -> None:
+        device = torch.device("cuda")
+        kind, options = MODELS[self.model]
+        self.network = kind(PATCH, CODES, LAYERS, **options).to(device)
+        self.optimizer, self.schedule = build_optimizer(
+            self.network.parameters(), 1e-3, 0.01, lambda step: 1 / (step + 1), on_device=True
+        )
+        settings = CONSTRAINTS[self.constraints]
+        self.duals = None if settings is None else DescentConstraints(LAYERS, 0.5, **settings, device=device)
+        self.logged_sums = torch.zeros(LAYERS + 2, dtype=torch.float64, device=device)
+        self.step = TrainingStep(
+            losses=LayerLosses(self.network, self.precision),
+            optimizer=self.optimizer,
+            logged_sums=self.logged_sums,
+            constraints=self.duals,
+            fixed_weights=torch.eye(LAYERS + 1, device=device)[-1],
+            clip=1.0,
+        )
+        self.replays = CapturedStep(self._on_buffers) if self.captured else None
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.taken = 0
+
+    def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], work: DualWork | None) -> None:
+        self.step.run(zip(buffers[::2], buffers[1::2], strict=True), counts, sum(counts), work)
+
+    def _tokens(self, sequences: tuple[int, ...]) -> Iterator[Tensor]:
+        """Patches that change slowly, noisy and clean."""
+        for number in sequences:
+            still = torch.rand((number, 1, PATCH), device="cuda", generator=self.generator)
+            shape = (number, TIME, PATCH)
+            clean = still + 0.02 * torch.randn(shape, device="cuda", generator=self.generator)
+            yield clean + 0.1 * torch.randn(shape, device="cuda", generator=self.generator)
+            yield clean
+
+    def take(self, number: int) -> None:
+        """That many steps."""
+        for _ in range(number):
+            sequences = self.epoch[self.taken % len(self.epoch)]
+            counts = tuple(TIME * entry for entry in sequences)
+            work = None if self.duals is None else self.duals.count_step()
+            if self.replays is None:
+                self._on_buffers(*self._tokens(sequences), counts=counts, work=work)
+            else:
+                self.replays(*self._tokens(sequences), counts=counts, work=work)
+            self.schedule.step()
+            self.taken += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, the optimiser's state, the duals and the sums of the losses, as copies."""
+        found: dict[str, Tensor] = {"logged_sums": self.logged_sums, **self.network.state_dict()}
+        for number, parameter in enumerate(self.network.parameters()):
+            found |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}
+        if self.duals is not None:
+            duals = self.duals.state_dict()
+            found |= {name: value for name, value in duals.items() if isinstance(value, Tensor)}
+        return {name: value.detach().clone() for name, value in found.items()}

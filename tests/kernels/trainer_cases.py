@@ -1,0 +1,46 @@
+"""The trainer at toy size on a GPU; its import needs accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+
+from cdt_fast.building import load_data
+from cdt_fast.config import RunConfig
+from cdt_fast.runs import RunFolder
+from cdt_fast.training import Trainer
+
+# Of the sections' settings all but these are the defaults.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "data": {"size": 32, "patch": 8, "window": 5},
+    "model": {"code_size": 96, "layers": 2},
+    "constraints": {"rate": 0.9, "reference": "auto", "warmup_epochs": 2, "dual": "adam"},
+    "training": {"device": "cuda", "steps": 30, "batch": 3, "lr": 1e-3, "validate_every": 10, "checkpoint_every": 15},
+}
+
+
+def trainer_on_gpu(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], name: str = "run") -> Trainer:
+    """A new trainer on a clip of 60 frames: eight training windows, so three, three and two a step."""
+    patch.setenv("CDT_FAST_CACHE", str(folder / "cache"))
+    clip = folder / "clip.npy"
+    if not clip.exists():
+        rows, columns = np.mgrid[0:32, 0:32]
+        moving = [127 + 90 * np.sin((columns + index) / 3) * np.cos(rows / 5) for index in range(60)]
+        np.save(clip, np.stack(moving).astype(np.uint8))
+    config = RunConfig()
+    config.set("data", "source", str(clip))
+    for section, values in SETTINGS.items():
+        config.update(section, values)
+    for setting, value in changes.items():
+        section = next(entry for entry in SETTINGS if hasattr(getattr(config, entry), setting))
+        config.set(section, setting, value)
+    # Accelerate remembers the device of the process's first accelerator, which may have been a CPU test's.
+    for state in (PartialState, AcceleratorState):
+        patch.setattr(state, "_shared_state", {})
+    run = RunFolder.create(folder / name, config)
+    return Trainer(run, config, load_data(config, progress=False), Accelerator())

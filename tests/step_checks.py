@@ -1,0 +1,109 @@
+"""Tensors without values, and a mode that refuses what would make the host wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cdt_fast.building import load_data
+from cdt_fast.config import RunConfig
+from cdt_fast.runs import RunFolder
+from cdt_fast.training import Trainer
+
+
+class HostWaits(AssertionError):
+    """Something would wait for the device."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what reads a number of the device on the host, and what mixes tensors of both.
+
+    A tensor without values refuses most of the first by itself. A tensor of the host among those of the device is
+    copied there, for which the host waits: `torch.where(mask, torch.tensor(0.0), tensor)` does so too.
+    """
+
+    reads = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim")
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        devices = {given.device.type for given in tree_leaves((args, kwargs)) if isinstance(given, Tensor)}
+        target = kwargs.get("device")
+        if target is not None and devices:
+            devices.add(torch.device(target).type)
+        name = function.overloadpacket.__name__
+        if len(devices) > 1 or (name in self.reads and devices != {"cpu"}):
+            raise HostWaits(f"the host would wait for the device in {function} on {sorted(devices)}")
+        return function(*args, **kwargs)
+
+
+class _NumbersStay(TorchFunctionMode):
+    """Refuses `torch.tensor(numbers, device=…)`, whose copy to the device no other mode sees."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = torch.device(kwargs.get("device") or "cpu")
+        if function in (torch.tensor, torch.as_tensor) and device.type != "cpu" and not isinstance(args[0], Tensor):
+            raise HostWaits(f"the host would wait for the copy of {args[0]} to {device}")
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def never_waiting(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`HostWaits`, or torch's own error, wherever a step on meta tensors would wait for the device of such tensors.
+
+    Custom ops run what they run on a GPU on meta tensors too, in place of only saying what shape comes out.
+    """
+    with patch.context() as inside, _NumbersStay(), NoWaiting():
+        for name, definition in list(OPDEFS.items()):
+            if name.startswith("cdt_fast::"):
+                inside.setattr(definition, "_abstract_fn", definition._init_fn)
+        # Meta tensors have no autocast.
+        inside.setattr(torch, "is_autocast_enabled", lambda *_: False)
+        inside.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+        yield
+
+
+class _HostGenerator(torch.Generator):
+    """There is no generator of tensors without values; that of the host stands for it."""
+
+    def __new__(cls, *_: Any) -> _HostGenerator:
+        return super().__new__(cls)
+
+
+def meta_trainer(config: RunConfig, folder: Path, patch: pytest.MonkeyPatch, dtype: torch.dtype) -> Trainer:
+    """A trainer all of whose tensors of the device, frames too, are without values."""
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("meta"),
+        num_processes=1,
+        process_index=0,
+        is_main_process=True,
+        prepare=lambda losses: losses.to("meta", dtype),
+        reduce=lambda sums, reduction: sums,
+    )
+    run = RunFolder.create(folder, config)
+    data = load_data(config, progress=False)
+    with patch.context() as inside:
+        inside.setattr(torch, "Generator", _HostGenerator)
+        trainer = Trainer(run, config, data, accelerator)
+    frames = config.data.window, config.data.size, config.data.size
+    patch.setattr(
+        trainer.data.train,
+        "batch",
+        lambda windows: torch.empty((len(windows), *frames), dtype=torch.uint8, device="meta"),
+    )
+    return trainer
