@@ -1,0 +1,66 @@
+"""`attach_layer_losses`: the forward of a transformers model that also returns the losses of its depths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cdt_fast.checks import check_number
+from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.handle import MARK, LayerLosses
+from cdt_fast.models.layer_losses.parts import CLASSIFIER, check_taps, find_parts
+
+
+def attach_layer_losses(
+    model: Any,
+    taps: Sequence[int] | None = None,
+    *,
+    inner_fraction: float = 1.0,
+    keep_logits: bool | None = None,
+    generator: torch.Generator | None = None,
+) -> LayerLosses:
+    """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
+
+    A forward with `labels` then returns, besides what it did, `layer_loss_sums` `[depths]`, the summed cross-entropy at
+    each depth (in nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens
+    (language model: labels are shifted by one inside, as always) that count, those whose label is not −100. Every depth
+    is read through the model's own final norm, pooling and head; dropout of the readout draws anew at each depth.
+
+    With weights, `loss` is `Σ_l w_l sums_l / N`, in one fused pass, and the sums are detached; without, `loss` is the
+    model's own, that of the last layer, and the sums are differentiable. N is `num_items_in_batch` where the forward
+    is given that, else the count. Weights are those of the handle, or the forward's argument `layer_weights=`.
+
+    Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it.
+
+    Args:
+        model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM or …LMHeadModel of transformers.
+        taps: the depths to read, increasing: 0 is the input of the first layer, l the output of layer l, −1 the last.
+            None: all L+1. Depths that are not read keep no state.
+        inner_fraction: in training, the share of a language model's tokens that the depths before the last are
+            estimated from, drawn anew in each forward, without bias. For a language model alone.
+        keep_logits: whether a language model with labels returns its logits. None: except in training, where they
+            are not computed. Those of a classifier always are.
+        generator: of that draw. None: torch's own, whose state trainers save and restore.
+
+    Returns:
+        A handle: its `weights` are set before each forward, and its `remove` undoes everything.
+
+    Raises:
+        InputError: the model or its head is of no known kind, or has layer losses already; an argument is out of range.
+            And from the forward: labels of another shape or dtype, or, where they are on the CPU, outside of the
+            classes or all ignored. Labels on a GPU are not waited for: there these cases give NaN.
+
+    Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
+    """
+    parts = find_parts(model)
+    name = type(parts.model).__name__
+    if hasattr(parts.model, MARK):
+        raise InputError(f"this {name} has layer losses already: use that handle, or call its remove() first")
+    fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
+    if fraction < 1 and parts.kind == CLASSIFIER:
+        raise InputError(
+            f"inner_fraction must be 1 for a classifier, got {inner_fraction}: it reads one row a sequence"
+        )
+    return LayerLosses(parts, check_taps(taps, len(parts.layers)), fraction, keep_logits, generator)

@@ -1,0 +1,352 @@
+"""The handle of `attach_layer_losses`: what runs in the place of a model's forward.
+
+Nothing of the model is written anew. Its own forward runs, with three of its modules answering differently while it
+does: the layers' inputs are noted (the input of layer l+1 is the output of layer l, and unlike an output seen by a hook
+it carries its gradient under reentrant checkpointing too); a classifier's head passes its input on, so that what comes
+out are features; and the base model of a classifier, asked again, answers with a noted state instead of running.
+Whatever lies between (pooling, dropout, dense layers) is then the model's own, for every depth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.heads import effective_linear, in_use
+from cdt_fast.models.layer_losses.outputs import LOSS_COUNT, LOSS_SUMS, with_layer_losses
+from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts
+from cdt_fast.models.layer_losses.patch import Patch
+from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
+from cdt_fast.ops import layerwise_cross_entropy
+from cdt_fast.ops.depths import weights_of_depths
+
+MARK = "_cdt_fast_layer_losses"
+_IGNORED_KEYS = "keys_to_ignore_at_inference"
+
+
+@dataclass
+class _Pass:
+    """What one forward with labels has noted. It is dropped when that forward ends, also by an error."""
+
+    targets: Tensor
+    weights: Tensor | None
+    whole_logits: bool
+    states: dict[int, Tensor] = field(default_factory=dict)
+    features: Tensor | None = None  # [B, T, d], what the head of a language model was given
+    probe: Tensor | None = None  # [B, 1, V], what it answered for the first token
+    last_output: Tensor | None = None  # of the last layer, first token, until the first forward has been checked
+    base_output: Any = None
+    replayed: Tensor | None = None  # what the base model is to answer with
+
+
+class LayerLosses:
+    """The handle of `attach_layer_losses`.
+
+    Attributes:
+        taps: the depths that are read, as numbers of 0..L.
+        layers: their number less one, as `DescentConstraints` counts.
+        keep_logits: as in `attach_layer_losses`; may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        taps: tuple[int, ...],
+        inner_fraction: float,
+        keep_logits: bool | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.taps = taps
+        self.layers = len(taps) - 1
+        self.keep_logits = keep_logits
+        self._parts = parts
+        self._inner_fraction = inner_fraction
+        self._generator = generator
+        self._weights: Tensor | None = None
+        self._pass: _Pass | None = None
+        self._evaluating = False
+        self._checked = False
+        self._attached = True
+        answers = {parts.model: self._forward, parts.head: self._head}
+        if parts.kind == CLASSIFIER:
+            answers[parts.base] = self._base
+        self._patches = [Patch(module, answer) for module, answer in answers.items()]
+        self._hooks = [
+            parts.layers[depth].register_forward_pre_hook(functools.partial(self._note, depth), with_kwargs=True)
+            for depth in taps
+            if depth < len(parts.layers)
+        ]
+        if parts.kind == LANGUAGE_MODEL and parts.tail:
+            note = functools.partial(self._note, len(parts.layers))
+            self._hooks.append(parts.tail[0].register_forward_pre_hook(note, with_kwargs=True))
+        self._check_hook = parts.layers[-1].register_forward_hook(self._note_last)
+        config: Any = parts.model.config
+        # A Trainer gathers every other output of an evaluation as if it were predictions.
+        keys = [*(getattr(config, _IGNORED_KEYS, None) or ()), LOSS_SUMS, LOSS_COUNT]
+        self._config_keys = vars(config).get(_IGNORED_KEYS)
+        setattr(config, _IGNORED_KEYS, keys)
+        setattr(parts.model, MARK, self)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """w, `[depths]`, one number for each of `taps`, negative and zero too; set it before a forward, None for none.
+
+        A tensor is taken as it is: one that changes in place need not be set again.
+        """
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Tensor | Sequence[float] | None) -> None:
+        self._weights = weights_of_depths(weights, len(self.taps))
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[LayerLosses]:
+        """In this block `loss` is that of the last layer whatever the weights, every token counts at every depth, and
+        logits are returned. The modules' own training mode and torch's gradient mode stay as they are."""
+        before, self._evaluating = self._evaluating, True
+        try:
+            yield self
+        finally:
+            self._evaluating = before
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        if not self._attached:
+            return
+        self._attached = False
+        for handle in (*self._hooks, self._check_hook):
+            handle.remove()
+        for patch in self._patches:
+            patch.remove()
+        config: Any = self._parts.model.config
+        if self._config_keys is None:
+            delattr(config, _IGNORED_KEYS)
+        else:
+            setattr(config, _IGNORED_KEYS, self._config_keys)
+        delattr(self._parts.model, MARK)
+
+    def _forward(self, patch: Patch, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model."""
+        kwargs.update(zip(patch.names, args, strict=False))
+        weights = kwargs.pop("layer_weights", None)
+        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+        if not self._attached or (labels is None and shifted is None):
+            return patch.original(**kwargs)
+        for name in ("labels", "shift_labels"):
+            kwargs.pop(name, None)
+        items = kwargs.pop("num_items_in_batch", None)
+        as_tuple = not _given(kwargs.get("return_dict"), getattr(self._parts.model.config, "return_dict", True))
+        shift = self._parts.kind == LANGUAGE_MODEL and shifted is None
+        targets = targets_of(labels if shifted is None else shifted, self._parts.classes, shift=shift)
+        count = check_count(targets, items)
+        weights = self._weights if weights is None else weights_of_depths(weights, len(self.taps))
+        self._pass = _Pass(targets, None if self._evaluating else weights, self._whole_logits())
+        try:
+            run = functools.partial(patch.original, **{**kwargs, "return_dict": True})
+            output = run()
+            rows = self._parts.kind == CLASSIFIER
+            total, sums, logits = self._read_rows(output, run) if rows else self._read_tokens(output)
+            loss = total / (count if items is None else items)
+            if output.get("aux_loss") is not None:  # of a mixture of experts
+                loss = loss + getattr(self._parts.model, "router_aux_loss_coef", 0.0) * output.aux_loss
+        finally:
+            self._pass = None
+        count = count.to(sums.device, non_blocking=True)
+        output = with_layer_losses(output, loss=loss, logits=logits, **{LOSS_SUMS: sums, LOSS_COUNT: count})
+        return output.to_tuple() if as_tuple else output
+
+    def _whole_logits(self) -> bool:
+        if self._evaluating or self._parts.kind == CLASSIFIER:
+            return True
+        return _given(self.keep_logits, not self._parts.model.training)
+
+    def _read_tokens(self, output: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Total, sums and logits of a language model."""
+        this = self._this_pass()
+        features, targets = this.features, this.targets
+        if features is None or features.shape[:-1] != targets.shape:
+            given = None if features is None else tuple(features.shape[:-1])
+            raise InputError(
+                f"labels have shape {tuple(targets.shape)} but the head was given tokens {given}: give one label a "
+                "token, and no logits_to_keep"
+            )
+        # Called as a module, so that what gathers the weight of a sharded head does so. The last norm runs again there,
+        # for sharded together with the head its weight is there only between the call and its backward.
+        total, sums = self._parts.head([*self._inner_states(), this.states.get(len(self._parts.layers), features)])
+        self._check_logits(output.logits)
+        return total, sums, output.logits if this.whole_logits else None
+
+    def _read_rows(self, output: Any, again: Callable[[], Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Total, sums and logits of a classifier."""
+        this = self._this_pass()
+        features = []
+        for state in self._inner_states():
+            this.replayed = self._tail(state)
+            features.append(again().logits)
+        features.append(output.logits)
+        for rows in features:
+            if rows.dim() != 2 or rows.shape[0] != this.targets.numel() or this.targets.dim() != 1:
+                raise InputError(
+                    f"labels must have one class a row, and the head read one row a sequence: got labels "
+                    f"{tuple(this.targets.shape)}, rows {tuple(rows.shape[:-1])}"
+                )
+        return self._parts.head(features)
+
+    def _head(self, patch: Patch, features: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the head: losses for a list of states; within a pass, what it notes; else its own."""
+        this = self._pass
+        if this is None:
+            return patch.original(features, *args, **kwargs)
+        classifier = self._parts.kind == CLASSIFIER
+        if isinstance(features, list):
+            if classifier:
+                return *self._losses(features), patch.original(features[-1])
+            if this.features is not None:
+                self._check_tail(this.features)
+            return self._losses([self._tail(state) for state in features])
+        if classifier:
+            return features
+        this.features = features
+        if this.whole_logits:
+            logits = patch.original(features, *args, **kwargs)
+            this.probe = logits[:, :1]
+            return logits
+        with torch.no_grad():
+            # The model may go on computing with logits (a softcap, a scale): these show it once what it does.
+            this.probe = patch.original(features[:, :1], *args, **kwargs)
+        return this.probe
+
+    def _base(self, patch: Patch, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the base model of a classifier: in a replay, what it returned with another last state."""
+        this = self._pass
+        if this is None:
+            return patch.original(*args, **kwargs)
+        if this.replayed is None:
+            this.base_output = patch.original(*args, **kwargs)
+            self._check_tail(this.base_output[0])
+            return this.base_output
+        changed: dict[str, Tensor | None] = {"last_hidden_state": this.replayed}
+        if "pooler_output" in this.base_output:
+            changed["pooler_output"] = self._pooled(this.replayed)
+        return type(this.base_output)(**{**this.base_output, **changed})
+
+    def _losses(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The total that becomes the loss, and the sums of the depths that are tapped."""
+        this, parts = self._this_pass(), self._parts
+        weight, bias = effective_linear(in_use(parts.head))
+        if not torch.is_autocast_enabled(weight.device.type):
+            features = [rows.to(weight.dtype) for rows in features]
+        if parts.scale != 1.0:
+            features = [rows * parts.scale for rows in features]
+            bias = None if bias is None else bias * parts.scale
+        weights, tapped = this.weights, len(self.taps)
+        if weights is not None and len(features) > tapped:
+            weights = torch.cat([weights, weights.new_zeros(1)])
+        sampled = parts.model.training and not self._evaluating
+        total, sums = layerwise_cross_entropy(
+            features,
+            weight,
+            this.targets,
+            bias,
+            layer_weights=weights,
+            ignore_index=IGNORED,
+            reduction="sum",
+            softcap=parts.softcap,
+            inner_fraction=self._inner_fraction if sampled else 1.0,
+            generator=self._generator,
+        )
+        return sums[-1] if weights is None else total, sums[:tapped]
+
+    def _tail(self, state: Tensor) -> Tensor:
+        for module in self._parts.tail:
+            state = module(state)
+        return state
+
+    def _pooled(self, state: Tensor) -> Tensor | None:
+        """What the base model pools from a last state; None where that is no module of its own and no head needs it."""
+        base: Any = self._parts.base
+        return base.pooler(state) if isinstance(getattr(base, "pooler", None), nn.Module) else None
+
+    def _inner_states(self) -> list[Tensor]:
+        """The noted inputs of the layers, by depth."""
+        states = self._this_pass().states
+        depths = [depth for depth in self.taps if depth < len(self._parts.layers)]
+        for depth in depths:
+            if depth not in states:
+                raise InputError(
+                    f"layer {depth + 1} did not run in this forward, so that depth {depth} has no state: switch "
+                    "layerdrop off, or leave the depth out of taps"
+                )
+        return [states[depth] for depth in depths]
+
+    def _note(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # In the backward a checkpointed layer runs again; then there is no pass. The norm runs again for each depth.
+        if self._pass is not None and depth not in self._pass.states:
+            self._pass.states[depth] = args[0] if args else next(iter(kwargs.values()))
+
+    def _note_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._pass is not None:
+            state = output if isinstance(output, Tensor) else output[0]
+            self._pass.last_output = state[:, :1].detach()
+
+    def _check_tail(self, expected: Tensor) -> None:
+        """Once: what stands between the last layer and the head is what `ModelParts.tail` says.
+
+        Raises:
+            InputError: something else stands there.
+        """
+        noted = self._this_pass().last_output
+        if self._checked or noted is None or torch.compiler.is_compiling():
+            return
+        between = "between its last layer and its head"
+        with torch.no_grad():
+            self._compare(self._tail(noted), expected[:, :1], between)
+            pooled = None if self._parts.kind == LANGUAGE_MODEL else self._pooled(expected)
+            if pooled is not None:
+                self._compare(pooled, self._this_pass().base_output["pooler_output"], between)
+        if self._parts.kind == CLASSIFIER:
+            self._finish_check()
+
+    def _check_logits(self, logits: Tensor) -> None:
+        """Once: what the model does to its logits is what `scale` and `softcap` say.
+
+        Raises:
+            InputError: it does something else.
+        """
+        probe, parts = self._this_pass().probe, self._parts
+        if self._checked or probe is None or torch.compiler.is_compiling():
+            return
+        with torch.no_grad():
+            probe = probe * parts.scale
+            if parts.softcap is not None:
+                probe = parts.softcap * torch.tanh(probe / parts.softcap)
+            self._compare(probe, logits[:, :1], "after its head")
+        self._finish_check()
+
+    def _compare(self, found: Tensor, expected: Tensor, where: str) -> None:
+        # Not (a > b) rather than a <= b: where a model diverged, NaN is not the fault of its structure.
+        same = found.shape == expected.shape
+        if not same or bool((found - expected).abs().max() > 0.02 * expected.abs().max()):
+            raise InputError(
+                f"no layer losses for a {type(self._parts.model).__name__}: it computes something {where} that is not "
+                "known here, so that its inner depths cannot be read as its last one is"
+            )
+
+    def _finish_check(self) -> None:
+        self._checked = True
+        self._check_hook.remove()
+
+    def _this_pass(self) -> _Pass:
+        assert self._pass is not None
+        return self._pass
+
+
+def _given(value: bool | None, default: bool) -> bool:
+    return default if value is None else value

@@ -1,0 +1,95 @@
+"""The one linear map of a head as a weight and a bias, also where an adapter or a sharding stands around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast.errors import InputError
+
+
+def linear_maps(module: nn.Module) -> Iterator[nn.Module]:
+    """The linear maps inside of `module`, in the order of their registration.
+
+    One with a low-rank adapter around it counts as one, and of a module that is trained in place of another
+    (peft's `modules_to_save`) only the one in use is looked at.
+    """
+    module = in_use(module)
+    if is_linear(module):
+        yield module
+        return
+    for child in module.children():
+        yield from linear_maps(child)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` is x Wᵀ + b, with or without a low-rank adapter."""
+    return isinstance(getattr(module, "base_layer", module), nn.Linear)
+
+
+def in_use(module: nn.Module) -> nn.Module:
+    """`module`, or the copy that peft trains in its place."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict) or getattr(module, "disable_adapters", False):
+        return getattr(module, "original_module", module)
+    active = getattr(module, "active_adapters", None) or list(copies)
+    return copies[active[0] if active[0] in copies else next(iter(copies))]
+
+
+def size_of_linear(linear: nn.Module) -> tuple[int, int]:
+    """`(V, d)`, the number of outputs and of inputs."""
+    base: Any = getattr(linear, "base_layer", linear)
+    return base.out_features, base.in_features
+
+
+def effective_linear(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight `[V, d]` and bias `[V]` of a linear map, whole and differentiable, whatever is around it.
+
+    A low-rank adapter adds `s · B A`, a sharded weight is gathered.
+
+    Raises:
+        InputError: the weight is quantised, or the adapter is no plain product of two matrices.
+    """
+    base: Any = getattr(linear, "base_layer", linear)
+    weight, bias = _whole(base.weight), None if base.bias is None else _whole(base.bias)
+    if not weight.is_floating_point() or weight.dim() != 2:
+        raise InputError(
+            f"the head's weight must be a floating-point matrix, got {tuple(weight.shape)} {weight.dtype} in "
+            f"{type(base).__name__}: leave the head out of the quantisation"
+        )
+    if base is linear or getattr(linear, "disable_adapters", False) or getattr(linear, "merged", False):
+        return weight, bias
+    adapted: Any = linear
+    for name in adapted.active_adapters:
+        if name not in adapted.lora_A:
+            continue
+        _check_plain(adapted, name)
+        down, up, scaling = adapted.lora_A[name], adapted.lora_B[name], adapted.scaling[name]
+        weight = weight + (scaling * (_whole(up.weight) @ _whole(down.weight))).to(weight.dtype)
+        if up.bias is not None:
+            of_adapter = (scaling * _whole(up.bias)).to(weight.dtype)
+            bias = of_adapter if bias is None else bias + of_adapter
+    return weight, bias
+
+
+def _check_plain(adapted: Any, name: str) -> None:
+    variants = getattr(adapted, "lora_variant", {}) or {}
+    if name in variants or getattr(adapted, "use_dora", {}).get(name, False):
+        raise InputError(
+            f"the adapter {name!r} of the head is no plain LoRA: use plain LoRA there, or leave the head out"
+        )
+    dropout = adapted.lora_dropout[name] if name in getattr(adapted, "lora_dropout", {}) else None
+    if isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training:
+        raise InputError(
+            f"the adapter {name!r} of the head has a dropout of {dropout.p}, which acts on its input and is no part of "
+            "one shared weight: set lora_dropout=0, or leave the head out of the adapter"
+        )
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A DTensor gathered, any other tensor as it is."""
+    gather = getattr(parameter, "full_tensor", None)
+    return parameter if gather is None or not isinstance(parameter, torch.Tensor) else gather()

@@ -1,0 +1,203 @@
+"""Which modules of a transformers model are its layers, what reads its last layer, and what it is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from torch import nn
+
+from cdt_fast.checks import check_integer
+from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.heads import in_use, is_linear, linear_maps, size_of_linear
+
+LANGUAGE_MODEL = "causal language model"
+CLASSIFIER = "classifier"
+SUPPORTED = (
+    "supported are transformers' …ForSequenceClassification and …ForImageClassification models of one encoder or "
+    "decoder, and its …ForCausalLM and …LMHeadModel models whose head is one linear map of the model itself"
+)
+
+_KINDS = {
+    "ForSequenceClassification": CLASSIFIER,
+    "ForImageClassification": CLASSIFIER,
+    "ForCausalLM": LANGUAGE_MODEL,
+    "LMHeadModel": LANGUAGE_MODEL,
+}
+# What may stand between the last layer and the head, in the order in which it is applied. That nothing else stands
+# there is checked with values, in the first forward.
+_TAIL = (
+    ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
+    ("project_out",),
+)
+_PROBLEMS = (None, "single_label_classification")
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The modules that matter.
+
+    Attributes:
+        kind: LANGUAGE_MODEL or CLASSIFIER.
+        model: the one whose forward has `labels`.
+        base: the part of it that returns hidden states.
+        layers: L modules, one a layer.
+        tail: what `base` applies to the output of the last layer, in this order.
+        head: the linear map to the logits, as `model` calls it.
+        classes: V, the number of its outputs.
+        scale: what the model multiplies the logits by.
+        softcap: c of `c · tanh(logits / c)`, or None.
+    """
+
+    kind: str
+    model: nn.Module
+    base: nn.Module
+    layers: tuple[nn.Module, ...]
+    tail: tuple[nn.Module, ...]
+    head: nn.Module
+    classes: int
+    scale: float
+    softcap: float | None
+
+
+def find_parts(wrapped: Any) -> ModelParts:
+    """The parts of a model, also of one in a wrapper of torch, accelerate or peft.
+
+    Raises:
+        InputError: it is no model of transformers with a head that is known; the message names its class.
+    """
+    model = _unwrapped(wrapped)
+    name = type(model).__name__
+    kind = _kind(model)
+    config: Any = getattr(model, "config", None)
+    base: Any = getattr(model, "base_model", None)
+    if kind is None or config is None or not isinstance(base, nn.Module) or base is model:
+        raise InputError(f"no layer losses for a {name}: {SUPPORTED}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"no layer losses for a {name}, which has an encoder and a decoder: {SUPPORTED}")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    path, layers = _layers(base, getattr(text, "num_hidden_layers", None), name)
+    head = _head_of_classifier(model, base, config) if kind == CLASSIFIER else _head_of_language_model(model)
+    classifier = kind == CLASSIFIER
+    return ModelParts(
+        kind=kind,
+        model=model,
+        base=base,
+        layers=layers,
+        tail=tuple(_tail(path)),
+        head=head,
+        classes=size_of_linear(in_use(head))[0],
+        scale=1.0 if classifier else _scale(text),
+        softcap=None if classifier else getattr(text, "final_logit_softcapping", None),
+    )
+
+
+def check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
+    """The depths to read, counted from 0, the input of the first layer, to L, the output of the last.
+
+    Raises:
+        InputError: there is none, one is out of range, or they do not increase.
+    """
+    if taps is None:
+        return tuple(range(layers + 1))
+    if isinstance(taps, str) or not isinstance(taps, Sequence) or not taps:
+        raise InputError(f"taps must be a list of depths between 0 and {layers}, or None for all, got {taps!r}")
+    depths = []
+    for tap in taps:
+        depth = check_integer("taps", tap, -layers - 1)
+        if depth > layers:
+            raise InputError(f"taps must be depths between 0 and {layers}, the number of layers, got {tap}")
+        depths.append(depth % (layers + 1))
+    if any(first >= second for first, second in itertools.pairwise(depths)):
+        raise InputError(f"taps must be increasing depths without repetition, got {list(taps)}")
+    return tuple(depths)
+
+
+def _unwrapped(model: Any) -> Any:
+    while True:
+        if hasattr(model, "_orig_mod"):  # torch.compile
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):  # peft
+            model = model.get_base_model()
+        elif isinstance(getattr(model, "module", None), nn.Module) and not hasattr(model, "config_class"):  # DDP, FSDP
+            model = model.module
+        else:
+            return model
+
+
+def _kind(model: Any) -> str | None:
+    # The classes that it inherits from count too: FSDP2 makes a subclass of each model that it shards.
+    for ancestor in type(model).__mro__:
+        for ending, kind in _KINDS.items():
+            if ancestor.__name__.endswith(ending):
+                return kind
+    return None
+
+
+def _layers(base: nn.Module, expected: int | None, name: str) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+    """The modules from `base` down to the one that owns the layers, and the layers."""
+    found = [(path, layers) for path, layers in _lists(base, ()) if len(layers) == expected]
+    if len(found) != 1:
+        raise InputError(
+            f"no layer losses for a {name}: it holds {len(found)} lists of {expected} layers (num_hidden_layers) where "
+            f"one is expected; {SUPPORTED}"
+        )
+    path, layers = found[0]
+    return path, tuple(layers)
+
+
+def _lists(module: nn.Module, path: tuple[nn.Module, ...]) -> Iterator[tuple[tuple[nn.Module, ...], nn.ModuleList]]:
+    path = (*path, module)
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield path, child  # lists inside of its items are experts or parts of a layer
+        else:
+            yield from _lists(child, path)
+
+
+def _tail(path: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    for names in _TAIL:
+        for owner in reversed(path):
+            yield from (child for name, child in owner.named_children() if name in names)
+
+
+def _head_of_language_model(model: Any) -> nn.Module:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module) or not is_linear(in_use(head)) or head not in model.children():
+        raise InputError(f"no layer losses for a {type(model).__name__}: its head is unknown; {SUPPORTED}")
+    return head
+
+
+def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Module:
+    name = type(model).__name__
+    problem = getattr(config, "problem_type", None)
+    if config.num_labels < 2 or problem not in _PROBLEMS:
+        raise InputError(
+            f"no layer losses for a {name} with num_labels={config.num_labels} and problem_type={problem!r}: only "
+            "classification with one label a row and at least 2 classes is supported"
+        )
+    found = [
+        linear
+        for child in model.children()
+        if child is not base
+        for linear in linear_maps(child)
+        if size_of_linear(linear)[0] == config.num_labels
+    ]
+    if not found:
+        raise InputError(
+            f"no layer losses for a {name}: it has no linear map to its {config.num_labels} classes; {SUPPORTED}"
+        )
+    return found[-1]  # a dense layer of the same size stands before it
+
+
+def _scale(config: Any) -> float:
+    """What Cohere, Granite and Falcon-H1 multiply their logits by."""
+    scale = 1.0
+    for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
+        value = getattr(config, name, None)
+        if isinstance(value, Real):
+            scale *= float(value) ** power
+    return scale
