@@ -18,11 +18,11 @@ from cdt_fast.config import RunConfig
 from cdt_fast.data import VideoData, Windows, add_noise, from_patches, to_patches
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.models import DUST
+from cdt_fast.per_sample import per_sample_statistics
 from cdt_fast.runs import RunFolder
 
 LEVELS = 255.0
 BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {"dct": dct_denoise, "dct3d": dct3d_denoise}
-HISTOGRAM_EDGES = [round(0.05 * index, 2) for index in range(41)]  # of the per-sample ratios, 0 to 2
 
 # Noise of the evaluation: the same for every run, and apart from the noise of any training.
 _NOISE_SEED = 20_260_117
@@ -148,24 +148,15 @@ def _descent(model: DUST, data: VideoData, config: RunConfig) -> tuple[list[floa
     A depth that is exact (flat patches without noise can be) has no ratio to the next and is left out of the
     statistics; they are None when nothing is left.
     """
-    losses, ratios = [], []
+    losses = []
     for noisy, clean in noisy_batches(data.test, config.data.gamma, data.sigma, model.dictionary.device):
         target = _tokens(clean, config)
         depths = [
             (tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(_tokens(noisy, config))
         ]
-        sequences = torch.stack(depths).to(torch.float64)
-        losses.append(sequences)
-        ratios.append((sequences[1:] / sequences[:-1]).cpu())
-    every = torch.cat(ratios, dim=1).flatten()
-    every = every[every.isfinite()]
-    counts = torch.histogram(every.clamp(max=HISTOGRAM_EDGES[-1]), torch.tensor(HISTOGRAM_EDGES).double()).hist
-    return torch.cat(losses, dim=1).mean(1).tolist(), {
-        "mean_ratio": every.mean().item() if len(every) else None,
-        "median_ratio": every.median().item() if len(every) else None,
-        "descending_fraction": (every < 1).double().mean().item() if len(every) else None,
-        "histogram": {"edges": HISTOGRAM_EDGES, "counts": [int(count) for count in counts]},
-    }
+        losses.append(torch.stack(depths).to(torch.float64))
+    every = torch.cat(losses, dim=1)
+    return every.mean(1).tolist(), per_sample_statistics(every)
 
 
 def _tokens(frames: Tensor, config: RunConfig) -> Tensor:

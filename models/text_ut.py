@@ -1,0 +1,331 @@
+"""UT for text: the unrolled transformer of Yang, Huang and Wipf as a classifier of texts (MATH: section 4)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast import ops
+from cdt_fast.checks import check_choice, check_integer
+from cdt_fast.errors import InputError
+from cdt_fast.models.pretrained import PretrainedModel
+from cdt_fast.ops.checks import (
+    check_factor,
+    check_lengths,
+    check_shape,
+    check_together,
+    describe,
+    padding_mask,
+    without_padding,
+)
+
+RESIDUALS = ("layer", "input", "bias")
+
+
+class TextUT(PretrainedModel):
+    """A classifier of texts whose every layer refines the tokens, and whose every depth is read by one linear layer.
+
+        Z = Y Wᵀ,   A = softmax_rows(β Z Zᵀ),   Y⁺ = A Y,   Y_next = ReLU(Y⁺ W_f + R),   W_f = −½(V + Vᵀ)
+
+    The readout of a depth is `mean over the tokens of Y_l`, through the head that all depths share. Padding takes part
+    neither in the attention nor in the mean. Without positions the order of the tokens does not matter.
+
+    Args:
+        embedding: the word embeddings: `(vocabulary, width)` for new ones, which start as N(0, 1/width); or those of a
+            pretrained model, copied: an `nn.Embedding`, a tensor `[vocabulary, width]`, or a transformers model.
+        classes: number of classes, ≥ 1.
+        layers: L ≥ 1.
+        width: d, the width of the tokens; where it is not that of the embeddings a linear map (without a bias) brings
+            them to it. None: the width of the embeddings.
+        attention_width: k, the width of Z; None: d.
+        residual: R of a layer: its own input ("layer", as in the paper's equation 2), the input of layer 1 ("input"),
+            or a learned vector ("bias").
+        tied: one W, V and bias for all layers, else one a layer.
+        scale: β of the attention.
+        positions: the longest text, in tokens, for learned positions that are added to the tokens (they start at
+            zero); None: no positions, and texts of any length.
+        frozen_embedding: the word embeddings do not train.
+
+    Attributes:
+        embedding: `nn.Embedding`, `[vocabulary, width of the embeddings]`; `get_input_embeddings()` is the same.
+        projection: `nn.Linear` to d, or None.
+        attention_weight: W, parameter `[k, d]` if tied, else `[layers, k, d]`; Xavier initialisation.
+        feedforward_weight: V, parameter `[d, d]` if tied, else `[layers, d, d]`; Xavier initialisation.
+        residual_bias: R of "bias", parameter `[d]` if tied, else `[layers, d]`, else None; starts at zero.
+        position_embedding: parameter `[positions, d]`, or None.
+        head: `nn.Linear` from d to the classes; Xavier initialisation, no bias at the start.
+
+    Raises:
+        InputError: an argument out of its range, or embeddings of an unknown kind.
+    """
+
+    def __init__(
+        self,
+        embedding: Sequence[int] | nn.Module | Tensor,
+        classes: int,
+        layers: int,
+        *,
+        width: int | None = None,
+        attention_width: int | None = None,
+        residual: str = "layer",
+        tied: bool = False,
+        scale: float = 1.0,
+        positions: int | None = None,
+        frozen_embedding: bool = False,
+    ) -> None:
+        super().__init__()
+        self.classes = check_integer("classes", classes, 1)
+        self.layers = check_integer("layers", layers, 1)
+        self.embedding = _embedding(embedding)
+        self.embedding.weight.requires_grad_(not frozen_embedding)
+        self.frozen_embedding, self.tied = bool(frozen_embedding), bool(tied)
+        self.width = self.embedding.embedding_dim if width is None else check_integer("width", width, 1)
+        self.attention_width = (
+            self.width if attention_width is None else check_integer("attention_width", attention_width, 1)
+        )
+        self.residual = check_choice("residual", residual, RESIDUALS)
+        self.scale = check_factor("scale", scale)
+        self.positions = None if positions is None else check_integer("positions", positions, 1)
+        # Everything that is new has the dtype of the embeddings, so that bfloat16 ones of a pretrained model fit.
+        dtype = self.embedding.weight.dtype
+        self.projection = (
+            None
+            if self.width == self.embedding.embedding_dim
+            else nn.Linear(self.embedding.embedding_dim, self.width, bias=False, dtype=dtype)
+        )
+        copies = () if tied else (self.layers,)
+        self.attention_weight = nn.Parameter(torch.empty(*copies, self.attention_width, self.width, dtype=dtype))
+        self.feedforward_weight = nn.Parameter(torch.empty(*copies, self.width, self.width, dtype=dtype))
+        self.residual_bias = nn.Parameter(torch.zeros(*copies, self.width, dtype=dtype)) if residual == "bias" else None
+        self.position_embedding = (
+            None if self.positions is None else nn.Parameter(torch.zeros(self.positions, self.width, dtype=dtype))
+        )
+        self.head = nn.Linear(self.width, self.classes, dtype=dtype)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        matrices = [self.head.weight, *([] if self.projection is None else [self.projection.weight])]
+        for weight in (self.attention_weight, self.feedforward_weight):
+            # One matrix at a time: the fans of a stack would count the layers in.
+            matrices += [weight] if self.tied else list(weight.unbind())
+        with torch.no_grad():
+            for matrix in matrices:
+                nn.init.xavier_uniform_(matrix)
+            self.head.bias.zero_()
+
+    @property
+    def config(self) -> dict[str, Any]:  # type: ignore[override]
+        """The constructor's arguments; of the embeddings their size, as the values are among the weights."""
+        names = ("classes", "layers", "width", "attention_width", "residual", "tied", "scale", "positions")
+        size = [self.embedding.num_embeddings, self.embedding.embedding_dim]
+        return {"embedding": size, **{name: getattr(self, name) for name in (*names, "frozen_embedding")}}
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The word embeddings, under the name that transformers' models have for them."""
+        return self.embedding
+
+    def forward(
+        self,
+        tokens: Tensor,
+        depth: int | None = None,
+        *,
+        lengths: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The logits `[..., classes]` after `depth` layers (None: all of them); an earlier exit costs no later layer.
+
+        Args:
+            tokens: token ids `[..., T]` (int32 or int64), or word embeddings `[..., T, width of the embeddings]`.
+            depth: 0..L; 0 reads the tokens as they go into layer 1.
+            lengths: `[...]` integers, the tokens of each text, the rest being padding on its right. On a GPU they are
+                not waited for: there a text without tokens is read as zeros.
+            attention_mask: `[..., T]`, one or true at the tokens that count, in place of `lengths`. Padding may lie
+                anywhere; learned positions count the tokens that are not padding.
+
+        Raises:
+            InputError: a wrong shape, dtype or device; both `lengths` and `attention_mask`; on the CPU an id outside
+                the vocabulary or a text without tokens; more tokens than positions; `depth` not in 0..layers.
+        """
+        if depth is None:
+            depth = self.layers
+        if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= self.layers:
+            raise InputError(f"depth must be a whole number from 0 to {self.layers}, got {depth!r}")
+        (states,) = deque(self._depths(tokens, depth, lengths, attention_mask), maxlen=1)
+        return self.head(states())
+
+    def depth_logits(
+        self, tokens: Tensor, *, lengths: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> list[Tensor]:
+        """The logits of all depths 0..L, L+1 tensors `[..., classes]`; arguments and errors as `forward`."""
+        return [self.head(states()) for states in self._depths(tokens, self.layers, lengths, attention_mask)]
+
+    def layer_losses(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        layer_weights: Tensor | Sequence[float] | None = None,
+        *,
+        lengths: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`(total, per_layer)`: the cross-entropies `[L+1]` of all depths in nats, and their weighted sum.
+
+        See `ops.layerwise_cross_entropy` for what is differentiable. Used as
+        `total, losses = model.layer_losses(ids, labels, constraints.weights(), lengths=lengths)`.
+
+        Args:
+            tokens, lengths, attention_mask: as `forward`.
+            labels: `[...]` int64 in [0, classes), or −100 for a text that does not count.
+            layer_weights: `w`, L+1 numbers, or None.
+
+        Raises:
+            InputError: as `forward`; `labels` or `layer_weights` have a wrong shape or dtype; on the CPU a label
+                outside the classes.
+        """
+        states = [states() for states in self._depths(tokens, self.layers, lengths, attention_mask)]
+        if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+            raise InputError(f"labels must be an int64 tensor with one class a text, got {describe(labels)}")
+        check_shape("labels", labels, tuple(states[0].shape[:-1]), "one class a text")
+        return ops.layerwise_cross_entropy(
+            states, self.head.weight, labels, self.head.bias, layer_weights=layer_weights
+        )
+
+    def _depths(
+        self, tokens: Tensor, depth: int, lengths: Tensor | None, attention_mask: Tensor | None
+    ) -> Iterator[_Pooled]:
+        """The states of every depth, pooled only where they are asked for."""
+        states, lengths = self._embed(tokens, lengths, attention_mask)
+        pooling = _pooling(states, lengths)
+        first = states
+        attention, feedforward, biases = (
+            [parameter] * self.layers if self.tied or parameter is None else list(parameter.unbind())
+            for parameter in (self.attention_weight, self.feedforward_weight, self.residual_bias)
+        )
+        yield _Pooled(states, pooling)
+        for w, v, bias in list(zip(attention, feedforward, biases, strict=True))[:depth]:
+            assert w is not None  # only the bias may be missing
+            assert v is not None
+            mixed = ops.symmetric_attention(states @ w.mT, states, scale=self.scale, lengths=lengths)
+            residual = bias if bias is not None else first if self.residual == "input" else states
+            # Under autocast the attention's output has its dtype, and so has all that follows.
+            states = ops.residual_linear(mixed, -0.5 * (v + v.mT), residual, nonlinearity="relu")
+            yield _Pooled(states, pooling)
+
+    def _embed(
+        self, tokens: Tensor, lengths: Tensor | None, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The input of layer 1 `[..., T, d]`, zero at padding, which lies on the right, and the lengths."""
+        is_ids = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64) and tokens.dim() >= 1
+        if not is_ids and not (isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.dim() >= 2):
+            raise InputError(
+                f"tokens must be ids [..., T] (int32 or int64) or embeddings [..., T, width], got {describe(tokens)}"
+            )
+        shape = tokens.shape if is_ids else tokens.shape[:-1]
+        if shape[-1] == 0:
+            raise InputError(f"tokens must hold at least one token a text, got shape {tuple(tokens.shape)}")
+        if self.positions is not None and shape[-1] > self.positions:
+            raise InputError(
+                f"tokens holds {shape[-1]} tokens a text, more than the {self.positions} positions of the model: "
+                "truncate the texts"
+            )
+        if not is_ids:
+            check_shape("tokens", tokens, (*shape, self.embedding.embedding_dim), "tokens by the embeddings' width")
+            check_together(tokens=tokens, embedding=self.embedding.weight)
+        if attention_mask is not None:
+            if lengths is not None:
+                raise InputError("lengths and attention_mask say the same: give one of them")
+            tokens, lengths = _right_padded(tokens, attention_mask, shape)
+        states = self._look_up(tokens) if is_ids else tokens
+        check_lengths(lengths, states)
+        if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
+            shortest, longest = int(lengths.min()), int(lengths.max())
+            if shortest < 1 or longest > shape[-1]:
+                wrong = shortest if shortest < 1 else longest
+                raise InputError(f"lengths must be from 1 to the {shape[-1]} tokens of a text, got {wrong}")
+        # Before the projections: what stands at padding (NaN too) would reach their weights' gradients.
+        states = without_padding(states, padding_mask(lengths, states))
+        if self.projection is not None:
+            states = self.projection(states)
+        if self.position_embedding is not None:
+            states = states + self.position_embedding[: shape[-1]]
+        return states, lengths
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        if ids.device != self.embedding.weight.device:
+            raise InputError(f"tokens is on {ids.device} but the model is on {self.embedding.weight.device}")
+        if ids.device.type == "cpu" and ids.numel():
+            lowest, highest = int(ids.min()), int(ids.max())
+            if lowest < 0 or highest >= self.embedding.num_embeddings:
+                wrong = lowest if lowest < 0 else highest
+                raise InputError(
+                    f"tokens holds the id {wrong}, outside the vocabulary of {self.embedding.num_embeddings}"
+                )
+        return self.embedding(ids)
+
+
+class _Pooled:
+    """The states of a depth `[..., T, d]`; called, their mean over the tokens that count, `[..., d]`."""
+
+    def __init__(self, states: Tensor, pooling: Tensor | None) -> None:
+        self.states, self.pooling = states, pooling
+
+    def __call__(self) -> Tensor:
+        if self.pooling is None:
+            return self.states.mean(-2)
+        # A product and no masked copy: the states are finite at padding too.
+        return (self.pooling.to(self.states.dtype) @ self.states).squeeze(-2)
+
+
+def _pooling(states: Tensor, lengths: Tensor | None) -> Tensor | None:
+    """`[..., 1, T]`: 1/length at the tokens that count, 0 at padding."""
+    padding = padding_mask(lengths, states)
+    if padding is None or lengths is None:
+        return None
+    counts = lengths.clamp(min=1).to(torch.float64 if states.dtype == torch.float64 else torch.float32)
+    return ((~padding) / counts.unsqueeze(-1)).unsqueeze(-2)
+
+
+def _embedding(given: Any) -> nn.Embedding:
+    """New word embeddings, or a copy of those that are given."""
+    source = given
+    if isinstance(given, nn.Module) and not isinstance(given, nn.Embedding):
+        find = getattr(given, "get_input_embeddings", None)
+        source = getattr(find() if callable(find) else None, "weight", None)
+    elif isinstance(given, nn.Embedding):
+        source = given.weight
+    if isinstance(source, Tensor):
+        if not source.is_floating_point() or source.dim() != 2 or not source.numel():
+            raise InputError(f"embedding must be floating point [vocabulary, width], got {describe(source)}")
+        return nn.Embedding.from_pretrained(source.detach().clone().contiguous(), freeze=False)
+    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
+        vocabulary = check_integer("embedding[0], the vocabulary,", given[0], 1)
+        width = check_integer("embedding[1], the width,", given[1], 1)
+        embedding = nn.Embedding(vocabulary, width)
+        # Tokens of norm one: from torch's N(0, 1) the scores are about d on the diagonal, and the attention is the
+        # identity from the start.
+        nn.init.normal_(embedding.weight, std=width**-0.5)
+        return embedding
+    described = type(given).__name__ if isinstance(given, nn.Module) else describe(given)
+    raise InputError(
+        "embedding must be (vocabulary, width), an nn.Embedding, a tensor or a model with get_input_embeddings(), "
+        f"got {described}"
+    )
+
+
+def _right_padded(tokens: Tensor, attention_mask: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """The tokens with their padding moved to the right, in their order, and their lengths; nothing is waited for."""
+    if not isinstance(attention_mask, Tensor):
+        raise InputError(f"attention_mask must be a tensor of zeros and ones, got {describe(attention_mask)}")
+    check_shape("attention_mask", attention_mask, tuple(shape), "as the tokens")
+    if attention_mask.device != tokens.device:
+        raise InputError(f"attention_mask is on {attention_mask.device} but tokens is on {tokens.device}")
+    counted = attention_mask != 0
+    order = torch.argsort((~counted).to(torch.uint8), dim=-1, stable=True)
+    if tokens.is_floating_point():
+        order = order.unsqueeze(-1).expand(tokens.shape)
+        return tokens.gather(-2, order), counted.sum(-1)
+    return tokens.gather(-1, order), counted.sum(-1)

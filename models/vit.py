@@ -1,0 +1,333 @@
+"""A vision transformer as a denoiser of frames: every layer's output is read as an image (MATH: section 7)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from cdt_fast import ops
+from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
+from cdt_fast.errors import InputError, require
+from cdt_fast.files import read_json
+from cdt_fast.models.pretrained import PretrainedModel
+from cdt_fast.ops.checks import check_shape, check_tensor, check_together
+
+ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
+
+# Names of a block's weights in newer versions of transformers and in older ones, the more special ones first.
+_NAMES = (
+    ("layers.", "encoder.layer."),
+    ("attention.q_proj.", "attention.attention.query."),
+    ("attention.k_proj.", "attention.attention.key."),
+    ("attention.v_proj.", "attention.attention.value."),
+    ("attention.o_proj.", "attention.output.dense."),
+    ("mlp.fc1.", "intermediate.dense."),
+    ("mlp.fc2.", "output.dense."),
+)
+
+
+class DenoisingViT(PretrainedModel):
+    """A denoiser of frames cut into patches: a transformers ViT, each of whose depths is read as an image.
+
+        h_0 = [class token, X Eᵀ + e] + positions,   h_l = block_l(h_{l−1}),   x̂_l = LayerNorm(h_l) Wᵀ + b
+
+    The layer norm is the ViT's final one and W `[n, d]` is one readout for all depths; the class token is not read.
+    The blocks are those of `transformers.ViTModel`, without dropout.
+
+    Args:
+        patch_size: n, pixels of a patch, a square number.
+        grid: rows and columns of patches of a frame; a sequence has T = rows · columns tokens, row by row, as
+            `to_patches(frames, patch, "space")` cuts them.
+        layers: L ≥ 1.
+        width: d, a multiple of `heads`.
+        heads: attention heads of a block.
+        feedforward_width: inner width of a block's feed-forward part; None: 4 d.
+        activation: of the feed-forward part: "gelu", "gelu_new", "relu" or "silu".
+        bias: queries, keys and values have a bias.
+        epsilon: of the layer norms.
+
+    Attributes:
+        vit: the `transformers.ViTModel`, of one channel and without a pooler. Its patch embedding is applied as a
+            linear map of a patch.
+        readout: `nn.Linear` from d to n.
+
+    Raises:
+        InputError: an argument out of its range.
+        MissingExtra: transformers is not installed.
+    """
+
+    def __init__(
+        self,
+        patch_size: int = 256,
+        grid: Sequence[int] = (10, 10),
+        layers: int = 6,
+        *,
+        width: int = 192,
+        heads: int = 3,
+        feedforward_width: int | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        epsilon: float = 1e-12,
+    ) -> None:
+        super().__init__()
+        transformers = require("transformers", "transformers", "DenoisingViT")
+        self.patch_size = check_integer("patch_size", patch_size, 1)
+        side = math.isqrt(self.patch_size)
+        if side * side != self.patch_size:
+            raise InputError(f"patch_size must be a square number (pixels of a patch), got {patch_size!r}")
+        self.grid = _check_grid(grid)
+        self.layers = check_integer("layers", layers, 1)
+        self.width, self.heads = check_integer("width", width, 1), check_integer("heads", heads, 1)
+        if self.width % self.heads:
+            raise InputError(f"width must be a multiple of heads, got {width!r} and {heads!r}")
+        self.feedforward_width = (
+            4 * self.width if feedforward_width is None else check_integer("feedforward_width", feedforward_width, 1)
+        )
+        self.activation = check_choice("activation", activation, ACTIVATIONS)
+        self.bias, self.epsilon = bool(bias), check_positive("epsilon", epsilon)
+        configuration = transformers.ViTConfig(
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            intermediate_size=self.feedforward_width,
+            hidden_act=self.activation,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            layer_norm_eps=self.epsilon,
+            qkv_bias=self.bias,
+            image_size=[side * count for count in self.grid],
+            patch_size=side,
+            num_channels=1,
+        )
+        self.vit = transformers.ViTModel(configuration, add_pooling_layer=False)
+        self.readout = nn.Linear(self.width, self.patch_size)
+        nn.init.trunc_normal_(self.readout.weight, std=0.02)
+        nn.init.zeros_(self.readout.bias)
+        self.register_load_state_dict_pre_hook(_rename_weights)
+
+    @property
+    def config(self) -> dict[str, Any]:  # type: ignore[override]
+        """The constructor's arguments."""
+        names = ("patch_size", "layers", "width", "heads", "feedforward_width", "activation", "bias", "epsilon")
+        return {"grid": list(self.grid), **{name: getattr(self, name) for name in names}}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        grid: Sequence[int] | None = None,
+        pixel_mean: float = 0.5,
+        pixel_std: float = 0.5,
+        download: bool = False,
+    ) -> Self:
+        """Load a model that `save_pretrained` wrote, or take the weights of a transformers ViT, on the CPU.
+
+        Of a transformers ViT the embeddings, blocks and final layer norm are taken; the readout is new. Its patch
+        embedding becomes one of grey patches with values in [0, 1]: a grey value stands for the same value in all
+        channels, so the channels' weights are summed, and the ViT's normalisation of the pixels is folded in. Position
+        embeddings are interpolated (bicubic) where the grid is another one than the ViT was trained with.
+
+        Args:
+            folder: a folder of this package's or of transformers' (safetensors), or a name on the Hugging Face hub.
+            grid: rows and columns of patches of a frame; None: as the ViT was trained. Only for a transformers ViT,
+                as are the others.
+            pixel_mean, pixel_std: the normalisation of the ViT's pixels, `(value − mean) / std`, in all channels.
+            download: fetch a name from the hub if it is not on this machine; otherwise nothing leaves the machine.
+
+        Raises:
+            InputError: the folder or name holds no ViT, a file of it is missing or not whole, or an argument is out
+                of its range or not of use for this package's own folder.
+            MissingExtra: transformers is not installed.
+        """
+        own = Path(folder) / "config.json"
+        if own.is_file() and "model" in (read_json(own) or {}):
+            if grid is not None or (pixel_mean, pixel_std) != (0.5, 0.5):
+                raise InputError(f"{folder}: is a model of this package, whose grid and pixels are settled")
+            return super().from_pretrained(folder)
+        mean, std = check_number("pixel_mean", pixel_mean), check_positive("pixel_std", pixel_std)
+        source = _load_vit(str(folder), download)
+        side, rows, columns = _geometry(source.config, str(folder))
+        model = cls(
+            side * side,
+            (rows, columns) if grid is None else grid,
+            source.config.num_hidden_layers,
+            width=source.config.hidden_size,
+            heads=source.config.num_attention_heads,
+            feedforward_width=source.config.intermediate_size,
+            activation=source.config.hidden_act,
+            bias=source.config.qkv_bias,
+            epsilon=source.config.layer_norm_eps,
+        )
+        weights = source.state_dict()
+        weights.pop("embeddings.mask_token", None)
+        embeddings = source.embeddings
+        kernel = embeddings.patch_embeddings.projection.weight.detach().sum(1, keepdim=True) / std
+        weights["embeddings.patch_embeddings.projection.weight"] = kernel
+        weights["embeddings.patch_embeddings.projection.bias"] = (
+            embeddings.patch_embeddings.projection.bias.detach() - mean * kernel.sum((1, 2, 3))
+        )
+        weights["embeddings.position_embeddings"] = interpolated_positions(
+            embeddings.position_embeddings.detach(), (rows, columns), model.grid
+        )
+        try:
+            model.vit.load_state_dict(weights)
+        except RuntimeError as error:
+            raise InputError(f"{folder}: does not hold a plain ViT ({error})") from error
+        return model
+
+    def forward(self, noisy: Tensor, depth: int | None = None) -> Tensor:
+        """The image `[..., T, n]` of `noisy` `[..., T, n]` after `depth` blocks (None: all of them).
+
+        An earlier exit costs the blocks up to it and nothing else; depth 0 reads the embeddings.
+
+        Raises:
+            InputError: `noisy` has the wrong shape or dtype, or `depth` is not in 0..layers.
+        """
+        if depth is None:
+            depth = self.layers
+        if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= self.layers:
+            raise InputError(f"depth must be a whole number from 0 to {self.layers}, got {depth!r}")
+        self._check(noisy)
+        (states,) = deque(self._states(noisy, depth), maxlen=1)
+        return self._read(states, noisy)
+
+    def reconstructions(self, noisy: Tensor) -> list[Tensor]:
+        """The images of all depths 0..L, L+1 tensors of the shape of `noisy` `[..., T, n]`."""
+        self._check(noisy)
+        return [self._read(states, noisy) for states in self._states(noisy, self.layers)]
+
+    def layer_losses(
+        self, noisy: Tensor, clean: Tensor, layer_weights: Tensor | Sequence[float] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`(total, per_layer)` of all depths against `clean` `[..., T, n]`; a loss is the mean over the pixels.
+
+        See `ops.layerwise_reconstruction_loss` for what is differentiable; its losses are sums over a patch, n times
+        those here. Used as `total, losses = model.layer_losses(noisy, clean, constraints.weights())`.
+
+        Raises:
+            InputError: a wrong shape, dtype or device, or `layer_weights` are not one number a depth.
+        """
+        self._check(noisy)
+        check_tensor("clean", clean, 2, "[..., T, n]")
+        check_shape("clean", clean, tuple(noisy.shape), "as noisy")
+        total, per_layer = ops.layerwise_reconstruction_loss(
+            self.reconstructions(noisy), clean, layer_weights=layer_weights
+        )
+        return total / self.patch_size, per_layer / self.patch_size
+
+    def _check(self, noisy: Tensor) -> None:
+        check_tensor("noisy", noisy, 2, "[..., T, n]")
+        expected = (*noisy.shape[:-2], self.grid[0] * self.grid[1], self.patch_size)
+        check_shape("noisy", noisy, expected, f"the {self.grid[0]} x {self.grid[1]} patches of a frame by patch_size")
+        check_together(noisy=noisy, readout=self.readout.weight)
+
+    def _states(self, noisy: Tensor, depth: int) -> Iterator[Tensor]:
+        """The states `[B, 1 + T, d]` of the depths 0..depth, not normed."""
+        embeddings = self.vit.embeddings
+        convolution = embeddings.patch_embeddings.projection
+        # A convolution whose stride is its kernel is a linear map of each patch.
+        tokens = nn.functional.linear(
+            noisy.reshape(noisy.shape[:-2].numel(), *noisy.shape[-2:]), convolution.weight.flatten(1), convolution.bias
+        )
+        first = embeddings.cls_token.to(tokens.dtype).expand(len(tokens), -1, -1)
+        states = torch.cat((first, tokens), 1) + embeddings.position_embeddings
+        yield states
+        # Newer versions of transformers keep the blocks in `layers`, older ones in `encoder.layer`.
+        blocks = self.vit.layers if hasattr(self.vit, "layers") else self.vit.encoder.layer
+        for block in blocks[:depth]:
+            states = block(states)
+            # Older versions of transformers answer with a tuple.
+            states = states[0] if isinstance(states, tuple) else states
+            yield states
+
+    def _read(self, states: Tensor, noisy: Tensor) -> Tensor:
+        return self.readout(self.vit.layernorm(states[:, 1:])).reshape(noisy.shape)
+
+
+def interpolated_positions(positions: Tensor, source: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Position embeddings of another grid, bicubic in each component.
+
+    Args:
+        positions: `[1, 1 + rows · columns, d]`, the class token's first.
+        source: rows and columns of `positions`.
+        grid: rows and columns wanted.
+
+    Returns:
+        `[1, 1 + rows · columns, d]` of `grid`; `positions` itself for the same grid.
+    """
+    if source == grid:
+        return positions
+    width = positions.shape[-1]
+    patches = positions[:, 1:].reshape(1, *source, width).permute(0, 3, 1, 2)
+    wide = torch.promote_types(positions.dtype, torch.float32)
+    patches = nn.functional.interpolate(patches.to(wide), size=grid, mode="bicubic", align_corners=False)
+    patches = patches.permute(0, 2, 3, 1).reshape(1, grid[0] * grid[1], width).to(positions.dtype)
+    return torch.cat((positions[:, :1], patches), 1)
+
+
+def _rename_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give the names of the installed version of transformers to weights that another version saved."""
+    own = {prefix + name for name, _ in module.named_parameters()}
+    for name in [name for name in weights if name.startswith(f"{prefix}vit.") and name not in own]:
+        for there, here in ((0, 1), (1, 0)):
+            renamed = name
+            for names in _NAMES:
+                renamed = renamed.replace(names[there], names[here])
+            if renamed in own:
+                weights[renamed] = weights.pop(name)
+                break
+
+
+def _check_grid(grid: Any) -> tuple[int, int]:
+    if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
+        raise InputError(f"grid must be (rows, columns) of patches, got {grid!r}")
+    return check_integer("grid[0], the rows,", grid[0], 1), check_integer("grid[1], the columns,", grid[1], 1)
+
+
+def _load_vit(name: str, download: bool) -> Any:
+    """A `transformers.ViTModel` in float32 with all weights from `name`."""
+    transformers = require("transformers", "transformers", "loading a ViT")
+    remedy = "give a folder with the config.json and model.safetensors of a ViT" + (
+        "" if download else ", or ask for the hub with download=True"
+    )
+    options = {"local_files_only": not download}
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(name, **options)
+        if configuration.model_type != "vit":
+            raise InputError(f"{name}: holds a model of type {configuration.model_type!r}, expected 'vit'")
+        model, loading = transformers.ViTModel.from_pretrained(
+            name,
+            config=configuration,
+            add_pooling_layer=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{name}: no ViT can be loaded from there ({reason}); {remedy}") from error
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise InputError(f"{name}: lacks {len(missing)} weights of a ViT, the first is {missing[0]}")
+    return model.to(torch.float32)
+
+
+def _geometry(configuration: Any, name: str) -> tuple[int, int, int]:
+    """Side of a patch in pixels, rows and columns of patches."""
+    image, patch = configuration.image_size, configuration.patch_size
+    height, width = (image, image) if isinstance(image, int) else image
+    side, other = (patch, patch) if isinstance(patch, int) else patch
+    if side != other:
+        raise InputError(f"{name}: has patches of {side}x{other} pixels, expected square ones")
+    return side, height // side, width // side

@@ -1,0 +1,353 @@
+"""TextUT against its formula written out token by token in float64, and one clear error for each bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cdt_fast import models
+from cdt_fast.errors import InputError
+from cdt_fast.ops import use_backend
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"residual": "input"},
+    {"residual": "bias"},
+    {"residual": "bias", "tied": True},
+    {"tied": True, "scale": 0.3, "attention_width": 3},
+    {"width": 4, "attention_width": 7, "positions": 9},
+    {"width": 9, "positions": 7, "residual": "input"},
+]
+LENGTHS = torch.tensor([7, 1, 4])
+LABELS = torch.tensor([2, 0, 1])
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def made(seed: int = 3, dtype: torch.dtype = torch.float64, **options: Any) -> models.TextUT:
+    """A model of 3 layers on 11 words of 6 numbers, with every parameter away from its initial value."""
+    torch.manual_seed(seed)
+    model = models.TextUT((11, 6), 3, 3, **options).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.5 * torch.randn(parameter.shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+    return model
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 11, (3, 7), generator=generator(1))
+
+
+def written_logits(model: models.TextUT, vectors: Tensor) -> list[Tensor]:
+    """The logits of all depths of one text `[T, width of the embeddings]` without padding, in loops over tokens."""
+    if model.projection is not None:
+        vectors = torch.stack([model.projection.weight @ vector for vector in vectors])
+    if model.position_embedding is not None:
+        vectors = torch.stack([vector + model.position_embedding[place] for place, vector in enumerate(vectors)])
+    first, tokens = vectors, vectors
+    logits = [model.head.weight @ tokens.mean(0) + model.head.bias]
+    for layer in range(model.layers):
+        w, v = (
+            parameter if model.tied else parameter[layer]
+            for parameter in (model.attention_weight, model.feedforward_weight)
+        )
+        following = []
+        for index, token in enumerate(tokens):
+            scores = torch.stack([model.scale * (w @ token) @ (w @ other) for other in tokens])
+            weights = torch.exp(scores - scores.max().detach())
+            mixed = torch.zeros_like(token)
+            for weight, other in zip(weights / weights.sum(), tokens, strict=True):
+                mixed = mixed + weight * other
+            if model.residual_bias is not None:
+                residual = model.residual_bias if model.tied else model.residual_bias[layer]
+            else:
+                residual = first[index] if model.residual == "input" else token
+            update = -0.5 * (mixed @ v + mixed @ v.T) + residual
+            following.append(torch.where(update > 0, update, torch.zeros_like(update)))
+        tokens = torch.stack(following)
+        logits.append(model.head.weight @ tokens.mean(0) + model.head.bias)
+    return logits
+
+
+def written_batch(model: models.TextUT, vectors: list[Tensor]) -> Tensor:
+    """`[L+1, B, classes]`."""
+    return torch.stack([torch.stack(written_logits(model, text)) for text in vectors], 1)
+
+
+def written_losses(model: models.TextUT, tokens: Tensor) -> Tensor:
+    logits = written_batch(model, [model.embedding.weight[row[:n]] for row, n in zip(tokens, LENGTHS, strict=True)])
+    log_sum = torch.log(torch.exp(logits).sum(-1))
+    return (log_sum - logits[:, range(3), LABELS]).mean(1)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_the_logits_of_every_depth_are_those_of_the_formula(options: dict[str, Any]) -> None:
+    model, tokens = made(**options), ids()
+    expected = written_batch(model, [model.embedding.weight[row[:n]] for row, n in zip(tokens, LENGTHS, strict=True)])
+    found = model.depth_logits(tokens, lengths=LENGTHS)
+    torch.testing.assert_close(torch.stack(found), expected, rtol=1e-11, atol=1e-12)
+    for depth, logits in enumerate(found):
+        assert torch.equal(model(tokens, depth, lengths=LENGTHS), logits)
+    assert torch.equal(model(tokens, lengths=LENGTHS), found[-1])
+
+
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("weights", [[0.5, -1.0, 0.0, 2.0], None])
+def test_losses_and_gradients_are_those_of_the_formula(options: dict[str, Any], weights: list[float] | None) -> None:
+    model, tokens = made(**options), ids()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    expected = written_losses(model, tokens)
+    factors = torch.ones(4, dtype=torch.float64) if weights is None else torch.tensor(weights, dtype=torch.float64)
+    wanted = torch.autograd.grad((factors * expected).sum(), parameters)
+    total, per_layer = model.layer_losses(tokens, LABELS, weights, lengths=LENGTHS)
+    torch.testing.assert_close(per_layer, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(total, (factors * expected).sum(), rtol=1e-11, atol=1e-12)
+    assert per_layer.requires_grad == (weights is None)
+    for name, found, want in zip(names, torch.autograd.grad(total, parameters), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_what_stands_at_padding_reaches_neither_a_logit_nor_a_gradient() -> None:
+    model = made(width=4, positions=7)
+    vectors = torch.randn(3, 7, 6, generator=generator(5), dtype=torch.float64)
+    poisoned = vectors.clone()
+    for row, length in enumerate(LENGTHS.tolist()):
+        poisoned[row, length:] = float("nan")
+    parameters = [parameter for name, parameter in model.named_parameters() if name != "embedding.weight"]
+    gradients = []
+    for given in (vectors, poisoned):
+        given.requires_grad_()
+        total, losses = model.layer_losses(given, LABELS, [1.0, 1.0, 1.0, 1.0], lengths=LENGTHS)
+        gradients.append([losses, *torch.autograd.grad(total, [given, *parameters])])
+    for clean, padded in zip(*gradients, strict=True):
+        assert torch.equal(clean, padded)
+    assert (gradients[0][1][1, 1:] == 0).all()
+
+
+def test_a_text_is_read_the_same_alone_and_in_a_padded_batch() -> None:
+    model, tokens = made(positions=7), ids()
+    together = model(tokens, lengths=LENGTHS)
+    for row, length in enumerate(LENGTHS.tolist()):
+        alone = model(tokens[row : row + 1, :length])
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(model(tokens[row, :length]), together[row], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("as_embeddings", [False, True])
+@pytest.mark.parametrize("side", ["right", "left", "holes"])
+def test_padding_may_lie_anywhere_in_a_mask(side: str, as_embeddings: bool) -> None:
+    model, tokens = made(positions=7), ids()
+    places = {"right": [0, 1, 2, 3], "left": [3, 4, 5, 6], "holes": [0, 2, 3, 6]}[side]
+    mask = torch.zeros(3, 7, dtype=torch.int64)
+    mask[:, places] = 1
+    mask[1, places[0]] = 0
+    given = model.embedding(tokens) if as_embeddings else tokens
+    found = model(given, attention_mask=mask)
+    for row in range(3):
+        alone = model(tokens[row, mask[row] == 1])
+        torch.testing.assert_close(found[row], alone, rtol=1e-12, atol=1e-13)
+    assert torch.equal(model(given, attention_mask=mask.bool()), found)
+
+
+def test_embeddings_in_place_of_ids_and_any_leading_dimensions() -> None:
+    model, tokens = made(), torch.randint(0, 11, (2, 3, 5), generator=generator(4))
+    lengths = torch.tensor([[5, 2, 3], [1, 4, 5]])
+    expected = torch.stack([model(row, lengths=length) for row, length in zip(tokens, lengths, strict=True)])
+    torch.testing.assert_close(model(tokens, lengths=lengths), expected, rtol=1e-12, atol=1e-13)
+    assert torch.equal(model(model.embedding(tokens), lengths=lengths), model(tokens, lengths=lengths))
+    assert torch.equal(model(tokens.int(), lengths=lengths.int()), model(tokens, lengths=lengths))
+
+
+def test_without_positions_the_order_of_the_words_does_not_matter_and_with_them_it_does() -> None:
+    turned = ids().flip(1)
+    torch.testing.assert_close(made()(turned), made()(ids()), rtol=1e-12, atol=1e-13)
+    assert (made(positions=7)(turned) - made(positions=7)(ids())).abs().max() > 1e-3
+
+
+def test_new_weights_start_as_xavier_says() -> None:
+    torch.manual_seed(0)
+    model = models.TextUT((300, 32), 4, 2, width=48, attention_width=16, residual="bias", positions=5)
+    assert model.projection is not None
+    assert model.residual_bias is not None
+    assert model.position_embedding is not None
+    for stack in (model.attention_weight, model.feedforward_weight, [model.projection.weight], [model.head.weight]):
+        for matrix in stack:
+            bound = math.sqrt(6 / sum(matrix.shape))
+            assert 0.9 * bound < matrix.abs().max() <= bound
+    assert not model.attention_weight[0].equal(model.attention_weight[1])
+    for zero in (model.head.bias, model.residual_bias, model.position_embedding):
+        assert not zero.any()
+    assert model.embedding.weight.std().item() == pytest.approx(32**-0.5, rel=0.05)
+
+
+class _WithEmbeddings(nn.Module):
+    """What a transformers model looks like from here."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.words = nn.Embedding.from_pretrained(table, freeze=True)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "embedding", "model", "TextUT"])
+def test_embeddings_are_copied_from_a_pretrained_model(kind: str, frozen: bool) -> None:
+    table = torch.randn(11, 6, generator=generator(2))
+    given: Any = {
+        "tensor": table,
+        "embedding": nn.Embedding.from_pretrained(table, padding_idx=0),
+        "model": _WithEmbeddings(table),
+        "TextUT": models.TextUT(table, 2, 1),
+    }[kind]
+    model = models.TextUT(given, 3, 2, width=5, frozen_embedding=frozen)
+    total, _ = model.layer_losses(ids(), LABELS, [1.0, 1.0, 1.0])
+    total.backward()
+    assert (model.embedding.weight.grad is None) == frozen
+    assert model.embedding.weight.requires_grad != frozen
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    assert table.any()
+    assert model.get_input_embeddings() is model.embedding
+
+
+def test_the_word_embeddings_of_a_transformers_model() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    bert = transformers.BertModel(config)
+    model = models.TextUT(bert, 3, 1)
+    assert torch.equal(model.embedding.weight, bert.embeddings.word_embeddings.weight)
+    assert model.width == 8
+
+
+def test_bfloat16_embeddings_make_a_bfloat16_model() -> None:
+    model = models.TextUT(torch.randn(11, 6, dtype=torch.bfloat16), 3, 2, width=4, positions=7, residual="bias")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model(ids(), lengths=LENGTHS).dtype == torch.bfloat16
+    assert model.layer_losses(ids(), LABELS, lengths=LENGTHS)[1].dtype == torch.float32
+
+
+def test_under_autocast_the_losses_are_near_and_the_gradients_in_float32() -> None:
+    model, exact = made(dtype=torch.float32, width=4), made(width=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        total, losses = model.layer_losses(ids(), LABELS, [1.0] * 4, lengths=LENGTHS)
+    total.backward()
+    _, expected = exact.layer_losses(ids(), LABELS, lengths=LENGTHS)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=0.03, atol=0.03)
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_a_label_that_is_ignored_does_not_count() -> None:
+    model, tokens = made(), ids()
+    _, expected = model.layer_losses(tokens[1:], LABELS[1:], lengths=LENGTHS[1:])
+    _, found = model.layer_losses(tokens, torch.tensor([-100, 0, 1]), lengths=LENGTHS)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_gradient_steps_lower_the_losses() -> None:
+    torch.manual_seed(1)
+    model = models.TextUT((20, 8), 2, 2, residual="input")
+    tokens = torch.randint(2, 20, (32, 6), generator=generator(8))
+    labels = (tokens < 8).any(1).long()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = torch.full((3,), 9.0)
+    for _ in range(60):
+        optimizer.zero_grad()
+        total, losses = model.layer_losses(tokens, labels, [0.0, 0.5, 1.0])
+        total.backward()
+        optimizer.step()
+    assert losses[2] < 0.1
+
+
+@pytest.mark.parametrize("options", [*CASES, {"frozen_embedding": True}])
+def test_a_round_trip_is_bit_for_bit_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = made(**options)
+    model.save_pretrained(tmp_path)
+    json.loads((tmp_path / "config.json").read_text())
+    for load in (models.TextUT.from_pretrained, models.load_pretrained):
+        loaded = load(tmp_path)
+        assert isinstance(loaded, models.TextUT)
+        assert loaded.config == model.config
+        assert torch.equal(loaded(ids(), lengths=LENGTHS), model(ids(), lengths=LENGTHS))
+        assert loaded.embedding.weight.requires_grad == model.embedding.weight.requires_grad
+
+
+def test_the_backend_is_the_ops_own() -> None:
+    model = made(dtype=torch.float32)
+    with use_backend("torch"):
+        expected = model(ids(), lengths=LENGTHS)
+    assert torch.equal(model(ids(), lengths=LENGTHS), expected)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "word"),
+    [
+        (((11, 6), 0, 1), {}, "classes"),
+        (((11, 6), 2, 0), {}, "layers"),
+        (((11,), 2, 1), {}, "embedding"),
+        (((0, 6), 2, 1), {}, "vocabulary"),
+        ((nn.Linear(2, 2), 2, 1), {}, "Linear"),
+        ((torch.zeros(3), 2, 1), {}, "embedding"),
+        ((torch.zeros(3, 2, dtype=torch.int64), 2, 1), {}, "embedding"),
+        (("bert", 2, 1), {}, "embedding"),
+        (((11, 6), 2, 1), {"width": 0}, "width"),
+        (((11, 6), 2, 1), {"attention_width": -1}, "attention_width"),
+        (((11, 6), 2, 1), {"residual": "none"}, "residual"),
+        (((11, 6), 2, 1), {"scale": NAN}, "scale"),
+        (((11, 6), 2, 1), {"positions": 0}, "positions"),
+    ],
+)
+def test_a_bad_argument_of_the_model_is_named(arguments: Any, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        models.TextUT(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "word"),
+    [
+        (torch.tensor([[1, 11]]), {}, "id 11"),
+        (torch.tensor([[1, -1]]), {}, "id -1"),
+        (torch.zeros(2, 0, dtype=torch.int64), {}, "at least one token"),
+        (torch.zeros(2, 3, dtype=torch.bool), {}, "tokens"),
+        (torch.zeros(3, 5, dtype=torch.float64), {}, "width"),
+        (torch.zeros(1, 3, 6), {}, "float32"),
+        (torch.zeros(1, 8, dtype=torch.int64), {}, "7 positions"),
+        (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3, 0])}, "from 1 to the 3.*got 0"),
+        (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3, 4])}, "got 4"),
+        (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3])}, "lengths"),
+        (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.ones(2)}, "lengths"),
+        (torch.zeros(1, 2, dtype=torch.int64), {"attention_mask": torch.zeros(1, 2)}, "got 0"),
+        (torch.zeros(1, 2, dtype=torch.int64), {"attention_mask": torch.ones(1, 3)}, "attention_mask"),
+        (torch.zeros(1, 2, dtype=torch.int64), {"attention_mask": [[1, 1]]}, "attention_mask"),
+        (
+            torch.zeros(1, 2, dtype=torch.int64),
+            {"attention_mask": torch.ones(1, 2), "lengths": torch.tensor([2])},
+            "one of them",
+        ),
+        (torch.zeros(1, 2, dtype=torch.int64), {"depth": 4}, "from 0 to 3"),
+        (torch.zeros(1, 2, dtype=torch.int64), {"depth": True}, "depth"),
+    ],
+)
+def test_a_bad_input_is_named(tokens: Tensor, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        made(positions=7)(tokens, **options)
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0, 1, 3])])
+def test_bad_labels_are_refused(labels: Tensor) -> None:
+    with pytest.raises(InputError, match=r"labels|targets"):
+        made().layer_losses(ids(), labels, lengths=LENGTHS)
