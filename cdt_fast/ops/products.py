@@ -40,7 +40,7 @@ def _suits_onednn(rows: Tensor, matrix: Tensor) -> bool:
         and rows.dtype == torch.float32
         and 2 * rows.numel() * matrix.shape[-1] >= LARGE_PRODUCT
         and torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled  # pyright: ignore[reportGeneralTypeIssues]
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 
