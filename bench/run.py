@@ -43,6 +43,8 @@ def run_command(options: argparse.Namespace) -> int:
     kept = device.type == "cpu" and keep_freed_memory()
     machine = describe(device, "freed memory kept" if kept else "as it comes")
     command = f"cdt-fast bench --suite {' '.join(suites)} --device {device.type} --size {size} --repeats {repeats}"
+    if options.case:
+        command += f" --case {shlex.quote(options.case)}"
     folder = Path(options.out)
     files = [folder / f"{file_stem(machine['name'])}.json", *([Path(options.json)] if options.json else [])]
     options.hint = f"; what was measured so far is in {shlex.quote(str(files[0]))}"
@@ -51,7 +53,9 @@ def run_command(options: argparse.Namespace) -> int:
         for file in files:
             write_json(file, result)
 
-    result = run_suites(device, size, suites, repeats, machine | {"command": command}, save)
+    result = run_suites(device, size, suites, repeats, machine | {"command": command}, save, options.case or "")
+    if options.case and not any(suite["cases"] for suite in result["suites"].values()):
+        raise InputError(f"--case is {options.case!r}, which no name of a case of {', '.join(suites)} contains")
     try:
         drawn = pictures.write_pictures(folder, files[0].stem, result)
     except ImportError as error:
@@ -69,13 +73,15 @@ def run_suites(
     repeats: int,
     machine: dict[str, Any],
     save: Callable[[dict[str, Any]], None],
+    contained: str = "",
 ) -> dict[str, Any]:
-    """Measure every case of the suites.
+    """Measure the cases of the suites.
 
     Args:
         device, size, suites, repeats: what, where and how often.
         machine: the head of the result.
         save: called with all that is known after each case, so that a run that is stopped has not been for nothing.
+        contained: cases whose name does not contain this are left out.
 
     Returns:
         `machine`, `date`, `size`, `repeats`, `complete`, `ceilings`, and `suites`: for each its `cases` and `fits`,
@@ -97,6 +103,8 @@ def run_suites(
         suite = result["suites"][name] = {"reason": "", "cases": [], "fits": []}
         try:
             for case in SUITES[name](device, size):
+                if contained not in case.name:
+                    continue
                 started = time.perf_counter()
                 measured = measure(case, device, repeats, ceilings, peak)
                 print(f"{name}: {case.name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)

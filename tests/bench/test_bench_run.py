@@ -51,6 +51,18 @@ def test_a_suite_at_toy_size(suite: str, call: Call, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob(f"*-{suite}.png"))) == 1
 
 
+def test_only_the_cases_that_are_asked_for(call: Call, tmp_path: Path) -> None:
+    options = ("--suite", "ops", "--device=cpu", "--size=toy", "--repeats=1", f"--out={tmp_path}")
+    answer = call("bench", *options, "--case", "lista_step, float32")
+    assert answer.status == 0, answer.err
+    found = results_of(tmp_path)
+    assert ["lista_step, float32" in case["case"] for case in found["suites"]["ops"]["cases"]] == [True]
+    assert found["machine"]["command"].endswith(" --case 'lista_step, float32'")
+    answer = call("bench", *options, "--case", "no such work")
+    assert answer.status == 2
+    assert "--case is 'no such work'" in answer.err
+
+
 def test_the_floor_of_the_reference_step_is_that_of_the_plan() -> None:
     case = next(case for case in SUITES["step"](CPU, "toy"))
     assert case.flop > 0
