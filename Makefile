@@ -22,9 +22,12 @@ bench: .venv/installed
 	$(BIN)/cdt-fast bench --out bench/results
 	$(BIN)/python -m cdt_fast.bench.document
 
-# Compiles every kernel for every card, without a GPU; the status is that of the compilation's checks.
+# Compiles every kernel for every card, without a GPU; the status is that of the compilation's checks. What is in
+# build/kernels.json, from an earlier run of the same kernels, is not compiled again.
 kernels-report: .venv/installed
-	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --markdown docs/kernels.md
+	mkdir -p build
+	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --json build/kernels.json --csv docs/kernels.csv \
+		--markdown docs/kernels.md
 
 # On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network: the tests of the kernels
 # compiled, then the bench, whose results file is written even where a test failed. With pytest-xdist,

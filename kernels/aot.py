@@ -1,6 +1,7 @@
 """Compile every kernel for every card, here, without a GPU: `python -m cdt_fast.kernels.aot`.
 
-The exit status is 1 where something does not compile, asks for more shared memory than the card has, multiplies
+With `--json FILE` a run that was cut off goes on where it was: what the file holds of the same source is not compiled
+again. The exit status is 1 where something does not compile, asks for more shared memory than the card has, multiplies
 without tensor cores, computes in double precision, or spills registers in bfloat16 or float16.
 """
 
@@ -17,14 +18,15 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
-from cdt_fast import kernels
+from cdt_fast import files, kernels
 from cdt_fast.kernels.aot_case import PRECISIONS
 from cdt_fast.kernels.aot_cases import FAMILIES
 from cdt_fast.kernels.aot_compile import Configuration, Measurement, measure
-from cdt_fast.kernels.aot_report import Row, as_json, as_markdown, faults
+from cdt_fast.kernels.aot_report import Row, as_csv, as_json, as_markdown, faults, from_json
 from cdt_fast.kernels.launch import CARDS
 
 PROCESSES = 2
+SAVED_TOGETHER = 100  # configurations that a run which is cut off loses at most
 
 
 def rows(
@@ -73,8 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="also compile the cases that stand for a size for pointers and sizes of any alignment",
     )
     parser.add_argument("--processes", type=int, default=PROCESSES, help=f"default: {PROCESSES}")
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
+    parser.add_argument(
+        "--json", type=Path, help="write every figure to this file, and take from it what it holds of the same source"
+    )
+    parser.add_argument("--csv", type=Path, help="write a line a configuration to this file")
+    parser.add_argument("--markdown", type=Path, help="write the summary to this file; put the one of --csv beside it")
     options = parser.parse_args(arguments)
     if kernels.interpreting():
         parser.error("TRITON_INTERPRET is set, and what the interpreter runs cannot be compiled: unset it")
@@ -82,14 +87,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     found = rows(options.family, options.precision, options.card, options.without_divisibility)
     configurations = list(dict.fromkeys(row.configuration for row in found))
-    measurements = compile_all(configurations, options.processes)
-    print(f"{len(configurations)} configurations in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    if options.json:
-        options.json.write_text(as_json(found, measurements))
+    records = files.read_json(options.json) if options.json and options.json.exists() else []
+    measurements = from_json(records, configurations)
+    missing = [configuration for configuration in configurations if configuration not in measurements]
+    for start in range(0, len(missing), SAVED_TOGETHER):
+        measurements |= compile_all(missing[start : start + SAVED_TOGETHER], options.processes)
+        if options.json:
+            files.write_text(options.json, as_json(found, measurements))
+    print(
+        f"{len(missing)} of {len(configurations)} configurations compiled in {time.perf_counter() - begin:.0f} s",
+        file=sys.stderr,
+    )
+    if options.csv:
+        files.write_text(options.csv, as_csv(found, measurements))
     if options.markdown:
         given = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(("python", "-m", "cdt_fast.kernels.aot", *given))
-        options.markdown.write_text(as_markdown(found, measurements, command))
+        table = options.csv.name if options.csv else None
+        files.write_text(options.markdown, as_markdown(found, measurements, command, table))
     broken = faults(found, measurements)
     for line in broken:
         print(line)

@@ -334,6 +334,12 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
             "loss, lengths": {"target": signal, "lengths": lengths},
             "dictionary a layer": {"next_dictionary": dictionary.clone()},
             "dictionary a layer, loss": {"next_dictionary": dictionary.clone(), "target": signal},
+            "dictionary a layer, lengths": {"next_dictionary": dictionary.clone(), "lengths": lengths},
+            "dictionary a layer, loss, lengths": {
+                "next_dictionary": dictionary.clone(),
+                "target": signal,
+                "lengths": lengths,
+            },
             "relu": {"nonlinearity": "relu"},
             "identity": {"nonlinearity": "identity"},
         }

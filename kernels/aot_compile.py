@@ -6,6 +6,7 @@ pointers and integers that sixteen divides, the constants, the warps and stages.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import re
 import subprocess
@@ -120,6 +121,12 @@ class Configuration:
         names = [name for name, _ in self.signature]
         kernel = getattr(importlib.import_module(self.module), self.kernel)
         return {names[path[0]]: value for path, value in self.constants if kernel.params[path[0]].is_constexpr}
+
+    @property
+    def digest(self) -> str:
+        """What changes whenever the machine code may: source of the kernel, specialisation, card, version of Triton."""
+        options = (self.warps, self.stages, self.card.capability, triton.__version__)
+        return hashlib.sha256(f"{self.source().hash()} {options}".encode()).hexdigest()[:16]
 
     def source(self) -> ASTSource:
         """The kernel as Triton's compiler takes it."""

@@ -1,11 +1,13 @@
-"""What the ahead-of-time compilation found, as JSON for programs and as Markdown for people."""
+"""What the ahead-of-time compilation found: JSON to go on from, CSV of every figure, Markdown for people."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +45,12 @@ class Row:
         return not (self.aligned and self.divisible) or PRECISIONS[self.precision].dtype == torch.float32
 
 
+COLUMNS = (
+    *("family", "kernel", "case", "numbers", "card", "any alignment", "warps", "stages"),
+    *("registers", "spilled bytes", "shared bytes", "tensor-core instructions", "fault"),
+)
+
+
 class Ceiling(NamedTuple):
     """What a card can do at most: dense bfloat16 products summed in float32 (TFLOP/s), and its memory (GB/s)."""
 
@@ -76,8 +84,33 @@ def faults(rows: Iterable[Row], measurements: Measurements) -> list[str]:
 
 
 def as_json(rows: Iterable[Row], measurements: Measurements) -> str:
-    """A list of objects, one a row, with everything that was measured."""
-    return json.dumps([_record(row, measurements[row.configuration]) for row in rows], indent=1, default=str)
+    """A list of objects, one a row that is measured, with everything that was measured."""
+    measured = (row for row in rows if row.configuration in measurements)
+    return json.dumps([_record(row, measurements[row.configuration]) for row in measured], indent=1, default=str)
+
+
+def from_json(
+    records: Iterable[Mapping[str, Any]], configurations: Iterable[Configuration]
+) -> dict[Configuration, Measurement]:
+    """What `as_json` wrote of these configurations, where neither their source nor Triton has changed since."""
+    names = [field.name for field in fields(Measurement)]
+    known = {record["digest"]: Measurement(**{name: record[name] for name in names}) for record in records}
+    digests = {configuration: configuration.digest for configuration in configurations} if known else {}
+    return {configuration: known[digest] for configuration, digest in digests.items() if digest in known}
+
+
+def as_csv(rows: Iterable[Row], measurements: Measurements) -> str:
+    """A line a row: what it is, and the figures that people look for."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        configuration, found = row.configuration, measurements[row.configuration]
+        names = (row.family, configuration.kernel, row.case, row.precision, row.card, "" if row.divisible else "yes")
+        figures = (found.registers, found.local_bytes, found.shared_bytes, found.tensor_core_instructions)
+        fault = "; ".join(found.faults(configuration.card, row.spill_allowed))
+        writer.writerow((*names, configuration.warps, configuration.stages, *figures, fault))
+    return file.getvalue()
 
 
 def _record(row: Row, measurement: Measurement) -> dict[str, object]:
@@ -88,6 +121,7 @@ def _record(row: Row, measurement: Measurement) -> dict[str, object]:
         "precision": row.precision,
         "card": row.card,
         "divisible": row.divisible,
+        "digest": configuration.digest,
         "kernel": configuration.kernel,
         "constants": configuration.named_constants,
         "warps": configuration.warps,
@@ -97,32 +131,40 @@ def _record(row: Row, measurement: Measurement) -> dict[str, object]:
     }
 
 
-def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -> str:
-    """The document: the command that made it, a summary, the floors, and a table a family."""
+def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str, table: str | None = None) -> str:
+    """The document: the command that made it, a summary, a table a family, the floors; `table` is the CSV beside it."""
     families, cards = list(dict.fromkeys(row.family for row in rows)), list(dict.fromkeys(row.card for row in rows))
     broken = faults(rows, measurements)
     parts = [
         "# The kernels, compiled for every card",
         f"Made by `{command}` with Triton {triton.__version__}, without a GPU: do not edit. `make kernels-report` "
         "makes it for every card and dtype. "
+        f"{f'Every configuration is a line of [{table}]({table}). ' if table else ''}"
         "The launchers are called with tensors that have a shape and no memory, and what they would launch is "
         "compiled for the card; the figures are read from the machine code. They say that a kernel fits, not how "
         "fast it is.",
         "## Summary",
         _summary(rows, measurements, cards),
         "A configuration is one kernel with one choice of types, flags and block shape. Shared memory is that of a "
-        "block, in bytes; a spill is local memory, in bytes a thread. *Any alignment* is the same code for views whose "
-        "address and strides sixteen need not divide: its loads are narrow and mostly not pipelined, and the only "
-        "claim is that it compiles and fits.",
+        "block, in bytes; a spill is local memory, in bytes a thread. Odd sizes are those that sixteen does not "
+        "divide: their loads are narrow, and they may spill, as float32 may. *Any alignment* is the same code for "
+        "views whose address and strides sixteen need not divide: its loads are narrow and mostly not pipelined, and "
+        "the only claim is that it compiles and fits.",
         "No faults." if not broken else "**Faults**\n\n" + "\n".join(f"- {line}" for line in broken),
+        "## Kernels",
+        "The worst of all cases of a kernel whose sizes sixteen divides: most registers of a thread / most shared "
+        "memory of a block in KiB / tensor-core instructions in the code, the fewest and the most; bold where "
+        "registers spill.",
+    ]
+    for family in families:
+        parts += [f"### {family}", _table([row for row in rows if row.family == family], measurements, cards)]
+    parts += [
         "## Floors",
         "The least time that the work can take in bfloat16, from published figures: sums and products over the dense "
         "rate of the tensor cores, bytes (every input once, every output once) over the memory's bandwidth, whichever "
         "is larger. *Intensity* is the ratio of the two, in FLOP a byte.",
         _floors(families),
     ]
-    for family in families:
-        parts += [f"## {family}", _table([row for row in rows if row.family == family], measurements, cards)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -133,6 +175,7 @@ def _summary(rows: Sequence[Row], measurements: Measurements, cards: Sequence[st
         "configurations",
         "do not compile",
         "spill, 16 bits",
+        "spill, 16 bits, odd sizes",
         "spill, float32",
         "most shared memory",
         "the card's",
@@ -150,7 +193,8 @@ def _summary(rows: Sequence[Row], measurements: Measurements, cards: Sequence[st
                     "" if divisible else "any alignment",
                     str(len(here)),
                     str(sum(measurement.error is not None for measurement in found)),
-                    _spills(here.values(), measurements, 2),
+                    _spills(here.values(), measurements, 2, True),
+                    _spills(here.values(), measurements, 2, False),
                     _spills(here.values(), measurements, 4),
                     f"{max(measurement.shared_bytes for measurement in found):,}",
                     f"{CARDS[card].shared_memory:,}",
@@ -159,12 +203,14 @@ def _summary(rows: Sequence[Row], measurements: Measurements, cards: Sequence[st
     return _lines(head, lines)
 
 
-def _spills(rows: Iterable[Row], measurements: Measurements, item_bytes: int) -> str:
-    """How many configurations of numbers of that many bytes spill, and the most bytes."""
+def _spills(rows: Iterable[Row], measurements: Measurements, item_bytes: int, aligned: bool | None = None) -> str:
+    """How many configurations of numbers of that many bytes, aligned or not or all, spill, and the most bytes."""
     spilled = [
         measurements[row.configuration].local_bytes
         for row in rows
-        if PRECISIONS[row.precision].dtype.itemsize == item_bytes and measurements[row.configuration].local_bytes
+        if PRECISIONS[row.precision].dtype.itemsize == item_bytes
+        and aligned in (None, row.aligned)
+        and measurements[row.configuration].local_bytes
     ]
     return f"{len(spilled)} (up to {max(spilled)} bytes)" if spilled else "0"
 
@@ -191,32 +237,32 @@ def _floors(families: Sequence[str]) -> str:
 
 
 def _table(rows: Sequence[Row], measurements: Measurements, cards: Sequence[str]) -> str:
-    """A line a kernel and code: registers / shared memory in KiB / tensor-core instructions on each card."""
-    codes: dict[tuple[str, str, str], dict[str, str]] = {}
+    """A line a kernel and its numbers, with the worst of its cases on each card."""
+    kernels: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
     for row in rows:
-        if row.divisible:
-            # A launcher may launch one kernel twice: the later one would overwrite the earlier in its cell.
-            cells = codes.setdefault((row.configuration.kernel, row.case, row.precision), {})
-            cell = _cell(measurements[row.configuration])
-            cells[row.card] = cell if cells.get(row.card, cell) == cell else f"{cells[row.card]}; {cell}"
-    # float16 and bfloat16 mostly compile to the same: one line for both.
-    merged: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for (kernel, case, precision), cells in codes.items():
-        merged.setdefault((kernel, case, tuple(cells.get(card, "–") for card in cards)), []).append(precision)
+        if row.divisible and row.aligned:
+            found = kernels.setdefault((row.configuration.kernel, row.precision), {})
+            found.setdefault(row.card, []).append(measurements[row.configuration])
     lines = [
-        (f"`{kernel}`", case, "; ".join(precisions), *cells) for (kernel, case, cells), precisions in merged.items()
+        (f"`{kernel}`", precision, *(_worst(found.get(card, [])) for card in cards))
+        for (kernel, precision), found in kernels.items()
     ]
-    legend = "Registers / shared memory in KiB / tensor-core instructions; bold where registers spill."
-    return f"{legend}\n\n{_lines(('kernel', 'case', 'numbers', *cards), lines)}"
+    return _lines(("kernel", "numbers", *cards), lines)
 
 
-def _cell(measurement: Measurement) -> str:
-    if measurement.error is not None:
-        return "**does not compile**"
-    figures = (
-        f"{measurement.registers} / {measurement.shared_bytes / 1024:.1f} / {measurement.tensor_core_instructions}"
-    )
-    return f"{figures} **({measurement.local_bytes} bytes spilled)**" if measurement.local_bytes else figures
+def _worst(found: Sequence[Measurement]) -> str:
+    if not found:
+        return "–"
+    failed = sum(measurement.error is not None for measurement in found)
+    if failed:
+        return f"**{failed} of {len(found)} do not compile**"
+    instructions = sorted({measurement.tensor_core_instructions for measurement in found})
+    shared = max(measurement.shared_bytes for measurement in found) / 1024
+    figures = f"{max(measurement.registers for measurement in found)} / {shared:.1f} / {instructions[0]}"
+    if len(instructions) > 1:
+        figures += f"–{instructions[-1]}"
+    spilled = max(measurement.local_bytes for measurement in found)
+    return f"{figures} **({spilled} bytes spilled)**" if spilled else figures
 
 
 def _lines(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

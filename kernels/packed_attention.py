@@ -41,10 +41,11 @@ class Blocks(NamedTuple):
 
 # By family of cards and bytes of an element: the longest sequence, and the block that packs such sequences. With four
 # warps 16-bit tiles of 64 rows spill on cards without wgmma, with eight they do not. 128 rows spill on consumer cards,
-# and float32 does at 64 rows unless it is TF32: longer sequences are for `streaming_attention`.
+# and float32 does at 64 rows unless it is TF32: longer sequences are for `streaming_attention`. A third stage makes
+# sm_80 spill.
 BLOCKS = {
     "consumer": {2: [(64, Blocks(64, 32, 8, 3))], 4: [(32, Blocks(32, 32, 4, 2)), (64, Blocks(64, 32, 16, 2))]},
-    "ampere": {2: [(64, Blocks(64, 32, 8, 3))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))]},
+    "ampere": {2: [(64, Blocks(64, 32, 8, 2))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))]},
     "hopper": {2: [(64, Blocks(64, 64, 4, 3))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))]},
 }
 
@@ -100,7 +101,8 @@ def packed_backward_kernel(
     grad_output += first * VALUE_WIDTH
     scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, ENERGY, PRECISION)
     attention, _ = softmax_tile(scores, visible)
-    transposed = tl.trans(attention)
+    # Rounded here, and transposed where it is used: whole, it spills beside values of 1024 columns.
+    low = attention.to(grad_output.dtype.element_ty)
 
     if grad_z is not None:
         grad_attention = tl.zeros((ROWS, ROWS), tl.float32)
@@ -112,23 +114,24 @@ def packed_backward_kernel(
         grad_scores = attention * (grad_attention - tl.sum(attention * grad_attention, 1)[:, None])
         # Once more: a row whose sum is NaN is NaN from end to end, and the transposed would carry that on.
         grad_scores = tl.where(visible, grad_scores, 0.0)
-        symmetric = grad_scores + tl.trans(grad_scores)
+        mirrored = tl.trans(grad_scores)
+        symmetric = grad_scores + mirrored
         if ENERGY:
             place = tl.arange(0, ROWS)
-            symmetric -= tl.where(place[:, None] == place[None, :], tl.sum(grad_scores, 0)[None, :], 0.0)
-        symmetric *= scale
+            symmetric -= tl.where(place[:, None] == place[None, :], tl.sum(mirrored, 1)[:, None], 0.0)
+        symmetric = (symmetric * scale).to(z.dtype.element_ty)
         for start in range(0, WIDTH, COLUMNS):
             chunk = load_rows(z, row, counts, start, WIDTH, COLUMNS)
             gradient = multiply_tile(symmetric, chunk, visible, PRECISION)
             if TIED:
                 upstream = load_rows(grad_output, row, counts, start, WIDTH, COLUMNS)
-                gradient += multiply_tile(transposed, upstream, visible, PRECISION)
+                gradient += multiply_tile(tl.trans(low), upstream, visible, PRECISION)
             store_rows(grad_z + first * WIDTH, row, exists, start, gradient, WIDTH, COLUMNS)
 
     if grad_values is not None:
         for start in range(0, VALUE_WIDTH, COLUMNS):
             upstream = load_rows(grad_output, row, counts, start, VALUE_WIDTH, COLUMNS)
-            gradient = multiply_tile(transposed, upstream, visible, PRECISION)
+            gradient = multiply_tile(tl.trans(low), upstream, visible, PRECISION)
             store_rows(grad_values + first * VALUE_WIDTH, row, exists, start, gradient, VALUE_WIDTH, COLUMNS)
 
 

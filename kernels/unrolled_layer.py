@@ -52,7 +52,7 @@ FORWARD_BLOCKS = {
     "hopper": Blocks(64, 64, 32, 8, 3),
 }
 UPDATE_BLOCKS = {
-    "consumer": Blocks(64, 32, 0, 8, 2),
+    "consumer": Blocks(64, 32, 0, 8, 3),
     "ampere": Blocks(64, 64, 0, 8, 2),
     "hopper": Blocks(128, 64, 0, 8, 3),
 }
@@ -125,6 +125,9 @@ def unrolled_forward_kernel(
         result = tl.dot(following, tl.trans(atoms), result, input_precision=PRECISION)
     # Codes that are not finite beside a projection that is: Z⁺ shows it in the whole sequence. Who sees whom is asked
     # in other words than above: the same ones would be kept over the loop, and spill others.
+    if target is None:
+        # The lengths are read again: kept over the loop, what counts spills. With a target it stays for the error.
+        _, _, _, counts, _ = sequence_rows(tl.program_id(0), sequences, tokens, per_tile, lengths, ROWS)
     start_of = row - row % tokens
     seen = (row[None, :] >= start_of[:, None]) & (row[None, :] < start_of[:, None] + tokens) & counts[:, None]
     result = tl.where(poisoned_rows(seen, bad != 0)[:, None], float("nan"), result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import pkgutil
@@ -222,6 +223,8 @@ class TestFaults:
 class TestCommand:
     """The command line, on families of the kernels above."""
 
+    compiled = 0
+
     def run(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launch: Launch, *options: str
     ) -> tuple[int, Any, str]:
@@ -230,6 +233,7 @@ class TestCommand:
         monkeypatch.setattr(aot_report, "FAMILIES", families)
 
         def here(configurations: list[Configuration], processes: int) -> dict[Configuration, Measurement]:
+            self.compiled += len(configurations)
             return {configuration: measure(configuration) for configuration in configurations}
 
         monkeypatch.setattr(aot, "compile_all", here)
@@ -247,8 +251,34 @@ class TestCommand:
         assert records[0]["constants"] == {"PRECISION": "ieee", "SIZE": 64, "WASTED": False}
         assert records[0]["tensor_core_instructions"] > 0
         assert "No faults." in text
-        assert "| `product_kernel` | a case | bfloat16 |" in text
+        assert "| `product_kernel` | bfloat16 |" in text
         assert "any alignment" in text
+
+    def test_a_run_that_was_cut_off_goes_on(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        launch = product(torch.bfloat16, "ieee", size=64)
+        options = ("--precision", "bfloat16", "--without-divisibility")
+        _, records, _ = self.run(monkeypatch, tmp_path, launch, *options)
+        assert self.compiled == 2
+        # The second is not there yet, and the first was compiled of another source.
+        stored = [{**records[0], "digest": "of another source"}, records[1]]
+        (tmp_path / "report.json").write_text(json.dumps(stored))
+        _, again, _ = self.run(monkeypatch, tmp_path, launch, *options)
+        assert self.compiled == 3
+        assert again[1] == records[1]
+        assert again[0]["digest"] == records[0]["digest"]
+        changed = product(torch.bfloat16, "ieee", size=32)
+        self.run(monkeypatch, tmp_path, changed, *options)
+        assert self.compiled == 5
+
+    def test_every_configuration_is_a_line_of_the_csv(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        path = tmp_path / "report.csv"
+        options = ("--precision", "bfloat16", "--csv", str(path))
+        _, _, text = self.run(monkeypatch, tmp_path, spilling(), *options)
+        (line,) = csv.DictReader(path.read_text().splitlines())
+        assert (line["family"], line["kernel"], line["card"]) == ("example", "spilling_kernel", "RTX 3090")
+        assert int(line["spilled bytes"]) > 0
+        assert line["fault"].startswith("spills")
+        assert "[report.csv](report.csv)" in text
 
     def test_a_spill_counts_in_sixteen_bits(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

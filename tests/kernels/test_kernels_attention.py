@@ -18,6 +18,7 @@ from kernel_cases import (
     poisoned,
     run_packed,
     run_streaming,
+    run_wide,
     same,
 )
 from precision import assert_as_precise
@@ -25,6 +26,7 @@ from precision import assert_as_precise
 from cdt_fast import kernels
 from cdt_fast.kernels import packed_attention as packed
 from cdt_fast.kernels import streaming_attention as streaming
+from cdt_fast.kernels import wide_attention as wide
 from cdt_fast.kernels.launch import card_of
 
 # Sizes and flags
@@ -74,6 +76,13 @@ def test_blocks_that_are_no_squares(rows: int, keys: int, tokens: int, device: t
     inputs = Inputs.of(Shape(1, tokens, 20, 18), device, torch.float32, energy=True)
     blocks = streaming.Blocks(rows, keys, warps=4, stages=2)
     assert_is_the_formula(run_streaming(inputs, blocks, blocks), inputs)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32, 16, 32), (32, 16, 32, 16), (16, 16, 32, 64)])
+def test_blocks_of_wide_tokens_that_are_no_squares(sizes: tuple[int, int, int, int], device: torch.device) -> None:
+    blocks = wide.Blocks(*sizes, warps=4, stages=2)
+    inputs = Inputs.of(Shape(2, 35, 40, 67), device, torch.float32, lengths=(35, 17), energy=True)
+    assert_is_the_formula(run_wide(inputs, blocks, blocks), inputs)
 
 
 @pytest.mark.parametrize("energy", [False, True])

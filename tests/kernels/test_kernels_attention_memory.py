@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import LENGTHS, NAMES, PACKED, RUNS, SOME, STREAMING, Inputs, Results, Shape, normal, same
+from kernel_cases import LENGTHS, NAMES, PACKED, RUNS, SOME, STREAMING, WIDE, Inputs, Results, Shape, normal, same
 from torch import Tensor
 
 from cdt_fast import kernels
 from cdt_fast.kernels import packed_attention as packed
 from cdt_fast.kernels import streaming_attention as streaming
+from cdt_fast.kernels import wide_attention as wide
 from cdt_fast.kernels.launch import CARDS, Launch, card_of, recording
 
 
@@ -74,27 +75,38 @@ def test_a_token_that_is_not_finite_stays_in_its_sequence_and_shows_there(
 def launches_of(kernel: str, inputs: Inputs) -> list[tuple[Launch, Results]]:
     """The forward and the backward, not launched, and what each would write."""
     plain, lengths = (inputs.z, inputs.values), (inputs.lengths, inputs.scale, inputs.energy)
-    found = []
+    found: list[tuple[Launch, Results]] = []
     with recording(card_of(inputs.z)) as launches:
         if kernel == "packed":
             written = packed.packed_forward(inputs.z, inputs.z, *lengths, PACKED)
             found.append((launches[-1], [*written]))
             gradients = packed.packed_backward(*plain, inputs.grad_output, *lengths, blocks=PACKED)
-        else:
+        elif kernel == "streaming":
             written = streaming.streaming_forward(*plain, *lengths, STREAMING)
             found.append((launches[-1], [*written]))
             gradients = streaming.streaming_backward(*plain, *written, inputs.grad_output, *lengths, blocks=STREAMING)
+        else:
+            written = wide.wide_forward(*plain, *lengths, WIDE)
+            found.append((launches[-1], [*written]))
+            apart = inputs.z, inputs.z, *written, inputs.grad_output, *lengths
+            _, of_values = wide.wide_backward(*apart, needs_z=False, blocks=WIDE)
+            found.append((launches[-1], [of_values]))
+            gradients = wide.wide_backward(*plain, *written, inputs.grad_output, *lengths, blocks=WIDE)
         found.append((launches[-1], [*gradients]))
     return found
 
 
-@pytest.mark.parametrize("kernel", RUNS)
-def test_a_block_writes_its_own_rows_and_no_others(kernel: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "blocks", "own"),
+    # One row of the first tile is idle; of the second block of a long sequence all but three.
+    [("packed", 1, 15), *((kernel, *given) for kernel in ("streaming", "wide") for given in ((1, 16), (2, 19)))],
+)
+def test_a_block_writes_its_own_rows_and_no_others(kernel: str, blocks: int, own: int, device: torch.device) -> None:
     # Two blocks that write the same row race on a GPU; one after the other the last is right, and hides it.
-    tokens, own = (5, 15) if kernel == "packed" else (19, 16)  # one row of the first tile is idle
+    tokens = 5 if kernel == "packed" else 19
     inputs = Inputs.of(Shape(4, tokens, 17), device, torch.float32)
     for launch, results in launches_of(kernel, inputs):
-        dataclasses.replace(launch, grid=(1,)).run()
+        dataclasses.replace(launch, grid=(blocks,)).run()
         for result in results:
             assert result is None or torch.isnan(result.reshape(4 * tokens, -1)[own:]).all()
 
@@ -133,7 +145,7 @@ def run_last(launch: Launch, programs: int) -> None:
     original = interpreter_builder.create_get_program_id
     for program in range(max(0, launch.grid[0] - programs), launch.grid[0]):
         interpreter_builder.create_get_program_id = lambda axis, program=program: TensorHandle(
-            np.array([program], dtype=np.int32), tl.int32
+            np.array([program if axis == 0 else 0], dtype=np.int32), tl.int32
         )
         dataclasses.replace(launch, grid=(1,)).run()
     interpreter_builder.create_get_program_id = original
@@ -167,15 +179,19 @@ def attend_far_away(kernel: str, device: torch.device) -> None:
         given: Results = [*recorded(packed.packed_forward, *far[:2], far_lengths, 0.5, True, blocks)]
         given += recorded(packed.packed_backward, *far, far_lengths, 0.5, True, blocks=blocks)
     else:
-        blocks = streaming.Blocks(16, 16, warps=4, stages=2)
-        forward = streaming.streaming_forward(z, values, lengths, 0.5, True, blocks)
+        if kernel == "streaming":
+            attend, differentiate = streaming.streaming_forward, streaming.streaming_backward
+            blocks: Any = streaming.Blocks(16, 16, warps=4, stages=2)
+        else:
+            attend, differentiate = wide.wide_forward, wide.wide_backward
+            # One chunk of the columns: the interpreter's programs here are those of the first axis.
+            blocks = wide.Blocks(16, 16, columns=64, owned_columns=WIDTH, warps=4, stages=2)
+        forward = attend(z, values, lengths, 0.5, True, blocks)
         expected = [*forward]
-        expected += streaming.streaming_backward(z, values, *forward, upstream, lengths, 0.5, True, blocks=blocks)
-        far_forward = recorded(streaming.streaming_forward, *far[:2], far_lengths, 0.5, True, blocks)
+        expected += differentiate(z, values, *forward, upstream, lengths, 0.5, True, blocks=blocks)
+        far_forward = recorded(attend, *far[:2], far_lengths, 0.5, True, blocks)
         given = [*far_forward]
-        given += recorded(
-            streaming.streaming_backward, *far[:2], *far_forward, far[2], far_lengths, 0.5, True, blocks=blocks
-        )
+        given += recorded(differentiate, *far[:2], *far_forward, far[2], far_lengths, 0.5, True, blocks=blocks)
     for mine, near in zip(given, expected, strict=True):
         assert mine is not None
         assert near is not None
