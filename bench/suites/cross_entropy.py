@@ -27,6 +27,11 @@ class Shape(NamedTuple):
     vocabulary: int
     note: str = ""
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the names of the tables."""
+        return {"depths": self.depths, "N": self.tokens, "d": self.width, "V": self.vocabulary}
+
 
 SHAPES = {
     "toy": (Shape("toy", 3, 24, 16, 100),),
@@ -53,6 +58,28 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
                 compiles = size != "toy" or (work == KNOWN and dtype == torch.float32)
                 modes = compiled.modes(device, autotune=size == "gpu") if compiles else ()
                 yield _case(shape, work, dtype, device, size, modes)
+            yield _against_the_last_depth(shape, dtype, device, size)
+
+
+def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.device, size: str) -> Case:
+    """What the inner depths, sampled, add to the loss of an unconstrained step; other work, so there is no floor."""
+    inputs = Shared(lambda: make_inputs(shape, dtype, device))
+    alone = Way(
+        "the last depth alone",
+        "eager",
+        lambda: fused(last_alone(inputs()), KNOWN),
+        expected=lambda: _formula(last_alone(inputs()), KNOWN, size)(),
+    )
+    return Case(
+        suite="cross_entropy",
+        name=f"layerwise cross-entropy, {SAMPLED}, against the last depth alone, {name_of(dtype)}, {shape.model}",
+        shape=shape.sizes,
+        dtype=name_of(dtype),
+        ways=(alone, Way("all depths", "ours", lambda: fused(inputs(), SAMPLED))),
+        expected=lambda: _formula(inputs(), SAMPLED, size)(),
+        tolerance=TOLERANCE[dtype],
+        note="; ".join(filter(None, ("both by cdt_fast", shape.note))),
+    )
 
 
 def _case(shape: Shape, work: str, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
@@ -61,7 +88,7 @@ def _case(shape: Shape, work: str, dtype: torch.dtype, device: torch.device, siz
         suite="cross_entropy",
         name=f"layerwise cross-entropy, {work}, {name_of(dtype)}, {shape.model}: {shape.depths} depths, "
         f"N {shape.tokens}, d {shape.width}, V {shape.vocabulary}",
-        shape={"depths": shape.depths, "N": shape.tokens, "d": shape.width, "V": shape.vocabulary},
+        shape=shape.sizes,
         dtype=name_of(dtype),
         ways=tuple(_ways(inputs, work, dtype, device, size, modes)),
         expected=lambda: _formula(inputs(), work, size)(),
@@ -99,14 +126,6 @@ def _ways(
         for name, prepare in peers.items():
             yield peer(f"{name}, flattened", lambda prepare=prepare: flattened(prepare(), inputs()))
     yield Way("cdt_fast", "ours", lambda: fused(inputs(), work))
-    if work == SAMPLED:
-        # What the inner depths add to an unconstrained step.
-        yield Way(
-            "cdt_fast, the last depth alone",
-            "ours",
-            lambda: fused(last_alone(inputs()), KNOWN),
-            expected=lambda: _formula(last_alone(inputs()), KNOWN, size)(),
-        )
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depths:
@@ -200,12 +219,12 @@ def _formula_of_a_depth(hidden: Tensor, head: Tensor, targets: Tensor, reduction
 def flop(shape: Shape, work: str) -> float:
     """Of the products, at two a multiplication: logits, and the gradients of hidden states and head.
 
-    Weights that follow from the losses cost the logits a second time, unless a gradient of the head a depth is kept.
+    Weights that follow from the losses need no more: what keeps the logits has them when the weights come.
     """
     rows = shape.depths * shape.tokens
     if work == SAMPLED:
         rows = shape.tokens + (shape.depths - 1) * math.ceil(FRACTION * shape.tokens)
-    return 2.0 * rows * shape.width * shape.vocabulary * (4 if work == UNKNOWN else 3)
+    return 2.0 * rows * shape.width * shape.vocabulary * 3
 
 
 def moved(shape: Shape, dtype: torch.dtype) -> float:

@@ -92,8 +92,7 @@ def test_cases_cost_nothing_until_they_are_prepared(suite: str, size: str, monke
         assert len({way.name for way in case.ways}) == len(case.ways)
         assert case.ways[0].role == "eager"
         assert {way.role for way in case.ways} <= set(ROLES)
-        assert case.flop > 0
-        assert case.moved > 0
+        assert (case.flop > 0 and case.moved > 0) != ("against the last depth" in case.name)
     if size == "cpu" and suite == "cross_entropy":
         assert all("scaled down from" in case.note for case in cases)
     with pytest.raises(AssertionError, match="tensors were made"):
@@ -169,12 +168,16 @@ def test_flop_of_ops(name: str) -> None:
 
 def test_flop_of_cross_entropy() -> None:
     for case in cross_entropy.cases(CPU, "toy"):
-        eager = counted(way(case, "eager, a depth at a time"))
-        again = 4 / 3 if cross_entropy.UNKNOWN in case.name else 1
-        assert case.flop == pytest.approx(again * eager)
+        if "against the last depth" in case.name:
+            assert case.flop == case.moved == 0  # its ways do not do the same work
+        else:
+            assert case.flop == pytest.approx(counted(way(case, "eager, a depth at a time")))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "padded" not in case.name], ids=lambda case: case.name)
+WITH_FLOOR = [case for case in CASES if "padded" not in case.name and case.moved]
+
+
+@pytest.mark.parametrize("case", WITH_FLOOR, ids=lambda case: case.name)
 def test_bytes(case: Case) -> None:
     """The results of a step, and what it reads: an input for every gradient, and what else there is."""
     results = way(case, case.ways[0].name)()
