@@ -11,7 +11,8 @@ from torch import Tensor
 from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
 from cdt_fast.errors import InputError
 from cdt_fast.ops.checks import check_shape, check_tensor, check_together, compute_dtype, describe
-from cdt_fast.ops.cross_entropy_operators import cross_entropy, weighted_cross_entropy
+from cdt_fast.ops.cross_entropy_chunks import gradients_fit
+from cdt_fast.ops.cross_entropy_operators import cross_entropy
 from cdt_fast.ops.depths import check_depths, weights_of_depths, without_switched_off
 
 REDUCTIONS = ("mean", "sum")
@@ -36,8 +37,9 @@ def layerwise_cross_entropy(
 
     The logits of all depths are never held: chunks of rows go through the head one after the other. With weights one
     pass computes losses and gradients together, in three matrix products a chunk, and the backward only scales what
-    that pass has kept. Without weights the forward keeps a log-sum-exp a row, and the backward computes the logits
-    again: a fourth product.
+    that pass has kept. Without weights it does so too where the gradients of the head of every depth fit a chunk's
+    budget of bytes (a classifier's do), or none is wanted. Elsewhere the forward keeps a log-sum-exp a row, and the
+    backward computes the logits again: a fourth product.
 
     Args:
         hidden_states: L+1 tensors h_l, each `[..., d]`, depth 0 first. They are never stacked.
@@ -86,24 +88,14 @@ def layerwise_cross_entropy(
     sample = _sample(targets, fraction, generator) if len(hidden_states) > 1 else None
     if bias is not None:
         bias = bias.to(weight.dtype)
-    if weights is None:
-        per_layer, _ = cross_entropy(list(hidden_states), weight, targets, bias, sample, *options)
-        return per_layer.sum(), per_layer
     hidden = without_switched_off(hidden_states, weights)
     grad = torch.is_grad_enabled()
-    total, per_layer, _, _ = weighted_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        bias,
-        sample,
-        weights,
-        [grad and depth.requires_grad for depth in hidden],
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
-        *options,
-    )
-    return total, per_layer.detach()
+    wants_hidden = [grad and depth.requires_grad for depth in hidden]
+    wants_weight, wants_bias = grad and weight.requires_grad, grad and bias is not None and bias.requires_grad
+    at_once = weights is not None or _fit_apart(len(hidden), weight, wants_weight, wants_bias, options[0])
+    wanted = (wants_hidden, wants_weight, wants_bias)
+    value, per_layer = cross_entropy(hidden, weight, targets, bias, sample, weights, at_once, *wanted, *options)
+    return (value.sum(), value) if weights is None else (value, per_layer)
 
 
 def layerwise_cross_entropy_reference(
@@ -151,6 +143,12 @@ def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bia
     check_shape("targets", targets, tuple(first.shape[:-1]), "one target a token")
     if targets.device != first.device and targets.device.type != "cpu":
         raise InputError(f"targets is on {targets.device} but hidden_states[0] is on {first.device}: move one of them")
+
+
+def _fit_apart(depths: int, weight: Tensor, wants_weight: bool, wants_bias: bool, dtype: torch.dtype) -> bool:
+    """Whether the gradients of the head can be kept for every depth, until the weights of the depths are known."""
+    entries = weight.numel() * wants_weight + len(weight) * wants_bias
+    return depths == 1 or gradients_fit(depths * entries, dtype, weight.device)
 
 
 def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None) -> Tensor | None:

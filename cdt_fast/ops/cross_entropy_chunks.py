@@ -56,44 +56,76 @@ class Piece:
     stop: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        return tensor[self.start : self.stop]
+        return _slice(tensor, self.start, self.stop)
 
 
-def count_rows(targets: Tensor, vocabulary: int, ignore_index: int, mean: bool) -> Tensor:
-    """How many tokens count, as a tensor on the device of the targets.
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that go through the head together.
+
+    Attributes:
+        pieces: one a depth, of depths that follow one another in the order of the plan.
+        start, stop: where they lie among the rows of all depths, in that order.
+    """
+
+    pieces: list[Piece]
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return _slice(tensor, self.start, self.stop)
+
+
+def _slice(tensor: Tensor, start: int, stop: int) -> Tensor:
+    # A view of everything takes as long to make as a small tensor to compute.
+    return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
+
+
+def count_rows(targets: Tensor, vocabulary: int, ignore_index: int, mean: bool) -> Tensor | int:
+    """How many tokens count: a number where the targets are on the CPU, else a tensor on their device.
 
     Raises:
         InputError: the targets are on the CPU and one is out of range, or none counts and a mean is asked for. On a
             GPU looking would mean to wait.
     """
-    counted = targets != ignore_index
-    count = counted.sum()
-    if targets.device.type == "cpu":
-        wrong = counted & ((targets < 0) | (targets >= vocabulary))
-        if wrong.any():
-            raise InputError(
-                f"targets must be in [0, {vocabulary}) or {ignore_index} (ignore_index), got {targets[wrong][0].item()}"
-            )
-        if mean and not count:
-            raise InputError(f"targets must hold at least one token that is not {ignore_index} (ignore_index)")
+    if targets.device.type != "cpu":
+        return (targets != ignore_index).sum()
+    count = targets.numel()
+    if count:
+        least, most = torch.aminmax(targets)
+        lowest, highest = int(least), int(most)
+        if lowest < 0 or highest >= vocabulary or lowest <= ignore_index <= highest:
+            counted = targets != ignore_index
+            wrong = counted & ((targets < 0) | (targets >= vocabulary))
+            if wrong.any():
+                raise InputError(
+                    f"targets must be in [0, {vocabulary}) or {ignore_index} (ignore_index), "
+                    f"got {targets[wrong][0].item()}"
+                )
+            count = int(counted.sum())
+    if mean and not count:
+        raise InputError(f"targets must hold at least one token that is not {ignore_index} (ignore_index)")
     return count
 
 
 def rows_of_depths(
-    targets: Tensor, ignore_index: int, sample: Tensor | None, depths: int, device: torch.device
+    targets: Tensor, count: Tensor | int, ignore_index: int, sample: Tensor | None, depths: int, device: torch.device
 ) -> list[Rows]:
     """Which tokens take part at each depth: `sample` at the inner ones, all at the last.
 
     Ignored tokens are left out where the targets are on the CPU. On a GPU their number is not known without waiting
     for it; there they stay in, the row kernel does not read them, and they cost their share of the products.
+
+    Args:
+        targets: `[tokens]`.
+        count: how many of them count, from `count_rows`.
     """
 
     def rows(index: Tensor | None, factor: float) -> Rows:
-        if targets.device.type == "cpu":
+        if isinstance(count, int) and count < targets.shape[0]:
             among = targets if index is None else targets[index]
             counted = (among != ignore_index).nonzero().squeeze(1)
-            if len(counted) < len(among):
-                index = counted if index is None else index[counted]
+            index = counted if index is None else index[counted]
         if index is None:
             return Rows(None, targets.to(device, non_blocking=True), factor)
         return Rows(index.to(device, non_blocking=True), targets[index].to(device, non_blocking=True), factor)
@@ -105,31 +137,47 @@ def rows_of_depths(
     return [inner] * (depths - 1) + [last]
 
 
-def plan(counts: Sequence[int], kinds: Sequence[object], most: int) -> list[list[Piece]]:
-    """Chunks of at most `most` rows: parts of one depth, or whole depths of the same kind side by side.
+def plan(counts: Sequence[int], kinds: Sequence[tuple[bool, bool]], most: int) -> tuple[list[int], list[Chunk]]:
+    """An order of the depths, those of a kind side by side, and chunks of at most `most` of their rows in that order.
 
-    A depth with more rows than fit is cut into equal parts, so that no product is left with a few rows.
+    A chunk holds parts of one depth, or whole depths of one kind. A depth with more rows than fit is cut into equal
+    parts, so that no product is left with a few rows.
     """
-    chunks: list[list[Piece]] = []
-    room: dict[object, tuple[list[Piece], int]] = {}
-    for depth, (count, kind) in enumerate(zip(counts, kinds, strict=True)):
-        parts = -(-count // most)
-        if parts > 1:
-            size = -(-count // parts)
-            chunks += [[Piece(depth, start, min(start + size, count))] for start in range(0, count, size)]
-        elif parts:
-            chunk, left = room.get(kind, ([], 0))
-            if left < count:
-                chunk, left = [], most
-                chunks.append(chunk)
-            chunk.append(Piece(depth, 0, count))
-            room[kind] = chunk, left - count
-    return chunks
+    order = sorted(range(len(counts)), key=lambda depth: kinds[depth])
+    chunks: list[Chunk] = []
+    place = 0
+    for depth in order:
+        count = counts[depth]
+        size = -(-count // -(-count // most)) if count else 1
+        for start in range(0, count, size):
+            piece = Piece(depth, start, min(start + size, count))
+            rows = piece.stop - piece.start
+            last = chunks[-1] if chunks else None
+            if last and kinds[last.pieces[0].depth] == kinds[depth] and place + rows - last.start <= most:
+                chunks[-1] = Chunk([*last.pieces, piece], last.start, place + rows)
+            else:
+                chunks.append(Chunk([piece], place, place + rows))
+            place += rows
+    return order, chunks
 
 
-def chunk_rows(chunk_tokens: int | None, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of a chunk: `chunk_tokens`, or as many as the budget of bytes holds."""
+def gradients_fit(entries: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether as many numbers, in at least float32, are no more than the logits of a chunk may be."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return entries * wide.itemsize <= CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
+
+
+def chunk_rows(chunk_tokens: int | None, weight: Tensor) -> int:
+    """Rows of a chunk: `chunk_tokens`, or as many as the budget of bytes holds.
+
+    Args:
+        weight: `[V, d]`, in the dtype of the products.
+    """
     if chunk_tokens is not None:
         return chunk_tokens
-    rows = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (vocabulary * dtype.itemsize)
-    return max(128, rows // 128 * 128)
+    (vocabulary, width), size = weight.shape, weight.dtype.itemsize
+    rows = CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"]) // (vocabulary * size)
+    # Each chunk reads and writes all of dW. On a CPU that takes half as long as the product of 128 rows in bfloat16,
+    # so the logits of a chunk may have a third of dW's bytes.
+    least = width * max(size, 4) // (3 * size) if weight.device.type == "cpu" else 0
+    return max(128, rows // 128 * 128, least // 128 * 128)

@@ -6,25 +6,20 @@ costs one product for its losses and two more for its gradients; between them li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cdt_fast.ops.cross_entropy_chunks import Head, Piece, Rows, plan
+from cdt_fast.ops.cross_entropy_sweep import RowSweep
+from cdt_fast.ops.products import product
 
 # Bytes of the float32 product that is added to dW where the operands are narrower: all of it at once would double dW.
-PRODUCT_BYTES = 256 * 2**20
+PRODUCT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 # Tensor cores want rows that start at multiples of 16 bytes: an odd vocabulary such as 50,257 would lose half the rate.
 COLUMN_MULTIPLE = 64
-
-# Bytes, in float32, of the rows that the sweep in plain torch takes together: its dozen steps stay in a CPU's cache.
-SWEEP_BYTES = 4 * 2**20
-
-# (head, logits, targets, losses, log_sums, scales): losses and log-sum-exps where losses are given, else the latter are
-# read; the gradient over the logits where scales are given.
-RowSweep = Callable[[Head, Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"], None]
 
 
 @dataclass(frozen=True)
@@ -32,13 +27,15 @@ class Pass:
     """What a pass leaves.
 
     Attributes:
-        sums: `[depths]`, the losses summed over the tokens; zeros where the log-sum-exps were given.
-        log_sums: `[depths, tokens]`, the log-sum-exp of each row that took part, in the order of its `Rows`.
+        sums: `[depths]`, the losses summed over the tokens; None where the log-sum-exps were given.
+        log_sums: `[rows]`, the log-sum-exps of the rows that took part in a pass without gradients, depth after depth
+            in the order of their `Rows`.
         hidden: the gradients of the hidden states, None at those not asked for.
-        weight, bias: the gradients of the head in at least float32, None where not asked for.
+        weight, bias: the gradients of the head `[V, d]` and `[V]`, or with one a depth before these, in at least
+            float32; None where not asked for.
     """
 
-    sums: Tensor
+    sums: Tensor | None
     log_sums: Tensor
     hidden: list[Tensor | None]
     weight: Tensor | None
@@ -53,10 +50,12 @@ def one_pass(
     *,
     most: int,
     log_sums: Tensor | None = None,
-    scales: Sequence[Tensor | None] | None = None,
-    wants_hidden: Sequence[bool] | None = None,
-    wants_weight: bool = False,
-    wants_bias: bool = False,
+    scales: Tensor | None = None,
+    switched_off: Sequence[bool] | None = None,
+    wants_hidden: Sequence[bool],
+    wants_weight: bool,
+    wants_bias: bool,
+    apart: bool = False,
 ) -> Pass:
     """Losses of every depth, or gradients, or both at once.
 
@@ -67,253 +66,206 @@ def one_pass(
         sweep: what turns a chunk of logits into losses and gradients.
         most: rows of a chunk.
         log_sums: those of a pass before: then no losses are computed.
-        scales: what the gradients of a depth's rows are multiplied by; None at depths without a gradient.
-        wants_hidden, wants_weight, wants_bias: the gradients to compute; zeros where no depth has a scale.
+        scales: `[depths]`, what the gradients of a depth's rows are multiplied by; None for no gradients.
+        switched_off: the depths without a gradient.
+        wants_hidden, wants_weight, wants_bias: the gradients to compute; zeros where no depth has one.
+        apart: keep the head's gradients of the depths apart instead of adding them up.
     """
-    depths, tokens = len(hidden), len(hidden[0])
-    wanted = [False] * depths if wants_hidden is None else wants_hidden
-    scaled = [
-        scale if want or wants_weight or wants_bias else None
-        for scale, want in zip(scales or [None] * depths, wanted, strict=True)
+    differentiated = [
+        scales is not None and not (switched_off and switched_off[depth]) and (want or wants_weight or wants_bias)
+        for depth, want in enumerate(wants_hidden)
     ]
-    backward_only = log_sums is not None
-    chunks = plan(
-        [
-            0 if backward_only and scale is None else len(depth.targets)
-            for depth, scale in zip(rows, scaled, strict=True)
-        ],
-        [(scale is None, want) for scale, want in zip(scaled, wanted, strict=True)],
-        most,
-    )
+    counts = [depth.targets.shape[0] for depth in rows]
+    taken = counts if log_sums is None else [n if one else 0 for n, one in zip(counts, differentiated, strict=True)]
+    kinds = [(one, one and want) for one, want in zip(differentiated, wants_hidden, strict=True)]
+    order, chunks = plan(taken, kinds, most)
+    targets = _joined([rows[depth].targets for depth in order if taken[depth]] or [rows[0].targets])
+    row_scales = None if scales is None else _repeated(scales, order, taken)
     wide = torch.promote_types(head.weight.dtype, torch.float32)
-    losses = torch.zeros(depths, tokens, device=head.weight.device, dtype=wide)
-    log_sums = torch.zeros_like(losses) if log_sums is None else log_sums
-    gradients = [
-        _room_for_gradient(hidden[depth], rows[depth].index is None and scaled[depth] is not None) if want else None
-        for depth, want in enumerate(wanted)
-    ]
-    of_head = _HeadGradients(head.weight, wants_weight, wants_bias)
-    widest = max((sum(piece.stop - piece.start for piece in chunk) for chunk in chunks), default=0)
-    buffer = _logits_buffer(head.weight, widest)
+    if log_sums is None:
+        losses = head.weight.new_empty(targets.shape[0], dtype=wide)
+        of_rows = torch.empty_like(losses)
+    else:
+        losses, parts = None, log_sums.split(counts)
+        of_rows = _joined([parts[depth] for depth in order if taken[depth]] or [log_sums])
+    gradients = _HiddenGradients(hidden, rows, wants_hidden, differentiated)
+    of_head = _HeadGradients(head.weight, wants_weight, wants_bias, len(hidden) if apart else None)
+    multiply = _Logits(head, max((chunk.stop - chunk.start for chunk in chunks), default=0))
     for chunk in chunks:
-        x = _joined([_rows_of(hidden[piece.depth], rows[piece.depth], piece) for piece in chunk]).to(head.weight.dtype)
-        logits = buffer[: len(x)]
-        if head.bias is None:
-            torch.mm(x, head.weight.mT, out=logits)
-        else:
-            torch.addmm(head.bias, x, head.weight.mT, out=logits)
-        chunk_log_sums = _joined([piece.of(log_sums[piece.depth]) for piece in chunk])
-        chunk_losses = None if backward_only else torch.empty_like(chunk_log_sums)
+        x = _joined([_rows_of(hidden[piece.depth], rows[piece.depth], piece) for piece in chunk.pieces])
+        x = x.to(head.weight.dtype)
+        logits = multiply(x)
+        with_gradient = differentiated[chunk.pieces[0].depth]
         sweep(
             head,
             logits,
-            _joined([piece.of(rows[piece.depth].targets) for piece in chunk]),
-            chunk_losses,
-            chunk_log_sums,
-            _row_scales(chunk, scaled),
+            chunk.of(targets),
+            None if losses is None else chunk.of(losses),
+            chunk.of(of_rows),
+            chunk.of(row_scales) if row_scales is not None and with_gradient else None,
         )
-        if chunk_losses is not None:
-            for piece, part in _parts(chunk, chunk_losses):
-                piece.of(losses[piece.depth]).copy_(part)
-            for piece, part in _parts(chunk, chunk_log_sums):
-                piece.of(log_sums[piece.depth]).copy_(part)
-        if scaled[chunk[0].depth] is not None:
-            of_head.add(logits, x)
-            if wanted[chunk[0].depth]:
-                _write_gradients(chunk, logits, head.weight, gradients, rows)
-    return Pass(losses.sum(1), log_sums, gradients, *of_head.result())
+        if with_gradient:
+            of_head.add(chunk.pieces, logits, x)
+            if wants_hidden[chunk.pieces[0].depth]:
+                gradients.write(chunk.pieces, logits, head.weight)
+    sums = None if losses is None else _sums_of_depths(losses, order, counts)
+    return Pass(sums, of_rows, gradients.found, *of_head.result())
+
+
+class _Logits:
+    """The logits of a chunk, in memory that all chunks share: fresh memory of that size costs a CPU a sweep over it."""
+
+    def __init__(self, head: Head, rows: int) -> None:
+        self._head = head
+        self._rows = rows
+        self._buffer: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x Wᵀ + b`, `[rows, V]`, until the next call."""
+        weight, bias = self._head.weight, self._head.bias
+        # Brings memory of its own, and even so is the faster: by two fifths for a vocabulary of 50,257.
+        if weight.device.type == "cpu" and weight.dtype == torch.float32:
+            logits = product(x, weight.mT)
+            return logits if bias is None else logits.add_(bias)
+        if self._buffer is None:
+            columns = len(weight)
+            padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if weight.is_cuda else columns
+            self._buffer = weight.new_empty(self._rows, padded)[:, :columns]
+        logits = self._buffer if x.shape[0] == self._rows else self._buffer[: x.shape[0]]
+        if bias is None:
+            return torch.mm(x, weight.mT, out=logits)
+        return torch.addmm(bias, x, weight.mT, out=logits)
+
+
+class _HiddenGradients:
+    """The gradients of the hidden states, `G W`, put where their rows belong."""
+
+    def __init__(
+        self, hidden: Sequence[Tensor], rows: Sequence[Rows], wanted: Sequence[bool], differentiated: Sequence[bool]
+    ) -> None:
+        self._hidden = hidden
+        self._rows = rows
+        # Zeros where the chunks will not write every row; other memory is taken when its first chunk comes.
+        self.found: list[Tensor | None] = [
+            torch.zeros_like(states, memory_format=torch.contiguous_format)
+            if want and not (one and depth.index is None and depth.targets.shape[0])
+            else None
+            for states, depth, want, one in zip(hidden, rows, wanted, differentiated, strict=True)
+        ]
+
+    def write(self, pieces: Sequence[Piece], gradient: Tensor, weight: Tensor) -> None:
+        """The rows of a chunk, from the gradient of its logits."""
+        first = pieces[0]
+        if (
+            len(pieces) == 1
+            and self._hidden[first.depth].dtype == weight.dtype
+            and self._rows[first.depth].index is None
+        ):
+            torch.mm(gradient, weight, out=first.of(self._room(first.depth)))
+            return
+        parts = torch.mm(gradient, weight).split_with_sizes([piece.stop - piece.start for piece in pieces])
+        for piece, part in zip(pieces, parts, strict=True):
+            index, states = self._rows[piece.depth].index, self._hidden[piece.depth]
+            if index is not None:
+                self._room(piece.depth).index_copy_(0, piece.of(index), part.to(states.dtype))
+            elif part.shape[0] == states.shape[0]:
+                self.found[piece.depth] = part.to(states.dtype)
+            else:
+                piece.of(self._room(piece.depth)).copy_(part)
+
+    def _room(self, depth: int) -> Tensor:
+        room = self.found[depth]
+        if room is None:
+            room = torch.empty_like(self._hidden[depth], memory_format=torch.contiguous_format)
+            self.found[depth] = room
+        return room
 
 
 class _HeadGradients:
     """`dW += Gᵀ x` and `db += Σ G` over the chunks, in at least float32: in bfloat16 a long sum stops growing."""
 
-    def __init__(self, weight: Tensor, wants_weight: bool, wants_bias: bool) -> None:
-        self._wide = torch.promote_types(weight.dtype, torch.float32)
-        self._like = weight
-        self._wants_weight = wants_weight
-        self._weight: Tensor | None = None
-        self._bias = weight.new_zeros(weight.shape[0], dtype=self._wide) if wants_bias else None
+    def __init__(self, weight: Tensor, wants_weight: bool, wants_bias: bool, depths: int | None) -> None:
+        self._apart = depths is not None
+        self._started: set[int] = set()
+        wide, groups = torch.promote_types(weight.dtype, torch.float32), depths or 1
+        self._weight = weight.new_empty(groups, *weight.shape, dtype=wide) if wants_weight else None
+        self._bias = weight.new_zeros(groups, len(weight), dtype=wide) if wants_bias else None
 
-    def add(self, gradient: Tensor, x: Tensor) -> None:
+    def add(self, pieces: Sequence[Piece], gradient: Tensor, x: Tensor) -> None:
         """Add a chunk: the gradient of its logits `[rows, V]`, and its hidden states `[rows, d]`."""
+        if not self._apart:
+            self._add(0, gradient, x)
+            return
+        sizes = [piece.stop - piece.start for piece in pieces]
+        for piece, factor, states in zip(
+            pieces, gradient.split_with_sizes(sizes), x.split_with_sizes(sizes), strict=True
+        ):
+            self._add(piece.depth, factor, states)
+
+    def _add(self, group: int, gradient: Tensor, x: Tensor) -> None:
         if self._bias is not None:
-            self._bias += gradient.sum(0, dtype=self._wide)
-        if not self._wants_weight:
-            return
+            self._bias[group] += gradient.sum(0, dtype=self._bias.dtype)
         if self._weight is None:
-            self._weight = torch.empty_like(self._like, dtype=self._wide, memory_format=torch.contiguous_format)
-            beta = 0
-        else:
-            beta = 1
-        if self._wide == x.dtype:
-            torch.addmm(self._weight, gradient.mT, x, beta=beta, out=self._weight)
             return
-        size = max(1, PRODUCT_BYTES // (x.shape[1] * self._wide.itemsize))
-        for start in range(0, len(self._weight), size):
-            total, factor = self._weight[start : start + size], gradient[:, start : start + size].mT
-            # A CPU has no product of narrow factors with a float32 result: there a chunk's part is rounded once.
-            product = torch.mm(factor, x, out_dtype=self._wide) if x.is_cuda else torch.mm(factor, x)
-            if beta:
-                total += product
+        total = self._weight[group]
+        first = group not in self._started
+        self._started.add(group)
+        if total.dtype == x.dtype:
+            if first:
+                torch.mm(gradient.mT, x, out=total)
             else:
-                total.copy_(product)
+                torch.addmm(total, gradient.mT, x, out=total)
+            return
+        size = max(1, PRODUCT_BYTES[x.device.type] // (x.shape[1] * total.dtype.itemsize))
+        for part, factor in zip(total.split(size), gradient.split(size, 1), strict=True):
+            # A CPU has no product of narrow factors with a float32 result: there a chunk's part is rounded once.
+            found = torch.mm(factor.mT, x, out_dtype=total.dtype) if x.is_cuda else torch.mm(factor.mT, x)
+            if first:
+                part.copy_(found)
+            else:
+                part += found
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of weight and bias, None where they are not wanted."""
-        if self._wants_weight and self._weight is None:
-            self._weight = torch.zeros_like(self._like, dtype=self._wide, memory_format=torch.contiguous_format)
-        return self._weight, self._bias
+        if self._weight is not None:
+            for group in range(len(self._weight)):
+                if group not in self._started:
+                    self._weight[group].zero_()
+        found = self._weight, self._bias
+        if self._apart:
+            return found
+        weight, bias = (None if gradient is None else gradient.squeeze(0) for gradient in found)
+        return weight, bias
 
 
-def _room_for_gradient(hidden: Tensor, covered: bool) -> Tensor:
-    """A contiguous tensor for the gradient; with zeros in it where the chunks will not write every row."""
-    make = torch.empty_like if covered else torch.zeros_like
-    return make(hidden, memory_format=torch.contiguous_format)
-
-
-def _write_gradients(
-    chunk: Sequence[Piece],
-    gradient: Tensor,
-    weight: Tensor,
-    gradients: Sequence[Tensor | None],
-    rows: Sequence[Rows],
-) -> None:
-    """The gradients of the hidden states of a chunk: `G W`, straight into place where place and dtype allow it."""
-    first = chunk[0]
-    room = gradients[first.depth]
-    if len(chunk) == 1 and room is not None and room.dtype == weight.dtype and rows[first.depth].index is None:
-        torch.mm(gradient, weight, out=first.of(room))
-        return
-    for piece, part in _parts(chunk, torch.mm(gradient, weight)):
-        room, index = gradients[piece.depth], rows[piece.depth].index
-        assert room is not None
-        if index is None:
-            piece.of(room).copy_(part)
-        else:
-            room.index_copy_(0, piece.of(index), part.to(room.dtype))
-
-
-def _logits_buffer(weight: Tensor, rows: int) -> Tensor:
-    """`[rows, V]`, used again by every chunk: fresh memory of that size costs a CPU as much as the sweep over it."""
-    columns = weight.shape[0]
-    padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if weight.is_cuda else columns
-    return weight.new_empty(rows, padded)[:, :columns]
+def _sums_of_depths(losses: Tensor, order: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """`[depths]` from the losses of all rows, which lie in `order`."""
+    if len(set(counts)) == 1 and list(order) == sorted(order):
+        return losses.view(len(counts), counts[0]).sum(1)
+    parts = dict(zip(order, losses.split([counts[depth] for depth in order]), strict=True))
+    return torch.stack([parts[depth].sum() for depth in range(len(counts))])
 
 
 def _rows_of(hidden: Tensor, rows: Rows, piece: Piece) -> Tensor:
-    return piece.of(hidden) if rows.index is None else hidden.index_select(0, piece.of(rows.index))
-
-
-def _row_scales(chunk: Sequence[Piece], scales: Sequence[Tensor | None]) -> Tensor | None:
-    """`[rows]`: the scale of each row's depth, or None for a chunk without gradients."""
-    found = [(scales[piece.depth], piece.stop - piece.start) for piece in chunk]
-    return (
-        torch.cat([scale.expand(count) for scale, count in found if scale is not None])
-        if found[0][0] is not None
-        else None
-    )
+    if rows.index is not None:
+        return hidden.index_select(0, piece.of(rows.index))
+    return piece.of(hidden)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _parts(chunk: Sequence[Piece], joined: Tensor) -> list[tuple[Piece, Tensor]]:
-    """What `_joined` has put together, taken apart."""
-    return list(zip(chunk, joined.split([piece.stop - piece.start for piece in chunk]), strict=True))
-
-
-def sweep_on_triton(
-    head: Head, logits: Tensor, targets: Tensor, losses: Tensor | None, log_sums: Tensor, scales: Tensor | None
-) -> None:
-    """The sweep as one kernel, a program a row."""
-    from cdt_fast.kernels.cross_entropy import cross_entropy_
-
-    cross_entropy_(
-        logits,
-        targets,
-        losses,
-        log_sums,
-        scales,
-        ignore_index=head.ignore_index,
-        softcap=head.softcap,
-        smoothing=head.smoothing,
+    """The parts one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return (
+        parts[0].repeat(len(parts))
+        if parts[0].dim() == 1 and all(part is parts[0] for part in parts)
+        else torch.cat(list(parts))
     )
 
 
-class TorchSweep:
-    """The sweep in plain torch, in place and in at least float32; keeps what it needs beside the logits."""
-
-    def __init__(self) -> None:
-        self._rooms: dict[str, Tensor] = {}
-
-    def __call__(
-        self,
-        head: Head,
-        logits: Tensor,
-        targets: Tensor,
-        losses: Tensor | None,
-        log_sums: Tensor,
-        scales: Tensor | None,
-    ) -> None:
-        count = max(1, SWEEP_BYTES // (4 * logits.shape[1]))
-        parts = [
-            [None] * -(-len(logits) // count) if tensor is None else tensor.split(count)
-            for tensor in (logits, targets, losses, log_sums, scales)
-        ]
-        for part in zip(*parts, strict=True):
-            self._sweep(head, *part)
-
-    def _sweep(
-        self,
-        head: Head,
-        logits: Tensor,
-        targets: Tensor,
-        losses: Tensor | None,
-        log_sums: Tensor,
-        scales: Tensor | None,
-    ) -> None:
-        ignored = targets == head.ignore_index
-        outside = ~ignored & ((targets < 0) | (targets >= logits.shape[1]))
-        places = targets.masked_fill(ignored | outside, 0).unsqueeze(1)
-        x = logits if logits.dtype.itemsize >= 4 else self._room("wide", logits).copy_(logits)
-        logs, slope = x, None
-        if head.softcap is not None:
-            x.div_(head.softcap).tanh_()
-            if scales is not None:
-                logs, slope = self._room("logs", x).copy_(x), x.square_().neg_().add_(1.0)
-            logs.mul_(head.softcap)
-        if losses is None:
-            probabilities = logs.sub_(log_sums.unsqueeze(1)).exp_()
-        else:
-            highest = logs.amax(1)
-            below = (highest - logs.gather(1, places).squeeze(1)).mul_(1.0 - head.smoothing)
-            if head.smoothing:
-                below.add_(highest - logs.mean(1), alpha=head.smoothing)
-            probabilities = torch.softmax(logs, 1, out=logs)
-            # The largest is exp(highest − log_sum): this saves a sum of exponentials of its own.
-            above = probabilities.amax(1).log_().neg_()
-            torch.add(highest, above, out=log_sums)
-            torch.add(below, above, out=losses)
-            losses.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
-        if scales is None:
-            return
-        if head.smoothing:
-            probabilities.sub_(head.smoothing / logits.shape[1])
-        # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
-        probabilities.scatter_(1, places, probabilities.gather(1, places).add_(head.smoothing - 1.0))
-        if slope is not None:
-            probabilities.mul_(slope)
-        probabilities.mul_(scales.masked_fill(outside, float("nan")).unsqueeze(1))
-        if logits.device.type != "cpu":  # on the CPU neither ignored rows nor switched-off depths get this far
-            probabilities.masked_fill_((ignored | (scales == 0)).unsqueeze(1), 0.0)
-        if probabilities is not logits:
-            logits.copy_(probabilities)
-
-    def _room(self, name: str, like: Tensor) -> Tensor:
-        """Memory of the shape of `like` in at least float32, the same one in every call."""
-        room = self._rooms.get(name)
-        if room is None or len(room) < len(like):
-            dtype = torch.promote_types(like.dtype, torch.float32)
-            room = self._rooms[name] = torch.empty(like.shape, dtype=dtype, device=like.device)
-        return room[: len(like)]
+def _repeated(scales: Tensor, order: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Each depth's scale as often as it has rows, in the order given."""
+    if len(set(counts)) == 1 and list(order) == sorted(order):
+        return scales.repeat_interleave(counts[0])
+    of_depths = scales.unbind()
+    return torch.cat([of_depths[depth].expand(counts[depth]) for depth in order])

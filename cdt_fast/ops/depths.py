@@ -47,7 +47,9 @@ def weights_of_depths(layer_weights: Tensor | Sequence[float] | None, depths: in
 
 def known_zeros(factors: Tensor) -> list[bool]:
     """Which of the factors are known to be zero; on a GPU none is, as to look at them would mean to wait for it."""
-    return (factors == 0).tolist() if factors.device.type == "cpu" else [False] * len(factors)
+    if factors.device.type != "cpu":
+        return [False] * len(factors)
+    return [factor == 0 for factor in factors.tolist()]
 
 
 def without_switched_off(tensors: Sequence[Tensor], weights: Tensor | None) -> list[Tensor]:

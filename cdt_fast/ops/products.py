@@ -26,6 +26,8 @@ def product(rows: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor
         return torch.mm(rows, matrix) if added is None else torch.addmm(added, rows, matrix)
     onednn = torch.ops.mkldnn._linear_pointwise
     for part, factor in zip(rows.split(LONGEST_SUM, 1), matrix.mT.split(LONGEST_SUM, 1), strict=True):
+        # For any other strides, those of some of the columns too, its loops take a thousand times as long.
+        factor = factor if factor.mT.is_contiguous() else factor.contiguous()
         if added is None:
             added = onednn(part, factor, None, "none", [], "")
         else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,16 @@ from ops_cases import (
     normal,
 )
 from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.ops import cross_entropy as module
+from cdt_fast.ops import cross_entropy_chunks as chunks
+from cdt_fast.ops import cross_entropy_operators as operators
+from cdt_fast.ops import cross_entropy_sweep as sweep
 from cdt_fast.ops.cross_entropy import layerwise_cross_entropy_reference
 
 DEPTHS, WIDTH, VOCABULARY = 3, 5, 7
@@ -74,7 +82,12 @@ FLAGS = [
 
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 13, 100])
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_losses_and_gradients_are_the_formula(flags: dict[str, Any], chunk_tokens: int | None) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+def test_losses_and_gradients_are_the_formula(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, flags: dict[str, Any], chunk_tokens: int | None
+) -> None:
+    if not kept:
+        recompute(monkeypatch)
     hidden, weight, targets, bias = tensors(11)
     expected = written(hidden, weight, targets, bias, **flags)
     assert_close([layerwise_cross_entropy_reference(hidden, weight, targets, bias, **flags)], [expected])
@@ -161,6 +174,16 @@ def test_weights_of_any_kind_and_depths_that_they_switch_off(kind: str) -> None:
     assert_close(found, right)
 
 
+def recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the gradients of the head of all depths not fit the budget."""
+    monkeypatch.setattr(module, "gradients_fit", lambda entries, *_: not entries)
+
+
+def by_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the dispatcher see the operator in eager mode too."""
+    monkeypatch.setattr(operators, "_plain", lambda *_: False)
+
+
 def products(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> int:
     """How many matrix products of any size the forward and the backward make in one chunk a depth."""
     hidden, weight, targets, bias = tensors(11)
@@ -190,13 +213,15 @@ def products(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> int:
 def test_what_is_not_wanted_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     weighted = {"layer_weights": [1.0, 1.0, 1.0]}
     assert products(monkeypatch, **weighted) == 9
+    assert products(monkeypatch) == 9
+    recompute(monkeypatch)
     assert products(monkeypatch) == 12
     assert products(monkeypatch, layer_weights=[1.0, 0.0, 1.0]) == 7
     assert products(monkeypatch, layer_weights=[0.0, 0.0, 0.0]) == 3
     assert products(monkeypatch, frozen=("h1",), **weighted) == 8
     assert products(monkeypatch, frozen=("weight", "bias"), **weighted) == 6
     assert products(monkeypatch, frozen=("weight", "bias", "h0"), **weighted) == 5
-    assert products(monkeypatch, frozen=("weight", "bias", "h0")) == 7
+    assert products(monkeypatch, frozen=("weight", "bias", "h0")) == 5
     assert products(monkeypatch, frozen=("h0", "h1", "h2", "weight", "bias"), **weighted) == 3
 
 
@@ -229,8 +254,13 @@ def test_all_weights_zero_and_nothing_to_differentiate() -> None:
 # Backward more than once
 
 
+@pytest.mark.parametrize("operator", [True, False])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_a_second_backward_finds_the_same_and_a_second_derivative_is_an_error(weights: list[float] | None) -> None:
+def test_a_second_backward_finds_the_same_and_a_second_derivative_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, weights: list[float] | None, operator: bool
+) -> None:
+    if operator:
+        by_the_operator(monkeypatch)
     hidden, weight, targets, bias = tensors(11)
     leaves = [*hidden, weight, bias]
     total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias, layer_weights=weights)
@@ -306,6 +336,86 @@ def test_a_nan_stays_in_its_depth() -> None:
         assert torch.isnan(per_layer).tolist() == [False, True, False]
         found = torch.autograd.grad(total, hidden)
         assert [torch.isnan(gradient).any(1).nonzero().flatten().tolist() for gradient in found] == [[], [4], []]
+
+
+@pytest.mark.parametrize("operator", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_upstream_gradient_of_zero_keeps_a_nan_out(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, operator: bool
+) -> None:
+    if not kept:
+        recompute(monkeypatch)
+    if operator:
+        by_the_operator(monkeypatch)
+    hidden, weight, targets, bias = tensors(11)
+    leaves = [*hidden, weight, bias]
+    factors = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64)
+    right = torch.autograd.grad(written(hidden, weight, targets, bias), leaves, factors)
+    with torch.no_grad():
+        hidden[1].fill_(float("nan"))
+    _, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias)
+    assert_close(gradients([per_layer], leaves, [factors]), right)
+
+
+# Memory
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._known:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.live += size
+        self.most = max(self.most, self.live)
+
+        def freed() -> None:
+            self._known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept: bool) -> None:
+    if not kept:
+        recompute(monkeypatch)
+    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", 2**19)
+    monkeypatch.setattr(sweep, "SWEEP_BYTES", 2**17)
+    tokens, width = 512, 8
+    for depths, vocabulary in ((4, 1024), (8, 1024), (4, 2048)):
+        hidden = [leaf(normal(depth, tokens, width, dtype=dtype)) for depth in range(depths)]
+        weight = leaf(normal(9, vocabulary, width, dtype=dtype))
+        targets = torch.randint(vocabulary, (tokens,), generator=generator(1))
+        with _LiveBytes() as memory:
+            total, _ = ops.layerwise_cross_entropy(
+                hidden, weight, targets, layer_weights=[1.0] * depths if weighted else None
+            )
+            torch.autograd.grad(total, [*hidden, weight])
+        heads = 1 + (depths if kept and not weighted else 1)
+        of_head = heads * 4 * vocabulary * width
+        of_states = 2 * depths * tokens * width * dtype.itemsize
+        of_rows = 40 * depths * tokens
+        logits = 2 * 128 * vocabulary * dtype.itemsize
+        assert memory.most <= of_head + of_states + of_rows + logits + 3 * 2**17
+        assert memory.most <= depths * tokens * vocabulary * dtype.itemsize / 4
 
 
 # The sample of the inner depths
@@ -408,7 +518,7 @@ def test_confident_tokens_keep_their_gradient(dtype: torch.dtype) -> None:
 
 
 def test_the_weights_gradient_is_summed_in_float32() -> None:
-    tokens = 4096
+    tokens = 1024
     hidden = torch.ones(tokens, 2, dtype=torch.bfloat16)
     weight, bias = leaf(torch.zeros(2, 2, dtype=torch.bfloat16)), leaf(torch.zeros(2, dtype=torch.bfloat16))
     for weights in ([1.0], None):
@@ -456,6 +566,18 @@ def test_under_autocast_the_gradients_keep_the_dtype_of_the_arguments(weights: l
     assert (found[-2] != found[-2].bfloat16().float()).any()
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_backward_inside_autocast_is_the_one_outside(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    if not kept:
+        recompute(monkeypatch)
+    states, weight, targets, bias = tensors(11)
+    leaves = [leaf(tensor.float()) for tensor in (*states, weight, bias)]
+    total, _ = ops.layerwise_cross_entropy(leaves[:DEPTHS], leaves[-2], targets, leaves[-1], chunk_tokens=13)
+    outside = torch.autograd.grad(total, leaves, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal(torch.autograd.grad(total, leaves), outside)
+
+
 # Layouts, modes, compilation
 
 
@@ -492,6 +614,65 @@ def test_without_gradients(mode: Any, weights: list[float] | None) -> None:
         given = ops.layerwise_cross_entropy(hidden, weight, targets, bias, layer_weights=weights)
     assert not any(result.requires_grad for result in given)
     assert_equal(given, expected)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("mode", ["eager", "autocast", "checkpoint", "no_grad", "inference"])
+def test_the_direct_path_is_the_operator(
+    monkeypatch: pytest.MonkeyPatch, mode: str, weights: list[float] | None
+) -> None:
+    states, *head = tensors(11)
+    targets = head[1]
+    off = contextlib.nullcontext()
+    forward = {"no_grad": torch.no_grad(), "inference": torch.inference_mode()}.get(mode, off)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def network(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        total, per_layer = ops.layerwise_cross_entropy(
+            list(leaves[:DEPTHS]), leaves[-2], targets, leaves[-1], layer_weights=weights, chunk_tokens=13
+        )
+        return total, per_layer
+
+    def run() -> list[Tensor]:
+        leaves = [leaf(tensor.float()) for tensor in (*states, head[0], head[2])]
+        with forward, autocast if mode == "autocast" else off:
+            if mode == "checkpoint":
+                total, per_layer = checkpoint.checkpoint(network, *leaves, use_reentrant=False)
+            else:
+                total, per_layer = network(*leaves)
+        if forward is not off:
+            assert not total.requires_grad
+            return [total, per_layer]
+        return [total, per_layer, *torch.autograd.grad(total, leaves)]
+
+    assert operators._plain([head[0]])
+    direct = run()
+    by_the_operator(monkeypatch)
+    assert_equal(direct, run())
+
+
+def test_the_direct_path_is_for_plain_tensors_on_the_cpu() -> None:
+    weight = normal(1, 3, 2)
+    assert operators._plain([weight, torch.nn.Parameter(weight)])
+    assert not operators._plain([weight, weight.as_subclass(type("Other", (Tensor,), {}))])
+    assert not operators._plain([weight, weight.to("meta")])
+
+
+@pytest.mark.parametrize("operator", [True, False])
+def test_function_transforms_are_refused(monkeypatch: pytest.MonkeyPatch, operator: bool) -> None:
+    if operator:
+        by_the_operator(monkeypatch)
+    weight, states = normal(1, 3, 2), normal(2, 5, 4, 2)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return ops.layerwise_cross_entropy([hidden], weight, torch.zeros(hidden.shape[:-1]).long())[0]
+
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(loss)(states)
+    with pytest.raises(RuntimeError):
+        torch.func.vmap(loss)(states)
+    # What is constant in them may stand there.
+    assert torch.func.grad(lambda factor: 3 * factor + loss(states))(torch.ones(())).item() == 3
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
@@ -536,13 +717,10 @@ def test_opcheck(trained: tuple[bool, bool, bool], sampled: bool) -> None:
     ]
     sample = torch.tensor([4, 1, 0]) if sampled else None
     options = (torch.float32, -100, True, 0.1, None if sampled else 3.0, 4)
-    arguments = (states, head[0], targets, head[1], sample)
-    torch.library.opcheck(torch.ops.cdt_fast.layerwise_cross_entropy.default, (*arguments, *options))
     wanted = ([trained[0]] * DEPTHS, *trained[1:])
-    weights = torch.tensor(WEIGHTS)
-    torch.library.opcheck(
-        torch.ops.cdt_fast.weighted_layerwise_cross_entropy.default, (*arguments, weights, *wanted, *options)
-    )
+    for weights, at_once in ((torch.tensor(WEIGHTS), True), (None, True), (None, False)):
+        arguments = (states, head[0], targets, head[1], sample, weights, at_once, *wanted, *options)
+        torch.library.opcheck(torch.ops.cdt_fast.layerwise_cross_entropy.default, arguments)
 
 
 @pytest.mark.parametrize(("dynamic", "kind"), [(False, "list"), (True, "none"), (True, "list"), (True, "tensor")])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast.ops import products
 from cdt_fast.ops.products import LARGE_PRODUCT, LONGEST_SUM, product
@@ -59,6 +62,34 @@ def test_any_strides(layout: str) -> None:
     expected = left.double() @ right.double() + added.double()
     torchs = torch.addmm(added, left, right)
     assert error(product(left, right, added), expected) <= 1.5 * error(torchs, expected) + EPSILON
+
+
+class Noted(TorchDispatchMode):
+    """Notes the matrices that oneDNN is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices: list[Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "mkldnn":
+            self.matrices.append(args[2] if "binary" in str(function) else args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("terms", [256, 2 * LONGEST_SUM + 3])
+@pytest.mark.parametrize("layout", ["rows first", "columns first", "some of the columns"])
+def test_onednn_gets_layouts_that_it_has_loops_for(layout: str, terms: int) -> None:
+    left, right, added = operands(512, terms, 384)
+    if layout == "columns first":
+        right = right.mT.contiguous().mT
+    elif layout == "some of the columns":
+        right = torch.cat([right, right], 1)[:, :384]
+    with Noted() as noted:
+        product(left, right, added)
+    assert len(noted.matrices) == -(-terms // LONGEST_SUM)
+    assert all(matrix.is_contiguous() or matrix.mT.is_contiguous() for matrix in noted.matrices)
 
 
 def test_repeats_are_bitwise_equal_and_nothing_is_written_to() -> None:
