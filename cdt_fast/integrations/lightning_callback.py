@@ -1,0 +1,237 @@
+"""Descent constraints as a callback of Lightning."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast.descent import DescentConstraints
+from cdt_fast.errors import InputError, require
+from cdt_fast.integrations.shared import (
+    LossSums,
+    check_layers,
+    constraints_for,
+    entries_of,
+    items_in,
+    load_shared_state,
+    multipliers_of,
+    number_of_ranks,
+    shared_state,
+    sum_over_ranks,
+)
+from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
+
+try:
+    _Callback: Any = importlib.import_module("lightning.pytorch").Callback
+except ImportError:  # so that the class can be imported; its constructor says what is missing
+    _Callback = object
+
+
+class DescentCallback(_Callback):
+    """Descent constraints for a transformers model inside of a LightningModule.
+
+    The training step returns the loss of that model, called with `labels`. It is the Lagrangian `Σ_l w_l ℓ_l` where ℓ_l
+    is the mean over all items (tokens or rows whose label is not −100) of an optimiser step: of all the micro-batches
+    that `accumulate_grad_batches` gathers and of all ranks, however unequal their numbers. As that number is not known
+    before the last micro-batch, a loss is divided by the items of a micro-batch of the previous step, and one factor
+    sets the gradients right just before they are clipped and the optimiser steps. A term of its own that a training
+    step adds to the loss is scaled by that factor too, which is near 1.
+
+    Multipliers move once an optimiser step, slacks restart each epoch. Every `log_every_n_steps` the callback logs, for
+    each depth d that is read, `layer_loss_d` (mean since the last log, over all ranks), `multiplier_d`, `violation_d`
+    (where there is a constraint), and `feasible` (1 or 0). In validation the loss of the model is that of its last
+    layer, and `val_layer_loss_d`, `val_violation_d` and `val_feasible` are logged. The checkpoint holds the state of
+    the constraints. The model is given back as it was when the trainer is done.
+
+    Args:
+        constraints: a DescentConstraints, or a dictionary of its arguments without `layers`.
+        taps: the depths to read, as for `attach_layer_losses`; None: all.
+        inner_fraction: the share of a language model's tokens that the inner depths are estimated from, as there.
+        model: the name of the transformers model inside of the LightningModule.
+
+    Raises:
+        MissingExtra: lightning is not installed.
+        InputError: from the start of training: there is no such model, or `attach_layer_losses` does not take it; the
+            constraints do not fit it; the module optimises manually, has several optimisers, or runs under DeepSpeed.
+    """
+
+    def __init__(
+        self,
+        constraints: Any,
+        *,
+        taps: Sequence[int] | None = None,
+        inner_fraction: float = 1.0,
+        model: str = "model",
+    ) -> None:
+        require("lightning.pytorch", "lightning", "DescentCallback")
+        super().__init__()
+        self._given = constraints
+        self._reads: dict[str, Any] = {"taps": taps, "inner_fraction": inner_fraction}
+        self._model_name = model
+        self._constraints: DescentConstraints | None = None
+        self._layer_losses: LayerLosses | None = None
+        self._hooks: list[Any] = []
+        self._saved: Mapping[str, Any] | None = None
+        self._logged: LossSums | None = None
+        self._evaluated: LossSums | None = None
+        self._items: Tensor | None = None  # what a micro-batch is divided by: items of the previous step, a micro-batch
+        self._count: Tensor | None = None  # of this rank, in this optimiser step
+
+    @property
+    def constraints(self) -> DescentConstraints:
+        """The constraints.
+
+        Raises:
+            InputError: they were given as a dictionary, and no model has been seen yet.
+        """
+        if self._constraints is None:
+            raise InputError("the constraints are made when training starts; there is no model before")
+        return self._constraints
+
+    @property
+    def layer_losses(self) -> LayerLosses:
+        """The handle of `attach_layer_losses`, while the trainer runs.
+
+        Raises:
+            InputError: it does not run.
+        """
+        if self._layer_losses is None:
+            raise InputError("the layer losses are attached while the trainer runs, not before or after")
+        return self._layer_losses
+
+    # A validation without training runs in inference mode, and training could not change tensors that were made in it.
+    @torch.inference_mode(False)
+    def _attach(self, pl_module: Any) -> None:
+        if self._layer_losses is not None:
+            return
+        try:
+            model = pl_module.get_submodule(self._model_name)
+        except AttributeError as error:
+            raise InputError(
+                f"model must name the transformers model inside of the {type(pl_module).__name__}, got "
+                f"{self._model_name!r}; it holds {[name for name, _ in pl_module.named_children()]}"
+            ) from error
+        handle = attach_layer_losses(model, **self._reads)
+        try:
+            if self._constraints is None:
+                self._constraints = constraints_for(self._given, handle)
+            check_layers(self._constraints, handle)
+        except InputError:
+            handle.remove()
+            raise
+        self._layer_losses = handle
+        self._constraints.to(pl_module.device)
+        self._logged = LossSums(self._constraints)
+        self._count = torch.zeros((), dtype=torch.int64, device=pl_module.device)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+        ]
+        if self._saved is not None:
+            load_shared_state(self._constraints, self._saved["constraints"])
+            self._items = self._saved["items"].to(pl_module.device)
+            self._saved = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
+            raise InputError(
+                f"descent constraints need automatic optimisation with one optimiser, got automatic_optimization = "
+                f"{pl_module.automatic_optimization} and {len(trainer.optimizers)} optimisers"
+            )
+        if type(trainer.strategy).__name__.startswith("DeepSpeed"):
+            raise InputError("descent constraints do not go with DeepSpeed; use strategy='ddp' or FSDP2")
+        self._attach(pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._detach()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._detach()  # there is no teardown then
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._layer_losses is not None:
+            self._layer_losses.remove()
+        self._layer_losses = None
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.layer_losses.weights = self.constraints.weights() if module.training else None
+        if not module.training or (kwargs.get("labels") is None and kwargs.get("shift_labels") is None):
+            return args, kwargs
+        if self._items is None:
+            items = sum_over_ranks(items_in(self.layer_losses, kwargs).to(self.constraints.device))
+            self._items = items.clamp(min=1) / number_of_ranks()
+        return args, {**kwargs, "num_items_in_batch": self._items, "return_dict": True}
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        sums = output.get("layer_loss_sums") if isinstance(output, Mapping) else None
+        if sums is None:
+            return
+        sums, count = sums.detach().to(self.constraints.device), output["layer_loss_count"].to(self.constraints.device)
+        if module.training and self._count is not None and self._logged is not None:
+            self.constraints.record(sums, count)
+            self._logged.add(sums, count)
+            self._count += count
+        elif self._evaluated is not None:
+            self._evaluated.add(sums, count)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # Not at the end of an epoch: a checkpoint may have been saved before that, after the last validation.
+        if batch_idx == 0:
+            self.constraints.epoch_end()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        # The only hook between the last backward of an optimiser step and the clipping of its gradients, which AMP has
+        # unscaled by now. (on_before_zero_grad comes before the first backward of a step, too.)
+        if self._items is None or self._count is None:
+            raise InputError("the training step did not call the model with labels; its output.loss is what is trained")
+        # Each micro-batch was divided by `items` and by their number, and the ranks were averaged.
+        parts = trainer.accumulate_grad_batches * trainer.world_size
+        total = sum_over_ranks(self._count.clone()).clamp(min=1)
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for gradient in gradients:
+            gradient.mul_((parts * self._items / total).to(gradient.dtype))
+        self._items = total / parts
+        self._count.zero_()
+        self.constraints.step()
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            self._log(pl_module)
+
+    def _log(self, pl_module: Any) -> None:
+        assert self._logged is not None
+        losses, _ = self._logged.take()
+        taps = self.layer_losses.taps
+        pl_module.log_dict({**entries_of(self.constraints, taps, losses), **multipliers_of(self.constraints, taps)})
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._attach(pl_module)
+        self._evaluated = LossSums(self.constraints)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self._evaluated is not None
+        losses, count = self._evaluated.take()
+        self._evaluated = None
+        if count:
+            entries = entries_of(self.constraints, self.layer_losses.taps, losses)
+            pl_module.log_dict({f"val_{name}": value for name, value in entries.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, plain numbers and words; empty before training started. Every rank must call this."""
+        if self._constraints is None or self._items is None:
+            return {}
+        return {"constraints": shared_state(self._constraints), "items": self._items.clone()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, when training starts."""
+        self._saved = state_dict or None

@@ -1,0 +1,243 @@
+"""transformers' Trainer and TRL's SFTTrainer with descent constraints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
+from cdt_fast.descent import DescentConstraints
+from cdt_fast.errors import InputError, require
+from cdt_fast.integrations.shared import (
+    LossSums,
+    check_layers,
+    constraints_for,
+    entries_of,
+    items_in,
+    load_shared_state,
+    multipliers_of,
+    number_of_ranks,
+    shared_state,
+    sum_over_ranks,
+)
+from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback
+else:
+    Trainer = object  # `with_descent` mixes the methods below into a class that it is given
+
+STATE_FILE = "descent_constraints.safetensors"
+
+
+def with_descent(trainer_class: Any) -> Any:
+    """A subclass of a Trainer of transformers, or of TRL's SFTTrainer, that trains under descent constraints.
+
+    It takes three more keyword arguments, all others as before:
+
+        constraints   a DescentConstraints, or a dictionary of its arguments without `layers`
+        taps          the depths to read, as for `attach_layer_losses`; None: all
+        inner_fraction  the share of the tokens that the inner depths are estimated from, as there
+
+    and has two more attributes, `constraints` and `layer_losses` (the handle of `attach_layer_losses`).
+
+    In training the loss is the Lagrangian `Σ_l w_l ℓ_l`, where ℓ_l is the mean over all items (tokens or rows whose
+    label is not −100) of an optimiser step: of its micro-batches and, whatever `average_tokens_across_devices` says,
+    of all ranks. Multipliers move once an optimiser step, slacks restart each epoch. Whenever the Trainer logs its
+    loss, it logs too, for each depth d that is read, `layer_loss_d` (mean since the last log, over all ranks),
+    `multiplier_d`, `violation_d` (where there is a constraint), and `feasible` (1 or 0). Checkpoints hold the state of
+    the constraints, and `resume_from_checkpoint` continues it.
+
+    In evaluation the loss is that of the last layer. Metrics are, besides, `eval_layer_loss_d`, `eval_violation_d` and
+    `eval_feasible`, from sums over all ranks. (Where the ranks do not divide the data set, samplers repeat a few
+    rows, and those count again.)
+
+    Logits are not computed in training. Of what TRL logs, entropy and token accuracy are computed in its own loss,
+    and so they are missing.
+
+    Args:
+        trainer_class: transformers' Trainer, TRL's SFTTrainer, or a subclass that does not compute another loss.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+        InputError: it is another class. And from the constructor: the model is none that `attach_layer_losses` takes;
+            the constraints do not fit it; a setting asks for another loss (label smoothing, `compute_loss_func`) or for
+            a way to distribute that is not supported (DataParallel, DeepSpeed, sequences split over devices).
+    """
+    base = require("transformers", "transformers", "with_descent").Trainer
+    if not isinstance(trainer_class, type) or not issubclass(trainer_class, base):
+        raise InputError(f"trainer_class must be a subclass of transformers' Trainer, got {trainer_class!r}")
+    owner = next(ancestor for ancestor in trainer_class.__mro__ if "compute_loss" in vars(ancestor))
+    of_trl = owner.__name__ == "SFTTrainer" and owner.__module__.startswith("trl.")
+    if owner is not base and not of_trl and not issubclass(owner, _DescentTrainer):
+        raise InputError(
+            f"trainer_class must train with the loss of its model, but {owner.__name__} has a compute_loss of its own; "
+            "supported are transformers' Trainer, TRL's SFTTrainer and subclasses that leave compute_loss alone"
+        )
+    return type(f"Descent{trainer_class.__name__}", (_DescentTrainer, trainer_class), {"__doc__": with_descent.__doc__})
+
+
+class _DescentTrainer(Trainer):
+    """The methods that `with_descent` adds."""
+
+    layer_losses: LayerLosses
+    constraints: DescentConstraints
+    _reads: dict[str, Any] | None = None  # arguments of attach_layer_losses, known once the Trainer is constructed
+    _items: Tensor | None = None  # of an optimiser step, over all ranks, divided by their number
+    _evaluated: LossSums | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        constraints: Any,
+        taps: Sequence[int] | None = None,
+        inner_fraction: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._check_supported()
+        # Now that TRL has put its own forward in the place of the model's: that one passes on what is not for it.
+        self._reads = {"taps": taps, "inner_fraction": inner_fraction}
+        self.layer_losses = attach_layer_losses(self.model, **self._reads)
+        self.constraints = constraints_for(constraints, self.layer_losses).to(self.args.device)
+        check_layers(self.constraints, self.layer_losses)
+        self._at_first = self.constraints.state_dict()
+        self._logged = LossSums(self.constraints)
+        self._entries: dict[str, float] = {}
+        # Every version then gives compute_loss what get_batch_samples counted, and does not divide its result again.
+        self.model_accepts_loss_kwargs = True
+        self.add_callback(_stepper(self.constraints))
+
+    def _check_supported(self) -> None:
+        args: Any = self.args
+        parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
+        split = any(getattr(parallelism, name, False) for name in ("cp_enabled", "sp_enabled"))
+        problems = {
+            "label_smoothing_factor": "a loss of its own: set it to 0" if args.label_smoothing_factor else None,
+            "compute_loss_func": "a loss of its own: leave it out" if self.compute_loss_func is not None else None,
+            "loss_type": "a loss of its own: use 'nll'" if "nll" not in getattr(args, "loss_type", "nll") else None,
+            "n_gpu": "DataParallel: start with torchrun or accelerate launch" if args.n_gpu > 1 else None,
+            "deepspeed": "DeepSpeed: use DDP or FSDP2" if self.is_deepspeed_enabled else None,
+            "parallelism_config": "sequences split over devices: use whole ones" if split else None,
+        }
+        for name, problem in problems.items():
+            if problem is not None:
+                raise InputError(f"descent constraints do not go with {name}, which asks for {problem}")
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        if self._reads is not None:  # a new model, also for each trial of a search: the run starts again
+            self.layer_losses = attach_layer_losses(model, **self._reads)
+            self.constraints.load_state_dict(self._at_first)
+        return model
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, _ = super().get_batch_samples(*args, **kwargs)
+        self._items = None
+        if samples:
+            items = torch.stack([items_in(self.layer_losses, batch).to(self.args.device) for batch in samples]).sum()
+            # The mean over the ranks, as gradients are averaged over them. A step without a label that counts is left
+            # with gradients of zero, and its losses of 0/0 do not move the multipliers.
+            self._items = sum_over_ranks(items).clamp(min=1) / number_of_ranks()
+        return samples, self._items
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = {**inputs, "return_dict": True}
+        if model.training:
+            self.layer_losses.weights = self.constraints.weights()
+            # Not num_items_in_batch: transformers 4.48 counts it and does not hand it on.
+            output = model(**inputs, num_items_in_batch=self._items)
+            loss_sums, count = self._measured(output)
+            self.constraints.record(loss_sums, count)
+            self._logged.add(loss_sums, count)
+        else:
+            with self.layer_losses.evaluation():
+                items = items_in(self.layer_losses, inputs).clamp(min=1)
+                output = model(**inputs, num_items_in_batch=items)
+            if self._evaluated is not None:
+                self._evaluated.add(*self._measured(output))
+        return (output["loss"], output) if return_outputs else output["loss"]
+
+    def _measured(self, output: Any) -> tuple[Tensor, Tensor]:
+        if "layer_loss_sums" not in output:
+            raise InputError(
+                "the model's forward returned no losses of its depths: something has replaced it since the "
+                "trainer was made (use_liger_kernel does)"
+            )
+        device = self.constraints.device  # a model split over devices has its head on another one
+        sums, count = output["layer_loss_sums"].detach(), output["layer_loss_count"]
+        return sums.to(device, non_blocking=True), count.to(device, non_blocking=True)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            losses, count = self._logged.take()
+            if not count:
+                raise InputError(
+                    f"no label counted since step {self._globalstep_last_logged}: all are -100. Look at what masks "
+                    "them (the prompt, a maximal length, a template that is not recognised)"
+                )
+            taps = self.layer_losses.taps
+            self._entries = {**entries_of(self.constraints, taps, losses), **multipliers_of(self.constraints, taps)}
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self._entries)
+            self._entries = {}
+        super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        self._evaluated = LossSums(self.constraints)
+        try:
+            output: Any = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            losses, count = self._evaluated.take()
+        finally:
+            self._evaluated = None
+        if count:
+            entries = entries_of(self.constraints, self.layer_losses.taps, losses)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in entries.items()})
+        return output
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        state = shared_state(self.constraints)
+        if self.args.should_save:
+            save_checkpoint(os.path.join(output_dir, STATE_FILE), state)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = os.path.join(checkpoint, STATE_FILE)
+        if not os.path.exists(path):
+            raise InputError(
+                f"{path} is missing: a trainer without descent constraints saved this checkpoint, or save_only_model "
+                "was set; start from its model, without resume_from_checkpoint"
+            )
+        load_shared_state(self.constraints, load_checkpoint(path))
+
+
+def _stepper(constraints: DescentConstraints) -> TrainerCallback:
+    """A callback that steps the multipliers after the optimiser, before the Trainer logs or saves."""
+    from transformers import TrainerCallback
+
+    class DescentStepper(TrainerCallback):
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            constraints.step()
+
+        def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+            constraints.epoch_end()
+
+        def on_epoch_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            # A checkpoint after the last step of an epoch is saved before on_epoch_end, which a resumed run does not
+            # call. The epoch is a whole number then, and it is not where a run goes on inside of an epoch.
+            if float(state.epoch or 0).is_integer():
+                constraints.epoch_end()
+
+    return DescentStepper()

@@ -1,0 +1,93 @@
+"""A tiny language model, rows with unequal numbers of labels, and the training loop written out in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY, LAYERS, ROWS, LENGTH = 50, 2, 8, 6
+RATE, REFERENCE = 0.3, 3.0
+LEARNING_RATE, DUAL_LR = 0.1, 0.2
+# Plain ascent without slacks, which the loop below writes out.
+ASCENT: dict[str, Any] = {
+    "rate": RATE,
+    "reference": REFERENCE,
+    "dual": "ascent",
+    "dual_lr": DUAL_LR,
+    "resilience": None,
+}
+
+
+def language_model(dtype: torch.dtype = torch.float64) -> Any:
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+
+
+def rows(count: int = ROWS) -> list[dict[str, Tensor]]:
+    """Row i has i % 4 + 1 labels that count; that of the first token does not, as nothing predicts it."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for index in range(count):
+        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[1 : LENGTH - 1 - index % 4] = -100
+        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return found
+
+
+def stacked(batch: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in batch]) for name in batch[0]}
+
+
+def eager_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The mean cross-entropy of each depth, `[3]`, differentiable."""
+    output = model.model(input_ids=batch["input_ids"], output_hidden_states=True)
+    states = [*(model.model.norm(state) for state in output.hidden_states[:-1]), output.last_hidden_state]
+    targets = batch["labels"][:, 1:].flatten()
+    logits = [model.lm_head(state)[:, :-1].flatten(0, 1) for state in states]
+    return torch.stack([nn.functional.cross_entropy(scores, targets) for scores in logits])
+
+
+def expected_run(steps: Sequence[Sequence[int]], count: int = ROWS) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Train on the rows of each step at once; multipliers and losses of every step, and the weights at the end."""
+    model, data = language_model(), rows(count)
+    multipliers, factor = [0.0] * (LAYERS + 1), 1 - RATE
+    history, losses_of_steps = [], []
+    for step in steps:
+        losses = eager_losses(model, stacked([data[index] for index in step]))
+        zero, one, two = multipliers
+        lagrangian = (zero - factor * one) * losses[0] + (one - factor * two) * losses[1] + (1 + two) * losses[2]
+        model.zero_grad()
+        lagrangian.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
+        first, second, third = losses.tolist()
+        violations = [first - REFERENCE, second - factor * first, third - factor * second]
+        multipliers = [max(0.0, old + DUAL_LR * g) for old, g in zip(multipliers, violations, strict=True)]
+        history.append(multipliers)
+        losses_of_steps.append(losses.tolist())
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return torch.tensor(history, dtype=torch.float64), torch.tensor(losses_of_steps, dtype=torch.float64), weights
+
+
+def assert_same_weights(model: nn.Module, expected: dict[str, Tensor], tolerance: float = 1e-7) -> None:
+    # The model's norms compute in float32, whatever its dtype.
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=tolerance)

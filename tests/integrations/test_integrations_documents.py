@@ -1,0 +1,89 @@
+"""The examples of docs/trainers.md run as they stand, and add at most ten lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "trainers.md"
+BLOCKS = dict(re.findall(r"```python (\w+)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL))
+NEEDS = {
+    "trainer": ("transformers",),
+    "trl": ("transformers", "trl", "datasets"),
+    "lightning": ("transformers", "lightning"),
+    "loop": ("transformers",),
+    "accelerate": ("transformers", "accelerate"),
+    "fsdp2": ("transformers",),
+}
+DISTRIBUTED = ("accelerate", "fsdp2")
+RANKS = 2
+
+
+def run(name: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "document"}
+    exec(compile(BLOCKS[name], f"<{DOCUMENT.name}, {name}>", "exec"), names)
+    return names
+
+
+def skip_without(name: str) -> None:
+    for package in NEEDS[name]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"the package {package!r} is not installed")
+
+
+def test_every_example_is_known_and_adds_at_most_ten_lines() -> None:
+    assert BLOCKS.keys() == NEEDS.keys()
+    for name, code in BLOCKS.items():
+        added = [line for line in code.splitlines() if line.endswith("# +")]
+        assert 3 <= len(added) <= 10, name
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS.keys() - set(DISTRIBUTED)))
+def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without(name)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = run(name)
+    holder = {"loop": None, "lightning": "descent"}.get(name, "trainer")
+    constraints = names["constraints"] if holder is None else names[holder].constraints
+    assert constraints.multipliers[1:].min() > 0  # without a reference the first stays zero
+
+
+def join(folder: Path, rank: int, ranks: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous{ranks}", rank=rank, world_size=ranks)
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    # What torchrun sets; with the group made from a file there is no port that another process could hold.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
+    join(Path(folder), rank, RANKS)
+    found = {name: run(name)["constraints"].multipliers for name in DISTRIBUTED}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_distributed_examples_are_those_of_one_process(tmp_path: Path) -> None:
+    if not dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    alone = {"accelerate": run("accelerate")["constraints"].multipliers}
+    join(tmp_path, 0, 1)
+    try:
+        alone["fsdp2"] = run("fsdp2")["constraints"].multipliers
+    finally:
+        dist.destroy_process_group()
+    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
+    for rank in range(RANKS):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for name in DISTRIBUTED:
+            assert alone[name].min() > 0
+            torch.testing.assert_close(found[name], alone[name], rtol=0, atol=1e-6)
