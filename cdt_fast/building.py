@@ -3,41 +3,68 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from cdt_fast.config import RunConfig
-from cdt_fast.data import VideoData, load_video
+from cdt_fast.data import load_video
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.models import DUST, VideoUT, load_pretrained
 from cdt_fast.runs import RunFolder
 
 
-def load_data(config: RunConfig, progress: bool = True) -> VideoData:
-    """The windows that the settings describe.
+def load_data(config: RunConfig, progress: bool = True) -> Any:
+    """What the settings describe to train on and to measure with: `VideoData`, `Corpus` of texts or of instructions.
 
     Raises:
-        InputError: the settings do not fit each other, or the source cannot be read or is too short.
+        InputError: the settings do not fit each other, or the source cannot be read or holds too little.
     """
+    if config.task != "video":
+        from cdt_fast.tasks.corpus import load_corpus
+
+        return load_corpus(config)
     data = config.data
     _check_patches(config)
     return load_video(data.source, window=data.window, size=data.size, stride=data.stride, progress=progress)
 
 
+def describe_data(config: RunConfig, data: Any) -> str:
+    """What `load_data` found, in a line or two."""
+    if config.task == "video":
+        return data.describe()
+    from cdt_fast.tasks.corpus import describe
+
+    return describe(data, config.data.source)
+
+
 def check_settings(config: RunConfig) -> None:
-    """Find settings that do not fit each other before any frame is decoded.
+    """Find settings that do not fit each other before any data are read.
 
     Raises:
         InputError: they do not fit each other.
         MissingExtra: they ask for a package that is not installed.
     """
-    _check_patches(config)
-    build_model(config)
-    _constraints(config, warmup_steps=0, device="cpu")
+    if config.task == "video":
+        _check_patches(config)
+        build_model(config)
+        _constraints(config, 0, "cpu", config.model.layers)
+    else:
+        _check_sequence_settings(config)
     if config.training.tensorboard:
         require("tensorboard", "tensorboard", "--tensorboard")
+
+
+def _check_sequence_settings(config: RunConfig) -> None:
+    if config.data.source is None:
+        raise InputError(f"the source is missing: cdt-fast train {config.task} SOURCE")
+    gammas = config.evaluation.gammas
+    if any(first >= second for first, second in pairwise(gammas)):
+        raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
+    if not 0 < config.data.perturbation_rate <= 1:
+        raise InputError(f"[data] perturbation_rate must be in (0, 1], got {config.data.perturbation_rate}")
 
 
 def _check_patches(config: RunConfig) -> None:
@@ -74,25 +101,38 @@ def load_model(run: RunFolder, config: RunConfig) -> DUST:
     return model.to("cuda" if use_cuda else "cpu").eval()
 
 
-def windows_a_step(config: RunConfig) -> int:
-    """Windows that one optimiser step sees."""
+def samples_a_step(config: RunConfig) -> int:
+    """Samples (windows, texts, sequences) that one optimiser step sees."""
     return config.training.batch * config.training.accumulate
 
 
-def steps_an_epoch(config: RunConfig, data: VideoData) -> int:
-    """Optimiser steps that see every training window once; the last may see fewer than the others."""
-    return math.ceil(len(data.train) / windows_a_step(config))
+def steps_an_epoch(config: RunConfig, data: Any) -> int:
+    """Optimiser steps that see every training sample once; the last may see fewer than the others."""
+    return math.ceil(len(data.train) / samples_a_step(config))
 
 
-def build_constraints(config: RunConfig, data: VideoData, device: torch.device | str) -> DescentConstraints:
-    """The constraints that the settings describe, on `device`, nothing recorded yet."""
-    return _constraints(config, config.constraints.warmup_epochs * steps_an_epoch(config, data), device)
+def build_constraints(
+    config: RunConfig, data: Any, device: torch.device | str, layers: int | None = None
+) -> DescentConstraints:
+    """The constraints that the settings describe, on `device`, nothing recorded yet.
+
+    Args:
+        config: the settings.
+        data: what the run trains on: it says how long an epoch is.
+        device: where the multipliers are.
+        layers: L; None: that of the settings.
+
+    Raises:
+        InputError: the settings do not fit each other or the number of layers.
+    """
+    warmup_steps = config.constraints.warmup_epochs * steps_an_epoch(config, data)
+    return _constraints(config, warmup_steps, device, config.model.layers if layers is None else layers)
 
 
-def _constraints(config: RunConfig, warmup_steps: int, device: torch.device | str) -> DescentConstraints:
+def _constraints(config: RunConfig, warmup_steps: int, device: torch.device | str, layers: int) -> DescentConstraints:
     settings = config.constraints
     return DescentConstraints(
-        config.model.layers,
+        layers,
         settings.rate,
         settings.reference,
         reference_mode=settings.reference_mode,

@@ -10,17 +10,17 @@ import shlex
 import signal
 import sys
 import threading
-import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from cdt_fast.config import SECTIONS, DataSettings, RunConfig
+from cdt_fast.cli_settings import TASKS, add_settings
+from cdt_fast.config import CONFIGS, SECTIONS, RunConfig
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import write_json
+from cdt_fast.memory import is_out_of_memory, memory_hint
 
 BAD_INPUT = 2
 
@@ -65,8 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         message = where + ("the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error))
-    except MemoryError as error:
-        message = f"out of memory {error}; smaller --batch, --size or --window need less"
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = f"out of memory{options.memory_hint}"
     except (KeyboardInterrupt, _Terminated) as stop:
         number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
         print(f"cdt-fast: stopped by {number.name}{options.hint}", file=sys.stderr)
@@ -100,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
     _add_train(commands)
 
-    command = _command(commands, "evaluate", _evaluate, "measure a run on its held-out frames, and write its report")
+    command = _command(commands, "evaluate", _evaluate, "measure a run on its held-out data, and write its report")
     command.epilog = "example: cdt-fast evaluate runs/mine --gammas 0.1,0.5,1.0 --json mine.json"
     command.add_argument("folder", metavar="RUN", help="run folder")
     command.add_argument("--gammas", metavar="LIST", help="noise levels, in place of those of the run's settings")
@@ -108,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _command(commands, "compare", _compare, "set runs side by side: tables, and a report with pictures")
     command.epilog = "example: cdt-fast compare runs/constrained runs/unconstrained --out comparison"
-    command.add_argument("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same frames")
+    command.add_argument("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same data")
     command.add_argument("--out", default="comparison", metavar="DIR", help="folder of the report (comparison)")
     _add_json(command)
 
@@ -145,7 +147,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    command.set_defaults(run=run, hint="")  # hint: what to add when a signal ends the command
+    # What to add when a signal ends the command, and when memory does.
+    command.set_defaults(run=run, hint="", memory_hint="")
     return command
 
 
@@ -165,43 +168,11 @@ def _add_train(commands: Any) -> None:
     train = _command(commands, "train", None, "train a network")
     train.epilog = "example: cdt-fast train video clip.mp4 --out runs/mine"
     tasks = train.add_subparsers(dest="task", required=True, parser_class=_Parser, metavar="TASK")
-    video = _command(tasks, "video", _train_video, "train a denoiser on video, then evaluate it on held-out frames")
-    video.epilog = (
-        "examples:\n"
-        "  cdt-fast train video clip.mp4 --out runs/mine\n"
-        "  cdt-fast train video clip.mp4 --out runs/plain --no-constrained\n"
-        "  cdt-fast train video --resume runs/mine"
-    )
-    video.usage = "cdt-fast train video [SOURCE] [--out RUN] [--config FILE] [SETTINGS]"
-    source = next(entry for entry in fields(DataSettings) if entry.name == "source")
-    video.add_argument("source", nargs="?", metavar="SOURCE", help=source.metadata["help"] + " (demo)")
-    video.add_argument("--out", metavar="RUN", help="new run folder (runs/SOURCE-constrained or -unconstrained)")
-    video.add_argument("--config", metavar="FILE", help="settings as TOML, such as the config.toml of a run")
-    video.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint; takes no settings")
-    for section in SECTIONS:
-        group = video.add_argument_group(f"[{section}]")
-        settings = getattr(RunConfig(), section)
-        hints = typing.get_type_hints(type(settings))
-        for entry in fields(settings):
-            if entry.name != "source":
-                _add_setting(group, section, entry, hints[entry.name], getattr(settings, entry.name))
+    for task in TASKS:
+        add_settings(_command(tasks, task.name, _train, task.text), task)
 
 
-def _add_setting(group: Any, section: str, entry: Any, annotation: Any, default: Any) -> None:
-    name = f"--{entry.name.replace('_', '-')}"
-    destination = f"{section}.{entry.name}"
-    text = entry.metadata["help"]
-    if annotation in (bool, bool | None):
-        shown = {True: " (yes)", False: " (no)"}.get(default, "")
-        group.add_argument(name, dest=destination, action=argparse.BooleanOptionalAction, help=text + shown)
-        return
-    shown = "" if default is None else f" ({','.join(map(str, default)) if isinstance(default, list) else default})"
-    choices = entry.metadata["choices"]
-    metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
-    group.add_argument(name, dest=destination, metavar=metavar, help=(text + shown).replace("%", "%%"))
-
-
-def _train_video(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int:
     given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in vars(options).items():
         section, dot, key = name.partition(".")
@@ -215,20 +186,22 @@ def _train_video(options: argparse.Namespace) -> int:
         if options.config or options.out or any(given.values()):
             raise InputError("--resume takes no other settings: a run goes on as it began")
         run, config = RunFolder.open(options.resume, trained=False)
+        if config.task != options.task:
+            raise InputError(f"{options.resume}: resume it with cdt-fast train {config.task} --resume")
     else:
-        config = RunConfig.load(options.config) if options.config else RunConfig()
+        config = CONFIGS[options.task].load(options.config) if options.config else CONFIGS[options.task]()
         for section, values in given.items():
             config.update(section, values)
-        if config.data.source != "demo":
-            config.data.source = str(Path(config.data.source).resolve())
+        _make_absolute(config)
         run = RunFolder.create(options.out or _default_folder(config), config)
     folder = shlex.quote(str(run.path))
-    from cdt_fast.training import Interrupted, train_video
+    options.memory_hint = memory_hint(config)
+    from cdt_fast import training
 
     try:
-        train_video(run, config, resume=options.resume is not None)
-    except Interrupted as stop:
-        print(f"cdt-fast: {stop}; continue with: cdt-fast train video --resume {folder}", file=sys.stderr)
+        training.train_video(run, config, resume=options.resume is not None)
+    except training.Interrupted as stop:
+        print(f"cdt-fast: {stop}; continue with: cdt-fast train {config.task} --resume {folder}", file=sys.stderr)
         return 128 + stop.signal_number
     except BaseException:
         if options.resume is None:
@@ -236,6 +209,18 @@ def _train_video(options: argparse.Namespace) -> int:
         raise
     options.hint = f"; the training is done, measure it with: cdt-fast evaluate {folder}"
     return _evaluate_run(run, config)
+
+
+def _make_absolute(config: RunConfig) -> None:
+    """The paths of the settings from the root, so that the run can be evaluated from any folder."""
+    if config.data.source is None:
+        raise InputError(f"SOURCE is missing: cdt-fast train {config.task} SOURCE")
+    if config.data.source != "demo" or config.task != "video":
+        config.data.source = str(Path(config.data.source).resolve())
+    for name in ("model", "embedding"):
+        given = getattr(config.model, name, None)
+        if given is not None and Path(given).is_dir() and config.task != "video":
+            setattr(config.model, name, str(Path(given).resolve()))
 
 
 def _default_folder(config: RunConfig) -> Path:
@@ -249,6 +234,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     run, config = RunFolder.open(options.folder)
     if options.gammas is not None:
         config.set("evaluation", "gammas", options.gammas)
+    options.memory_hint = memory_hint(config)
     return _evaluate_run(run, config, options.json)
 
 
@@ -261,8 +247,8 @@ def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> 
     write_json(run.evaluation, evaluation)
     if json_file is not None:
         write_json(json_file, evaluation)
-    if evaluation["trained_steps"] < config.training.steps:
-        steps = f"step {evaluation['trained_steps']} of {config.training.steps}"
+    if evaluation["trained_steps"] < evaluation["steps"]:
+        steps = f"step {evaluation['trained_steps']} of {evaluation['steps']}"
         print(f"cdt-fast: note: the training of {run.path} is not finished, this is {steps}", file=sys.stderr)
     measured = EvaluatedRun(run, config, evaluation)
     _print_tables([measured])

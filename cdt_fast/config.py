@@ -16,6 +16,24 @@ import tomli_w
 from cdt_fast.descent import PRESETS
 from cdt_fast.errors import InputError
 from cdt_fast.files import write_text
+from cdt_fast.sections import (
+    ConstraintSettings,
+    DataSettings,
+    EvaluationSettings,
+    ModelSettings,
+    TrainingSettings,
+)
+from cdt_fast.sections_text import (
+    LanguageConstraintSettings,
+    LanguageDataSettings,
+    LanguageModelSettings,
+    LanguageTrainingSettings,
+    TextConstraintSettings,
+    TextDataSettings,
+    TextEvaluationSettings,
+    TextModelSettings,
+    TextTrainingSettings,
+)
 
 try:
     import tomllib
@@ -23,109 +41,18 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  # on 3.10 alone
 
 
-def setting(default: Any, text: str, choices: tuple[str, ...] | None = None, least: float | None = None) -> Any:
-    """A field with its help text, for words the ones allowed, and for numbers the least."""
-    metadata = {"help": text, "choices": choices, "least": least}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass
-class DataSettings:
-    """[data]: which frames, and how they become sequences of patches."""
-
-    source: str = setting("demo", "video file, frame folder, .npy or a tree of them; 'demo' is a generated clip")
-    window: int = setting(20, "T, frames of a window", least=1)
-    stride: int | None = setting(None, "frames between training windows (default: window, no overlap)", least=1)
-    size: int = setting(160, "side in pixels that frames are resized to, a multiple of patch", least=1)
-    patch: int = setting(16, "side in pixels of a square patch", least=1)
-    sequence: str = setting("time", "what one sequence runs over", ("time", "space", "spacetime"))
-    gamma: float = setting(0.15, "training noise as a multiple of the standard deviation of the clean frames", least=0)
-
-
-@dataclass
-class ModelSettings:
-    """[model]: the network."""
-
-    model: str = setting("dust", "network", ("dust", "ut"))
-    code_size: int = setting(1024, "m, atoms of a dictionary", least=1)
-    layers: int = setting(5, "L", least=1)
-    tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)")
-    sparsity: float = setting(0.2, "lambda_1; the threshold is lambda_1 * step ('ut' has none)", least=0)
-    step: float | None = setting(None, "1/c (default: 1 / squared spectral norm of the initial dictionary)")
-    scale: float = setting(1.0, "beta, factor of the attention scores")
-    initial_codes: str = setting("analysis", "H_0: X D / c, or zero", ("analysis", "zero"))
-    readout: str = setting("own", "dictionary that reads each depth", ("own", "next", "shared"))
-
-
-@dataclass
-class ConstraintSettings:
-    """[constraints]: what every layer must achieve, and how the multipliers see to it."""
-
-    constrained: bool = setting(True, "train with descent constraints")
-    preset: str | None = setting(None, "take the settings below from a preset, before those given", tuple(PRESETS))
-    rate: float | list[float] = setting(0.1, "alpha, one number or one a layer: the share of the loss a layer removes")
-    reference: float | str | None = setting(
-        "auto", "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
-    )
-    reference_mode: str = setting("constraint", "how the reference enters", ("constraint", "anchor"))
-    coupling: str = setting("chain", "what bounds a layer's loss", ("chain", "detach", "absolute"))
-    normalise: bool = setting(True, "dual steps on relative violations")
-    margin: float = setting(
-        0.1, "share by which bounds are lowered in training, so that held-out losses meet them", least=0
-    )
-    dual: str = setting("adam", "rule that moves the multipliers", ("ascent", "adam", "pi"))
-    dual_lr: float = setting(0.05, "step size of the multipliers")
-    betas: list[float] = setting([0.0, 0.9], "Adam's decay of the two moments of the dual gradient")
-    proportional_gain: float = setting(0.2, "proportional gain of 'pi'")
-    smoothing: float = setting(0.0, "decay of the average that the proportional part of 'pi' follows")
-    resilience: str = setting("slack", "what gives way when bounds cannot be met", ("slack", "decay", "none"))
-    slack_cost: float = setting(10.0, "cost of squared slack: the larger, the harder the constraints")
-    slack_lr: float | None = setting(None, "step size of the slacks (default: 0.1 / slack_cost)")
-    dual_every: int = setting(1, "optimiser steps a dual step", least=1)
-    warmup_epochs: int = setting(1, "epochs with the constraints off at the start", least=0)
-
-
-@dataclass
-class TrainingSettings:
-    """[training]: the primal side of the loop."""
-
-    steps: int = setting(1000, "optimiser steps", least=1)
-    batch: int = setting(4, "windows a micro-batch", least=1)
-    accumulate: int = setting(1, "micro-batches an optimiser step", least=1)
-    lr: float = setting(1e-3, "learning rate of Adam", least=0)
-    schedule: str = setting("cosine", "learning rate over the run", ("cosine", "linear", "constant"))
-    warmup_steps: int = setting(0, "steps over which the learning rate rises to lr", least=0)
-    clip: float | None = setting(1.0, "largest gradient norm ('none' for no bound)", least=0)
-    weight_decay: float = setting(0.0, "decoupled weight decay (AdamW)", least=0)
-    precision: str = setting("fp32", "arithmetic of the matrix products", ("fp32", "tf32", "bf16"))
-    device: str = setting("auto", "where to compute", ("auto", "cpu", "cuda"))
-    cuda_graph: bool = setting(
-        False, "launch a step as one CUDA graph, for a GPU that waits for the launches of small batches"
-    )
-    seed: int = setting(0, "seed of data order and noise", least=0)
-    validate_every: int = setting(50, "optimiser steps between validations", least=1)
-    checkpoint_every: int = setting(50, "optimiser steps between checkpoints", least=1)
-    log_every: int = setting(10, "optimiser steps between lines of metrics.jsonl", least=1)
-    tensorboard: bool = setting(False, "also write the metrics for TensorBoard")
-
-
-@dataclass
-class EvaluationSettings:
-    """[evaluation]: the noise levels that are reported."""
-
-    gammas: list[float] = setting([0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0], "noise levels of the evaluation", least=0)
-
-
 @dataclass
 class RunConfig:
-    """All settings of a run, a section each."""
+    """All settings of a run, a section each; of video, and in the subclasses of the other tasks.
 
-    data: DataSettings = field(default_factory=DataSettings)
-    model: ModelSettings = field(default_factory=ModelSettings)
+    Which settings the sections `data`, `model` and `training` hold is the task's affair: see `cdt_fast.sections` and
+    `cdt_fast.sections_text`.
+    """
+
+    data: Any = field(default_factory=DataSettings)
+    model: Any = field(default_factory=ModelSettings)
     constraints: ConstraintSettings = field(default_factory=ConstraintSettings)
-    training: TrainingSettings = field(default_factory=TrainingSettings)
+    training: Any = field(default_factory=TrainingSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     task: str = "video"
 
@@ -177,13 +104,10 @@ class RunConfig:
         Raises:
             InputError: the file cannot be read, or names something unknown or of the wrong kind.
         """
-        try:
-            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise InputError(f"{path}: cannot be read as TOML ({error})") from error
+        document = _read_toml(path)
         config = cls()
-        if document.pop("task", "video") != "video":
-            raise InputError(f'{path}: task must be "video"')
+        if document.pop("task", config.task) != config.task:
+            raise InputError(f'{path}: task must be "{config.task}"')
         try:
             for section, values in document.items():
                 if not isinstance(values, dict):
@@ -194,7 +118,51 @@ class RunConfig:
         return config
 
 
+@dataclass
+class TextConfig(RunConfig):
+    """All settings of a run on labelled texts."""
+
+    data: Any = field(default_factory=TextDataSettings)
+    model: Any = field(default_factory=TextModelSettings)
+    constraints: ConstraintSettings = field(default_factory=TextConstraintSettings)
+    training: Any = field(default_factory=TextTrainingSettings)
+    evaluation: EvaluationSettings = field(default_factory=TextEvaluationSettings)
+    task: str = "text"
+
+
+@dataclass
+class LanguageConfig(RunConfig):
+    """All settings of a run on instructions with answers."""
+
+    data: Any = field(default_factory=LanguageDataSettings)
+    model: Any = field(default_factory=LanguageModelSettings)
+    constraints: ConstraintSettings = field(default_factory=LanguageConstraintSettings)
+    training: Any = field(default_factory=LanguageTrainingSettings)
+    evaluation: EvaluationSettings = field(default_factory=TextEvaluationSettings)
+    task: str = "lm"
+
+
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
+CONFIGS: dict[str, type[RunConfig]] = {kind().task: kind for kind in (RunConfig, TextConfig, LanguageConfig)}
+
+
+def load_config(path: str | os.PathLike[str]) -> RunConfig:
+    """Read settings from TOML as those of the task that the file names (video where it names none).
+
+    Raises:
+        InputError: as `RunConfig.load`, or the task is unknown.
+    """
+    task = _read_toml(path).get("task", "video")
+    if task not in list(CONFIGS):
+        raise InputError(f"{path}: task must be one of {', '.join(CONFIGS)}, got {task!r}")
+    return CONFIGS[task].load(path)
+
+
+def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as TOML ({error})") from error
 
 
 def converted(name: str, value: Any, annotation: Any, choices: tuple[str, ...] | None) -> Any:
@@ -222,7 +190,10 @@ def converted(name: str, value: Any, annotation: Any, choices: tuple[str, ...] |
 
 def _as_type(value: Any, option: Any) -> Any:
     if typing.get_origin(option) is list:
-        return [_as_type(entry, float) for entry in (value.split(",") if isinstance(value, str) else value)]
+        return [
+            _as_type(entry, typing.get_args(option)[0])
+            for entry in (value.split(",") if isinstance(value, str) else value)
+        ]
     if option is bool:
         words = {"true": True, "false": False}
         return value if isinstance(value, bool) else words[value]

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from cdt_fast.config import RunConfig
@@ -13,12 +14,24 @@ from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
 from cdt_fast.runs import RunFolder
 
-# What a report needs to find in an evaluation.json.
-_NEEDED = (
-    *("task", "source", "test_windows", "gamma", "sigma", "training_gamma", "constrained", "tied", "layers"),
-    *("parameters", "rmse", "mean_rmse", "identity_rmse", "baseline_rmse", "depth_rmse", "layer_loss", "layer_ratio"),
-    *("feasible", "report", "spectral_ratio", "per_sample"),
+# What a report needs to find in an evaluation.json, of every task and of one.
+_SHARED = (
+    *("task", "source", "gamma", "training_gamma", "constrained", "layers", "parameters"),
+    *("layer_loss", "layer_ratio", "feasible", "report", "per_sample"),
 )
+_SEQUENCES = (
+    *("model", "perturbation", "accuracy", "accuracy_interval", "auc", "depth_accuracy", "depth_loss"),
+    *("answers", "test_texts", "test_digest"),
+)
+_NEEDED = {
+    "video": (
+        *_SHARED,
+        *("test_windows", "sigma", "tied", "rmse", "mean_rmse", "identity_rmse", "baseline_rmse", "depth_rmse"),
+        "spectral_ratio",
+    ),
+    "text": (*_SHARED, *_SEQUENCES),
+    "lm": (*_SHARED, *_SEQUENCES, "perplexity", "vocabulary"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,8 @@ class EvaluatedRun:
         if not folder.evaluation.exists():
             raise InputError(f"{path}: has not been evaluated; {remedy}")
         evaluation = read_json(folder.evaluation)
-        missing = [key for key in _NEEDED if key not in evaluation] if isinstance(evaluation, dict) else list(_NEEDED)
+        needed = _NEEDED[config.task]
+        missing = [key for key in needed if key not in evaluation] if isinstance(evaluation, dict) else list(needed)
         if missing:
             raise InputError(f"{folder.evaluation}: lacks {', '.join(missing[:3])}; {remedy}")
         return cls(folder, config, evaluation)
@@ -69,6 +83,8 @@ class EvaluatedRun:
     def kind(self) -> str:
         """How the run was trained, in words."""
         constrained = "constrained" if self.evaluation["constrained"] else "unconstrained"
+        if self.config.task != "video":
+            return f"{constrained}, {Path(self.config.model.model).name}"
         return f"{constrained}, {'tied' if self.evaluation['tied'] else 'untied'}"
 
     @property
@@ -78,14 +94,17 @@ class EvaluatedRun:
 
 
 def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
-    """Require that all runs were measured on the same frames with the same noise, cut into the same patches.
+    """Require that all runs were measured on the same data with the same noise: frames cut into the same patches, or
+    the same texts; of language models also in tokens of as many kinds, without which their losses are not of one scale.
 
     Raises:
         InputError: two runs differ; the message says in what.
     """
     first = runs[0]
     for run in runs[1:]:
-        for (key, here), there in zip(_data_of(run).items(), _data_of(first).values(), strict=True):
+        reference = _data_of(first)
+        for key, here in _data_of(run).items():
+            there = reference.get(key)
             if here != there:
                 raise InputError(
                     f"{run.folder.path} and {first.folder.path} were evaluated on different data: {key} is "
@@ -94,10 +113,17 @@ def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
 
 
 def _data_of(run: EvaluatedRun) -> dict[str, Any]:
-    keys = ("task", "source", "gamma", "training_gamma", "sigma", "test_windows")
-    # The loss of a depth is a sum over a patch, and the baselines cut patches too.
-    shape = {name: getattr(run.config.data, name) for name in ("size", "window", "patch")}
-    return {**{key: run.evaluation[key] for key in keys[:2]}, **shape, **{key: run.evaluation[key] for key in keys[2:]}}
+    keys = ["task", "source"]
+    shape: dict[str, Any] = {}
+    if run.evaluation["task"] == "text":
+        later = ["gamma", "training_gamma", "perturbation", "test_digest"]
+    elif run.evaluation["task"] == "lm":
+        later = ["gamma", "training_gamma", "perturbation", "vocabulary", "test_digest"]
+    else:
+        later = ["gamma", "training_gamma", "sigma", "test_windows"]
+        # The loss of a depth is a sum over a patch, and the baselines cut patches too.
+        shape = {name: getattr(run.config.data, name) for name in ("size", "window", "patch")}
+    return {key: run.evaluation[key] for key in keys} | shape | {key: run.evaluation.get(key) for key in later}
 
 
 def _short(value: Any) -> str:

@@ -176,18 +176,28 @@ def _psnr(rmse: float) -> float | None:
 
 
 def evaluate_run(run: RunFolder, config: RunConfig, progress: bool = True) -> dict[str, Any]:
-    """Evaluate the model that a run kept, judged by the constraints as its training left them; see `evaluate`.
+    """Evaluate the model that a run kept, judged by the constraints as its training left them.
+
+    See `evaluate` for video, `tasks.text_evaluation.evaluate_sequences` for the other tasks.
 
     Returns:
-        The content of `evaluation.json`, with `trained_steps`: how far the training has come.
+        The content of `evaluation.json`, with `trained_steps`, how far the training has come, of `steps`.
 
     Raises:
         InputError: the run's model, data or checkpoint cannot be read.
     """
     keep_freed_memory()
+    if config.task != "video":
+        from cdt_fast.tasks.text_evaluation import evaluate_sequences
+
+        return evaluate_sequences(run, config, progress)
     model = load_model(run, config)
     state = load_checkpoint(run.checkpoint)
     data = load_data(config, progress)
     constraints = build_constraints(config, data, "cpu")
     constraints.load_state_dict(state["constraints"])
-    return {**evaluate(model, data, config, constraints, progress), "trained_steps": state["step"]}
+    return {
+        **evaluate(model, data, config, constraints, progress),
+        "trained_steps": state["step"],
+        "steps": config.training.steps,
+    }

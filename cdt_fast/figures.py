@@ -30,13 +30,24 @@ def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str,
     import matplotlib
 
     matplotlib.use("Agg")
-    drawings = [
-        ("loss_over_depth.png", "Held-out loss at every depth, at the training noise", _loss_over_depth),
-        ("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
-        ("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
-        ("sample_ratios.png", "Ratio of the losses of neighbouring depths, for every sequence and layer", _ratios),
-        ("frames.png", "A held-out frame: clean, noisy and denoised", _frames),
-    ]
+    shared = [("loss_over_depth.png", "Held-out loss at every depth, at the training noise", _loss_over_depth)]
+    ratios = "Ratio of the losses of neighbouring depths, for every {} and layer"
+    if runs and runs[0].config.task != "video":
+        accuracy = "Accuracy" if runs[0].config.task == "text" else "Accuracy of the tokens"
+        drawings = [
+            *shared,
+            ("accuracy_over_noise.png", f"{accuracy} over γ, with its 95 % interval", _accuracy_over_noise),
+            ("early_exit.png", f"{accuracy} of an early exit after each depth", _early_exit_accuracy),
+            ("sample_ratios.png", ratios.format("text"), _ratios),
+        ]
+    else:
+        drawings = [
+            *shared,
+            ("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
+            ("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
+            ("sample_ratios.png", ratios.format("sequence"), _ratios),
+            ("frames.png", "A held-out frame: clean, noisy and denoised", _frames),
+        ]
     if any(run.evaluation["constrained"] for run in runs):
         drawings.insert(2, ("multipliers.png", "Multipliers during the training", _multipliers))
     for name, _, draw in drawings:
@@ -99,12 +110,43 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     return figure
 
 
-def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
+def _accuracy_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
+    figure, (axis,) = _axes()
+    reference = runs[0].evaluation
+    _lines(axis, runs, "accuracy", reference["gamma"])
+    for run, colour in zip(runs, _cycle(len(runs)), strict=True):
+        low, high = zip(*run.evaluation["accuracy_interval"], strict=True)
+        axis.fill_between(reference["gamma"], low, high, color=colour, alpha=0.12, linewidth=0)
+    axis.axvline(reference["training_gamma"], color=GREY, linewidth=0.8)
+    axis.annotate("training", (reference["training_gamma"], 0.98), xycoords=("data", "axes fraction"), color=GREY)
+    axis.set(xlabel="noise level γ", ylabel="accuracy")
+    _legend(axis)
+    return figure
+
+
+def _early_exit_accuracy(runs: Sequence[EvaluatedRun]) -> Any:
+    gammas = runs[0].evaluation["gamma"]
+    figure, axes = _axes(columns=2, width=5.2)
+    for axis, index in zip(axes, _shown_levels(runs), strict=True):
+        for run, colour in zip(runs, _cycle(len(runs)), strict=True):
+            axis.plot(run.evaluation["depth_accuracy"][index], "o-", color=colour, label=run.label)
+        axis.set(title=f"γ = {gammas[index]:g}", xlabel="layers run", ylabel="accuracy")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    _legend(axes[0])
+    return figure
+
+
+def _shown_levels(runs: Sequence[EvaluatedRun]) -> list[int]:
+    """Of the noise levels the one next to the training's, and the largest."""
     gammas = runs[0].evaluation["gamma"]
     training = runs[0].evaluation["training_gamma"]
-    chosen = [min(range(len(gammas)), key=lambda index: abs(gammas[index] - training)), len(gammas) - 1]
+    return [min(range(len(gammas)), key=lambda index: abs(gammas[index] - training)), len(gammas) - 1]
+
+
+def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
+    gammas = runs[0].evaluation["gamma"]
     figure, axes = _axes(columns=2, width=5.2)
-    for axis, index in zip(axes, chosen, strict=True):
+    for axis, index in zip(axes, _shown_levels(runs), strict=True):
         for run, colour in zip(runs, _cycle(len(runs)), strict=True):
             axis.plot(run.evaluation["depth_rmse"][index], "o-", color=colour, label=run.label)
         axis.axhline(runs[0].evaluation["identity_rmse"][index], linestyle=":", color=GREY, label="identity")

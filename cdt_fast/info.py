@@ -20,6 +20,9 @@ OPTIONAL = {
     "pillow": "extra: video",
     "matplotlib": "extra: report",
     "transformers": "extra: transformers",
+    "peft": "extra: peft",
+    "trl": "extra: trl",
+    "lightning": "extra: lightning",
     "tensorboard": "extra: tensorboard",
 }
 

@@ -36,6 +36,30 @@ def error_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
     return rows
 
 
+def accuracy_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
+    """Accuracy (of language models that of tokens) a noise level, with half of its 95 % interval, and the area."""
+    tokens = runs[0].config.task == "lm"
+    gammas = runs[0].evaluation["gamma"]
+    heading = "accuracy of tokens" if tokens else "accuracy"
+    rows = [[heading, "parameters", *(f"γ {gamma:g}" for gamma in gammas), "AUC"]]
+    for run in runs:
+        values = run.evaluation
+        numbers = [
+            f"{accuracy:.3f} ±{(high - low) / 2:.3f}"
+            for accuracy, (low, high) in zip(values["accuracy"], values["accuracy_interval"], strict=True)
+        ]
+        rows.append([run.label, f"{values['parameters']:,}", *numbers, _formatted(values["auc"], ".3f")])
+    return rows
+
+
+def perplexity_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
+    """Perplexity of language models a noise level."""
+    rows = [["perplexity", *(f"γ {gamma:g}" for gamma in runs[0].evaluation["gamma"])]]
+    for run in runs:
+        rows.append([run.label, *(f"{value:.4g}" for value in run.evaluation["perplexity"])])
+    return rows
+
+
 def descent_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
     """Held-out loss of depth 0, the ratio of each layer, and the verdict."""
     layers = max(run.evaluation["layers"] for run in runs)
@@ -61,8 +85,15 @@ def descent_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
 
 
 def sample_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
-    """Descent of single sequences."""
-    rows = [["per sequence and layer", "mean ratio", "median ratio", "descending"]]
+    """Descent of single sequences or texts."""
+    rows = [
+        [
+            f"per {'text' if runs[0].config.task == 'text' else 'sequence'} and layer",
+            "mean ratio",
+            "median ratio",
+            "descending",
+        ]
+    ]
     for run in runs:
         values = run.evaluation["per_sample"]
         numbers = [_formatted(values[key], ".3f") for key in ("mean_ratio", "median_ratio")]
@@ -76,29 +107,38 @@ def seed_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
     for run in runs:
         seedless = replace(run.config, training=replace(run.config.training, seed=0))
         groups.setdefault(repr(seedless), []).append(run)
-    largest = runs[0].evaluation["gamma"][-1]
-    rows = [
-        ["over seeds, mean (range)", "seeds", "mean RMSE", f"RMSE, γ {largest:g}", "ℓ_L", "largest ratio", "feasible"]
-    ]
+    largest = f"{runs[0].evaluation['gamma'][-1]:g}"
+    video = runs[0].config.task == "video"
+    over_all, at_largest = ("mean_rmse", "rmse") if video else ("auc", "accuracy")
+    names = ["mean RMSE", f"RMSE, γ {largest}"] if video else ["AUC", f"accuracy, γ {largest}"]
+    rows = [["over seeds, mean (range)", "seeds", *names, "ℓ_L", "largest ratio", "feasible"]]
     for group in groups.values():
         if len(group) < 2:
             continue
         measured = [run.evaluation for run in group]
         columns = [
-            [values["mean_rmse"] for values in measured],
-            [values["rmse"][-1] for values in measured],
+            [values[over_all] for values in measured if values[over_all] is not None],
+            [values[at_largest][-1] for values in measured],
             [values["layer_loss"][-1] for values in measured],
             [max(ratio for ratio in values["layer_ratio"] if ratio is not None) for values in measured],
         ]
         feasible = sum(values["feasible"] for values in measured)
-        summaries = [f"{sum(column) / len(column):.3g} ({min(column):.3g}..{max(column):.3g})" for column in columns]
+        summaries = [
+            f"{sum(column) / len(column):.3g} ({min(column):.3g}..{max(column):.3g})" if column else ""
+            for column in columns
+        ]
         rows.append([group[0].kind, str(len(group)), *summaries, f"{feasible} of {len(group)}"])
     return rows if len(rows) > 1 else []
 
 
 def tables(runs: Sequence[EvaluatedRun]) -> list[list[list[str]]]:
     """All tables of a report, in order."""
-    found = [error_table(runs), descent_table(runs), sample_table(runs), seed_table(runs)]
+    measured = {
+        "video": lambda: [error_table(runs)],
+        "text": lambda: [accuracy_table(runs)],
+        "lm": lambda: [perplexity_table(runs), accuracy_table(runs)],
+    }[runs[0].config.task]()
+    found = [*measured, descent_table(runs), sample_table(runs), seed_table(runs)]
     return [table for table in found if table]
 
 
@@ -120,17 +160,11 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     pictures = figures.write_figures(folder, runs)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs on {Path(runs[0].evaluation['source']).name}"
     lines = [f"# {title}", "", f"Made by `{command}`.", ""]
-    lines += [
-        f"Test windows: {len(runs[0].evaluation['test_windows'])} of {runs[0].config.data.window} frames, none of them "
-        f"seen in training; training noise γ = {runs[0].evaluation['training_gamma']:g}, "
-        f"σ = {runs[0].evaluation['sigma']:.4f}. RMSE on 0..255 over all pixels of a noise level, then the plain mean "
-        "over the levels. Losses: squared error summed over the pixels of a patch with values in [0, 1].",
-        "",
-    ]
+    lines += [_conditions(runs[0]), ""]
     for table in tables(runs):
         lines += [as_markdown(table), ""]
     for run in runs:
-        lines += [f"- {run.label}: {run.evaluation['report']['text']} {_spectral(run)}"]
+        lines += [f"- {run.label}: {run.evaluation['report']['text']}{_spectral(run)}"]
     lines.append("")
     for name, caption in pictures:
         lines += [f"![{caption}]({name})", "", f"*{caption}*", ""]
@@ -139,9 +173,30 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     return path
 
 
+def _conditions(run: EvaluatedRun) -> str:
+    """On what and how the runs were measured."""
+    values = run.evaluation
+    if run.config.task == "video":
+        return (
+            f"Test windows: {len(values['test_windows'])} of {run.config.data.window} frames, none of them "
+            f"seen in training; training noise γ = {values['training_gamma']:g}, "
+            f"σ = {values['sigma']:.4f}. RMSE on 0..255 over all pixels of a noise level, then the plain mean "
+            "over the levels. Losses: squared error summed over the pixels of a patch with values in [0, 1]."
+        )
+    answers = f" with {values['answers']:,} tokens to predict" if run.config.task == "lm" else ""
+    return (
+        f"Test texts: {values['test_texts']:,}{answers}, none of them seen in training; "
+        f"perturbation of the word embeddings: {values['perturbation']}, in training γ = {values['training_gamma']:g}. "
+        "Accuracy with half of its 95 % interval; AUC: the trapezoid of accuracy over γ. Losses: cross-entropy in "
+        "nats, at the training γ."
+    )
+
+
 def _spectral(run: EvaluatedRun) -> str:
+    if run.config.task != "video":
+        return ""
     ratios = run.evaluation["spectral_ratio"]
-    return f"‖D‖²/c is at most {max(ratios):.3f}{'' if max(ratios) <= 1 else ', above the bound of 1'}."
+    return f" ‖D‖²/c is at most {max(ratios):.3f}{'' if max(ratios) <= 1 else ', above the bound of 1'}."
 
 
 def _formatted(value: float | None, form: str) -> str:

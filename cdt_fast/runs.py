@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.config import RunConfig
+from cdt_fast.config import RunConfig, load_config
 from cdt_fast.errors import InputError
 from cdt_fast.files import remove_leftovers, write_text
 
@@ -68,7 +68,7 @@ class RunFolder:
         run = cls(path)
         if not run.config.is_file():
             raise InputError(f"{path}: is no run folder (it has no config.toml)")
-        config = RunConfig.load(run.config)
+        config = load_config(run.config)
         if trained and not (run.model / "config.json").is_file():
             raise InputError(f"{path}: has no model yet; continue its training with --resume")
         return run, config
@@ -83,6 +83,8 @@ class RunFolder:
         """Remove the temporary files that a killed training left."""
         for folder in (self.path, self.model, self.checkpoint.parent):
             remove_leftovers(folder)
+        for folder in self.path.glob(".model-*.tmp"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`. A last line that a killed run did not finish is left out."""

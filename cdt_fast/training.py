@@ -14,35 +14,27 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cdt_fast.allocator import keep_freed_memory
-from cdt_fast.building import (
-    build_constraints,
-    build_model,
-    check_settings,
-    load_data,
-    steps_an_epoch,
-    windows_a_step,
-)
+from cdt_fast.building import build_constraints, check_settings, describe_data, load_data, samples_a_step
 from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.config import RunConfig
 from cdt_fast.cuda_graph import CapturedStep, CudaGraphs, Graphs
-from cdt_fast.data import VideoData, to_patches
 from cdt_fast.device import prepare_device
 from cdt_fast.duals import DualWork
 from cdt_fast.errors import InputError
-from cdt_fast.evaluation import LEVELS, add_noise_by_window, mean_depth_losses
 from cdt_fast.feasibility import FeasibilityReport
 from cdt_fast.interruption import Interrupted, signals_noted
 from cdt_fast.metrics import metrics_writer
 from cdt_fast.optimizer import build_optimizer, load_optimizer_state
 from cdt_fast.runs import RunFolder
-from cdt_fast.step import LayerLosses, TrainingStep
+from cdt_fast.step import TrainingStep
+from cdt_fast.tasks import build_task, mean_depth_losses
 
 # Spreads the seeds of runs apart, so that no two count through the same seeds of noise.
 _SEED_SPACING = 2_654_435_761
 _SEEDS = 2**63
 
 
-def train_video(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: bool = True) -> None:
+def train(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: bool = True) -> None:
     """Train to the end, or until a signal, and leave the best model in `run.model`.
 
     Args:
@@ -64,8 +56,10 @@ def train_video(run: RunFolder, config: RunConfig, *, resume: bool = False, prog
     state = load_checkpoint(run.checkpoint) if resume and run.checkpoint.exists() else None
     data = load_data(config, progress and sys.stderr.isatty())
     if progress:
-        print(data.describe(), file=sys.stderr)
+        print(describe_data(config, data), file=sys.stderr)
     trainer = Trainer(run, config, data, accelerator)
+    if progress and trainer.task.note is not None:
+        print(trainer.task.note, file=sys.stderr)
     if state is not None:
         trainer.load(state)
     if resume and accelerator.is_main_process:
@@ -74,13 +68,16 @@ def train_video(run: RunFolder, config: RunConfig, *, resume: bool = False, prog
     trainer.run(progress)
 
 
+train_video = train  # for those who train on video from Python
+
+
 class Trainer:
     """One run in memory.
 
     Args:
         run: its folder.
         config: its settings.
-        data: its windows.
+        data: what it trains on, from `building.load_data`.
         accelerator: device and distribution.
         graphs: where steps are captured; None: in CUDA graphs if the settings ask for them, else nowhere.
     """
@@ -89,7 +86,7 @@ class Trainer:
         self,
         run: RunFolder,
         config: RunConfig,
-        data: VideoData,
+        data: Any,
         accelerator: Accelerator,
         graphs: Graphs | None = None,
     ) -> None:
@@ -97,31 +94,32 @@ class Trainer:
         training = config.training
         torch.manual_seed(training.seed % _SEEDS)
         self.device: torch.device = accelerator.device
-        self.model = build_model(config)
-        self.losses = accelerator.prepare(LayerLosses(self.model, training.precision))
+        self.task = build_task(config, data, self.device, accelerator.process_index)
+        self.model: Any = self.task.model
+        self.losses = accelerator.prepare(self.task.losses())
         if graphs is None and training.cuda_graph:
             graphs = CudaGraphs(self.device)
         # Eager steps on a GPU update as captured ones do, so that both come to the same weights.
         on_device = graphs is not None or self.device.type == "cuda"
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer, self.schedule = build_optimizer(
-            self.model.parameters(), training.lr, training.weight_decay, self._relative_rate, on_device=on_device
+            trained, self.task.lr, training.weight_decay, self._relative_rate, on_device=on_device
         )
-        self.steps_an_epoch = steps_an_epoch(config, data)
-        self.constraints = build_constraints(config, data, self.device)
+        self.steps_an_epoch = self.task.steps_an_epoch
+        self.constraints = build_constraints(config, data, self.device, self.task.layers)
         self.constrained = config.constraints.constrained
-        self.unconstrained_weights = torch.eye(config.model.layers + 1, device=self.device)[-1]
-        self.noise = torch.Generator(self.device)  # seeded anew for every window
+        self.unconstrained_weights = torch.eye(self.task.layers + 1, device=self.device)[-1]
         self.step = 0
         self.best: dict[str, Any] | None = None
-        self._logged_sums = torch.zeros(config.model.layers + 2, dtype=torch.float64, device=self.device)
-        self._timed_windows = 0
+        self._logged_sums = torch.zeros(self.task.layers + 2, dtype=torch.float64, device=self.device)
+        self._timed_samples = 0
         self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
 
     def _relative_rate(self, step: int) -> float:
         training = self.config.training
         if step < training.warmup_steps:
             return (step + 1) / (training.warmup_steps + 1)
-        done = (step - training.warmup_steps) / max(1, training.steps - training.warmup_steps)
+        done = (step - training.warmup_steps) / max(1, self.task.steps - training.warmup_steps)
         if training.schedule == "constant":
             return 1.0
         return 1 - done if training.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
@@ -136,16 +134,19 @@ class Trainer:
         training = self.config.training
         shown = progress and self.accelerator.is_main_process
         on_terminal = shown and sys.stderr.isatty()
-        bar = tqdm(total=training.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal)
+        bar = tqdm(
+            total=self.task.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal
+        )
         writer = metrics_writer(
             self.folder, self.step, tensorboard=training.tensorboard, enabled=self.accelerator.is_main_process
         )
+        self.losses.train()
         with signals_noted() as noted, bar, writer as write:
             started = time.perf_counter()
-            while self.step < training.steps:
+            while self.step < self.task.steps:
                 self._train_step()
                 self.step += 1
-                last = self.step == training.steps
+                last = self.step == self.task.steps
                 if last or self.step % training.log_every == 0:
                     entry = self._log_entry(time.perf_counter() - started)
                     write(entry)
@@ -157,7 +158,7 @@ class Trainer:
                     write({"step": self.step, "validation": validation})
                     if shown and not on_terminal:
                         held_out = self._summary(validation["loss"])
-                        print(f"step {self.step} of {training.steps}: held-out {held_out}", file=sys.stderr)
+                        print(f"step {self.step} of {self.task.steps}: held-out {held_out}", file=sys.stderr)
                 # A step that a signal ended is neither logged nor validated: the resumed run would have to repeat it.
                 saved = last or self.step % training.checkpoint_every == 0
                 if saved:
@@ -172,20 +173,19 @@ class Trainer:
     def _train_step(self) -> None:
         micro_batches = self._micro_batches()
         ranks = self.accelerator.num_processes
-        windows = sum(map(len, micro_batches))
         shares = [micro_batch[self.accelerator.process_index :: ranks] for micro_batch in micro_batches]
-        counts = tuple(len(share) * self._tokens_a_window for share in shares)
-        tokens = windows * self._tokens_a_window
+        counts = tuple(sum(self.task.count(sample) for sample, _ in share) for share in shares)
+        items = sum(self.task.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
         work = self.constraints.count_step() if self.constrained else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         batches = (
             self._batch(share or micro_batch[:1]) for share, micro_batch in zip(shares, micro_batches, strict=True)
         )
         if self._captured is None:
-            self._device_step().run(batches, counts, tokens, work)
+            self._device_step().run(batches, counts, items, work)
         else:
-            self._captured(*chain.from_iterable(batches), counts=counts, tokens=tokens, work=work)
-        self._timed_windows += windows
+            self._captured(*chain.from_iterable(batches), counts=counts, tokens=items, work=work)
+        self._timed_samples += sum(map(len, micro_batches))
         self.schedule.step()
         if self.constrained and (self.step + 1) % self.steps_an_epoch == 0:
             self.constraints.epoch_end()
@@ -205,52 +205,40 @@ class Trainer:
         """A step on noisy and clean tokens of one micro-batch after the other, all there at once."""
         self._device_step().run(zip(buffers[::2], buffers[1::2], strict=True), counts, tokens, work)
 
-    @property
-    def _tokens_a_window(self) -> int:
-        return self.config.data.window * (self.config.data.size // self.config.data.patch) ** 2
-
     def _micro_batches(self) -> list[list[tuple[int, int]]]:
-        """The windows of this step, each with the seed of its noise: a function of seed and step alone.
+        """The samples of this step, each with a seed of its own: a function of the run's seed and the step alone.
 
-        A window has the same noise however the step is cut into micro-batches and spread over ranks.
+        A sample has the same seed however the step is cut into micro-batches and spread over ranks.
         """
         epoch, position = divmod(self.step, self.steps_an_epoch)
-        windows = windows_a_step(self.config)
+        together = samples_a_step(self.config)
         seed = self.config.training.seed
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % _SEEDS)
-        order = torch.randperm(len(self.data.train), generator=generator).tolist()
-        first_seed = (seed + 1) * _SEED_SPACING + self.step * windows
+        order = torch.randperm(self.task.training_samples, generator=generator).tolist()
+        first_seed = (seed + 1) * _SEED_SPACING + self.step * together
         chosen = [
-            (window, (first_seed + number) % _SEEDS)
-            for number, window in enumerate(order[position * windows : (position + 1) * windows])
+            (sample, (first_seed + number) % _SEEDS)
+            for number, sample in enumerate(order[position * together : (position + 1) * together])
         ]
         batch = self.config.training.batch
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
 
     def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Noisy and clean tokens of windows with their seeds, on the device and in the dtype of the model."""
-        data = self.config.data
-        windows, seeds = zip(*chosen, strict=True)
-        frames = self.data.train.batch(windows)
-        if self.device.type == "cuda":
-            # From other memory the host would wait for the copy.
-            frames = frames.pin_memory().to(self.device, non_blocking=True)
-        frames = frames.to(self.device).to(self.model.dictionary.dtype) / LEVELS
-        clean = to_patches(frames, data.patch, data.sequence)  # type: ignore[arg-type]
-        return add_noise_by_window(clean, data.gamma, self.data.sigma, self.noise, seeds), clean
+        """Inputs and targets of samples with their seeds, on the device."""
+        return self.task.batch(chosen, self.device)
 
     def _log_entry(self, seconds: float) -> dict[str, Any]:
         sums = self.accelerator.reduce(self._logged_sums, reduction="sum")
         losses = (sums[:-1] / sums[-1]).tolist()
         self._logged_sums.zero_()
         self._check_finite("training losses", losses)
-        windows, self._timed_windows = self._timed_windows, 0
+        samples, self._timed_samples = self._timed_samples, 0
         entry: dict[str, Any] = {
             "step": self.step,
             "epoch": self.step / self.steps_an_epoch,
             "loss": losses,
-            "lr": self.config.training.lr * self._relative_rate(self.step),
-            "windows_per_second": windows / seconds,
+            "lr": self.task.lr * self._relative_rate(self.step),
+            f"{self.task.samples}_per_second": samples / seconds,
         }
         if self.constrained:
             entry["weights"] = self.constraints.weights().tolist()
@@ -265,7 +253,7 @@ class Trainer:
         kept = "; the checkpoint is from before and is kept" if self.folder.checkpoint.exists() else ""
         raise InputError(
             f"{self.folder.path}: the {what} are no longer finite at step {self.step}{kept}; train again with a lower "
-            f"--lr (it was {self.config.training.lr:g})"
+            f"--lr (it was {self.task.lr:g})"
         )
 
     def _summary(self, losses: list[float]) -> str:
@@ -276,8 +264,8 @@ class Trainer:
         return f"loss by depth {shown}, worst {report.worst_violation:+.1%} @{report.worst_layer}"
 
     def _validate(self) -> dict[str, Any]:
-        """Losses on the validation windows; keeps the model if it is the best so far."""
-        losses = mean_depth_losses(self.model, self.data.validation, self.config, self.data.sigma)
+        """Losses on the validation samples; keeps the model if it is the best so far."""
+        losses = mean_depth_losses(self.task)
         self._check_finite("validation losses", losses)
         report = self.constraints.report(losses)
         entry = {"loss": losses, "feasible": report.feasible, **_worst(report)}
@@ -285,7 +273,7 @@ class Trainer:
         if self.best is None or rank < self.best["rank"]:
             self.best = {"rank": rank, "step": self.step, **entry}
             if self.accelerator.is_main_process:
-                self.model.save_pretrained(self.folder.model)
+                self.task.save_model(self.folder.model)
         return entry
 
     def _save_checkpoint(self) -> None:
@@ -299,20 +287,23 @@ class Trainer:
         """Everything that the rest of the run depends on, for `checkpoint.save_checkpoint`."""
         return {
             "step": self.step,
-            "model": dict(self.model.state_dict()),
+            "steps": self.task.steps,
+            "model": self._trained_weights(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "constraints": self.constraints.state_dict(),
             "best": self.best,
             "logged_sums": self._logged_sums,
-            "data": self._data_identity(),
+            "data": self.task.data_identity(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
 
-    def _data_identity(self) -> dict[str, Any]:
-        windows = [len(part) for part in (self.data.train, self.data.validation, self.data.test)]
-        return {"windows": windows, "sigma": self.data.sigma}
+    def _trained_weights(self) -> dict[str, Tensor]:
+        """The weights but for the frozen ones, which a resumed run takes from where this one took them."""
+        named = self.model.named_parameters(remove_duplicate=False)  # tied weights go by two names
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
+        return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take up the state of a checkpoint.
@@ -320,12 +311,16 @@ class Trainer:
         Raises:
             InputError: it belongs to other settings or other data.
         """
-        if state.get("data") != self._data_identity():
+        if state.get("data") != self.task.data_identity():
             raise InputError(
-                f"{self.config.data.source}: the frames are not those that {self.folder.path} was trained on so far"
+                f"{self.config.data.source}: the {self.task.subject} are not those that {self.folder.path} was trained "
+                "on so far"
             )
         try:
-            self.model.load_state_dict(state["model"])
+            whole = self.model.state_dict()
+            if state["model"].keys() != self._trained_weights().keys():
+                raise KeyError("other weights")
+            self.model.load_state_dict({**whole, **state["model"]})
             load_optimizer_state(self.optimizer, state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])
             self.constraints.load_state_dict(state["constraints"])

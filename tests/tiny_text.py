@@ -1,0 +1,77 @@
+"""Small texts, instructions and models for runs of a few milliseconds a step."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+TINY_TEXT: dict[str, dict[str, Any]] = {
+    "data": {"gamma": 0.3, "max_tokens": 12, "perturbation": "gaussian"},
+    "model": {"layers": 2, "width": 12, "least_count": 1},
+    "constraints": {"rate": 0.1, "reference": 0.9, "reference_mode": "anchor", "warmup_epochs": 1},
+    "training": {
+        "steps": 8,
+        "batch": 8,
+        "device": "cpu",
+        "lr": 0.01,
+        "validate_every": 4,
+        "checkpoint_every": 4,
+        "log_every": 2,
+    },
+    "evaluation": {"gammas": [0.0, 1.0, 2.0]},
+}
+TINY_LANGUAGE: dict[str, dict[str, Any]] = {
+    **TINY_TEXT,
+    "data": {"gamma": 0.0, "max_tokens": 200, "validation": 0.1, "test": 0.1},
+    "model": {"layers": 2, "width": 16, "heads": 2},
+    "constraints": {"rate": 0.05, "reference": 12.0, "reference_mode": "anchor", "warmup_epochs": 0},
+}
+
+_GOOD, _BAD = ("good", "fine", "warm", "bright"), ("bad", "dull", "cold", "grim")
+_PLAIN = ("the", "film", "was", "and", "plot", "of", "it", "a")
+
+
+def reviews(count: int, seed: int = 0) -> list[tuple[str, str]]:
+    """Texts whose class is in two of their words, and the class; of unequal lengths."""
+    generator = random.Random(seed)
+    found = []
+    for number in range(count):
+        words = generator.choices(_PLAIN, k=generator.randint(3, 8))
+        words += generator.choices(_GOOD if number % 2 else _BAD, k=2)
+        generator.shuffle(words)
+        found.append((" ".join(words), "pos" if number % 2 else "neg"))
+    return found
+
+
+def write_table(path: Path, count: int = 80, names: tuple[str, str] = ("text", "label"), seed: int = 0) -> Path:
+    """A TSV file of `reviews`."""
+    rows = ["\t".join(names), *("\t".join(row) for row in reviews(count, seed))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def write_instructions(path: Path, count: int = 40) -> Path:
+    """A JSON file in Alpaca's form, whose answers repeat a word of the instruction."""
+    generator = random.Random(0)
+    entries = []
+    for _ in range(count):
+        word = generator.choice(_GOOD + _BAD)
+        entries.append({"instruction": f"Say {word}.", "input": "", "output": f"{word} {word}"})
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    return path
+
+
+def words_of_command(settings: dict[str, dict[str, Any]], **changes: Any) -> list[str]:
+    """Settings as words of a command line, some replaced."""
+    values = {name: value for section in settings.values() for name, value in section.items()} | changes
+    words = []
+    for name, value in values.items():
+        shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        option = name.replace("_", "-")
+        words.append(
+            (f"--{option}" if value else f"--no-{option}") if isinstance(value, bool) else f"--{option}={shown}"
+        )
+    return words
