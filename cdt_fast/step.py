@@ -15,8 +15,8 @@ from cdt_fast.duals import DualWork
 from cdt_fast.models import DUST
 
 
-class LayerLosses(nn.Module):
-    """The model's losses as a forward, so that the hooks of a distributed wrapper fire.
+class ReconstructionLosses(nn.Module):
+    """The losses of a model that denoises as a forward, so that the hooks of a distributed wrapper fire.
 
     Args:
         model: the network.
@@ -41,7 +41,7 @@ class TrainingStep:
     """What the device does in one optimiser step. Nothing here waits for it, nor changes anything on the host.
 
     Attributes:
-        losses: `LayerLosses` of the model, or a distributed wrapper of it.
+        losses: its forward `(inputs, targets, weights)` gives `(total, per_layer)`, or a wrapper of it.
         optimizer: of the model's parameters.
         logged_sums: `[L+2]`, the sums of the losses and the count since the last log; added to in place.
         constraints: give the weights of the losses; None: unconstrained.
@@ -68,18 +68,19 @@ class TrainingStep:
         """Take the step.
 
         Args:
-            batches: noisy and clean tokens `[..., T, n]` of each micro-batch of this rank, asked for one by one.
-            counts: tokens of each micro-batch; 0 where this rank only takes part.
-            tokens: tokens of the step, over micro-batches and ranks.
+            batches: inputs and targets of each micro-batch of this rank, asked for one by one.
+            counts: tokens (or texts) that the losses of each micro-batch are means over; 0 where this rank only takes
+                part.
+            tokens: those of the step, over micro-batches and ranks.
             work: what `constraints.count_step()` said is due; None without constraints.
         """
         weights = self.fixed_weights if self.constraints is None else self.constraints.weights()
         self.optimizer.zero_grad(set_to_none=True)
-        for number, ((noisy, clean), count) in enumerate(zip(batches, counts, strict=True)):
+        for number, ((inputs, targets), count) in enumerate(zip(batches, counts, strict=True)):
             last = number == len(counts) - 1
             alone = nullcontext() if last else getattr(self.losses, "no_sync", nullcontext)()
             with alone:
-                total, per_layer = self.losses(noisy, clean, weights)
+                total, per_layer = self.losses(inputs, targets, weights)
                 # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
                 (total * (count * self.ranks / tokens)).backward()
             sums = per_layer.to(torch.float64) * count

@@ -13,7 +13,7 @@ from cdt_fast.building import build_model, steps_an_epoch
 from cdt_fast.config import RunConfig
 from cdt_fast.data import VideoData, to_patches
 from cdt_fast.evaluation import LEVELS, add_noise_by_window, mean_depth_losses
-from cdt_fast.step import LayerLosses
+from cdt_fast.step import ReconstructionLosses
 
 
 class VideoTask:
@@ -41,7 +41,7 @@ class VideoTask:
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self) -> nn.Module:
-        return LayerLosses(self._denoiser, self.config.training.precision)
+        return ReconstructionLosses(self._denoiser, self.config.training.precision)
 
     def count(self, sample: int) -> int:
         return self._tokens

@@ -14,7 +14,7 @@ from cdt_fast.cuda_graph import CapturedStep
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.duals import DualWork
 from cdt_fast.optimizer import build_optimizer
-from cdt_fast.step import LayerLosses, TrainingStep
+from cdt_fast.step import ReconstructionLosses, TrainingStep
 
 PATCH, CODES, LAYERS, TIME = 64, 96, 3, 20
 # The sequences of the micro-batches of a step: the third is the smaller one that ends an epoch.
@@ -63,7 +63,7 @@ class Steps:
         self.duals = None if settings is None else DescentConstraints(LAYERS, 0.5, **settings, device=device)
         self.logged_sums = torch.zeros(LAYERS + 2, dtype=torch.float64, device=device)
         self.step = TrainingStep(
-            losses=LayerLosses(self.network, self.precision),
+            losses=ReconstructionLosses(self.network, self.precision),
             optimizer=self.optimizer,
             logged_sums=self.logged_sums,
             constraints=self.duals,
