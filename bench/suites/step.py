@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,13 +29,27 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
 # counts; or the last alone.
 CONSTRAINED, LOGGED, LAST = "constrained", "logged", "last"
 
-# `(total, per_layer)` of a model for noisy and clean tokens and weights.
-Losses = Callable[[DUST, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# `(total, per_layer)` of a model for its inputs, targets and weights.
+Losses = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Trained(Protocol):
+    """What a step trains: a model with inputs and targets, L, and how many items a loss is a mean over."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def items(self) -> int: ...
+
+    def build(self, device: torch.device, dtype: torch.dtype = ...) -> tuple[Any, Tensor, Tensor]:
+        """Model, inputs and targets; the same whatever the device."""
+        ...
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained.
+    """What is trained on video.
 
     Attributes:
         family: "DUST" or "VideoUT".
@@ -63,6 +77,11 @@ class Work:
     def shape(self) -> dict[str, int]:
         """The sizes by the names of the formulas."""
         return {"B": self.sequences, "T": self.window, "n": self.patch, "m": self.code, "L": self.layers}
+
+    @property
+    def items(self) -> int:
+        """What a loss is a mean over."""
+        return self.sequences * self.window
 
     @property
     def flop(self) -> float:
@@ -108,19 +127,19 @@ class TrainingStep:
 
     def __init__(
         self,
-        work: Work,
+        work: Trained,
         losses: Losses,
         device: torch.device,
         reads: str = CONSTRAINED,
         dtype: torch.dtype = torch.float32,
         autocast: bool = False,
     ) -> None:
-        self._model, self._noisy, self._clean = work.build(device, dtype)
+        self._model, self._inputs, self._targets = work.build(device, dtype)
         self._losses, self._device, self._autocast = losses, device, autocast
         self._initial = [parameter.detach().clone() for parameter in self._model.parameters()]
         self._last = torch.eye(work.layers + 1, device=device)[-1]
         self._reads, self._layers = reads, work.layers
-        self._count = work.sequences * work.window
+        self._count = work.items
         self.restart()
 
     @torch.no_grad()
@@ -136,7 +155,7 @@ class TrainingStep:
         weights = self._last if self._constraints is None else self._constraints.weights()
         self._optimizer.zero_grad(set_to_none=True)
         with torch.autocast(self._device.type, torch.bfloat16) if self._autocast else nullcontext():
-            total, per_layer = self._losses(self._model, self._noisy, self._clean, weights)
+            total, per_layer = self._losses(self._model, self._inputs, self._targets, weights)
         total.backward()
         self._optimizer.step()
         if self._constraints is not None:
@@ -163,11 +182,11 @@ def fused_last(model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tu
     return ops.layerwise_reconstruction_loss([model(noisy)], clean, layer_weights=weights[-1:])
 
 
-def weighted(losses: Callable[[DUST, Tensor, Tensor], Tensor]) -> Losses:
+def weighted(losses: Callable[[Any, Tensor, Tensor], Tensor]) -> Losses:
     """A function of the losses of all depths `[L+1]`, as one of their weighted sum."""
 
-    def run(model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        per_layer = losses(model, noisy, clean)
+    def run(model: Any, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        per_layer = losses(model, inputs, targets)
         return (weights.to(per_layer) * per_layer).sum(), per_layer.detach()
 
     return run
@@ -176,15 +195,15 @@ def weighted(losses: Callable[[DUST, Tensor, Tensor], Tensor]) -> Losses:
 def last_only(losses: Losses) -> Losses:
     """The same, telling the loss of the last depth alone."""
 
-    def run(model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        total, per_layer = losses(model, noisy, clean, weights)
+    def run(model: Any, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        total, per_layer = losses(model, inputs, targets, weights)
         return total, per_layer[-1:]
 
     return run
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
-    """The steps of DUST and VideoUT. A model for text has a loss of its own and would be a `Work` beside this one."""
+    """The steps of DUST, VideoUT and TextUT."""
     for work in _works(size):
         reference = work.family == "DUST" and work.tied
         for dtype in TOLERANCES:
@@ -192,6 +211,9 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
             if reference:
                 yield against_eager(work, device, dtype, LOGGED)
             yield against_unconstrained(work, device, dtype)
+    from cdt_fast.bench.suites.text_step import text_cases  # it is made of what is here
+
+    yield from text_cases(device, size)
 
 
 def _works(size: str) -> Iterator[Work]:
@@ -212,14 +234,14 @@ def against_eager(
     autocast = dtype == "bfloat16"
 
     def way(name: str, role: str, losses: Losses, autocast: bool = autocast) -> Way:
-        return Way(name, role, _prepared(work, losses, device, reads, autocast))
+        return Way(name, role, prepared(work, losses, device, reads, autocast))
 
     def compiled_way(mode: str) -> Way:
         def prepare() -> Step:
             if toy:
                 raise Unavailable("at toy size it would take far longer to compile than all else together")
             losses = weighted(compiled(written_out_losses, mode, device))
-            step = _prepared(work, losses, device, reads, autocast)()
+            step = prepared(work, losses, device, reads, autocast)()
             run = first_run(step)
             step.restart()
             return run
@@ -250,7 +272,7 @@ def against_unconstrained(work: Work, device: torch.device, dtype: str) -> Case:
 
     def way(name: str, role: str, losses: Losses, reads: str, expected: Losses) -> Way:
         return Way(
-            name, role, _prepared(work, losses, device, reads, autocast), _expected(work, device, reads, expected)
+            name, role, prepared(work, losses, device, reads, autocast), expected_of(work, device, reads, expected)
         )
 
     every = weighted(written_out_losses)
@@ -274,7 +296,7 @@ def _case(
         shape=work.shape,
         dtype=dtype,
         ways=ways,
-        expected=_expected(work, device, reads, weighted(written_out_losses)),
+        expected=expected_of(work, device, reads, weighted(written_out_losses)),
         tolerance=TOLERANCES[dtype],
         flop=work.flop,
         moved=work.moved(dtype),
@@ -282,9 +304,11 @@ def _case(
     )
 
 
-def _prepared(
-    work: Work, losses: Losses, device: torch.device, reads: str, autocast: bool
+def prepared(
+    work: Trained, losses: Losses, device: torch.device, reads: str, autocast: bool
 ) -> Callable[[], TrainingStep]:
+    """The step as a way prepares it."""
+
     def prepare() -> TrainingStep:
         if autocast and device.type == "cpu" and not cpu_has_bf16_products():
             raise Unavailable("this processor has no instructions for bfloat16 products")
@@ -293,7 +317,8 @@ def _prepared(
     return prepare
 
 
-def _expected(work: Work, device: torch.device, reads: str, losses: Losses) -> Step:
+def expected_of(work: Trained, device: torch.device, reads: str, losses: Losses) -> Step:
+    """The first step by the formula, in float64 where that is quick."""
     # In float64 a GPU of the consumer kind takes minutes and more memory than it has.
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     return lambda: TrainingStep(work, losses, device, reads, dtype)()
