@@ -102,7 +102,9 @@ def _backward(
         return reconstruction_gradients(depths, target, padding, factors.float(), wanted, wants_target)
     found = []
     # The sum over the depths in one place, rounded once to the dtype of the target.
-    total = torch.zeros(target.shape, dtype=_wide([*reconstructions, target]), device=target.device)
+    total = torch.zeros(
+        target.shape if wants_target else 0, dtype=_wide([*reconstructions, target]), device=target.device
+    )
     silent = known_zeros(factors)
     for depth, factor, want, zero in zip(reconstructions, factors.unbind(), wanted, silent, strict=True):
         if zero:
@@ -165,7 +167,10 @@ def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
 def _difference(reconstruction: Tensor, target: Tensor, padding: Tensor | None) -> Tensor:
     """`x̂ − s` in at least float32, in memory of its own; zero at padding, whatever stands there."""
     wide = torch.promote_types(reconstruction.dtype, torch.float32)
-    difference = torch.sub(reconstruction.to(wide), target.to(wide))
+    if reconstruction.dtype == wide:
+        difference = torch.sub(reconstruction, target.to(wide))
+    else:
+        difference = reconstruction.to(wide).sub_(target)  # of numbers of 16 bits the one cast is enough
     return difference if padding is None else difference.masked_fill_(padding.unsqueeze(-1), 0.0)
 
 
