@@ -15,7 +15,7 @@ from bench_cases import case_of, fails, steady, unavailable
 
 from cdt_fast.bench import run as running
 from cdt_fast.bench.case import ROLES, Case, Way
-from cdt_fast.bench.document import document, read_results
+from cdt_fast.bench.document import document, find_pictures, read_results
 from cdt_fast.bench.goals import GOALS
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.errors import InputError
@@ -223,6 +223,17 @@ def test_every_goal_is_about_a_case_that_exists() -> None:
     names = {suite: [{"case": case.name} for case in SUITES[suite](CPU, "toy")] for suite in {g.suite for g in GOALS}}
     for goal in GOALS:
         assert any(goal.concerns(case) for case in names[goal.suite]), goal.work
+
+
+def test_the_document_shows_the_pictures_that_there_are(tmp_path: Path, result: dict[str, Any]) -> None:
+    folder, out = tmp_path / "results", tmp_path / "docs" / "benchmarks.md"
+    folder.mkdir()
+    suite = next(iter(result["suites"]))
+    assert find_pictures(folder, out, {"a.json": result}) == {}
+    (folder / f"a-{suite}.png").touch()
+    pictures = find_pictures(folder, out, {"a.json": result})
+    assert pictures == {("a.json", suite): f"../results/a-{suite}.png"}
+    assert document({"a.json": result}, pictures).count(f"(../results/a-{suite}.png)") == 1
 
 
 def test_toy_results_are_not_in_the_document(result: dict[str, Any]) -> None:
