@@ -96,6 +96,14 @@ def assert_same_runs(run: RunFolder, expected: RunFolder) -> None:
     assert not [path for path in run.path.rglob(".*") if path.is_file()], "a temporary file was left"
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell starts what it runs in the background with SIGINT ignored, and Python leaves that as it is."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_settings_reach_what_they_are_to_test(uninterrupted: Callable[[str], RunFolder], name: str) -> None:
     state = load_checkpoint(uninterrupted(name).checkpoint)["constraints"]
