@@ -43,6 +43,7 @@ def _suits_onednn(rows: Tensor, matrix: Tensor) -> bool:
         and 2 * rows.numel() * matrix.shape[-1] >= LARGE_PRODUCT
         and torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # what torch's compiler calls, and no public name
     )
 
 
