@@ -25,6 +25,8 @@ from cdt_fast.ops.registration import differentiable_once
 # Plain torch forms this many bytes of scores at a time: the passes over them then stay in a processor's caches, and
 # memory grows with T and not with T².
 PANEL_BYTES = 4 * 2**20
+# On a GPU without a kernel many small products would leave it idle.
+PANEL_BYTES_ON_GPU = 64 * 2**20
 
 
 def symmetric_attention(
@@ -200,11 +202,12 @@ def score_bytes(z: Tensor) -> int:
 
 
 def _panels(z: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Sequences, and rows of them, whose scores fit `PANEL_BYTES`: several whole sequences, or rows of a single one."""
+    """Sequences, and rows of them, whose scores fit a panel: several whole sequences, or rows of a single one."""
     batch, tokens = z.shape[:2]
     of_a_row = max(1, tokens * max(4, z.element_size()))
-    rows = max(1, min(tokens, PANEL_BYTES // of_a_row))
-    sequences_a_panel = max(1, PANEL_BYTES // (of_a_row * tokens)) if rows == tokens else 1
+    most = PANEL_BYTES if z.device.type == "cpu" else PANEL_BYTES_ON_GPU
+    rows = max(1, min(tokens, most // of_a_row))
+    sequences_a_panel = max(1, most // (of_a_row * tokens)) if rows == tokens else 1
     for first in range(0, batch, sequences_a_panel):
         for start in range(0, tokens, rows):
             yield slice(first, first + sequences_a_panel), slice(start, start + rows)
