@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 
-from cdt_fast.allocator import keep_freed_memory
 from cdt_fast.bench.baselines.compiled import name_of
 from cdt_fast.bench.case import Case, Step, Unavailable, Way
 from cdt_fast.bench.suites import SIZES, SUITES
+from cdt_fast.training.allocator import keep_freed_memory
 
 _STATUS = Path("/proc/self/status")
 _MARK = Path("/proc/self/clear_refs")

@@ -45,7 +45,7 @@ def _bars(cases: Sequence[Mapping[str, Any]]) -> Any:
     """A group a case, a bar a way: how many times as fast as eager."""
     from matplotlib import pyplot
 
-    from cdt_fast.figures import COLOURS, GREY
+    from cdt_fast.runs.figures import COLOURS, GREY
 
     rows = [(case, name, way) for case in cases for name, way in _timed(case).items() if way["over_eager"] is not None]
     figure, axis = pyplot.subplots(figsize=(7.5, 0.8 + 0.24 * (len(rows) + 1.5 * len(cases))))
@@ -75,7 +75,7 @@ def _lines(cases: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[str, Any]]
     """A panel a series, a line a way, both axes logarithmic."""
     from matplotlib import pyplot
 
-    from cdt_fast.figures import COLOURS
+    from cdt_fast.runs.figures import COLOURS
 
     series = list(dict.fromkeys(case["series"] for case in cases if case["series"]))
     columns = min(3, len(series))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from cdt_fast.allocator import keep_freed_memory
 from cdt_fast.bench import pictures, tables
 from cdt_fast.bench.ceilings import Ceilings
 from cdt_fast.bench.fits import fit_series
@@ -26,6 +25,7 @@ from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import write_json
 from cdt_fast.tables import as_text
+from cdt_fast.training.allocator import keep_freed_memory
 
 _REPEATS = {"cpu": 7, "cuda": 20}
 

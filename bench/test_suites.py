@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast.allocator import keep_freed_memory
 from cdt_fast.bench.case import Case, Unavailable
 from cdt_fast.bench.measure import Gate
+from cdt_fast.training.allocator import keep_freed_memory
 
 
 def test_way(named: tuple[str, str, str], case: Case, device: torch.device, benchmark: Any) -> None:

@@ -17,10 +17,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from cdt_fast.cli_settings import TASKS, add_settings
-from cdt_fast.config import CONFIGS, SECTIONS, RunConfig
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import write_json
-from cdt_fast.memory import is_out_of_memory, memory_hint
+from cdt_fast.runs.config import CONFIGS, SECTIONS, RunConfig
+from cdt_fast.training.memory import is_out_of_memory, memory_hint
 
 BAD_INPUT = 2
 
@@ -180,7 +180,7 @@ def _train(options: argparse.Namespace) -> int:
             given[section][key] = value
     if options.source is not None:
         given["data"]["source"] = options.source
-    from cdt_fast.runs import RunFolder
+    from cdt_fast.runs.folder import RunFolder
 
     if options.resume is not None:
         if options.config or options.out or any(given.values()):
@@ -196,11 +196,11 @@ def _train(options: argparse.Namespace) -> int:
         run = RunFolder.create(options.out or _default_folder(config), config)
     folder = shlex.quote(str(run.path))
     options.memory_hint = memory_hint(config)
-    from cdt_fast import training
+    from cdt_fast.training import loop
 
     try:
-        training.train_video(run, config, resume=options.resume is not None)
-    except training.Interrupted as stop:
+        loop.train(run, config, resume=options.resume is not None)
+    except loop.Interrupted as stop:
         print(f"cdt-fast: {stop}; continue with: cdt-fast train {config.task} --resume {folder}", file=sys.stderr)
         return 128 + stop.signal_number
     except BaseException:
@@ -229,7 +229,7 @@ def _default_folder(config: RunConfig) -> Path:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from cdt_fast.runs import RunFolder
+    from cdt_fast.runs.folder import RunFolder
 
     run, config = RunFolder.open(options.folder)
     if options.gammas is not None:
@@ -239,9 +239,9 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> int:
-    from cdt_fast import report
-    from cdt_fast.evaluated import EvaluatedRun
     from cdt_fast.evaluation import evaluate_run
+    from cdt_fast.runs import report
+    from cdt_fast.runs.evaluated import EvaluatedRun
 
     evaluation = evaluate_run(run, config, sys.stderr.isatty())
     write_json(run.evaluation, evaluation)
@@ -263,8 +263,8 @@ def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> 
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from cdt_fast import report
-    from cdt_fast.evaluated import EvaluatedRun, check_comparable
+    from cdt_fast.runs import report
+    from cdt_fast.runs.evaluated import EvaluatedRun, check_comparable
 
     runs = EvaluatedRun.open_all(options.folders)
     check_comparable(runs)
@@ -279,7 +279,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _print_tables(runs: list[Any]) -> None:
-    from cdt_fast import report
+    from cdt_fast.runs import report
     from cdt_fast.tables import as_text
 
     for table in report.tables(runs):
@@ -288,9 +288,9 @@ def _print_tables(runs: list[Any]) -> None:
 
 
 def _denoise(options: argparse.Namespace) -> int:
-    from cdt_fast.building import load_model
     from cdt_fast.denoise import denoise_video
-    from cdt_fast.runs import RunFolder
+    from cdt_fast.runs.building import load_model
+    from cdt_fast.runs.folder import RunFolder
 
     run, config = RunFolder.open(options.folder)
     written = denoise_video(

@@ -7,7 +7,7 @@ import typing
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cdt_fast.config import CONFIGS, SECTIONS
+from cdt_fast.runs.config import CONFIGS, SECTIONS
 
 
 @dataclass(frozen=True)

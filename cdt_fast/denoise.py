@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cdt_fast.config import RunConfig
 from cdt_fast.data import from_patches, open_source, to_patches
 from cdt_fast.errors import InputError, require
 from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
+from cdt_fast.runs.config import RunConfig
 
 # For sources that state no rate: folders of frames and arrays.
 DEFAULT_FRAME_RATE = Fraction(25)

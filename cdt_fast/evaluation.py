@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cdt_fast.allocator import keep_freed_memory
 from cdt_fast.baselines import dct3d_denoise, dct_denoise
-from cdt_fast.building import build_constraints, load_data, load_model
-from cdt_fast.checkpoint import load_checkpoint
-from cdt_fast.config import RunConfig
 from cdt_fast.data import VideoData, Windows, add_noise, from_patches, to_patches
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.models import DUST
 from cdt_fast.per_sample import per_sample_statistics
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.building import build_constraints, load_data, load_model
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.allocator import keep_freed_memory
+from cdt_fast.training.checkpoint import load_checkpoint
 
 LEVELS = 255.0
 BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {"dct": dct_denoise, "dct3d": dct3d_denoise}

@@ -13,8 +13,8 @@ import pytest
 from tiny import TINY, scrolling_clip
 
 from cdt_fast import cli
-from cdt_fast.config import RunConfig
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -97,14 +97,14 @@ class TrainedRuns:
 def trained(tmp_path_factory: pytest.TempPathFactory, clip: Path, tiny_config: Callable[..., RunConfig]) -> TrainedRuns:
     from cdt_fast.evaluation import evaluate_run
     from cdt_fast.files import write_json
-    from cdt_fast.training import train_video
+    from cdt_fast.training.loop import train
 
     folder = tmp_path_factory.mktemp("runs")
     paths = []
     for name, constrained in (("constrained", True), ("plain", False)):
         config = tiny_config(constrained=constrained, steps=30)
         run = RunFolder.create(folder / name, config)
-        train_video(run, config, progress=False)
+        train(run, config, progress=False)
         write_json(run.evaluation, evaluate_run(run, config, progress=False))
         paths.append(run.path)
     return TrainedRuns(*paths)

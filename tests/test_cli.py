@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from tiny import scrolling_clip, tiny_arguments
 
-from cdt_fast import cli, evaluation, figures
-from cdt_fast.config import RunConfig
+from cdt_fast import cli, evaluation
 from cdt_fast.descent import PRESETS
 from cdt_fast.files import read_json
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs import figures
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
 
 Call = Callable[..., Any]
 
@@ -46,7 +47,7 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def settings_of(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> Callable[..., RunConfig]:
     """The settings that a call of `train video` begins with, as its config.toml has them."""
-    monkeypatch.setattr("cdt_fast.training.train_video", lambda *_, **__: None)
+    monkeypatch.setattr("cdt_fast.training.loop.train", lambda *_, **__: None)
     monkeypatch.setattr(cli, "_evaluate_run", lambda *_: 0)
     count = iter(range(100))
 
@@ -294,7 +295,7 @@ def test_a_run_gets_a_name_from_its_source(
     call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cdt_fast.training.train_video", lambda *_, **__: None)
+    monkeypatch.setattr("cdt_fast.training.loop.train", lambda *_, **__: None)
     monkeypatch.setattr(cli, "_evaluate_run", lambda *_: 0)
     assert call("train", "video", clip).status == 0
     assert call("train", "video", "--no-constrained").status == 0
@@ -353,7 +354,7 @@ def test_a_full_disk_under_a_checkpoint_keeps_the_old_one(
 ) -> None:
     from safetensors import SafetensorError
 
-    from cdt_fast import checkpoint
+    from cdt_fast.training import checkpoint
 
     run = RunFolder(tmp_path / "run")
     save_file = checkpoint.save_file

@@ -16,10 +16,10 @@ import pytest
 import torch
 from tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
 
-from cdt_fast import figures
 from cdt_fast.files import read_json
-from cdt_fast.runs import RunFolder
-from cdt_fast.training import Trainer
+from cdt_fast.runs import figures
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.loop import Trainer
 
 Call = Callable[..., Any]
 

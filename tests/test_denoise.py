@@ -14,13 +14,13 @@ import torch
 from tiny import scrolling_clip
 
 from cdt_fast import denoise
-from cdt_fast.building import load_model
-from cdt_fast.config import RunConfig
 from cdt_fast.data import to_patches
 from cdt_fast.denoise import CONTAINERS, denoise_video, denoised_frames
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.building import load_model
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="module")

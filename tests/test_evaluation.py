@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from cdt_fast.baselines import THRESHOLD_FACTOR, dct3d_denoise, dct_denoise, orthonormal_dct
-from cdt_fast.building import build_constraints, load_data
-from cdt_fast.config import RunConfig
 from cdt_fast.data import Windows, from_patches, to_patches
 from cdt_fast.evaluation import evaluate, evaluate_run, mean_depth_losses, noisy_batches
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
 from cdt_fast.per_sample import HISTOGRAM_EDGES
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.building import build_constraints, load_data
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
 
 # What ARCHITECTURE.md promises to whoever reads an evaluation.json.
 PROMISED = {

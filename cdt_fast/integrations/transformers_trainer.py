@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
@@ -25,6 +24,7 @@ from cdt_fast.integrations.shared import (
     sum_over_ranks,
 )
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
+from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback

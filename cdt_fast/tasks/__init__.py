@@ -1,4 +1,4 @@
-"""What the tasks differ in (data, models, losses, evaluation); the loop that they share is `cdt_fast.training`."""
+"""What the tasks differ in (data, models, losses, evaluation); the loop that they share is `cdt_fast.training.loop`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cdt_fast.config import RunConfig
+from cdt_fast.runs.config import RunConfig
 from cdt_fast.tasks.task import Task, mean_depth_losses
 
 __all__ = ["Task", "build_task", "mean_depth_losses"]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.config import RunConfig
 from cdt_fast.data.instructions import Instruction, read_alpaca
 from cdt_fast.data.rows import FORMATS
 from cdt_fast.data.text import NLI_LABELS, TextData, TextSplits, read_imdb, read_mnli, read_table, split_text
 from cdt_fast.errors import InputError
-from cdt_fast.sections_text import LanguageDataSettings, TextDataSettings
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.sections_text import LanguageDataSettings, TextDataSettings
 
 _PARTS = (("train",), ("dev", "validation", "valid", "val"), ("test",))  # names of the files of each part
 _NLI_COLUMNS = ("sentence1", "sentence2", "gold_label")

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from cdt_fast.config import RunConfig
 from cdt_fast.data.instructions import Instruction
 from cdt_fast.errors import InputError, require
 from cdt_fast.models.layer_losses import predicted_overhead
-from cdt_fast.sections_text import LanguageModelSettings
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.sections_text import LanguageModelSettings
 from cdt_fast.tasks.corpus import InstructionSplits, digest
 from cdt_fast.tasks.networks import PretrainedNetwork
 from cdt_fast.tasks.readers import ByteReader, TokenizerReader, from_hub, load_tokenizer, pretrained_library

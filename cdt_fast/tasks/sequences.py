@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.config import RunConfig
 from cdt_fast.errors import InputError
 from cdt_fast.perturbation import Perturbation, embedding_std, perturbed, word_embeddings
+from cdt_fast.runs.config import RunConfig
 from cdt_fast.tasks.networks import Network, vocabulary_size
 from cdt_fast.tasks.readers import stacked
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from cdt_fast.config import RunConfig
 from cdt_fast.data.text import TextData, TextSplits
 from cdt_fast.data.vocabulary import Vocabulary
 from cdt_fast.errors import InputError
 from cdt_fast.models import TextUT, load_pretrained
-from cdt_fast.sections_text import TextModelSettings
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.sections_text import TextModelSettings
 from cdt_fast.tasks.corpus import digest
 from cdt_fast.tasks.networks import Network, PretrainedNetwork, UnrolledNetwork
 from cdt_fast.tasks.readers import Reader, WordReader, from_hub, load_reader, load_tokenizer, pretrained_library

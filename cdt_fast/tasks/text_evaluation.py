@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cdt_fast.building import build_constraints, load_data
-from cdt_fast.checkpoint import load_checkpoint
-from cdt_fast.config import RunConfig
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.perturbation import evaluate_classifier
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.building import build_constraints, load_data
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
 from cdt_fast.tasks.corpus import digest
 from cdt_fast.tasks.networks import Network, vocabulary_size
 from cdt_fast.tasks.sequences import EVALUATION_SEED, IGNORED, EncodedSamples, perturbation_arguments
 from cdt_fast.tasks.text import encoded_texts, load_text_network
+from cdt_fast.training.checkpoint import load_checkpoint
 
 _LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
 

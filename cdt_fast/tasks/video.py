@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.building import build_model, steps_an_epoch
-from cdt_fast.config import RunConfig
 from cdt_fast.data import VideoData, to_patches
 from cdt_fast.evaluation import LEVELS, add_noise_by_window, mean_depth_losses
-from cdt_fast.step import ReconstructionLosses
+from cdt_fast.runs.building import build_model, steps_an_epoch
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.training.step import ReconstructionLosses
 
 
 class VideoTask:

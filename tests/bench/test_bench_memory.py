@@ -16,7 +16,7 @@ from cdt_fast.bench.suites import SUITES
 
 PROGRAM = """
 import torch
-from cdt_fast.allocator import keep_freed_memory
+from cdt_fast.training.allocator import keep_freed_memory
 from cdt_fast.bench import memory
 keep_freed_memory()  # what the step before has freed then hides the next one's, unless it is given back
 if {reset}:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models
-from cdt_fast.cuda_graph import CapturedStep
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.duals import DualWork
-from cdt_fast.optimizer import build_optimizer
-from cdt_fast.step import ReconstructionLosses, TrainingStep
+from cdt_fast.training.cuda_graph import CapturedStep
+from cdt_fast.training.optimizer import build_optimizer
+from cdt_fast.training.step import ReconstructionLosses, TrainingStep
 
 PATCH, CODES, LAYERS, TIME = 64, 96, 3, 20
 # The sequences of the micro-batches of a step: the third is the smaller one that ends an epoch.

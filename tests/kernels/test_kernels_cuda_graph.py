@@ -12,7 +12,7 @@ from step_cases import ACCUMULATED, CODES, CONSTRAINTS, EPOCH, MODELS, PATCH, TI
 from torch import Tensor
 
 from cdt_fast import models, ops
-from cdt_fast.cuda_graph import EAGER_CALLS, CapturedStep
+from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -103,7 +103,7 @@ def test_a_captured_training_is_the_eager_one_and_resumes(
         pytest.importorskip(package)
     from trainer_cases import trainer_on_gpu
 
-    from cdt_fast.checkpoint import load_checkpoint
+    from cdt_fast.training.checkpoint import load_checkpoint
 
     eager = trainer_on_gpu(tmp_path, monkeypatch, changes, "eager")
     captured = trainer_on_gpu(tmp_path, monkeypatch, {**changes, "cuda_graph": True}, "captured")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from cdt_fast.config import RunConfig
+from cdt_fast.runs.config import RunConfig
 from cdt_fast.data import load_video
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.models import DUST, VideoUT, load_pretrained
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.folder import RunFolder
 
 
 def load_data(config: RunConfig, progress: bool = True) -> Any:

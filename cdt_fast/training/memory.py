@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cdt_fast.config import RunConfig
+from cdt_fast.runs.config import RunConfig
 
 # How torch's allocator of the CPU, which has no error of its own, and some libraries of CUDA put it.
 _WORDS = ("can't allocate memory", "out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")

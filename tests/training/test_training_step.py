@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 
 from cdt_fast import kernels
-from cdt_fast.config import RunConfig
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.duals import DualVariables
 from cdt_fast.models import DUST
-from cdt_fast.optimizer import build_optimizer
-from cdt_fast.training import Trainer
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.training.loop import Trainer
+from cdt_fast.training.optimizer import build_optimizer
 
 Config = Callable[..., RunConfig]
 

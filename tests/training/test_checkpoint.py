@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.errors import InputError
+from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 
 
 def same(left: Any, right: Any) -> bool:

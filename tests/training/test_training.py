@@ -17,16 +17,16 @@ import torch
 from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdt_fast import training
-from cdt_fast.building import load_data
-from cdt_fast.checkpoint import load_checkpoint
-from cdt_fast.config import RunConfig
 from cdt_fast.data import add_noise, to_patches
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.feasibility import FeasibilityReport
 from cdt_fast.models import DUST
-from cdt_fast.runs import RunFolder
-from cdt_fast.training import Trainer, train_video
+from cdt_fast.runs.building import load_data
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training import loop
+from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.loop import Trainer, train
 
 Config = Callable[..., RunConfig]
 
@@ -265,11 +265,11 @@ def test_models_are_ranked_by_what_is_known_then_feasible_then_loss() -> None:
         (report([None, 0.5, -0.9]), 0.01),
         (report([None, None, None]), 0.001),
     ]
-    ranks = [training._rank(found, loss, constrained=True) for found, loss in ranked]
+    ranks = [loop._rank(found, loss, constrained=True) for found, loss in ranked]
     assert ranks == sorted(ranks)
     assert len({tuple(rank) for rank in ranks}) == len(ranks)
     # Without constraints nothing but the loss counts.
-    assert training._rank(ranked[4][0], 0.1, constrained=False) < training._rank(ranked[0][0], 1.0, constrained=False)
+    assert loop._rank(ranked[4][0], 0.1, constrained=False) < loop._rank(ranked[0][0], 1.0, constrained=False)
 
 
 def test_the_best_feasible_model_is_kept(tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_the_best_feasible_model_is_kept(tiny_config: Config, tmp_path: Path, mo
     config = tiny_config(steps=6, validate_every=1, warmup_epochs=0, reference=2.0, checkpoint_every=1)
     trainer = trainer_for(config, tmp_path / "run")
     losses = iter(told)
-    monkeypatch.setattr(training, "mean_depth_losses", lambda *_: next(losses)[0])
+    monkeypatch.setattr(loop, "mean_depth_losses", lambda *_: next(losses)[0])
     weights = {}
     original = trainer._save_checkpoint
 
@@ -312,7 +312,7 @@ def test_a_model_from_before_the_automatic_reference_does_not_stay_best(
     """ε₀ is fixed after 20 measurements; on held-out frames depth 0 may lie above it for good."""
     trainer = trainer_for(tiny_config(steps=30, validate_every=10, batch=8), tmp_path / "run")
     losses = iter([[1e6, 1.0, 0.5], [1e6, 1.0, 0.6], [1e6, 1.0, 0.55]])
-    monkeypatch.setattr(training, "mean_depth_losses", lambda *_: next(losses))
+    monkeypatch.setattr(loop, "mean_depth_losses", lambda *_: next(losses))
     trainer.run(progress=False)
     assert trainer.best is not None
     assert trainer.best["step"] == 30
@@ -393,12 +393,12 @@ def test_progress_outside_of_a_terminal_is_a_line_a_validation(
     tiny_config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(steps=4, validate_every=2)
-    train_video(RunFolder.create(tmp_path / "run", config), config, progress=True)
+    train(RunFolder.create(tmp_path / "run", config), config, progress=True)
     shown = capsys.readouterr().err
     assert "\r" not in shown
     assert "windows of 5 frames: 8 training, 1 validation, 1 test" in shown
     assert [line.split(":")[0] for line in shown.splitlines()[-2:]] == ["step 2 of 4", "step 4 of 4"]
-    train_video(RunFolder.create(tmp_path / "silent", config), config, progress=False)
+    train(RunFolder.create(tmp_path / "silent", config), config, progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -418,7 +418,7 @@ def test_bf16_trains_and_keeps_its_weights_in_float32(tiny_config: Config, tmp_p
 def test_a_gpu_that_is_not_there_is_said_so(tiny_config: Config, tmp_path: Path, changes: dict[str, str]) -> None:
     config = tiny_config(**changes)
     with pytest.raises(InputError, match="GPU"):
-        train_video(RunFolder(tmp_path), config, progress=False)
+        train(RunFolder(tmp_path), config, progress=False)
 
 
 def test_tensorboard_without_its_package_names_the_extra(
@@ -426,7 +426,7 @@ def test_tensorboard_without_its_package_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtra, match=r"cdt-fast\[tensorboard\]"):
-        train_video(RunFolder(tmp_path), tiny_config(tensorboard=True), progress=False)
+        train(RunFolder(tmp_path), tiny_config(tensorboard=True), progress=False)
 
 
 def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_repeats(
@@ -468,10 +468,10 @@ import torch
 from pathlib import Path
 from accelerate import Accelerator
 torch.set_default_dtype(torch.float64)
-from cdt_fast.building import load_data
-from cdt_fast.config import RunConfig
-from cdt_fast.runs import RunFolder
-from cdt_fast.training import Trainer
+from cdt_fast.runs.building import load_data
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.loop import Trainer
 folder = Path(sys.argv[1])
 config = RunConfig.load(folder / "config.toml")
 trainer = Trainer(RunFolder(folder), config, load_data(config, progress=False), Accelerator(cpu=True))

@@ -6,8 +6,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 
-from cdt_fast.config import RunConfig
 from cdt_fast.errors import InputError
+from cdt_fast.runs.config import RunConfig
 
 
 def prepare_device(config: RunConfig, accelerator: Accelerator) -> None:

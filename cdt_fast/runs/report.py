@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cdt_fast import figures
-from cdt_fast.evaluated import EvaluatedRun
+from cdt_fast.runs import figures
+from cdt_fast.runs.evaluated import EvaluatedRun
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown
 

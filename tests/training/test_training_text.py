@@ -13,18 +13,17 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from tiny_text import TINY_TEXT, reviews, write_table
 
-from cdt_fast import training
-from cdt_fast.building import load_data
-from cdt_fast.config import TextConfig
 from cdt_fast.errors import InputError
-from cdt_fast.evaluated import EvaluatedRun, check_comparable
 from cdt_fast.evaluation import evaluate_run
 from cdt_fast.files import read_json, write_json
 from cdt_fast.perturbation import area_under_curve, perturbed
-from cdt_fast.report import seed_table
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.building import load_data
+from cdt_fast.runs.config import TextConfig
+from cdt_fast.runs.evaluated import EvaluatedRun, check_comparable
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.runs.report import seed_table
 from cdt_fast.tasks import mean_depth_losses
-from cdt_fast.training import Trainer, train
+from cdt_fast.training.loop import Trainer, train
 
 Settings = Callable[..., TextConfig]
 
@@ -349,4 +348,3 @@ def test_a_killed_trainings_folder_of_a_half_written_model_is_removed(tmp_path: 
     (left / "model.safetensors").touch()
     run.remove_leftovers()
     assert not left.exists()
-    assert training.train is training.train_video

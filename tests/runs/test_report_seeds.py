@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.config import RunConfig
-from cdt_fast.evaluated import EvaluatedRun
-from cdt_fast.report import seed_table
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.evaluated import EvaluatedRun
+from cdt_fast.runs.report import seed_table
+from cdt_fast.runs.folder import RunFolder
 
 
 def run(name: str, seed: int, mean: float, feasible: bool, ratios: list[float | None], **settings: Any) -> EvaluatedRun:

@@ -13,21 +13,21 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from cdt_fast.allocator import keep_freed_memory
-from cdt_fast.building import build_constraints, check_settings, describe_data, load_data, samples_a_step
-from cdt_fast.checkpoint import load_checkpoint, save_checkpoint
-from cdt_fast.config import RunConfig
-from cdt_fast.cuda_graph import CapturedStep, CudaGraphs, Graphs
-from cdt_fast.device import prepare_device
 from cdt_fast.duals import DualWork
 from cdt_fast.errors import InputError
 from cdt_fast.feasibility import FeasibilityReport
-from cdt_fast.interruption import Interrupted, signals_noted
-from cdt_fast.metrics import metrics_writer
-from cdt_fast.optimizer import build_optimizer, load_optimizer_state
-from cdt_fast.runs import RunFolder
-from cdt_fast.step import TrainingStep
+from cdt_fast.runs.building import build_constraints, check_settings, describe_data, load_data, samples_a_step
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
 from cdt_fast.tasks import build_task, mean_depth_losses
+from cdt_fast.training.allocator import keep_freed_memory
+from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
+from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
+from cdt_fast.training.device import prepare_device
+from cdt_fast.training.interruption import Interrupted, signals_noted
+from cdt_fast.training.metrics import metrics_writer
+from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
+from cdt_fast.training.step import TrainingStep
 
 # Spreads the seeds of runs apart, so that no two count through the same seeds of noise.
 _SEED_SPACING = 2_654_435_761
@@ -66,9 +66,6 @@ def train(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: 
         run.remove_leftovers()
         run.forget_metrics_after(trainer.step)
     trainer.run(progress)
-
-
-train_video = train  # for those who train on video from Python
 
 
 class Trainer:

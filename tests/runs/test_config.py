@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cdt_fast.config import SECTIONS, RunConfig
+from cdt_fast.runs.config import SECTIONS, RunConfig
 from cdt_fast.descent import PRESETS
 from cdt_fast.errors import InputError
 
@@ -151,7 +151,7 @@ def test_words_of_the_command_line_become_values(name: str, word: str, value: ob
 
 
 def test_settings_that_do_not_fit_each_other_are_found_without_data(tiny_config: Callable[..., RunConfig]) -> None:
-    from cdt_fast.building import check_settings
+    from cdt_fast.runs.building import check_settings
 
     check_settings(tiny_config())
     for changes, fact in [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cdt_fast.config import RunConfig
+from cdt_fast.runs.config import RunConfig
 from cdt_fast.errors import InputError
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.folder import RunFolder
 
 
 def test_a_new_run_holds_its_settings(tmp_path: Path) -> None:

@@ -15,17 +15,17 @@ from graph_fakes import EagerGraphs, TapeGraphs
 from tiny import tiny_arguments
 from torch import Tensor
 
-from cdt_fast.building import load_data
-from cdt_fast.checkpoint import load_checkpoint
-from cdt_fast.config import RunConfig
-from cdt_fast.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
 from cdt_fast.descent import DescentConstraints
-from cdt_fast.device import prepare_device
 from cdt_fast.duals import DualWork
 from cdt_fast.errors import InputError
-from cdt_fast.optimizer import build_optimizer, load_optimizer_state
-from cdt_fast.runs import RunFolder
-from cdt_fast.training import Trainer
+from cdt_fast.runs.building import load_data
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
+from cdt_fast.training.device import prepare_device
+from cdt_fast.training.loop import Trainer
+from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
 
 Config = Callable[..., RunConfig]
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")

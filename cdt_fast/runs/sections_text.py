@@ -7,7 +7,7 @@ from typing import Any
 
 from cdt_fast.descent import PRESETS
 from cdt_fast.perturbation import GAMMAS, KINDS
-from cdt_fast.sections import ConstraintSettings, EvaluationSettings, SharedTrainingSettings, setting
+from cdt_fast.runs.sections import ConstraintSettings, EvaluationSettings, SharedTrainingSettings, setting
 
 
 @dataclass

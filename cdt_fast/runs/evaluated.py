@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.config import RunConfig
+from cdt_fast.runs.config import RunConfig
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
-from cdt_fast.runs import RunFolder
+from cdt_fast.runs.folder import RunFolder
 
 # What a report needs to find in an evaluation.json, of every task and of one.
 _SHARED = (

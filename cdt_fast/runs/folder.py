@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.config import RunConfig, load_config
+from cdt_fast.runs.config import RunConfig, load_config
 from cdt_fast.errors import InputError
 from cdt_fast.files import remove_leftovers, write_text
 

@@ -17,14 +17,14 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from tiny_text import TINY_LANGUAGE, write_instructions
 
-from cdt_fast.building import load_data
-from cdt_fast.checkpoint import load_checkpoint
-from cdt_fast.config import LanguageConfig
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.evaluation import evaluate_run
 from cdt_fast.files import read_json, write_json
-from cdt_fast.runs import RunFolder
-from cdt_fast.training import Trainer, train
+from cdt_fast.runs.building import load_data
+from cdt_fast.runs.config import LanguageConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.loop import Trainer, train
 
 transformers = pytest.importorskip("transformers")
 
@@ -255,9 +255,9 @@ _RANK = """
 import sys
 from pathlib import Path
 from accelerate import Accelerator
-from cdt_fast.building import load_data
-from cdt_fast.runs import RunFolder
-from cdt_fast.training import Trainer
+from cdt_fast.runs.building import load_data
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.loop import Trainer
 run, config = RunFolder.open(sys.argv[1], trained=False)
 trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
 assert trainer.accelerator.num_processes == 2

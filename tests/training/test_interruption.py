@@ -18,12 +18,12 @@ import torch
 from tiny import tiny_arguments
 from torch import Tensor
 
-from cdt_fast import training
-from cdt_fast.checkpoint import load_checkpoint
-from cdt_fast.config import RunConfig
 from cdt_fast.errors import InputError
-from cdt_fast.runs import RunFolder
-from cdt_fast.training import Interrupted, Trainer, train_video
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training import loop
+from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.loop import Interrupted, Trainer, train
 
 Config = Callable[..., RunConfig]
 
@@ -62,7 +62,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_config: Config)
             torch.set_num_threads(1)
             config = tiny_config(**SETTINGS[name])
             done[name] = RunFolder.create(tmp_path_factory.mktemp("whole") / "run", config)
-            train_video(done[name], config, progress=False)
+            train(done[name], config, progress=False)
             torch.set_num_threads(threads)
         return done[name]
 
@@ -144,11 +144,11 @@ def test_a_run_that_a_signal_stopped_resumes_bit_for_bit(
     handlers = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
     for count, expected in enumerate(steps):
         with pytest.raises(Interrupted) as stop:
-            train_video(run, config, resume=count > 0, progress=False)
+            train(run, config, resume=count > 0, progress=False)
         assert stop.value.signal_number == number
         assert load_checkpoint(run.checkpoint)["step"] == expected
     assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == handlers
-    train_video(run, config, resume=True, progress=False)
+    train(run, config, resume=True, progress=False)
     assert_same_runs(run, uninterrupted(name))
 
 
@@ -194,8 +194,8 @@ def test_a_run_that_died_at_any_moment_resumes_bit_for_bit(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, name, dying)
         with pytest.raises(_Killed):
-            train_video(run, config, progress=False)
-    train_video(run, config, resume=True, progress=False)
+            train(run, config, progress=False)
+    train(run, config, resume=True, progress=False)
     assert_same_runs(run, uninterrupted("constrained"))
 
 
@@ -214,12 +214,12 @@ def test_half_a_line_and_half_a_checkpoint_are_no_trouble(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_step", dying)
         with pytest.raises(_Killed):
-            train_video(run, config, progress=False)
+            train(run, config, progress=False)
     with run.metrics.open("a") as metrics:
         metrics.write('{"step": 15, "lo')
     (run.checkpoint.parent / ".state-abc.tmp.safetensors").write_bytes(b"half of a checkpoint")
     (run.model / ".model-abc.tmp.safetensors").write_bytes(b"half of a model")
-    train_video(run, config, resume=True, progress=False)
+    train(run, config, resume=True, progress=False)
     assert_same_runs(run, uninterrupted("constrained"))
 
 
@@ -228,10 +228,10 @@ def test_resuming_a_finished_run_changes_nothing(
 ) -> None:
     config = tiny_config(**SETTINGS["plain"])
     run = RunFolder.create(tmp_path / "run", config)
-    train_video(run, config, progress=False)
+    train(run, config, progress=False)
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     for _ in range(2):
-        train_video(run, config, resume=True, progress=False)
+        train(run, config, resume=True, progress=False)
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
     assert_same_runs(run, uninterrupted("plain"))
 
@@ -242,14 +242,14 @@ def test_a_run_without_a_checkpoint_resumes_at_its_beginning(
     config = tiny_config(**SETTINGS["plain"])
     run = RunFolder.create(tmp_path / "run", config)
     run.metrics.write_text('{"step": 2}\n{"step"')
-    train_video(run, config, resume=True, progress=False)
+    train(run, config, resume=True, progress=False)
     assert_same_runs(run, uninterrupted("plain"))
 
 
 def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config, tmp_path: Path) -> None:
     config = tiny_config(steps=3)
     run = RunFolder.create(tmp_path / "run", config)
-    train_video(run, config, progress=False)
+    train(run, config, progress=False)
     before = run.checkpoint.read_bytes()
     for changes, fact in [
         ({"layers": 3}, "does not fit config.toml"),
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
         ({"size": 16}, "not those"),
     ]:
         with pytest.raises(InputError, match=fact):
-            train_video(run, tiny_config(steps=3, **changes), resume=True, progress=False)
+            train(run, tiny_config(steps=3, **changes), resume=True, progress=False)
     assert run.checkpoint.read_bytes() == before
 
 
@@ -300,7 +300,7 @@ def test_a_signal_before_the_first_step_leaves_no_run(
     number: signal.Signals,
     status: int,
 ) -> None:
-    monkeypatch.setattr(training, "load_data", lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr(loop, "load_data", lambda *_: signal.raise_signal(number))
     answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
     assert answer.status == status
     assert answer.err == f"cdt-fast: stopped by {number.name}\n"
@@ -335,7 +335,7 @@ def test_training_outside_of_the_main_thread_works(
 ) -> None:
     config = tiny_config(**SETTINGS["plain"])
     run = RunFolder.create(tmp_path / "run", config)
-    thread = threading.Thread(target=train_video, args=(run, config), kwargs={"progress": False})
+    thread = threading.Thread(target=train, args=(run, config), kwargs={"progress": False})
     thread.start()
     thread.join(60)
     assert_same_runs(run, uninterrupted("plain"))
@@ -348,7 +348,7 @@ def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: C
         steps=200, accumulate=2, size=16, code_size=16, validate_every=7, checkpoint_every=3, log_every=5
     )
     whole = RunFolder.create(tmp_path / "whole", config)
-    train_video(whole, config, progress=False)
+    train(whole, config, progress=False)
     run = RunFolder.create(tmp_path / "run", config)
     command = [sys.executable, "-m", "cdt_fast.cli", "train", "video", "--resume", str(run.path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -373,7 +373,7 @@ def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: C
     assert errors.splitlines()[-1] == (
         f"cdt-fast: stopped by SIGTERM after step {step}; continue with: cdt-fast train video --resume {run.path}"
     )
-    train_video(run, config, resume=True, progress=False)
+    train(run, config, resume=True, progress=False)
     assert_same_runs(run, whole)
 
 

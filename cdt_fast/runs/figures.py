@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from cdt_fast.building import load_data, load_model
+from cdt_fast.runs.building import load_data, load_model
 from cdt_fast.denoise import denoised_frames
 from cdt_fast.errors import require
-from cdt_fast.evaluated import EvaluatedRun
+from cdt_fast.runs.evaluated import EvaluatedRun
 from cdt_fast.evaluation import noisy_batches
 from cdt_fast.files import replaced_atomically
 

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cdt_fast.building import load_data
-from cdt_fast.config import RunConfig
-from cdt_fast.runs import RunFolder
-from cdt_fast.training import Trainer
+from cdt_fast.runs.building import load_data
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.loop import Trainer
 
 
 class HostWaits(AssertionError):

@@ -1,0 +1,1 @@
+"""Training: the primal-dual loop, its step, and what one run of it needs of the machine."""
