@@ -1,0 +1,1 @@
+"""What a run is: its folder and settings, the parts built from them, its evaluation, report and pictures."""
