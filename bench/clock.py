@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -38,11 +39,47 @@ def calls_a_reading(once: float) -> int:
     return min(_MOST_CALLS, max(1, math.ceil(_SHORTEST_READING / max(once, 1e-9))))
 
 
-def turns(names: Sequence[Name], rounds: int) -> Iterator[list[Name]]:
+@dataclass(frozen=True)
+class Rounds:
+    """How many rounds of a case are timed: as many as fit into a time, within bounds.
+
+    Attributes:
+        least, most: the bounds.
+        budget: seconds for the rounds of a case, beside what `least` rounds need.
+        of_slow: rounds that a slow way takes part in (`is_slow`); None: in all.
+    """
+
+    least: int
+    most: int
+    budget: float
+    of_slow: int | None = None
+
+    @classmethod
+    def exactly(cls, count: int) -> Rounds:
+        """So many rounds of everything, however long they take."""
+        return cls(count, count, 0.0)
+
+    def fitting(self, round_seconds: float) -> int:
+        """Rounds that fit, where one takes so long."""
+        return min(self.most, max(self.least, int(self.budget / max(round_seconds, 1e-9))))
+
+    def is_slow(self, turn: float, eager_turn: float) -> bool:
+        """Whether a way whose turn takes so long would spend the case's time on what a few rounds show as well: more
+        than four times eager's, and in all rounds more than the budget."""
+        return self.of_slow is not None and turn > 4 * eager_turn and self.least * turn > self.budget
+
+
+def turns(names: Sequence[Name], rounds: int, few: Mapping[Name, int] | None = None) -> Iterator[list[Name]]:
     """The order of each round: every name once, each round begins one further on.
 
     A drift of the machine's speed then cancels in the ratios of a round, and no way is always the first.
+
+    Args:
+        names: what takes turns.
+        rounds: how many.
+        few: names that take part in the first so many rounds alone.
     """
     for number in range(rounds):
-        first = number % len(names) if names else 0
-        yield [*names[first:], *names[:first]]
+        here = [name for name in names if few is None or number < few.get(name, rounds)]
+        first = number % len(here) if here else 0
+        yield [*here[first:], *here[:first]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import cdt_fast
+from cdt_fast import kernels, models
 
 
 def processor_name() -> str:
@@ -46,6 +50,8 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "cdt_fast": cdt_fast.__version__,
+        "source": source_digest(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -58,6 +64,19 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
     return found
 
 
+def source_digest() -> str:
+    """Eight digits that differ wherever the code that is measured does: the version alone does not tell two states of
+    it apart."""
+    whole = Path(cdt_fast.__file__).parent
+    files = [whole / "descent.py", whole / "duals.py"]
+    for folder in (whole / "ops", whole / "training", *(Path(part.__path__[0]) for part in (kernels, models))):
+        files += sorted(folder.rglob("*.py"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:8]
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -67,4 +86,4 @@ def _version(package: str) -> str | None:
 
 def file_stem(name: str) -> str:
     """The name of a card or processor as that of a file."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

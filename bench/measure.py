@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +15,18 @@ from torch import Tensor
 
 from cdt_fast.bench.case import Case, Step, Unavailable, Way
 from cdt_fast.bench.ceilings import Ceilings, Probe, shares_of_floor
-from cdt_fast.bench.clock import calls_a_reading, seconds, turns
+from cdt_fast.bench.clock import Rounds, calls_a_reading, seconds, turns
 
 # Peak memory of a way of a case: bytes, or the reason why there is no figure.
 PeakMemory = Callable[[Case, Way, Step], "int | str"]
 
 _LONGEST_REASON = 300
+
+# Seconds: the gate's own run of a way tells well enough how long one takes, if that is so long.
+_LONG = 1.0
+
+# On a CPU each is a process of its own, which does little but import and prepare, and whose memory nobody else counts.
+_PEAKS_AT_ONCE = {"cpu": 2, "cuda": 1}
 
 
 class Refused(Exception):
@@ -35,6 +43,7 @@ class _Taken:
     status: str = "timed"
     reason: str = ""
     calls: int = 1
+    turn: float = 0.0
     seconds: list[float] = field(default_factory=list)
 
     def drop(self, status: str, reason: str) -> None:
@@ -70,8 +79,8 @@ class Gate:
         self._case = case
         self._known: dict[Step, list[Tensor]] = {}
 
-    def open(self, way: Way) -> tuple[Step, float]:
-        """Prepare `way` and run it once; its step, and by how much it differs.
+    def open(self, way: Way) -> tuple[Step, float, float]:
+        """Prepare `way` and run it once; its step, by how much it differs, and the seconds until the host went on.
 
         Raises:
             Refused: it differs by more than rounding.
@@ -79,13 +88,15 @@ class Gate:
             Exception: whatever the way itself raises.
         """
         step = way.prepare()
+        started = time.perf_counter()
         found = step()
+        spent = time.perf_counter() - started
         difference = disagreement(found, self._expected(way.expected or self._case.expected))
         if not difference <= self._case.tolerance:
             raise Refused(
                 f"differs from the formula by {difference:.1e}, more than {self._case.tolerance:.0e}: not timed"
             )
-        return step, difference
+        return step, difference, spent
 
     def _expected(self, step: Step) -> list[Tensor]:
         if step not in self._known:
@@ -96,13 +107,13 @@ class Gate:
         return self._known[step]
 
 
-def measure(case: Case, device: torch.device, repeats: int, ceilings: Ceilings, peak: PeakMemory) -> dict[str, Any]:
+def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings, peak: PeakMemory) -> dict[str, Any]:
     """Times, ratios, peak memory and share of the floor of every way to do a case.
 
     Args:
         case: the work.
         device: where it runs.
-        repeats: timed rounds, at least 1.
+        rounds: how many are timed.
         ceilings: of the device; their probes take turns with the ways where the case has a floor.
         peak: measures the peak memory of a way that has been timed.
 
@@ -113,8 +124,10 @@ def measure(case: Case, device: torch.device, repeats: int, ceilings: Ceilings, 
     gate = Gate(case)
     taken = [_admitted(gate, way, device) for way in case.ways]
     del gate  # what was expected is not part of any way's peak
-    probes = {"product": ceilings.product(case.dtype), "copy": ceilings.copy()} if case.flop or case.moved else {}
-    probed = _take_turns(taken, probes, device, repeats)
+    runs = any(one.step is not None for one in taken)
+    bounded = runs and bool(case.flop or case.moved)
+    probes = {"product": ceilings.product(case.dtype), "copy": ceilings.copy()} if bounded else {}
+    probed = _take_turns(taken, probes, device, rounds)
     result: dict[str, Any] = {
         "suite": case.suite,
         "case": case.name,
@@ -138,6 +151,7 @@ def measure(case: Case, device: torch.device, repeats: int, ceilings: Ceilings, 
     peers = [one for one in timed if one.way.role == "peer"]
     best = min(peers, key=lambda one: statistics.median(one.seconds), default=None)
     result["best_peer"] = None if best is None else best.way.name
+    peaks = _peaks(case, timed, peak, at_once=_PEAKS_AT_ONCE[device.type])
     for one in taken:
         figures: dict[str, Any] = {
             "role": one.way.role,
@@ -148,10 +162,10 @@ def measure(case: Case, device: torch.device, repeats: int, ceilings: Ceilings, 
         if one.status == "timed":
             figures |= _times(one, eager, best)
             if probes:
-                rounds = {name: (probes[name].work, probed[name]) for name in probes}
-                shares = shares_of_floor(one.seconds, case.flop, case.moved, rounds["product"], rounds["copy"])
+                beside = {name: (probes[name].work, probed[name][: len(one.seconds)]) for name in probes}
+                shares = shares_of_floor(one.seconds, case.flop, case.moved, beside["product"], beside["copy"])
                 figures["share_of_floor"] = statistics.median(shares)
-            figures |= _memory(case, one, peak)
+            figures |= peaks[one.way.name]
         result["ways"][one.way.name] = figures
     return result
 
@@ -159,8 +173,11 @@ def measure(case: Case, device: torch.device, repeats: int, ceilings: Ceilings, 
 def _admitted(gate: Gate, way: Way, device: torch.device) -> _Taken:
     one = _Taken(way)
     try:
-        one.step, one.difference = gate.open(way)
-        one.calls = calls_a_reading(seconds(one.step, device))
+        one.step, one.difference, once = gate.open(way)
+        if once < _LONG or device.type == "cuda":  # on a GPU the host does not wait
+            once = seconds(one.step, device)
+        one.calls = calls_a_reading(once)
+        one.turn = one.calls * once
     except Unavailable as reason:
         one.drop("unavailable", str(reason))
     except Refused as reason:
@@ -173,12 +190,17 @@ def _admitted(gate: Gate, way: Way, device: torch.device) -> _Taken:
 
 
 def _take_turns(
-    taken: Sequence[_Taken], probes: Mapping[str, Probe], device: torch.device, repeats: int
+    taken: Sequence[_Taken], probes: Mapping[str, Probe], device: torch.device, rounds: Rounds
 ) -> dict[str, list[float]]:
     """Fill in the seconds of every way; the seconds of the probes, by name."""
     ways = {f"way {number}": one for number, one in enumerate(taken) if one.step is not None}
+    eager = next((one.turn for one in ways.values() if one.way.role == "eager"), math.inf)
+    slow = [name for name, one in ways.items() if one.way.role == "peer" and rounds.is_slow(one.turn, eager)]
+    round_seconds = sum(one.turn for name, one in ways.items() if name not in slow)
+    round_seconds += sum(probe.work / probe.rate for probe in probes.values())
+    few = {name: rounds.of_slow for name in slow if rounds.of_slow is not None}
     probed: dict[str, list[float]] = {name: [] for name in probes}
-    for order in turns([*ways, *probes], repeats):
+    for order in turns([*ways, *probes], rounds.fitting(round_seconds) if ways else 0, few):
         for name in order:
             if name in probed:
                 probed[name].append(seconds(probes[name].step, device))
@@ -208,16 +230,25 @@ def _times(one: _Taken, eager: _Taken | None, best: _Taken | None) -> dict[str, 
 
 
 def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
-    """The median over the rounds of another way's time over this one's: above 1, this one is faster."""
-    return statistics.median(other / one for other, one in zip(others, own, strict=True))
+    """The median over the rounds of another way's time over this one's: above 1, this one is faster.
+
+    Over the rounds that both took part in, which are the first ones.
+    """
+    return statistics.median(other / one for other, one in zip(others, own, strict=False))
 
 
-def _memory(case: Case, one: _Taken, peak: PeakMemory) -> dict[str, Any]:
-    if not case.with_memory or one.step is None:
-        return {"peak_bytes": None, "peak_reason": "not measured for this case"}
-    found = peak(case, one.way, one.step)
-    measured = isinstance(found, int)
-    return {"peak_bytes": found if measured else None, "peak_reason": "" if measured else found}
+def _peaks(case: Case, timed: Sequence[_Taken], peak: PeakMemory, at_once: int) -> dict[str, dict[str, Any]]:
+    """Peak memory of the ways, or the reason why there is no figure, by their names."""
+
+    def one_peak(one: _Taken) -> dict[str, Any]:
+        if not case.with_memory or one.step is None:
+            return {"peak_bytes": None, "peak_reason": "not measured for this case"}
+        found = peak(case, one.way, one.step)
+        measured = isinstance(found, int)
+        return {"peak_bytes": found if measured else None, "peak_reason": "" if measured else found}
+
+    with ThreadPoolExecutor(at_once) as workers:
+        return dict(zip((one.way.name for one in timed), workers.map(one_peak, timed), strict=True))
 
 
 def _one_line(error: Exception) -> str:

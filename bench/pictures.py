@@ -1,4 +1,4 @@
-"""The pictures of a run: bars of the ratios, and lines over the sizes with their exponents."""
+"""The picture of a results file: a line a case with a mark for each way, or time over the sizes with its exponent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import Any
 from cdt_fast.errors import require
 from cdt_fast.files import replaced_atomically
 
+Case = Mapping[str, Any]
 
-def write_pictures(folder: Path, stem: str, result: Mapping[str, Any]) -> list[Path]:
-    """Draw `stem-suite.png` into `folder` for every suite of a run in which something was timed.
+_MARKS = "os^vDP*X<>"
+# Inches: of the axis, of a letter of a label, of a line.
+_AXIS, _LETTER, _LINE = 5.5, 0.068, 0.26
+
+
+def write_picture(path: Path, contents: Mapping[str, Any]) -> Path | None:
+    """Draw what a results file holds.
+
+    Returns:
+        `path`, or None where nothing was timed.
 
     Raises:
         ImportError: matplotlib, or another package that the reports need, is not installed.
@@ -22,82 +31,115 @@ def write_pictures(folder: Path, stem: str, result: Mapping[str, Any]) -> list[P
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = []
-    for name, suite in result["suites"].items():
-        timed = [case for case in suite["cases"] if _timed(case)]
-        if not timed:
-            continue
-        figure = _lines(timed, suite["fits"]) if suite["fits"] else _bars(timed)
-        figure.suptitle(f"{name}, {result['machine']['name']}", fontsize="medium")
-        path = folder / f"{stem}-{name}.png"
-        with replaced_atomically(path) as temporary:
-            figure.savefig(temporary, dpi=110, bbox_inches="tight")
-        pyplot.close(figure)
-        drawn.append(path)
-    return drawn
+    timed = [case for case in contents["cases"] if _timed(case)]
+    if not timed:
+        return None
+    figure = _lines(timed, contents["fits"]) if timed[0]["series"] else _ratios(timed)
+    figure.suptitle(f"{contents['suite']} on {contents['name']}", fontsize="medium")
+    with replaced_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+    return path
 
 
-def _timed(case: Mapping[str, Any]) -> dict[str, Any]:
+def _timed(case: Case) -> dict[str, Any]:
     return {name: way for name, way in case["ways"].items() if way["status"] == "timed"}
 
 
-def _bars(cases: Sequence[Mapping[str, Any]]) -> Any:
-    """A group a case, a bar a way: how many times as fast as eager."""
-    from matplotlib import pyplot
+def _ratios(cases: Sequence[Case]) -> Any:
+    """A line a case, a mark a way: how many times as fast as the baseline, which is the line at 1."""
+    from matplotlib import pyplot, ticker
 
     from cdt_fast.runs.figures import COLOURS, GREY
 
-    rows = [(case, name, way) for case in cases for name, way in _timed(case).items() if way["over_eager"] is not None]
-    figure, axis = pyplot.subplots(figsize=(7.5, 0.8 + 0.24 * (len(rows) + 1.5 * len(cases))))
-    colours = {"eager": GREY, "peer": COLOURS[0], "ours": COLOURS[1]}
-    place, ticks, labels = 0.0, [], []
-    for case in cases:
-        axis.text(0, place, case["case"], fontsize="x-small", fontweight="bold", va="center")
-        place += 1
-        for owner, name, way in rows:
-            if owner is not case:
+    ours, *others = [COLOURS[1], *(colour for colour in COLOURS if colour != COLOURS[1])]
+    peers = list(dict.fromkeys(n for case in cases for n, way in _timed(case).items() if way["role"] == "peer"))
+    titles = _without_common_start([case["case"] for case in cases])
+    width = _AXIS + _LETTER * max(map(len, titles))
+    figure, axis = pyplot.subplots(figsize=(width, 1.2 + _LINE * len(cases)), layout="constrained")
+    axis.axvline(1.0, color=GREY, linewidth=1, zorder=0)
+    for place, case in enumerate(cases):
+        for name, way in _timed(case).items():
+            if way["over_eager"] is None or way["role"] == "eager":
                 continue
-            axis.barh(place, way["over_eager"], color=colours[way["role"]], height=0.8)
-            axis.text(way["over_eager"], place, f" {way['over_eager']:.2f}", fontsize="x-small", va="center")
-            ticks.append(place)
-            labels.append(name)
-            place += 1
-        place += 0.5
-    axis.set_yticks(ticks, labels, fontsize="x-small")
-    axis.axvline(1.0, color=GREY, linewidth=0.8)
-    axis.set(xlabel="times as fast as eager (median of the rounds' ratios)")
-    axis.invert_yaxis()
-    axis.spines[["top", "right"]].set_visible(False)
+            mine = way["role"] == "ours"
+            number = 0 if mine else peers.index(name)
+            axis.plot(
+                way["over_eager"],
+                place,
+                marker="o" if mine else _MARKS[number % len(_MARKS)],
+                color=ours if mine else others[number % len(others)],
+                markersize=8 if mine else 6,
+                fillstyle="full" if mine else "none",
+                linestyle="none",
+                zorder=2 if mine else 1,
+                label="cdt_fast" if mine else name,
+            )
+            if mine:
+                above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+                axis.annotate(f"{way['over_eager']:.2f}", (way["over_eager"], place), fontsize="xx-small", **above)
+    axis.set_yticks(range(len(cases)), titles, fontsize="x-small")
+    axis.set_ylim(len(cases) - 0.5, -0.7)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=12))
+    axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_xlabel("times as fast as the baseline, the grey line", fontsize="small")
+    axis.tick_params(axis="x", labelsize="small")
+    axis.grid(axis="y", alpha=0.25)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    known = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    order = [name for name in ("cdt_fast", *peers) if name in known]
+    figure.legend(
+        [known[name] for name in order], order, loc="outside lower left", ncols=2, frameon=False, fontsize="x-small"
+    )
     return figure
 
 
-def _lines(cases: Sequence[Mapping[str, Any]], fits: Sequence[Mapping[str, Any]]) -> Any:
+def _without_common_start(names: Sequence[str]) -> list[str]:
+    """The names without the words that all begin with."""
+    words = [name.split(", ") for name in names]
+    shortest = min(map(len, words))
+    same = next((place for place in range(shortest) if len({one[place] for one in words}) > 1), 0)
+    return [", ".join(one[same:]) for one in words]
+
+
+def _lines(cases: Sequence[Case], fits: Sequence[Mapping[str, Any]]) -> Any:
     """A panel a series, a line a way, both axes logarithmic."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     from cdt_fast.runs.figures import COLOURS
 
-    series = list(dict.fromkeys(case["series"] for case in cases if case["series"]))
+    series = list(dict.fromkeys(case["series"] for case in cases))
     columns = min(3, len(series))
     count = -(-len(series) // columns)
-    figure, axes = pyplot.subplots(count, columns, figsize=(4.2 * columns, 3.4 * count), squeeze=False)
+    figure, axes = pyplot.subplots(
+        count, columns, figsize=(3.6 * columns, 3.0 * count), squeeze=False, layout="constrained"
+    )
     for axis, title in zip(axes.flat, series, strict=False):
         members = [case for case in cases if case["series"] == title]
         varied = members[0]["varied"]
         for colour, way in zip(COLOURS, members[0]["ways"], strict=False):
             points = [
-                (case["shape"][varied], _timed(case)[way]["median_seconds"]) for case in members if way in _timed(case)
+                (case["shape"][varied], 1e3 * _timed(case)[way]["median_seconds"])
+                for case in members
+                if way in _timed(case)
             ]
             fitted = [
                 fit for fit in fits if (fit["series"], fit["way"], fit["figure"]) == (title, way, "median_seconds")
             ]
-            label = f"{way}: {varied}^{fitted[0]['exponent']:.2f}" if fitted else way
+            label = f"{way}: {varied}^{fitted[0]['exponent']:.2f}" if len(fitted) == 1 else way
             axis.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=label) if points else None
-        axis.set(xscale="log", yscale="log", xlabel=varied, ylabel="seconds", title=title)
-        axis.title.set_fontsize("small")
+        sizes = sorted({case["shape"][varied] for case in members})
+        axis.set(xscale="log", yscale="log", xlabel=varied, ylabel="ms")
+        axis.set_title(title, fontsize="small")
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize="x-small")
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
+        axis.tick_params(axis="y", labelsize="x-small")
         axis.legend(frameon=False, fontsize="x-small")
         axis.grid(alpha=0.25)
     for axis in axes.flat[len(series) :]:
         axis.axis("off")
-    figure.tight_layout()
     return figure

@@ -1,4 +1,4 @@
-"""A run of the bench: suite by suite and case by case, with tables on stdout and everything in one JSON file."""
+"""A run of the bench: suite by suite and case by case, with tables on stdout and the figures in results files."""
 
 from __future__ import annotations
 
@@ -6,134 +6,144 @@ import argparse
 import datetime
 import gc
 import shlex
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cdt_fast.bench import pictures, tables
+from cdt_fast.bench.case import Case
 from cdt_fast.bench.ceilings import Ceilings
+from cdt_fast.bench.clock import Rounds
 from cdt_fast.bench.fits import fit_series
-from cdt_fast.bench.machine import describe, file_stem
+from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.memory import peak_memory
+from cdt_fast.bench.progress import Progress
+from cdt_fast.bench.results_file import ResultsFile
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import check_integer
-from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.errors import InputError
 from cdt_fast.files import write_json
-from cdt_fast.tables import as_text
 from cdt_fast.training.allocator import keep_freed_memory
 
-_REPEATS = {"cpu": 7, "cuda": 20}
+# On two cores the whole bench then takes less than an hour, most of which are preparation, compilation and memory.
+ROUNDS = {"cpu": Rounds(5, 15, 8.0, of_slow=3), "cuda": Rounds(10, 50, 5.0, of_slow=5)}
 
 
 def run_command(options: argparse.Namespace) -> int:
     """Run what the options of `arguments.add_arguments` ask for.
 
     Raises:
-        InputError: a GPU is asked for and there is none, or `--repeats` is below 1.
+        InputError: a GPU is asked for and there is none, `--repeats` is below 1, `--case` is part of no name, or a
+            file in the place of a results file is none.
     """
     device = _device(options.device)
     size = options.size or ("gpu" if device.type == "cuda" else "cpu")
-    repeats = _REPEATS[device.type] if options.repeats is None else check_integer("--repeats", options.repeats, 1)
     suites = list(dict.fromkeys(options.suite or SUITES))
-    kept = device.type == "cpu" and keep_freed_memory()
-    machine = describe(device, "freed memory kept" if kept else "as it comes")
-    command = f"cdt-fast bench --suite {' '.join(suites)} --device {device.type} --size {size} --repeats {repeats}"
+    rounds = ROUNDS[device.type]
+    command = f"cdt-fast bench --suite {' '.join(suites)} --device {device.type} --size {size}"
+    if options.repeats is not None:
+        rounds = Rounds.exactly(check_integer("--repeats", options.repeats, 1))
+        command += f" --repeats {options.repeats}"
     if options.case:
         command += f" --case {shlex.quote(options.case)}"
-    folder = Path(options.out)
-    files = [folder / f"{file_stem(machine['name'])}.json", *([Path(options.json)] if options.json else [])]
-    options.hint = f"; what was measured so far is in {shlex.quote(str(files[0]))}"
-
-    def save(result: dict[str, Any]) -> None:
-        for file in files:
-            write_json(file, result)
-
-    result = run_suites(device, size, suites, repeats, machine | {"command": command}, save, options.case or "")
-    if options.case and not any(suite["cases"] for suite in result["suites"].values()):
+    kept = device.type == "cpu" and keep_freed_memory()
+    machine = {**describe(device, "freed memory kept" if kept else "as it comes"), "command": command}
+    every, missing = _cases(suites, device, size)
+    chosen = {name: [case for case in cases if (options.case or "") in case.name] for name, cases in every.items()}
+    if options.case and not any(chosen.values()):
         raise InputError(f"--case is {options.case!r}, which no name of a case of {', '.join(suites)} contains")
+    run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}"}
+    folder = Path(options.out)
+    files = {
+        name: ResultsFile(folder, device.type, name, size, run, [case.name for case in cases])
+        for name, cases in every.items()
+    }
+    options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
+
+    def save(suite: str, case: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+        files[suite].add(case, result["ceilings"])
+        if options.json:
+            write_json(options.json, result)
+
+    earlier = {(name, case): taken for name, file in files.items() for case, taken in file.wall_seconds.items()}
+    result = run_suites(device, size, chosen, missing, rounds, run, save, earlier)
+    if options.json:
+        write_json(options.json, result)
+    written = [files[name] for name in suites if chosen[name]]
     try:
-        drawn = pictures.write_pictures(folder, files[0].stem, result)
+        drawn = [pictures.write_picture(file.path.with_suffix(".png"), file.contents) for file in written]
     except ImportError as error:
-        print(f"no pictures: {error if isinstance(error, MissingExtra) else f'{error}'}")
+        print(f"no pictures: {error}")
     else:
-        print(f"pictures: {', '.join(str(path) for path in drawn)}" if drawn else "no pictures: nothing was timed")
-    print(f"written to {', '.join(str(file) for file in files)}")
+        print(f"pictures: {', '.join(str(path) for path in drawn if path) or 'none, as nothing was timed'}")
+    print(f"written to {', '.join([*(str(file.path) for file in written), *filter(None, [options.json])])}")
     return 0
+
+
+def _cases(suites: Sequence[str], device: torch.device, size: str) -> tuple[dict[str, list[Case]], dict[str, str]]:
+    """The cases of each suite, and why there are none of a suite that needs a package which is missing."""
+    cases: dict[str, list[Case]] = {}
+    missing: dict[str, str] = {}
+    for name in suites:
+        cases[name] = []
+        try:
+            cases[name] += SUITES[name](device, size)
+        except ImportError as error:
+            missing[name] = f"{type(error).__name__}: {error}"
+    return cases, missing
 
 
 def run_suites(
     device: torch.device,
     size: str,
-    suites: Sequence[str],
-    repeats: int,
-    machine: dict[str, Any],
-    save: Callable[[dict[str, Any]], None],
-    contained: str = "",
+    chosen: Mapping[str, Sequence[Case]],
+    missing: Mapping[str, str],
+    rounds: Rounds,
+    run: Mapping[str, Any],
+    save: Callable[[str, Mapping[str, Any], Mapping[str, Any]], None],
+    earlier: Mapping[tuple[str, str], float],
 ) -> dict[str, Any]:
-    """Measure the cases of the suites.
+    """Measure cases.
 
     Args:
-        device, size, suites, repeats: what, where and how often.
-        machine: the head of the result.
-        save: called with all that is known after each case, so that a run that is stopped has not been for nothing.
-        contained: cases whose name does not contain this are left out.
+        device, size: where, and with which shapes.
+        chosen: the cases of each suite.
+        missing: why there are none of a suite.
+        rounds: how often each is timed.
+        run: the head of the result: machine and date.
+        save: called after each case with its suite, what was measured of it, and all that is known: a run that is
+            stopped has not been for nothing.
+        earlier: seconds that cases took before, by suite and name: how long this run will take follows from them.
 
     Returns:
-        `machine`, `date`, `size`, `repeats`, `complete`, `ceilings`, and `suites`: for each its `cases` and `fits`,
-        or the reason why it could not run.
+        What `run` says, `size`, `complete`, `ceilings`, and `suites`: for each its `cases` and `fits`, or the `reason`
+        why it could not run.
     """
     torch.manual_seed(0)
     ceilings = Ceilings(device, size)
     peak = peak_memory(size, device)
-    result: dict[str, Any] = {
-        "machine": machine,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "size": size,
-        "repeats": repeats,
-        "complete": False,
-        "ceilings": {},
-        "suites": {},
-    }
-    for name in suites:
-        suite = result["suites"][name] = {"reason": "", "cases": [], "fits": []}
-        try:
-            for case in SUITES[name](device, size):
-                if contained not in case.name:
-                    continue
-                started = time.perf_counter()
-                measured = measure(case, device, repeats, ceilings, peak)
-                print(f"{name}: {case.name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-                suite["cases"].append(measured)
-                suite["fits"] = fit_series(suite["cases"])
-                result["ceilings"] = ceilings.as_dict()
-                save(result)
-                del case
-                gc.collect()  # the tensors of a case hang on closures that know each other
-        except ImportError as error:
-            suite["reason"] = f"{type(error).__name__}: {error}"
-        _print_suite(name, suite)
+    result: dict[str, Any] = {**run, "size": size, "complete": False, "ceilings": {}, "suites": {}}
+    progress = Progress([(name, case.name) for name, cases in chosen.items() for case in cases], earlier)
+    progress.begin()
+    for name, cases in chosen.items():
+        suite = result["suites"][name] = {"reason": missing.get(name, ""), "cases": [], "fits": []}
+        for case in cases:
+            started = time.perf_counter()
+            measured = measure(case, device, rounds, ceilings, peak)
+            taken = time.perf_counter() - started
+            progress.done((name, case.name), taken)
+            suite["cases"].append({**measured, "wall_seconds": taken})
+            suite["fits"] = fit_series(suite["cases"])
+            result["ceilings"] = ceilings.as_dict()
+            save(name, suite["cases"][-1], result)
+            gc.collect()  # the tensors of a case hang on closures that know each other
+        print(tables.suite_as_text(name, suite), flush=True)
     result["complete"] = True
-    save(result)
     return result
-
-
-def _print_suite(name: str, suite: dict[str, Any]) -> None:
-    print(f"\n== {name} ==")
-    if suite["reason"]:
-        print(suite["reason"])
-    for case in suite["cases"]:
-        print(f"\n{tables.case_title(case)}")
-        print(as_text(tables.case_table(case)))
-        for reason in tables.reasons(case):
-            print(f"  {reason}")
-    if suite["fits"]:
-        print("\n" + as_text(tables.fit_table(suite["fits"])))
-    sys.stdout.flush()
 
 
 def _device(asked: str | None) -> torch.device:

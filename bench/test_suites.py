@@ -24,7 +24,7 @@ def test_way(named: tuple[str, str, str], case: Case, device: torch.device, benc
     keep_freed_memory()
     way = next(way for way in case.ways if way.name == way_name)
     try:
-        step, difference = Gate(case).open(way)
+        step, difference, _ = Gate(case).open(way)
     except Unavailable as reason:
         pytest.skip(str(reason))
     benchmark.group = f"{suite}: {name}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # the command line lists the suites, and must not wait for torch before its help is shown
+    import torch
 
-from cdt_fast.bench.case import Case
+    from cdt_fast.bench.case import Case
 
 SIZES = ("toy", "cpu", "gpu")
-Suite = Callable[[torch.device, str], Iterator[Case]]
+Suite = Callable[["torch.device", str], Iterator["Case"]]
 
 
 def _suite(name: str) -> Suite:

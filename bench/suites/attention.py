@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.bench.baselines import compiled, eager_attention, flex_attention, sdpa, xformers_attention
-from cdt_fast.bench.case import Case, Step, Way
+from cdt_fast.bench.baselines.support import tried
+from cdt_fast.bench.case import Case, Step, Unavailable, Way
 from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, formula_dtype, name_of, normal, peer, seeded
 
 Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -79,9 +81,9 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
     """All shapes in float32 and bfloat16."""
     for number, shape in enumerate(SHAPES[size]):
         for dtype in (torch.float32, torch.bfloat16):
-            # Compiling takes seconds to a minute: at toy size once, and on a CPU autotuned where it may matter most.
+            # Compiling takes seconds to a minute: at toy size once, and autotuned where it may matter most.
             compiles = size != "toy" or (number == 0 and dtype == torch.float32)
-            autotunes = size == "gpu" or (size == "cpu" and shape.tokens == 512 and not shape.padded)
+            autotunes = shape.tokens == 512 and not shape.padded
             yield _case(shape, dtype, device, size, compiled.modes(device, autotunes) if compiles else ())
 
 
@@ -170,7 +172,22 @@ def _compiled_step(inputs: Inputs, mode: str) -> Step:
     return compiled.first_run(_step(compiled.compiled(eager_attention.attend, mode, inputs.z.device), inputs))
 
 
+@functools.cache
+def _flex_refusal_on_cpu() -> str:
+    """What FlexAttention says where it has no backward on a CPU, asked once: each answer takes seconds of compilation;
+    empty where it has one."""
+    tokens = torch.zeros(1, 16, 16, requires_grad=True)
+    attend = flex_attention.prepare(tokens, None)
+    try:
+        tried(lambda: [*torch.autograd.grad(attend(tokens, None).sum(), tokens)])
+    except Unavailable as reason:
+        return str(reason)
+    return ""
+
+
 def _flex_step(inputs: Inputs) -> Step:
+    if inputs.z.device.type == "cpu" and (reason := _flex_refusal_on_cpu()):
+        raise Unavailable(reason)
     attend = flex_attention.prepare(inputs.z, inputs.lengths)
     return compiled.first_run(_step(lambda z, values, lengths: attend(z, values), inputs))
 

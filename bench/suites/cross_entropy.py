@@ -33,15 +33,19 @@ class Shape(NamedTuple):
         return {"depths": self.depths, "N": self.tokens, "d": self.width, "V": self.vocabulary}
 
 
+# A head of a few classes, on the mean token of each text: the cost is that of the calls, not of the products.
+CLASSIFIER = "classifier"
 SHAPES = {
-    "toy": (Shape("toy", 3, 24, 16, 100),),
+    "toy": (Shape("toy", 3, 24, 16, 100), Shape(CLASSIFIER, 2, 8, 16, 2)),
     "cpu": (
         Shape("GPT2-small", 13, 256, 192, 12564, "scaled down from N 8,192, d 768, V 50,257"),
         Shape("Llama-8B", 33, 128, 256, 8016, "scaled down from N 2,048, d 4,096, V 128,256"),
+        *(Shape(CLASSIFIER, 4, 64, 384, classes) for classes in (2, 32)),
     ),
     "gpu": (
         Shape("GPT2-small", 13, 8192, 768, 50257),
         Shape("Llama-8B", 33, 2048, 4096, 128256),
+        *(Shape(CLASSIFIER, 4, 256, 768, classes) for classes in (2, 32)),
     ),
 }
 
@@ -50,14 +54,21 @@ FRACTION = 1 / 8
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
-    """Every shape in float32 and bfloat16: with the weights known before, with weights that follow, and sampled."""
+    """Every shape in float32 and bfloat16: with the weights known before, with weights that follow, and sampled.
+
+    A classifier's depths are neither sampled nor compiled: there is nothing to save.
+    """
     for shape in SHAPES[size]:
         for dtype in (torch.float32, torch.bfloat16):
+            if shape.model == CLASSIFIER:
+                for work in (KNOWN, UNKNOWN):
+                    yield case_of(shape, work, dtype, device, size)
+                continue
             for work in (KNOWN, UNKNOWN, SAMPLED):
                 # At toy size once: compiling takes longer than all the rest.
                 compiles = size != "toy" or (work == KNOWN and dtype == torch.float32)
                 modes = compiled.modes(device, autotune=size == "gpu") if compiles else ()
-                yield _case(shape, work, dtype, device, size, modes)
+                yield case_of(shape, work, dtype, device, size, modes)
             yield _against_the_last_depth(shape, dtype, device, size)
 
 
@@ -82,7 +93,10 @@ def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.devi
     )
 
 
-def _case(shape: Shape, work: str, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
+def case_of(
+    shape: Shape, work: str, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()
+) -> Case:
+    """The losses of all depths and their gradients in every way, of torch.compile in these modes."""
     inputs = Shared(lambda: make_inputs(shape, dtype, device))
     return Case(
         suite="cross_entropy",
@@ -96,6 +110,7 @@ def _case(shape: Shape, work: str, dtype: torch.dtype, device: torch.device, siz
         flop=flop(shape, work),
         moved=moved(shape, dtype),
         note=shape.note,
+        with_memory=shape.model != CLASSIFIER,  # less than what a system counts in
     )
 
 

@@ -94,10 +94,12 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
             # At toy size once: compiling takes longer than all the rest.
             compiles = size != "toy" or (number == 0 and dtype == torch.float32)
             modes = compiled.modes(device, autotune=size == "gpu") if compiles else ()
-            yield _case(work, dtype, device, size, modes)
+            yield case_of(work, dtype, device, size, modes)
 
 
-def _case(work: Work, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
+def case_of(work: Work, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()) -> Case:
+    """An op by its formula in eager torch, compiled in these modes, in the other ways that there are, and by itself."""
+
     def make() -> Inputs:
         return work.make(seeded(device)).to(dtype)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cdt_fast import DescentConstraints
 from cdt_fast.bench.baselines.written_out import written_out_losses
 from cdt_fast.bench.case import Case, Step, Way
-from cdt_fast.bench.suites.step import Losses, fused, weighted
+from cdt_fast.bench.suites.training_step import Losses, fused, weighted
 from cdt_fast.data.demo import demo_clip
 from cdt_fast.data.noise import add_noise
 from cdt_fast.data.patches import to_patches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,3 +38,12 @@ def case_of(*ways: Way, **changes: Any) -> Case:
         **changes,
     }
     return Case(ways=ways, **settings)
+
+
+def made_up(*cases: Case) -> Callable[[torch.device, str], Iterator[Case]]:
+    """A suite of these cases."""
+
+    def suite(device: torch.device, size: str) -> Iterator[Case]:
+        yield from cases
+
+    return suite

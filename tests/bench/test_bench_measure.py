@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from bench_cases import case_of, fails, steady, unavailable
 from cdt_fast.bench import measure as measuring
 from cdt_fast.bench.case import Case, Step, Way
 from cdt_fast.bench.ceilings import Ceilings, floor_seconds, shares_of_floor
-from cdt_fast.bench.clock import calls_a_reading, turns
+from cdt_fast.bench.clock import Rounds, calls_a_reading, turns
 from cdt_fast.bench.fits import fit_exponent, fit_series
 from cdt_fast.bench.measure import Refused, disagreement, measure, median_ratio
 
@@ -22,8 +24,9 @@ def no_memory(case: Case, way: Way, step: Step) -> str:
     return "not asked for"
 
 
-def measured(case: Case, repeats: int = 3) -> dict[str, dict[str, object]]:
-    return measure(case, CPU, repeats, Ceilings(CPU, "toy"), no_memory)["ways"]
+def measured(case: Case, rounds: Rounds | int = 3) -> dict[str, dict[str, object]]:
+    rounds = Rounds.exactly(rounds) if isinstance(rounds, int) else rounds
+    return measure(case, CPU, rounds, Ceilings(CPU, "toy"), no_memory)["ways"]
 
 
 def test_what_differs_fails_or_is_missing_is_reported_and_not_timed() -> None:
@@ -91,7 +94,7 @@ def test_a_way_that_fails_while_it_is_timed_drops_out() -> None:
 
         return step
 
-    ways = measured(case_of(Way("eager", "eager", steady(1.0)), Way("ours", "ours", prepare)), repeats=50)
+    ways = measured(case_of(Way("eager", "eager", steady(1.0)), Way("ours", "ours", prepare)), rounds=50)
     assert ways["eager"]["status"] == "timed"
     assert (ways["ours"]["status"], ways["ours"]["reason"]) == ("failed", "RuntimeError: used up")
 
@@ -99,6 +102,45 @@ def test_a_way_that_fails_while_it_is_timed_drops_out() -> None:
 def test_every_way_takes_its_turn_once_a_round_and_first_in_turn() -> None:
     assert list(turns(["a", "b", "c"], 4)) == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
     assert list(turns([], 2)) == [[], []]
+    assert list(turns(["a", "b", "c"], 3, {"b": 1})) == [["a", "b", "c"], ["c", "a"], ["a", "c"]]
+
+
+def test_as_many_rounds_as_fit_and_no_fewer_than_the_least() -> None:
+    rounds = Rounds(least=5, most=15, budget=8.0)
+    assert [rounds.fitting(one) for one in (100.0, 1.7, 1.0, 0.8, 0.0)] == [5, 5, 8, 10, 15]
+    assert [Rounds.exactly(3).fitting(one) for one in (100.0, 1e-6)] == [3, 3]
+
+
+def test_a_way_is_slow_against_eager_and_against_the_budget() -> None:
+    rounds = Rounds(least=5, most=15, budget=8.0, of_slow=2)
+    assert rounds.is_slow(4.0, 0.4)
+    assert not rounds.is_slow(4.0, 2.0)  # eager takes long, too
+    assert not rounds.is_slow(0.5, 0.01)  # short enough
+    assert not Rounds.exactly(5).is_slow(4.0, 0.4)  # so many were asked for
+
+
+def test_a_slow_peer_takes_part_in_the_first_rounds_alone() -> None:
+    def lasting(seconds: float) -> Callable[[], Step]:
+        def step() -> list[torch.Tensor]:
+            time.sleep(seconds)
+            return [torch.ones(3)]
+
+        return lambda: step
+
+    ways = [Way("eager", "eager", lasting(0.006)), Way("slow", "peer", lasting(0.1)), Way("ours", "ours", lasting(0.1))]
+    found = measured(case_of(*ways, flop=1.0, moved=1.0), Rounds(3, 3, 0.05, of_slow=2))
+    assert {name: len(way["seconds"]) for name, way in found.items()} == {"eager": 3, "slow": 2, "ours": 3}  # type: ignore[arg-type]
+    assert found["slow"]["over_eager"] == pytest.approx(0.06, abs=0.055)
+    assert found["ours"]["over_best_peer"] is not None
+    assert "share_of_floor" in found["slow"]
+
+
+def test_nothing_is_probed_where_no_way_can_run() -> None:
+    ceilings = Ceilings(CPU, "toy")
+    case = case_of(Way("eager", "eager", unavailable), flop=1.0, moved=1.0)
+    found = measure(case, CPU, Rounds.exactly(2), ceilings, no_memory)
+    assert found["floor_seconds"] is None
+    assert ceilings.as_dict() == {"flop_per_second": {}, "bytes_per_second": {}}
 
 
 def test_the_ways_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +154,7 @@ def test_the_ways_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return Way(name, role, lambda: step)
 
     monkeypatch.setattr(measuring, "calls_a_reading", lambda once: 1)
-    measured(case_of(way("eager", "eager"), way("ours", "ours")), repeats=3)
+    measured(case_of(way("eager", "eager"), way("ours", "ours")), rounds=3)
     assert called == ["eager"] * 2 + ["ours"] * 2 + ["eager", "ours", "ours", "eager", "eager", "ours"]
 
 

@@ -94,7 +94,7 @@ def test_cases_cost_nothing_until_they_are_prepared(suite: str, size: str, monke
         assert {way.role for way in case.ways} <= set(ROLES)
         assert (case.flop > 0 and case.moved > 0) != ("against the last depth" in case.name)
     if size == "cpu" and suite == "cross_entropy":
-        assert all("scaled down from" in case.note for case in cases)
+        assert all("scaled down from" in case.note for case in cases if "classifier" not in case.name)
     with pytest.raises(AssertionError, match="tensors were made"):
         cases[0].ways[0].prepare()
 

@@ -1,8 +1,7 @@
-"""Every suite at toy size through the command line, and the document made from results files."""
+"""Every suite at toy size through the command line, and what a run leaves behind."""
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,22 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from bench_cases import case_of, fails, steady, unavailable
+from bench_cases import case_of, fails, made_up, steady, unavailable
 
-from cdt_fast.bench import run as running
-from cdt_fast.bench.case import ROLES, Case, Way
-from cdt_fast.bench.document import document, find_pictures, read_results
-from cdt_fast.bench.goals import GOALS
+from cdt_fast.bench.case import ROLES, Case, Step, Way
+from cdt_fast.bench.progress import Progress, in_words
 from cdt_fast.bench.suites import SUITES
-from cdt_fast.errors import InputError
-from cdt_fast.files import write_json
 
 CPU = torch.device("cpu")
 Call = Callable[..., Any]
 
 
-def results_of(folder: Path) -> dict[str, Any]:
-    (file,) = folder.glob("*.json")
+def results_of(folder: Path, suite: str) -> dict[str, Any]:
+    (file,) = folder.glob(f"*-{suite}-toy.json")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -34,10 +29,9 @@ def results_of(folder: Path) -> dict[str, Any]:
 def test_a_suite_at_toy_size(suite: str, call: Call, tmp_path: Path) -> None:
     answer = call("bench", "--suite", suite, "--device=cpu", "--size=toy", "--repeats=1", f"--out={tmp_path}")
     assert answer.status == 0, answer.err
-    found = results_of(tmp_path)
-    cases = found["suites"][suite]["cases"]
-    assert cases
-    assert len({case["case"] for case in cases}) == len(cases)
+    cases = results_of(tmp_path, suite)["cases"]
+    assert [case["case"] for case in cases] == [case.name for case in SUITES[suite](CPU, "toy")]
+    assert len({case["case"] for case in cases}) == len(cases) > 0
     for case in cases:
         assert answer.err.count(f"{suite}: {case['case']}: ") == 1
         assert case["case"] in answer.out
@@ -45,19 +39,22 @@ def test_a_suite_at_toy_size(suite: str, call: Call, tmp_path: Path) -> None:
             assert way["role"] in ROLES
             assert way["status"] in ("timed", "unavailable"), (case["case"], name, way["reason"])
             assert way["status"] == "timed" or way["reason"]
-            if way["role"] in ("eager", "ours"):
+            if "CUDA graph" in case["case"]:
+                assert way["reason"] == "a CUDA graph needs an NVIDIA GPU"
+            elif way["role"] in ("eager", "ours"):
                 assert way["status"] == "timed" or "bfloat16" in case["case"], (case["case"], name, way["reason"])
-    assert found["complete"]
-    assert len(list(tmp_path.glob(f"*-{suite}.png"))) == 1
+    assert f"{len(cases)} of {len(cases)}\n" in answer.err
+    assert len(list(tmp_path.glob(f"*-{suite}-toy.png"))) == 1
 
 
 def test_only_the_cases_that_are_asked_for(call: Call, tmp_path: Path) -> None:
     options = ("--suite", "ops", "--device=cpu", "--size=toy", "--repeats=1", f"--out={tmp_path}")
     answer = call("bench", *options, "--case", "lista_step, float32")
     assert answer.status == 0, answer.err
-    found = results_of(tmp_path)
-    assert ["lista_step, float32" in case["case"] for case in found["suites"]["ops"]["cases"]] == [True]
-    assert found["machine"]["command"].endswith(" --case 'lista_step, float32'")
+    found = results_of(tmp_path, "ops")
+    assert ["lista_step, float32" in case["case"] for case in found["cases"]] == [True]
+    (run,) = found["runs"].values()
+    assert run["machine"]["command"].endswith(" --case 'lista_step, float32'")
     answer = call("bench", *options, "--case", "no such work")
     assert answer.status == 2
     assert "--case is 'no such work'" in answer.err
@@ -66,19 +63,17 @@ def test_only_the_cases_that_are_asked_for(call: Call, tmp_path: Path) -> None:
 def test_the_floor_of_the_reference_step_is_that_of_the_plan() -> None:
     case = next(case for case in SUITES["step"](CPU, "toy"))
     assert case.flop > 0
-    from cdt_fast.bench.suites.step import Work
+    from cdt_fast.bench.suites.trained import VideoWork
 
-    work = Work("DUST", 3200)
+    work = VideoWork("DUST", 3200)
     large = 30 * 2.0 * 64_000 * 256 * 1024  # two products forward and four backward in each of five layers
     assert large < work.flop < 1.1 * large
-    assert Work("DUST", 3200, tied=False).flop > 1.3 * work.flop > Work("DUST", 3200, tied=False, readout="next").flop
+    untied = VideoWork("DUST", 3200, tied=False), VideoWork("DUST", 3200, tied=False, readout="next")
+    assert untied[0].flop > 1.3 * work.flop > untied[1].flop
 
 
-def made_up(*ways: Way, **changes: Any) -> Callable[[torch.device, str], Iterator[Case]]:
-    def cases(device: torch.device, size: str) -> Iterator[Case]:
-        yield case_of(*ways, suite="step", **changes)
-
-    return cases
+def run_step(call: Call, folder: Path, *more: object) -> Any:
+    return call("bench", "--suite", "step", "--device=cpu", "--size=toy", f"--out={folder}", *more)
 
 
 def test_skipped_and_wrong_ways_are_listed_with_their_reasons(
@@ -90,8 +85,8 @@ def test_skipped_and_wrong_ways_are_listed_with_their_reasons(
         Way("broken", "peer", fails),
         Way("ours", "ours", steady(3.0)),
     ]
-    monkeypatch.setitem(SUITES, "step", made_up(*ways))
-    answer = call("bench", "--suite", "step", "--device=cpu", "--size=toy", "--repeats=2", f"--out={tmp_path}")
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(*ways, suite="step")))
+    answer = run_step(call, tmp_path, "--repeats=2")
     assert answer.status == 0
     assert "  peer: unavailable: no such package\n" in answer.out
     assert "  broken: failed: RuntimeError: no such kernel and a second line\n" in answer.out
@@ -99,33 +94,38 @@ def test_skipped_and_wrong_ways_are_listed_with_their_reasons(
 
 
 def test_the_head_says_what_was_measured_with_what(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SUITES, "step", made_up(Way("eager", "eager", steady(1.0))))
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(Way("eager", "eager", steady(1.0)), suite="step")))
     file = tmp_path / "also" / "here.json"
-    call("bench", "--suite", "step", "--device=cpu", "--size=toy", "--repeats=2", f"--out={tmp_path}", "--json", file)
-    found = results_of(tmp_path)
-    assert found == json.loads(file.read_text(encoding="utf-8"))
-    machine = found["machine"]
+    run_step(call, tmp_path, "--repeats=2", "--json", file)
+    found, whole = results_of(tmp_path, "step"), json.loads(file.read_text(encoding="utf-8"))
+    (run,) = found["runs"].values()
+    machine = run["machine"]
+    assert machine == whole["machine"]
+    assert [{**case, "run": run["date"]} for case in whole["suites"]["step"]["cases"]] == found["cases"]
+    assert whole["complete"]
     assert machine["command"] == "cdt-fast bench --suite step --device cpu --size toy --repeats 2"
     assert (machine["torch"], machine["threads"]) == (torch.__version__, torch.get_num_threads())
     assert machine["allocator"] in ("freed memory kept", "as it comes")
-    assert {"name", "cores", "instructions", "bf16_instructions", "triton", "python"} <= machine.keys()
+    assert {"name", "cores", "instructions", "bf16_instructions", "triton", "python", "source"} <= machine.keys()
     assert str(Path.home()) not in json.dumps(found)
+
+
+def interrupted() -> Step:
+    raise KeyboardInterrupt
 
 
 def test_what_was_measured_is_kept_when_a_run_is_stopped(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cases(device: torch.device, size: str) -> Iterator[Case]:
-        yield case_of(Way("eager", "eager", steady(1.0)), suite="step")
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(SUITES, "step", cases)
-    answer = call("bench", "--suite", "step", "--device=cpu", "--size=toy", f"--out={tmp_path}")
+    ends = case_of(Way("eager", "eager", interrupted), suite="step", name="the end")
+    first = case_of(Way("eager", "eager", steady(1.0)), suite="step")
+    monkeypatch.setitem(SUITES, "step", made_up(first, ends))
+    file = tmp_path / "whole" / "run.json"
+    answer = run_step(call, tmp_path, "--json", file)
     assert answer.status == 130
     assert "stopped by SIGINT; what was measured so far is in" in answer.err
-    found = results_of(tmp_path)
-    assert not found["complete"]
-    assert [case["case"] for case in found["suites"]["step"]["cases"]] == ["three ones"]
+    assert [case["case"] for case in results_of(tmp_path, "step")["cases"]] == ["three ones"]
+    assert not json.loads(file.read_text(encoding="utf-8"))["complete"]
 
 
 def test_a_suite_whose_package_is_missing_leaves_the_others(
@@ -135,22 +135,22 @@ def test_a_suite_whose_package_is_missing_leaves_the_others(
         raise ModuleNotFoundError("No module named 'tqdm'")
 
     monkeypatch.setitem(SUITES, "quality", missing)
-    monkeypatch.setitem(SUITES, "step", made_up(Way("eager", "eager", steady(1.0))))
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(Way("eager", "eager", steady(1.0)), suite="step")))
     answer = call("bench", "--suite", "quality", "step", "--device=cpu", "--size=toy", f"--out={tmp_path}")
     assert answer.status == 0
     assert "ModuleNotFoundError: No module named 'tqdm'" in answer.out
-    assert results_of(tmp_path)["suites"]["step"]["cases"]
+    assert results_of(tmp_path, "step")["cases"]
 
 
 def test_without_matplotlib_only_the_pictures_are_missing(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SUITES, "step", made_up(Way("eager", "eager", steady(1.0))))
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(Way("eager", "eager", steady(1.0)), suite="step")))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    answer = call("bench", "--suite", "step", "--device=cpu", "--size=toy", f"--out={tmp_path}")
+    answer = run_step(call, tmp_path)
     assert answer.status == 0
     assert "no pictures: drawing the bench needs the package 'matplotlib'" in answer.out
-    assert results_of(tmp_path)["complete"]
+    assert results_of(tmp_path, "step")["cases"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -161,86 +161,19 @@ def test_bad_input_is_one_line(call: Call, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture(scope="module")
-def result() -> dict[str, Any]:
-    """Results of two made-up cases, as if at the size for a CPU."""
-    saved: list[dict[str, Any]] = []
-    ways = [
-        Way("eager", "eager", steady(1.0)),
-        Way("SDPA", "peer", unavailable),
-        Way("cdt_fast", "ours", steady(1.0)),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        name = "DUST tied, constrained, float32"
-        patch.setitem(SUITES, "step", made_up(*ways, name=name, flop=1e3, moved=1e3))
-        machine = {
-            "command": "cdt-fast bench --suite step",
-            **running.describe(CPU, "as it comes"),
-            "name": "Made Up 1",
-        }
-        running.run_suites(CPU, "toy", ["step"], 2, machine, lambda found: saved.append(copy.deepcopy(found)))
-    return {**saved[-1], "size": "cpu"}
-
-
-def cells(text: str, start: str) -> list[str]:
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_the_document_is_a_function_of_the_files(result: dict[str, Any], tmp_path: Path) -> None:
-    for name in ("b.json", "a.json"):
-        write_json(tmp_path / name, result)
-    first = document(read_results(tmp_path))
-    assert first == document(dict(reversed(read_results(tmp_path).items())))
-    assert first.index("(a.json)") < first.index("(b.json)")
-
-
-def test_the_document_leaves_what_is_not_measured_empty(result: dict[str, Any]) -> None:
-    text = document({"made-up.json": result})
-    assert cells(text, "work | goal | Made Up 1")
-    assert cells(text, "constrained step of a tied DUST, float32, peak memory over eager's")[-1] == ""
-    assert cells(text, "layerwise cross-entropy against eager")[-1] == ""
-    assert cells(text, "SDPA | peer")[2:] == ["unavailable", "", "", "", "", ""]
-    assert "- SDPA: unavailable: no such package" in text
-    assert "`cdt-fast bench --suite step`" in text
-    assert "None" not in text
-    assert "nan" not in text
-
-
-def test_the_document_sets_goals_beside_what_was_measured(result: dict[str, Any]) -> None:
-    result = copy.deepcopy(result)
-    ours = result["suites"]["step"]["cases"][0]["ways"]["cdt_fast"]
-    ours["over_eager"] = 2.5
-    row = "constrained step of a tied DUST, float32, against eager"
-    assert cells(document({"a.json": result}), row) == [row, "≥ 2.1 ×", "2.50 ×"]
-    ours["over_eager"] = 2.0
-    assert cells(document({"a.json": result}), row)[-1] == "2.00 × (not reached)"
-    ours["peak_bytes"], result["suites"]["step"]["cases"][0]["ways"]["eager"]["peak_bytes"] = 50, 100
-    assert cells(document({"a.json": result}), "constrained step of a tied DUST, float32, peak memory")[-1] == "0.50"
-
-
-def test_every_goal_is_about_a_case_that_exists() -> None:
-    names = {suite: [{"case": case.name} for case in SUITES[suite](CPU, "toy")] for suite in {g.suite for g in GOALS}}
-    for goal in GOALS:
-        assert any(goal.concerns(case) for case in names[goal.suite]), goal.work
-
-
-def test_the_document_shows_the_pictures_that_there_are(tmp_path: Path, result: dict[str, Any]) -> None:
-    folder, out = tmp_path / "results", tmp_path / "docs" / "benchmarks.md"
-    folder.mkdir()
-    suite = next(iter(result["suites"]))
-    assert find_pictures(folder, out, {"a.json": result}) == {}
-    (folder / f"a-{suite}.png").touch()
-    pictures = find_pictures(folder, out, {"a.json": result})
-    assert pictures == {("a.json", suite): f"../results/a-{suite}.png"}
-    assert document({"a.json": result}, pictures).count(f"(../results/a-{suite}.png)") == 1
-
-
-def test_toy_results_are_not_in_the_document(result: dict[str, Any]) -> None:
-    assert "Made Up" not in document({"a.json": {**result, "size": "toy"}})
-
-
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    write_json(tmp_path / "other.json", {"card": "?"})
-    with pytest.raises(InputError, match=r"other\.json: has no machine, date"):
-        read_results(tmp_path)
+def test_the_time_left_follows_from_earlier_runs_at_the_pace_of_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [("step", "a"), ("step", "b"), ("step", "new")]
+    progress = Progress(names, {("step", "a"): 10.0, ("step", "b"): 60.0})
+    assert progress.seconds_left() == 10.0 + 60.0 + 35.0
+    progress.done(("step", "a"), 20.0)  # twice as long as the last time
+    assert progress.seconds_left() == 2 * 60.0 + 20.0
+    assert capsys.readouterr().err == "step: a: 20.0 s; 1 of 3, about 2 min left\n"
+    fresh = Progress(names, {})
+    assert fresh.seconds_left() is None
+    fresh.begin()
+    fresh.done(names[0], 3.0)
+    assert fresh.seconds_left() == 6.0
+    fresh.done(names[1], 5.0)
+    fresh.done(names[2], 1.0)
+    assert capsys.readouterr().err.splitlines()[-1] == "step: new: 1.0 s; 3 of 3"
+    assert [in_words(seconds) for seconds in (12.0, 89.0, 1500.0)] == ["about 12 s", "about 89 s", "about 25 min"]

@@ -1,0 +1,106 @@
+"""Results files: one for each card or processor and suite, to which every run adds its cases.
+
+A case is replaced when it is measured again; the others stay, each with the run that measured it: its machine, its
+versions, its date and its command. Nothing is averaged over runs; no exponent is fitted across machines or versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cdt_fast.bench.fits import fit_series
+from cdt_fast.bench.machine import file_stem
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_json, write_json
+
+_KEYS = ("name", "device", "suite", "size", "runs", "cases", "fits")
+# What of a run may differ from one to the next without its figures being of something else.
+_OF_THE_RUN = ("command",)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The contents of a results file.
+
+    Raises:
+        InputError: it is not one.
+    """
+    found = read_json(path)
+    missing = [key for key in _KEYS if not isinstance(found, dict) or key not in found]
+    if missing:
+        raise InputError(f"{path}: has no {', '.join(missing)}; expected a file that cdt-fast bench wrote")
+    return found
+
+
+class ResultsFile:
+    """The file of one suite during a run: `folder/NAME-SUITE.json`, and other shapes than the device's own apart.
+
+    Args:
+        folder: where it is, or will be.
+        device: "cpu" or "cuda".
+        suite, size: what is measured, with which shapes.
+        run: machine, versions, date and command of this run.
+        order: names of the suite's cases; the file forgets those that the suite no longer has.
+
+    Raises:
+        InputError: there is a file of that name, which is of something else or not a results file.
+    """
+
+    def __init__(
+        self, folder: Path, device: str, suite: str, size: str, run: Mapping[str, Any], order: Sequence[str]
+    ) -> None:
+        name = run["machine"]["name"]
+        own = {"cpu": "cpu", "cuda": "gpu"}[device]
+        self.path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
+        head = {"name": name, "device": device, "suite": suite, "size": size}
+        self._found: dict[str, Any] = {**head, "runs": {}, "cases": [], "fits": []}
+        if self.path.exists():
+            self._found = read(self.path)
+        for key, value in head.items():
+            if self._found[key] != value:
+                raise InputError(f"{self.path}: its {key} is {self._found[key]!r}; expected {value!r}, as this run's")
+        self._run, self._order = dict(run), list(order)
+        self._key = str(run["date"])
+        while self._key in self._found["runs"]:
+            self._key += "+"
+
+    @property
+    def contents(self) -> dict[str, Any]:
+        """All that the file says."""
+        return self._found
+
+    @property
+    def wall_seconds(self) -> dict[str, float]:
+        """How long each case took when it was last measured, by its name."""
+        return {case["case"]: case["wall_seconds"] for case in self._found["cases"] if case.get("wall_seconds")}
+
+    def add(self, case: Mapping[str, Any], ceilings: Mapping[str, Any]) -> None:
+        """Take in a case, in place of an earlier measurement of it, and write the file.
+
+        Args:
+            case: what `measure.measure` returned.
+            ceilings: what the run has measured of the machine so far.
+        """
+        known = {known["case"]: known for known in self._found["cases"]}
+        known[case["case"]] = {**case, "run": self._key}
+        self._found["runs"][self._key] = {**self._run, "ceilings": ceilings}
+        self._found["cases"] = [known[name] for name in self._order if name in known]
+        used = {one["run"] for one in self._found["cases"]}
+        self._found["runs"] = {key: run for key, run in self._found["runs"].items() if key in used}
+        self._found["fits"] = fits_of(self._found)
+        write_json(self.path, self._found)
+
+
+def fits_of(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fits over the series of a file, each over cases of one machine and one set of versions."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for case in contents["cases"]:
+        groups.setdefault(setting_of(contents["runs"][case["run"]]), []).append(case)
+    return [fit for cases in groups.values() for fit in fit_series(cases)]
+
+
+def setting_of(run: Mapping[str, Any]) -> str:
+    """Machine and versions of a run in words: runs of the same ones may be compared."""
+    machine = {key: value for key, value in run["machine"].items() if key not in _OF_THE_RUN}
+    return "; ".join(f"{key} {value}" for key, value in sorted(machine.items()))

@@ -1,0 +1,239 @@
+"""What the suite "step" trains: models for video and text, at one shape, with the formula of their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cdt_fast import ops
+from cdt_fast.bench.baselines.identity import identity_losses
+from cdt_fast.bench.baselines.written_out import written_out_losses
+from cdt_fast.bench.baselines.written_out_text import written_out_text_losses
+from cdt_fast.models import DUST, TextUT, VideoUT
+
+# The losses `[L+1]` of a model for its inputs and targets.
+Formula = Callable[[Any, Tensor, Tensor], Tensor]
+
+DTYPES = ("float32", "bfloat16")
+
+
+class Trained(Protocol):
+    """What a step trains: a model with inputs and targets, and how eager torch computes its losses."""
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:
+        """By dtype, the largest relative difference from the formula that is rounding."""
+        ...
+
+    @property
+    def formula(self) -> Formula:
+        """The losses as everyone would write them first."""
+        ...
+
+    @property
+    def other_formulas(self) -> Mapping[str, Formula]:
+        """Of the same losses in eager torch, by name."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """The model in words."""
+        ...
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes by the names of the formulas."""
+        ...
+
+    @property
+    def items(self) -> int:
+        """What a loss is a mean over."""
+        ...
+
+    @property
+    def flop(self) -> float:
+        """Of the cheapest known way, forward and backward."""
+        ...
+
+    def moved(self, dtype: str) -> float:
+        """Bytes of what each layer reads and writes once, forward and backward."""
+        ...
+
+    def build(self, device: torch.device, dtype: torch.dtype = ...) -> tuple[Any, Tensor, Tensor]:
+        """Model, inputs and targets; the same whatever the device."""
+        ...
+
+    def last_loss(self, model: Any, inputs: Tensor, targets: Tensor, weights: Tensor, /) -> tuple[Tensor, Tensor]:
+        """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
+        ...
+
+
+@dataclass(frozen=True)
+class VideoWork:
+    """A model that denoises.
+
+    Attributes:
+        family: "DUST" or "VideoUT".
+        tied, readout: as the model's arguments.
+        sequences, window: B and T.
+        patch, code: n and m.
+        layers: L.
+    """
+
+    family: str
+    sequences: int
+    window: int = 20
+    patch: int = 256
+    code: int = 1024
+    layers: int = 5
+    tied: bool = True
+    readout: str = "own"
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:
+        """By dtype, the largest relative difference from the formula that is rounding."""
+        return {"float32": 1e-4, "bfloat16": 3e-2}
+
+    @property
+    def formula(self) -> Formula:
+        """The losses as everyone would write them first."""
+        return written_out_losses
+
+    @property
+    def other_formulas(self) -> Mapping[str, Formula]:
+        """What eager torch can do once the identity is known."""
+        return {"eager by the identity": identity_losses}
+
+    @property
+    def title(self) -> str:
+        """Model and readout in words."""
+        return f"{self.family} {'tied' if self.tied else f'untied, {self.readout} readout'}"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes by the names of the formulas."""
+        return {"B": self.sequences, "T": self.window, "n": self.patch, "m": self.code, "L": self.layers}
+
+    @property
+    def items(self) -> int:
+        """What a loss is a mean over."""
+        return self.sequences * self.window
+
+    @property
+    def flop(self) -> float:
+        """Of forward and backward by the identity, without forming H_0: products of tokens with the dictionary, the
+        small ones of the attention, and the n by n map of the first depth."""
+        # An untied model that reads with its own dictionaries projects the codes between layers on two of them.
+        large = 6 * self.layers + (0 if self.tied or self.readout == "next" else 3 * (self.layers - 1))
+        attention = 5 * self.layers * self.patch + 3 * (self.layers - 1) * self.code
+        return 2.0 * self.items * (large * self.patch * self.code + self.window * attention + 2 * self.patch**2)
+
+    def moved(self, dtype: str) -> float:
+        """Bytes of what each layer reads and writes once, forward and backward: codes, projections, signals and their
+        gradients."""
+        return float(getattr(torch, dtype).itemsize * self.items * (6 * self.code + 10 * self.patch) * self.layers)
+
+    def build(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[DUST, Tensor, Tensor]:
+        """The same model, noisy and clean tokens `[B, T, n]` whatever the device; the losses of its depths differ."""
+        generator = torch.Generator().manual_seed(0)
+        arguments: dict[str, Any] = {"tied": self.tied, "readout": self.readout}
+        model = {"DUST": DUST, "VideoUT": VideoUT}[self.family](self.patch, self.code, self.layers, **arguments)
+        with torch.no_grad():  # no two dictionaries alike, so that a gradient cannot land in the wrong one unseen
+            model.dictionary += 0.01 * torch.randn(model.dictionary.shape, generator=generator)
+        # Patches with some structure over time, so that attention and shrinkage have something to do.
+        still = torch.rand(self.sequences, 1, self.patch, generator=generator)
+        clean = still + 0.02 * torch.randn(self.sequences, self.window, self.patch, generator=generator)
+        noisy = clean + 0.05 * torch.randn(clean.shape, generator=generator)
+        return model.to(device, dtype), noisy.to(device, dtype), clean.to(device, dtype)
+
+    def last_loss(self, model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
+        return ops.layerwise_reconstruction_loss([model(noisy)], clean, layer_weights=weights[-1:])
+
+
+@dataclass(frozen=True)
+class TextWork:
+    """TextUT, which tells classes of texts apart.
+
+    Attributes:
+        texts, tokens: B and T; no text has padding.
+        width: d, and the width k of Z.
+        layers: L.
+        vocabulary, classes: of the embeddings and of the head.
+    """
+
+    texts: int
+    tokens: int
+    width: int
+    layers: int = 3
+    vocabulary: int = 8000
+    classes: int = 2
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:
+        """By dtype, the largest relative difference from the formula that is rounding."""
+        # In bfloat16 eager torch itself is off by 4.4e-2 at the size for a CPU: ReLUs switch where rounding moves a
+        # zero.
+        return {"float32": 1e-4, "bfloat16": 6e-2}
+
+    @property
+    def formula(self) -> Formula:
+        """The losses as everyone would write them first."""
+        return written_out_text_losses
+
+    @property
+    def other_formulas(self) -> Mapping[str, Formula]:
+        """None is known."""
+        return {}
+
+    @property
+    def title(self) -> str:
+        """The model in words."""
+        return "TextUT"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes by the names of the formulas."""
+        return {"B": self.texts, "T": self.tokens, "d": self.width, "L": self.layers, "V": self.vocabulary}
+
+    @property
+    def items(self) -> int:
+        """What a loss is a mean over."""
+        return self.texts
+
+    @property
+    def flop(self) -> float:
+        """Of forward and backward: two maps of the tokens a layer, three products each; of the attention two products
+        forward and three backward."""
+        rows, d = self.texts * self.tokens, self.width
+        return 2.0 * rows * self.layers * (6 * d**2 + 5 * self.tokens * d)
+
+    def moved(self, dtype: str) -> float:
+        """Bytes of what each layer reads and writes once, forward and backward: tokens, projections, mixed tokens."""
+        return 2.0 * getattr(torch, dtype).itemsize * self.texts * self.tokens * 4 * self.width * self.layers
+
+    def build(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[TextUT, Tensor, Tensor]:
+        """The same model, ids `[B, T]` and labels `[B]` whatever the device."""
+        generator = torch.Generator().manual_seed(0)
+        model = TextUT((self.vocabulary, self.width), self.classes, self.layers)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * (0.02 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5))
+        ids = torch.randint(self.vocabulary, (self.texts, self.tokens), generator=generator)
+        labels = torch.randint(self.classes, (self.texts,), generator=generator)
+        return model.to(device, dtype), ids.to(device), labels.to(device)
+
+    def last_loss(self, model: TextUT, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
+        loss = torch.nn.functional.cross_entropy(model(ids).float(), labels)
+        return loss, loss.detach()[None]

@@ -1,0 +1,190 @@
+"""One optimiser step as the training loop takes it, with losses that are computed in whichever way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast import DescentConstraints
+from cdt_fast.bench.baselines.support import require_gpu
+from cdt_fast.bench.case import Step, Unavailable
+from cdt_fast.bench.machine import cpu_has_bf16_products
+from cdt_fast.bench.suites.trained import Formula, Trained
+from cdt_fast.duals import DualWork
+from cdt_fast.training import step as training
+from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
+from cdt_fast.training.optimizer import build_optimizer
+
+# The depths that a step reads: all of them with the weights of the multipliers; all of them, of which the last alone
+# counts; or the last alone.
+CONSTRAINED, LOGGED, LAST = "constrained", "logged", "last"
+
+# `(total, per_layer)` of a model for its inputs, targets and weights.
+Losses = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class TrainingStep:
+    """Trains one step a call; returns the losses it reads, then the gradients of the parameters.
+
+    Args:
+        work: what is trained.
+        losses: how its losses are computed.
+        device: where.
+        reads: `CONSTRAINED`, `LOGGED` or `LAST`.
+        dtype: of parameters and tokens.
+        autocast: whether the losses are computed under bfloat16 autocast.
+        graphs: where the step is captured, which takes `EAGER_CALLS + 1` calls; None: each kernel is launched.
+    """
+
+    def __init__(
+        self,
+        work: Trained,
+        losses: Losses,
+        device: torch.device,
+        reads: str = CONSTRAINED,
+        dtype: torch.dtype = torch.float32,
+        autocast: bool = False,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self._model, self._inputs, self._targets = work.build(device, dtype)
+        self._initial = [parameter.detach().clone() for parameter in self._model.parameters()]
+        self._losses = _Losses(self._model, losses, autocast, cached=graphs is None)
+        # As in the loop: on a GPU every step updates as a captured one does.
+        on_device = graphs is not None or device.type == "cuda"
+        self._optimizer, _ = build_optimizer(
+            self._model.parameters(), 1e-4, 0.01, lambda step: 1.0, on_device=on_device
+        )
+        self._constraints = constraints_under_way(work.layers, device) if reads == CONSTRAINED else None
+        self._duals = None if self._constraints is None else self._constraints.state_dict()
+        self._count = work.items
+        self._step = training.TrainingStep(
+            losses=self._losses,
+            optimizer=self._optimizer,
+            logged_sums=torch.zeros(2 if reads == LAST else work.layers + 2, dtype=torch.float64, device=device),
+            constraints=self._constraints,
+            fixed_weights=torch.eye(work.layers + 1, device=device)[-1],
+        )
+        self._run = self._on if graphs is None else CapturedStep(self._on, graphs)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Go back to the first step, in the same memory, which a captured step goes on reading and writing."""
+        for parameter, initial in zip(self._model.parameters(), self._initial, strict=True):
+            parameter.copy_(initial)
+        for state in self._optimizer.state.values():
+            for moment in state.values():
+                moment.zero_()
+        self._step.logged_sums.zero_()
+        if self._constraints is not None and self._duals is not None:
+            self._constraints.load_state_dict(self._duals)
+
+    def __call__(self) -> list[Tensor]:
+        self._run(
+            self._inputs, self._targets, work=None if self._constraints is None else self._constraints.count_step()
+        )
+        gradients = [parameter.grad for parameter in self._model.parameters()]
+        return [self._losses.per_layer, *(gradient for gradient in gradients if gradient is not None)]
+
+    def _on(self, inputs: Tensor, targets: Tensor, *, work: DualWork | None) -> None:
+        self._step.run([(inputs, targets)], [self._count], self._count, work)
+
+
+class _Losses(nn.Module):
+    """The losses of a model as the training step asks for them; keeps those of the last call."""
+
+    per_layer: Tensor
+
+    def __init__(self, model: nn.Module, losses: Losses, autocast: bool, cached: bool) -> None:
+        super().__init__()
+        self._model, self._told, self._autocast, self._cached = model, losses, autocast, cached
+
+    def forward(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        # The cache of autocast is for those who launch each kernel: a copy of the weights must not outlive a capture.
+        kind, cached = inputs.device.type, self._cached
+        with torch.autocast(kind, torch.bfloat16, enabled=self._autocast, cache_enabled=cached):
+            total, per_layer = self._told(self._model, inputs, targets, weights)
+        self.per_layer = per_layer.detach()
+        return total, self.per_layer
+
+
+def constraints_under_way(layers: int, device: torch.device) -> DescentConstraints:
+    """Constraints in the middle of a training: every depth has a weight, of either sign, and keeps it for long."""
+    constraints = DescentConstraints(layers, 0.05, 20.0, dual_lr=1e-5, device=device)
+    constraints.multipliers.copy_(0.4 + 0.1 * (torch.arange(layers + 1) % 3))
+    return constraints
+
+
+def fused(model: Any, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's own losses, of all depths."""
+    return model.layer_losses(inputs, targets, weights)
+
+
+def weighted(formula: Formula) -> Losses:
+    """A function of the losses of all depths `[L+1]`, as one of their weighted sum."""
+
+    def run(model: Any, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        per_layer = formula(model, inputs, targets)
+        return (weights.to(per_layer) * per_layer).sum(), per_layer.detach()
+
+    return run
+
+
+def prepared(
+    work: Trained, losses: Losses, device: torch.device, reads: str, autocast: bool
+) -> Callable[[], TrainingStep]:
+    """The step as a way prepares it."""
+
+    def prepare() -> TrainingStep:
+        refuse_slow_bf16(device, autocast)
+        return TrainingStep(work, losses, device, reads, autocast=autocast)
+
+    return prepare
+
+
+def refuse_slow_bf16(device: torch.device, autocast: bool) -> None:
+    """Raises:
+    Unavailable: bfloat16 is asked for on a processor that emulates it.
+    """
+    if autocast and device.type == "cpu" and not cpu_has_bf16_products():
+        raise Unavailable("this processor has no instructions for bfloat16 products")
+
+
+def expected_of(work: Trained, device: torch.device, reads: str) -> Step:
+    """The first step by the formula, in float64 where that is quick; what is read of one depth is read of all."""
+
+    def step() -> list[Tensor]:
+        per_layer, *gradients = _first_step(work, device, LOGGED if reads == LAST else reads)
+        return [per_layer[-1:] if reads == LAST else per_layer, *gradients]
+
+    return step
+
+
+# Several cases are held to the same step, which takes as long as all of a round.
+@functools.lru_cache(maxsize=4)
+def _first_step(work: Trained, device: torch.device, reads: str) -> list[Tensor]:
+    # In float64 a GPU of the consumer kind takes minutes and more memory than it has.
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    return TrainingStep(work, weighted(work.formula), device, reads, dtype)()
+
+
+def graphs_of(device: torch.device) -> Graphs:
+    """Where steps on `device` are captured.
+
+    Raises:
+        Unavailable: it is no NVIDIA GPU.
+    """
+    require_gpu("a CUDA graph", device)
+    return CudaGraphs(device)
+
+
+def captured(work: Trained, losses: Losses, device: torch.device, autocast: bool, graphs: Graphs) -> TrainingStep:
+    """A constrained step that has been captured: from its first call on it is replayed, beginning at the first step."""
+    step = TrainingStep(work, losses, device, CONSTRAINED, autocast=autocast, graphs=graphs)
+    for _ in range(EAGER_CALLS + 1):
+        step()
+    step.restart()
+    return step
