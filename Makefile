@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench gpu kernels-report lint clean
+.PHONY: demo test bench gpu gpu-tests gpu-bench gpu-install kernels-report lint clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -29,13 +29,36 @@ kernels-report: .venv/installed
 	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --json build/kernels.json --csv docs/kernels.csv \
 		--markdown docs/kernels.md
 
-# On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network: the tests of the kernels
-# compiled, then the bench, whose results file is written even where a test failed. With pytest-xdist,
-# `make gpu PYTEST_ADDOPTS='-n 8'` compiles side by side.
+# On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network. Besides these pytest is
+# needed; what else is missing is left out, with the reason. The bench also runs where a test failed.
 gpu:
+	status=0; $(MAKE) gpu-tests || status=$$?; $(MAKE) gpu-bench && exit $$status
+
+# The tests of the kernels, compiled: some 1,800 specialisations, which take one core a quarter of an hour or more. With
+# pytest-xdist they are compiled side by side, a worker for every two cores; none of pyproject's options, which need
+# pytest-benchmark.
+gpu-tests: gpu-install
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest -o addopts= -ra -p no:cacheprovider --confcutdir=tests/kernels \
+		$$($(PYTHON) -c 'import importlib.util as u; print("--numprocesses=auto" if u.find_spec("xdist") else "")') \
+		tests/kernels
+
+# Less than nine minutes: each suite for so many seconds at most. A case's figures are added to its suite's results file
+# as soon as they are there, and cases that were not reached keep what an earlier run found. The first four suites are
+# measured in GPU_CASE alone, a part of a case's name: then `make gpu-bench GPU_CASE=float32`.
+GPU_CASE ?= bfloat16
+GPU_SECONDS ?= step:180 attention:110 cross_entropy:90 ops:60
+gpu-bench: gpu-install
+	status=0; \
+	measure() { \
+		timeout --signal=INT --kill-after=15 "$$1" $(PYTHON) -m cdt_fast.bench --device cuda --out bench/results \
+			--suite "$$2" --case "$$3" || case $$? in 124|130) ;; *) status=1 ;; esac; \
+	}; \
+	for part in $(GPU_SECONDS); do measure $${part#*:} $${part%:*} '$(GPU_CASE)'; done; \
+	for suite in scaling quality; do measure 40 $$suite ''; done; \
+	exit $$status
+
+gpu-install:
 	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
-	status=0; $(PYTHON) -m pytest --confcutdir=tests/kernels tests/kernels || status=$$?; \
-	$(PYTHON) -m cdt_fast.bench --device cuda --out bench/results && exit $$status
 
 # The type checker does not know the folder-to-package mapping of setup.py: it reads a copy laid out as installed.
 lint: .venv/linters

@@ -11,16 +11,20 @@ from cdt_fast.errors import InputError
 
 
 def main() -> int:
-    """Run the bench; bad input is one line on stderr and status 2."""
+    """Run the bench; bad input is one line on stderr and status 2, an interruption one and status 130."""
     parser = argparse.ArgumentParser(
         prog="python -m cdt_fast.bench", description="Measure the ops and the training step.", allow_abbrev=False
     )
     add_arguments(parser)
+    options = parser.parse_args()
     try:
-        return run_command(parser.parse_args())
+        return run_command(options)
     except InputError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted{getattr(options, 'hint', '')}", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -5,11 +5,17 @@ every layer descend; `attach_layer_losses` gives a transformers model the losses
 command line are in the submodules of their names.
 """
 
-from cdt_fast import models, ops
-from cdt_fast.descent import DescentConstraints
-from cdt_fast.errors import InputError, MissingExtra
-from cdt_fast.feasibility import FeasibilityReport
-from cdt_fast.models.layer_losses import attach_layer_losses, predicted_overhead
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cdt_fast import models, ops
+    from cdt_fast.descent import DescentConstraints
+    from cdt_fast.errors import InputError, MissingExtra
+    from cdt_fast.feasibility import FeasibilityReport
+    from cdt_fast.models.layer_losses import attach_layer_losses, predicted_overhead
 
 __version__ = "0.1.0"
 
@@ -23,3 +29,31 @@ __all__ = [
     "ops",
     "predicted_overhead",
 ]
+
+# Where each public name is; None: a module of that name. Imported when it is asked for: torch alone takes a second or
+# two, for which `cdt-fast --help` need not wait.
+_PLACES = {
+    "DescentConstraints": "cdt_fast.descent",
+    "FeasibilityReport": "cdt_fast.feasibility",
+    "InputError": "cdt_fast.errors",
+    "MissingExtra": "cdt_fast.errors",
+    "attach_layer_losses": "cdt_fast.models.layer_losses",
+    "models": None,
+    "ops": None,
+    "predicted_overhead": "cdt_fast.models.layer_losses",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place = _PLACES[name]
+    found = (
+        importlib.import_module(f"cdt_fast.{name}") if place is None else getattr(importlib.import_module(place), name)
+    )
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

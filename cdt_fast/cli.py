@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import importlib
 import os
 import shlex
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from cdt_fast.cli_settings import TASKS, add_settings
+from cdt_fast.cli_settings import TASKS, add_settings, check_effect
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import write_json
 from cdt_fast.runs.config import CONFIGS, SECTIONS, RunConfig
@@ -181,6 +182,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.source is not None:
         given["data"]["source"] = options.source
     from cdt_fast.runs.folder import RunFolder
+    from cdt_fast.training import launch
 
     if options.resume is not None:
         if options.config or options.out or any(given.values()):
@@ -192,8 +194,11 @@ def _train(options: argparse.Namespace) -> int:
         config = CONFIGS[options.task].load(options.config) if options.config else CONFIGS[options.task]()
         for section, values in given.items():
             config.update(section, values)
+        check_effect(config, given["model"])
         _make_absolute(config)
-        run = RunFolder.create(options.out or _default_folder(config), config)
+        # Imported before there is a folder: it takes a while, and a signal meanwhile must leave no empty run behind.
+        importlib.import_module("cdt_fast.training.loop")
+        run = launch.create_run(options.out, config)
     folder = shlex.quote(str(run.path))
     options.memory_hint = memory_hint(config)
     from cdt_fast.training import loop
@@ -208,7 +213,7 @@ def _train(options: argparse.Namespace) -> int:
             run.remove_if_untouched()
         raise
     options.hint = f"; the training is done, measure it with: cdt-fast evaluate {folder}"
-    return _evaluate_run(run, config)
+    return _evaluate_run(run, config) if launch.is_first_process() else 0
 
 
 def _make_absolute(config: RunConfig) -> None:
@@ -221,11 +226,6 @@ def _make_absolute(config: RunConfig) -> None:
         given = getattr(config.model, name, None)
         if given is not None and Path(given).is_dir() and config.task != "video":
             setattr(config.model, name, str(Path(given).resolve()))
-
-
-def _default_folder(config: RunConfig) -> Path:
-    kind = "constrained" if config.constraints.constrained else "unconstrained"
-    return Path("runs") / f"{Path(config.data.source).stem}-{kind}"
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -243,7 +243,7 @@ def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> 
     from cdt_fast.runs import report
     from cdt_fast.runs.evaluated import EvaluatedRun
 
-    evaluation = evaluate_run(run, config, sys.stderr.isatty())
+    evaluation = evaluate_run(run, config)
     write_json(run.evaluation, evaluation)
     if json_file is not None:
         write_json(json_file, evaluation)
@@ -300,7 +300,6 @@ def _denoise(options: argparse.Namespace) -> int:
         options.target,
         depth=options.depth,
         overwrite=options.overwrite,
-        progress=sys.stderr.isatty(),
     )
     if options.json is not None:
         write_json(options.json, written)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cdt_fast.runs.config import CONFIGS, SECTIONS
+from cdt_fast.errors import InputError
+from cdt_fast.runs.config import CONFIGS, SECTIONS, RunConfig
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,25 @@ def _add_setting(group: Any, section: str, entry: Any, annotation: Any, default:
     choices = entry.metadata["choices"]
     metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
     group.add_argument(name, dest=destination, metavar=metavar, help=(text + shown).replace("%", "%%"))
+
+
+def check_effect(config: RunConfig, given: Iterable[str]) -> None:
+    """Refuse settings of [model] on the command line that the chosen network does not have: its help names whose it is.
+
+    Args:
+        config: all settings.
+        given: the names of those of [model] that the command line names.
+
+    Raises:
+        InputError: one of them would have no effect.
+    """
+    own = {"text": "text-ut", "lm": "llama-small"}.get(config.task)
+    kind = own if config.model.model == own else "encoder"
+    metadata = {entry.name: entry.metadata for entry in fields(config.model)}
+    for name in given:
+        owner, colon, _ = metadata[name]["help"].partition(": ")
+        if colon and own is not None and owner in (own, "encoder") and owner != kind:
+            whose = "a pretrained encoder" if owner == "encoder" else owner
+            raise InputError(
+                f"--{name.replace('_', '-')} is a setting of {whose}, and the model is {config.model.model}"
+            )

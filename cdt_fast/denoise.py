@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cdt_fast.data import from_patches, open_source, to_patches
 from cdt_fast.errors import InputError, require
 from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
+from cdt_fast.progress import progress_bar
 from cdt_fast.runs.config import RunConfig
 
 # For sources that state no rate: folders of frames and arrays.
@@ -64,7 +64,7 @@ def denoise_video(
     target = Path(target)
     _check_target(target, Path(source), overwrite)
     rate = frames.frame_rate or DEFAULT_FRAME_RATE
-    shown = tqdm(_coloured(frames.frames()), desc=f"denoise {frames.name}", unit="frame", disable=not progress)
+    shown = progress_bar(_coloured(frames.frames()), desc=f"denoise {frames.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
         denoised = _denoised(model, config, shown, depth)
         count, height, width = _write(temporary, target, denoised, rate)

@@ -26,25 +26,11 @@ from cdt_fast.checks import check_choice, check_fraction, check_integer, check_n
 from cdt_fast.duals import DualVariables, DualWork
 from cdt_fast.errors import InputError
 from cdt_fast.feasibility import FeasibilityReport
+from cdt_fast.presets import PRESETS
 
 # reference="auto": ε₀ is the mean of ℓ_0 over this many measurements. Few, so that it describes the untrained network;
 # more than one, so that a single odd batch does not set the bound for the whole run.
 REFERENCE_MEASUREMENTS = 20
-
-_PAPER: dict[str, Any] = {"dual": "adam", "betas": (0.9, 0.999), "resilience": "slack", "coupling": "chain"}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper-video": {**_PAPER, "rate": 0.25, "reference": 6.5, "reference_mode": "constraint"},
-    "paper-text": {**_PAPER, "rate": 0.1, "reference": 0.9, "reference_mode": "anchor"},
-    "paper-llm": {**_PAPER, "rate": 0.05, "reference": 12.0, "reference_mode": "anchor"},
-    "safe": {
-        "reference": "auto",
-        "dual": "adam",
-        "betas": (0.0, 0.999),
-        "resilience": "decay",
-        "coupling": "detach",
-        "normalise": True,
-    },
-}
 
 # What a saved state holds besides settings and tensors.
 _COUNTERS = ("steps", "window_steps", "unstepped_records")

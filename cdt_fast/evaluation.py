@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cdt_fast.baselines import dct3d_denoise, dct_denoise
 from cdt_fast.data import VideoData, Windows, add_noise, from_patches, to_patches
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.models import DUST
 from cdt_fast.per_sample import per_sample_statistics
+from cdt_fast.progress import progress_bar
 from cdt_fast.runs.building import build_constraints, load_data, load_model
 from cdt_fast.runs.config import RunConfig
 from cdt_fast.runs.folder import RunFolder
@@ -97,7 +97,7 @@ def evaluate(
     gammas = config.evaluation.gammas
     depths = model.layers + 1
     rmse = []  # a row a noise level: every depth, the identity, the baselines
-    for gamma in tqdm(gammas, desc="evaluate", unit="noise level", disable=not progress):
+    for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):
         errors, pixels = torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64), 0
         for noisy, clean in noisy_batches(data.test, gamma, data.sigma, model.dictionary.device):
             outputs = [

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import check_choice, check_integer, check_non_negative, check_number
-from cdt_fast.counted_noise import DISTRIBUTIONS, hashed, unit_interval, unit_noise
+from cdt_fast.counted_noise import hashed, unit_interval, unit_noise
 from cdt_fast.errors import InputError
 from cdt_fast.ops.checks import describe
 from cdt_fast.per_sample import per_sample_statistics
-
-TOKEN_KINDS = ("drop", "swap")
-KINDS = (*DISTRIBUTIONS, *TOKEN_KINDS)
-GAMMAS = tuple(0.25 * step for step in range(9))  # 0 to 2, over which the paper's AUC is taken
+from cdt_fast.presets import DISTRIBUTIONS, GAMMAS, KINDS, TOKEN_KINDS
 
 _IGNORED = -100  # the label of what does not count
 _NORMAL_QUANTILE = 1.959963984540054  # of 97.5 %
@@ -37,8 +34,9 @@ class Perturbation:
 
     Attributes:
         gamma: γ.
-        next_sample: the number of the next text; set it to draw again, or to go on where a training stopped. Ranks of
-            a distributed run each count their own texts: give them different seeds.
+        next_sample: the number of the next text; set it to draw again, or to go on where a training stopped.
+        stride: by how much the number rises from one text to the next. Where R ranks take every R-th text of a batch,
+            rank r starts at r and has a stride of R: all of them draw what one process would.
         std: the standard deviation of the embeddings, a tensor `[]`; None for "drop" and "swap".
     """
 
@@ -47,15 +45,16 @@ class Perturbation:
     ) -> None:
         self.kind, self.gamma, self.seed, self.rate = kind, gamma, seed, rate
         self.special_ids, self.padding_id, self.std = special_ids, padding_id, std
-        self.next_sample = 0
+        self.next_sample, self.stride = 0, 1
 
     def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
         """The perturbed word embeddings `[..., T, width]` of the texts `ids` `[..., T]`; the numbering goes on."""
         tokens = ids.reshape(-1, ids.shape[-1])
-        first, self.next_sample = self.next_sample, self.next_sample + len(tokens)
+        first, stride = self.next_sample, self.stride
+        self.next_sample = first + stride * len(tokens)
         if self.gamma == 0.0:
             return embedded
-        samples = torch.arange(first, first + len(tokens), device=ids.device).unsqueeze(-1)
+        samples = (first + stride * torch.arange(len(tokens), device=ids.device)).unsqueeze(-1)
         start = torch.full_like(samples, self.seed)
         keys = hashed(hashed(start, samples), self._places(tokens))  # a stream a token
         if self.kind in DISTRIBUTIONS:

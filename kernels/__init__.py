@@ -52,6 +52,13 @@ def _unavailable() -> str | None:
         oldest = ".".join(map(str, OLDEST_TRITON))
         return f"Triton {triton.__version__} is too old: {oldest} or newer is needed"
     if interpreting():
+        import numpy
+
+        # Its loops over a range convert arrays of one element to a number, which NumPy has refused since.
+        if version < (3, 7) and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+            return (
+                f"Triton {triton.__version__}'s interpreter needs NumPy below 2.4, and {numpy.__version__} is installed"
+            )
         return None
     if torch.version.hip is not None:
         return "the kernels are written for NVIDIA GPUs, and this torch is built for AMD's"

@@ -76,25 +76,26 @@ def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
     return position, sequence.to(tl.int64) * tokens, length
 
 
+# No device function takes a None that it would hand back: Triton 3.6 knows None as an argument of a kernel alone.
 @triton.jit
 def from_row(pointer, first, WIDTH: tl.constexpr):
-    """The pointer moved to row `first` of `[rows, WIDTH]`: inside a sequence 32 bits are enough; None stays None."""
-    return None if pointer is None else pointer + first * WIDTH
+    """The pointer moved to row `first` of `[rows, WIDTH]`: inside a sequence 32 bits are enough."""
+    return pointer + first * WIDTH
 
 
 @triton.jit
 def load_norms(norms, row, mask):
-    """‖z‖² of the rows, `[rows]`, or None where there are none to load."""
-    return None if norms is None else tl.load(norms + row, mask=mask, other=0.0)
+    """‖z‖² of the rows, `[rows]`."""
+    return tl.load(norms + row, mask=mask, other=0.0)
 
 
 @triton.jit
-def pair_scores(own, other, own_norm, other_norm, scale, PRECISION: tl.constexpr):
-    """β S_ij and β S_ji of two tiles of z, both laid out `[own, other]`; with norms None without `energy`."""
+def pair_scores(own, other, own_norm, norms, key, mask, scale, PRECISION: tl.constexpr):
+    """β S_ij and β S_ji of two tiles of z, both laid out `[own, other]`; `norms` is None without `energy`."""
     scores = tl.dot(own, tl.trans(other), input_precision=PRECISION)
     mirrored = scores
-    if own_norm is not None:
-        scores -= 0.5 * other_norm[None, :]
+    if norms is not None:
+        scores -= 0.5 * load_norms(norms, key, mask)[None, :]
         mirrored -= 0.5 * own_norm[:, None]
     return scores * scale, mirrored * scale
 
@@ -115,19 +116,22 @@ def streaming_forward_kernel(
     # z [sequences, tokens, WIDTH], values and output [sequences, tokens, VALUE_WIDTH], log_sum_exp [sequences, tokens];
     # norms [sequences, tokens] = ‖z‖² with `energy`, else None
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
-    z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
-    norms = from_row(norms, first, 1)
+    z = from_row(z, first, WIDTH)
+    if values is not None:
+        values = from_row(values, first, VALUE_WIDTH)
     counts = position < length
     own = load_rows(z, position, counts, 0, WIDTH, BLOCK_WIDTH)
-    own_norm = load_norms(norms, position, counts)
+    own_norm = tl.zeros((ROWS,), tl.float32)
+    if norms is not None:
+        norms = from_row(norms, first, 1)
+        own_norm = load_norms(norms, position, counts)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, BLOCK_VALUE_WIDTH), tl.float32)
     for start in range(0, length, KEYS):
         key = start + tl.arange(0, KEYS)
         other = load_rows(z, key, key < length, 0, WIDTH, BLOCK_WIDTH)
-        other_norm = load_norms(norms, key, key < length)
-        scores, _ = pair_scores(own, other, own_norm, other_norm, scale, PRECISION)
+        scores, _ = pair_scores(own, other, own_norm, norms, key, key < length, scale, PRECISION)
         scores = tl.where((key < length)[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = weigh(scores, new_peak[:, None])
@@ -165,14 +169,19 @@ def streaming_backward_kernel(
 ):  # fmt: skip
     # delta [sequences, tokens] = Σ dO ∘ O; grad_z and grad_values like z and values, either may be None
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
-    z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
-    grad_output = from_row(grad_output, first, VALUE_WIDTH)
-    norms, log_sum_exp, delta = from_row(norms, first, 1), from_row(log_sum_exp, first, 1), from_row(delta, first, 1)
+    z, grad_output = from_row(z, first, WIDTH), from_row(grad_output, first, VALUE_WIDTH)
+    if values is not None:
+        values = from_row(values, first, VALUE_WIDTH)
+    log_sum_exp = from_row(log_sum_exp, first, 1)
     counts = position < length
     own = load_rows(z, position, counts, 0, WIDTH, BLOCK_WIDTH)
-    own_norm = load_norms(norms, position, counts)
+    own_norm = tl.zeros((ROWS,), tl.float32)
+    if norms is not None:
+        norms = from_row(norms, first, 1)
+        own_norm = load_norms(norms, position, counts)
     own_log_sum = tl.load(log_sum_exp + position, mask=counts, other=float("inf"))
     if grad_z is not None:
+        delta = from_row(delta, first, 1)
         own_delta = tl.load(delta + position, mask=counts, other=0.0)
         own_upstream = load_rows(grad_output, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
         own_values = own if TIED else load_rows(values, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
@@ -186,8 +195,7 @@ def streaming_backward_kernel(
         other = load_rows(z, key, exists, 0, WIDTH, BLOCK_WIDTH)
         upstream = load_rows(grad_output, key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
         log_sum = tl.load(log_sum_exp + key, mask=exists, other=float("inf"))
-        other_norm = load_norms(norms, key, exists)
-        scores, mirrored = pair_scores(own, other, own_norm, other_norm, scale, PRECISION)
+        scores, mirrored = pair_scores(own, other, own_norm, norms, key, exists, scale, PRECISION)
         mirrored_weights = weigh(mirrored, log_sum[None, :])
         if grad_z is not None:
             # The mirrored half first: the other way round sm_90 spills.
@@ -298,6 +306,7 @@ def streaming_backward(
         {
             "z": z, "values": values, "norms": row_dots(z, z) if energy else None,
             "grad_output": grad_output, "log_sum_exp": log_sum_exp,
+            # Of the output as it was rounded: in 16 bits an error of eps times its size where one weight is near 1.
             "delta": row_dots(grad_output, output) if needs_z else None,
             "grad_z": grad_z, "grad_values": grad_values, "lengths": lengths,
             "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,

@@ -84,7 +84,9 @@ def wide_forward_kernel(
     # [sequences, tokens]; the second axis of the grid goes over the chunks of VALUE_WIDTH
     own, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     owned = tl.program_id(1) * OWNED_COLUMNS
-    z, values, norms = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH), from_row(norms, first, 1)
+    z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
+    if norms is not None:
+        norms = from_row(norms, first, 1)
     counts = own < length
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -121,7 +123,9 @@ def wide_backward_kernel(
     owned = tl.program_id(1) * OWNED_COLUMNS
     z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
     grad_output = from_row(grad_output, first, VALUE_WIDTH)
-    norms, log_sum_exp, delta = from_row(norms, first, 1), from_row(log_sum_exp, first, 1), from_row(delta, first, 1)
+    log_sum_exp, delta = from_row(log_sum_exp, first, 1), from_row(delta, first, 1)
+    if norms is not None:
+        norms = from_row(norms, first, 1)
     counts = own < length
     own_log_sum = tl.load(log_sum_exp + own, mask=counts, other=float("inf"))
     own_delta = tl.load(delta + own, mask=counts, other=0.0)
@@ -162,7 +166,9 @@ def wide_values_backward_kernel(
     own, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     owned = tl.program_id(1) * OWNED_COLUMNS
     z, grad_output = from_row(z, first, WIDTH), from_row(grad_output, first, VALUE_WIDTH)
-    norms, log_sum_exp = from_row(norms, first, 1), from_row(log_sum_exp, first, 1)
+    log_sum_exp = from_row(log_sum_exp, first, 1)
+    if norms is not None:
+        norms = from_row(norms, first, 1)
     counts = own < length
     total = tl.zeros((ROWS, OWNED_COLUMNS), tl.float32)
     for start in range(0, length, KEYS):

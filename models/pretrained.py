@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from typing_extensions import Self
 
@@ -28,6 +26,9 @@ class PretrainedModel(nn.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model to `folder`, each file atomically."""
+        # safetensors is imported where files are: without it the networks can still be trained and measured.
+        from safetensors.torch import save_file
+
         folder = Path(folder)
         weights = {name: value.detach().contiguous().cpu() for name, value in self.state_dict().items()}
         with replaced_atomically(folder / "model.safetensors") as temporary:
@@ -53,6 +54,9 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
     Raises:
         InputError: the folder holds no model, or a file of it is missing, unknown or not whole.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     folder = Path(folder)
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or config.get("model") not in list(_classes):

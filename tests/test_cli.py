@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -231,6 +232,33 @@ def test_training_prints_tables_a_verdict_and_the_report(
     assert names == {"config.toml", "metrics.jsonl", "model", "checkpoint", "evaluation.json", "report.md"}
     assert "holds a run already" in call("train", "video", clip, "--out", run, *tiny_arguments()).line()
     assert "no model yet" not in answer.err
+
+
+def test_a_warm_up_that_never_ends_is_said_before_the_training(
+    call: Call, clip: Path, tmp_path: Path, quick_figures: None
+) -> None:
+    note = "note: the constraints come on after a warm-up of"
+    asked = {"early": {"warmup_epochs": 0}, "late": {"warmup_epochs": 99}, "plain": {"warmup_epochs": 99}}
+    for name, changes in asked.items():
+        kind = ["--no-constrained"] if name == "plain" else []
+        answer = call("train", "video", clip, "--out", tmp_path / name, *tiny_arguments(**changes), *kind)
+        assert answer.status == 0
+        assert (note in answer.err) == (name == "late"), name
+
+
+def test_a_signal_while_modules_are_imported_leaves_no_run(
+    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_module = cli.importlib.import_module
+
+    def signalled(name: str) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return import_module(name)
+
+    monkeypatch.setattr(cli.importlib, "import_module", signalled)
+    answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
+    assert answer.status == 128 + signal.SIGTERM
+    assert not (tmp_path / "run").exists()
 
 
 def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: RunFolder, quick_figures: None) -> None:

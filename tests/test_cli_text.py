@@ -141,12 +141,20 @@ BAD = [
     ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
     ("text", ["TABLE", "--perturbation", "salt"], ["perturbation must be one of gaussian"]),
     ("text", ["TABLE", "--perturbation", "drop", "--perturbation-rate", "1.5"], ["perturbation_rate"]),
-    ("text", ["TABLE", "--no-header"], ["no column 'label'; there are 0, 1"]),
+    ("text", ["TABLE", "--no-header"], ["no column 'label' and no 'text'; there are 0, 1"]),
     ("text", ["TABLE", "--no-header", "--text-column", "text"], ["numbers from 0, got 'text'"]),
     ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave something"]),
     ("text", ["TABLE", "--rate", "0.1,0.2,0.3"], ["3", "2"]),
     ("text", ["TABLE", "--stpes", "3"], ["did you mean --steps?"]),
     ("text", ["TABLE", "--cuda-graph"], ["--cuda-graph"]),
+    ("text", ["TABLE", "--taps", "0,2"], ["--taps is a setting of a pretrained encoder, and the model is text-ut"]),
+    ("text", ["TABLE", "--model", "no/such-model", "--tied"], ["--tied is a setting of text-ut", "no/such-model"]),
+    ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
+    ("text", ["LATIN"], ["latin.tsv, line 4: is not UTF-8"]),
+    ("text", ["CAPITALS"], ["no column 'label' and no 'text'; there are 'Text', 'Label'", "(--text-column)"]),
+    ("text", ["TABLE", "--model", "WORDLESS"], ["wordless: holds no tokenizer"]),
+    ("text", ["TABLE", "--model", "FOLDER"], ["folder: holds no config.json"]),
+    ("text", ["TABLE", "--model", "PICTURES"], ["cannot be loaded as a transformers model", "CLIPConfig", "…)"]),
     ("text", ["FOLDER"], ["holds neither train.tsv"]),
     ("text", ["LABELS"], ["label", "'maybe'", "'neg', 'pos'"]),
     ("text", ["EMPTY"], ["is empty"]),
@@ -158,6 +166,25 @@ BAD = [
     ("lm", ["INSTRUCTIONS", "--width", "18", "--heads", "4"], ["width must be a multiple"]),
     ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
 ]
+
+
+def save_without_tokenizer(folder: Path) -> Path:
+    transformers = pytest.importorskip("transformers")
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    transformers.BertModel(transformers.BertConfig(vocab_size=20, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def save_for_pictures(folder: Path) -> Path:
+    """A model of texts and pictures, which is no classifier, with a tokenizer that can be read."""
+    transformers = pytest.importorskip("transformers")
+
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nfilm\n")
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    transformers.CLIPConfig().save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(("task", "words", "facts"), BAD, ids=lambda value: "")
@@ -180,14 +207,26 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     write_table(labels / "train.tsv")
     (labels / "test.tsv").write_text("text\tlabel\na film\tmaybe\n")
     (source / "empty.tsv").touch()
+    (source / "one.tsv").write_text("text\tlabel\n" + "a film\tpos\n" * 40)
+    (source / "latin.tsv").write_bytes("text\tlabel\ntwo\tlines\nfür\tpos\n".encode() + b"f\xfcr\tpos\n")
+    write_table(source / "capitals.tsv", names=("Text", "Label"))
     places = {
         "TABLE": table,
         "INSTRUCTIONS": instructions,
         "FOLDER": source / "folder",
         "LABELS": labels,
         "EMPTY": source / "empty.tsv",
+        "ONE CLASS": source / "one.tsv",
+        "LATIN": source / "latin.tsv",
+        "CAPITALS": source / "capitals.tsv",
     }
+    for name, build in (("WORDLESS", save_without_tokenizer), ("PICTURES", save_for_pictures)):
+        if name in words:
+            places[name] = build(source / name.lower())
     settings = TEXT if task == "text" else LANGUAGE
+    if "--model" in words:  # those of the networks that are not pretrained are refused beside it
+        own = ("--layers", "--width", "--least-count", "--heads", "--vocabulary-size")
+        settings = [word for word in settings if word.partition("=")[0] not in own]
     monkeypatch.chdir(tmp_path)
     answer = call("train", task, *settings, *(places.get(word, word) for word in words), "--out", tmp_path / "run")
     assert answer.status == 2, answer

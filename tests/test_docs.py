@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,33 @@ def test_python_in_documents_runs(code: str, tmp_path: Path, monkeypatch: pytest
     exec(compile(code, "<document>", "exec"), {"__name__": "document"})
 
 
-def test_documents_link_to_files_that_exist() -> None:
+def _anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub forms them."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_documents_link_to_files_and_headings_that_exist() -> None:
     for document in [*ROOT.glob("docs/*.md"), ROOT / "README.md"]:
-        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text(encoding="utf-8")):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}, which is not there"
+        for target in re.findall(r"\]\((?!https?://)([^)]+)\)", document.read_text(encoding="utf-8")):
+            name, _, anchor = target.partition("#")
+            path = document.parent / name if name else document
+            assert path.exists(), f"{document.name} links to {target}, which is not there"
+            assert not anchor or anchor in _anchors(path), f"{document.name} links to {target}: no such heading"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for document in ROOT.glob("docs/*.md"):
+        assert f"(docs/{document.name})" in readme, document.name
+
+
+def test_commands_in_documents_parse() -> None:
+    from cdt_fast import cli
+
+    for document in [*ROOT.glob("docs/*.md"), ROOT / "README.md"]:
+        text = document.read_text(encoding="utf-8")
+        for line in re.findall(r"^ +(?:\.venv/bin/)?cdt-fast (.+)$", text, re.MULTILINE):
+            words = [word for word in shlex.split(line, comments=True) if word != "$options"]  # of a loop over runs
+            cli._parser().parse_args(words)

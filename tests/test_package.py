@@ -50,6 +50,24 @@ def test_import_loads_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
+def test_the_help_of_the_command_line_does_not_wait_for_torch() -> None:
+    for words in (["--help"], ["train", "text", "--help"], ["bench", "--help"], ["train", "video", "--steps", "ten"]):
+        result = python(
+            "import atexit, sys; from cdt_fast import cli; "
+            "atexit.register(lambda: print('torch' in sys.modules)); "
+            f"sys.exit(cli.main({words!r}))"
+        )
+        assert result.stdout.splitlines()[-1] == "False", words
+
+
+def test_public_names_come_when_they_are_asked_for() -> None:
+    assert set(cdt_fast.__all__) <= set(dir(cdt_fast))
+    for name in cdt_fast.__all__:
+        assert getattr(cdt_fast, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'DescentConstraint'"):
+        cdt_fast.DescentConstraint  # noqa: B018 # pyright: ignore[reportAttributeAccessIssue, reportUnusedExpression]
+
+
 @pytest.mark.parametrize(
     ("blocked", "call", "extra"),
     [

@@ -25,7 +25,7 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
 TINY_LANGUAGE: dict[str, dict[str, Any]] = {
     **TINY_TEXT,
     "data": {"gamma": 0.0, "max_tokens": 200, "validation": 0.1, "test": 0.1},
-    "model": {"layers": 2, "width": 16, "heads": 2},
+    "model": {"layers": 2, "width": 16, "heads": 2, "vocabulary_size": 258},
     "constraints": {"rate": 0.05, "reference": 12.0, "reference_mode": "anchor", "warmup_epochs": 0},
 }
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from tqdm import tqdm
 
 from cdt_fast.data.frames import open_source
 from cdt_fast.data.preprocess import PREPROCESS_VERSION, preprocess
@@ -20,6 +19,7 @@ from cdt_fast.data.source import FrameSource
 from cdt_fast.data.trees import Clip
 from cdt_fast.errors import InputError
 from cdt_fast.files import replaced_atomically
+from cdt_fast.progress import progress_bar
 
 _CHECKSUM_BYTES = 4
 _BLOCK_BYTES = 1 << 22
@@ -59,7 +59,7 @@ def load_clip(
     cached = _read(path, size)
     if cached is not None:
         return cached
-    bar = tqdm(source.frames(), desc=clip.name, unit="frame", disable=not progress)
+    bar = progress_bar(source.frames(), desc=clip.name, unit="frame", shown=progress)
     try:
         with bar, replaced_atomically(path) as temporary, temporary.open("wb") as file:
             _write(file, (preprocess(frame, size) for frame in bar), size)

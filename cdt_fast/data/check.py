@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from cdt_fast.data.frames import open_source
 from cdt_fast.data.listing import count_junk
 from cdt_fast.data.trees import Clip, find_clips
 from cdt_fast.errors import InputError
+from cdt_fast.progress import progress_bar
 
 STATIC_DIFFERENCE = 0.5
 """Mean absolute difference to the frame before, in grey levels of 0..255, below which a frame counts as static.
@@ -92,7 +92,7 @@ def _check_clip(clip: Clip, progress: bool) -> dict[str, Any]:
     try:
         source = open_source(clip.path)
         result["frame_rate"] = None if source.frame_rate is None else float(source.frame_rate)
-        for frame in tqdm(source.frames(), desc=clip.name, unit="frame", disable=not progress):
+        for frame in progress_bar(source.frames(), desc=clip.name, unit="frame", shown=progress):
             result["height"], result["width"] = frame.shape[:2]
             count += 1
             # A folder may mix grey and colour pictures; those are never the same picture.

@@ -15,6 +15,8 @@ FORMATS = ("tsv", "csv", "json", "jsonl")
 # csv refuses fields beyond 131072 characters by default; there are longer texts.
 _LONGEST_FIELD = 2**31 - 1
 
+_UNQUOTED = "; if quotes are plain characters there, read it with quoting=False (--no-quoting)"
+
 Row = tuple[str, Mapping[Any, Any]]  # "line 3" or "entry 3", and its values by column
 
 
@@ -36,7 +38,9 @@ def read_rows(path: Path, format: str | None = None, *, quoting: bool = True, he
         format = path.suffix.lower().removeprefix(".").replace("ndjson", "jsonl")
         if format not in FORMATS:
             known = ", ".join(f".{name}" for name in FORMATS)
-            raise InputError(f"{path}: unknown suffix {path.suffix!r}, expected one of {known}; or give the format")
+            raise InputError(
+                f"{path}: unknown suffix {path.suffix!r}, expected one of {known}; or give the format (--format)"
+            )
     elif format not in FORMATS:
         raise InputError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}")
     try:
@@ -47,7 +51,8 @@ def read_rows(path: Path, format: str | None = None, *, quoting: bool = True, he
         else:
             yield from _from_table(path, "\t" if format == "tsv" else ",", quoting, header)
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 (byte {error.start}); convert the file") from error
+        place = f"{path}{_first_undecodable(path)}"
+        raise InputError(f"{place}: is not UTF-8 ({error.reason}); convert the file") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -76,9 +81,9 @@ def _from_table(path: Path, separator: str, quoting: bool, header: bool) -> Iter
         if len(fields) != len(names):
             advice = ""
             if quoting:
-                advice = "; if quotes are plain characters there, read it with quoting=False"
+                advice = _UNQUOTED
             elif any('"' in field for field in fields):
-                advice = "; if quotes enclose fields there, read it with quoting=True"
+                advice = "; if quotes enclose fields there, read it with quoting=True (--quoting)"
             raise InputError(f"{path}, line {line}: {len(fields)} fields, expected {len(names)}{advice}")
         yield f"line {line}", dict(zip(names, fields, strict=True))
     if names is None:
@@ -98,9 +103,7 @@ def _quoted(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
                         yield start, fields
                     start = reader.line_num + 1
             except csv.Error as error:
-                raise InputError(
-                    f"{path}, line {start}: {error}; if quotes are plain characters there, read it with quoting=False"
-                ) from error
+                raise InputError(f"{path}, line {start}: {error}{_UNQUOTED}") from error
     finally:
         csv.field_size_limit(limit)
 
@@ -142,6 +145,17 @@ def _from_json_lines(path: Path) -> Iterator[Row]:
         yield f"line {line}", entry
     if empty:
         raise InputError(f"{path}: is empty")
+
+
+def _first_undecodable(path: Path) -> str:
+    """Where the first line is that is not UTF-8: the error itself counts from where its block of the file began."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return f", line {number}"
+    return ""
 
 
 def _kind(value: Any) -> str:

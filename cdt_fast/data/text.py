@@ -120,6 +120,8 @@ def read_table(
     places: list[str] = []
     left_out = 0
     for where, row in read_rows(path, format, quoting=quoting, header=header):
+        if not found and not left_out:
+            _check_columns(path, where, row, {"label": label, "text": text, "second": second})
         value = _label(path, where, column(path, where, row, label))
         if value in unlabelled:
             left_out += 1
@@ -239,6 +241,17 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
     for part in parts:
         generator.shuffle(part)
     return TextSplits(*(data.subset(part) for part in parts))
+
+
+def _check_columns(path: Path, where: str, row: Any, wanted: dict[str, str | int | None]) -> None:
+    """Of the first row: whoever did not name the columns learns here how to."""
+    missing = {argument: name for argument, name in wanted.items() if name is not None and name not in row}
+    if missing:
+        options = " and ".join(f"{argument}= (--{argument}-column)" for argument in missing)
+        raise InputError(
+            f"{path}, {where}: no column {' and no '.join(map(repr, missing.values()))}; there are "
+            f"{', '.join(map(repr, row)) or 'none'}; say which it is by {options}"
+        )
 
 
 def _cleaned(text: str) -> str:

@@ -51,7 +51,7 @@ def items_in(layer_losses: LayerLosses, batch: Mapping[str, Any]) -> Tensor:
     labels = batch.get("labels") if shifted is None else shifted
     if not isinstance(labels, Tensor):
         raise InputError(f"a batch must hold labels, as the losses of the depths need them; it holds {list(batch)}")
-    if shifted is None and layer_losses._parts.kind == LANGUAGE_MODEL:
+    if shifted is None and layer_losses.kind == LANGUAGE_MODEL:
         labels = labels[..., 1:]
     return (labels != IGNORED).sum()
 

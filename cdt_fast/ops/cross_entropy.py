@@ -10,8 +10,9 @@ from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
 from cdt_fast.errors import InputError
+from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import check_shape, check_tensor, check_together, compute_dtype, describe
-from cdt_fast.ops.cross_entropy_chunks import gradients_fit
+from cdt_fast.ops.cross_entropy_chunks import depths_kept, gradients_fit
 from cdt_fast.ops.cross_entropy_operators import cross_entropy
 from cdt_fast.ops.depths import check_depths, weights_of_depths, without_switched_off
 
@@ -35,11 +36,12 @@ def layerwise_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
 
-    The logits of all depths are never held: chunks of rows go through the head one after the other. With weights one
-    pass computes losses and gradients together, in three matrix products a chunk, and the backward only scales what
-    that pass has kept. Without weights it does so too where the gradients of the head of every depth fit a chunk's
-    budget of bytes (a classifier's do), or none is wanted. Elsewhere the forward keeps a log-sum-exp a row, and the
-    backward computes the logits again: a fourth product.
+    The logits of all depths are never held, but where they are no more than a chunk's may be: chunks of rows go through
+    the head one after the other. With weights one pass computes losses and gradients together, in three matrix products
+    a chunk, and the backward only scales what that pass has kept. Without weights it does so too where the gradients of
+    the head of every depth fit a chunk's budget of bytes (a classifier's do), or none is wanted. Elsewhere the forward
+    keeps a log-sum-exp a row, and the backward computes the logits again, a fourth product: on a CPU only those of the
+    depths whose logits go beyond a second budget of bytes.
 
     Args:
         hidden_states: L+1 tensors h_l, each `[..., d]`, depth 0 first. They are never stacked.
@@ -92,9 +94,9 @@ def layerwise_cross_entropy(
     grad = torch.is_grad_enabled()
     wants_hidden = [grad and depth.requires_grad for depth in hidden]
     wants_weight, wants_bias = grad and weight.requires_grad, grad and bias is not None and bias.requires_grad
-    at_once = weights is not None or _fit_apart(len(hidden), weight, wants_weight, wants_bias, options[0])
     wanted = (wants_hidden, wants_weight, wants_bias)
-    value, per_layer = cross_entropy(hidden, weight, targets, bias, sample, weights, at_once, *wanted, *options)
+    road = _road(len(hidden), weight, targets, sample, weights is not None, wanted, options[0], options[-1])
+    value, per_layer = cross_entropy(hidden, weight, targets, bias, sample, weights, *road, *wanted, *options)
     return (value.sum(), value) if weights is None else (value, per_layer)
 
 
@@ -136,7 +138,10 @@ def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bia
     if bias is not None:
         check_tensor("bias", bias, 1, "[V]")
         check_shape("bias", bias, (vocabulary,), "one number a row of weight")
-    check_together(**{f"hidden_states[{depth}]": hidden for depth, hidden in enumerate(hidden_states)}, weight=weight)
+    # Their names are written only where one is wrong: it takes as long as a small product.
+    if any(tensor.device != first.device or tensor.dtype != first.dtype for tensor in (*hidden_states[1:], weight)):
+        named = {f"hidden_states[{depth}]": hidden for depth, hidden in enumerate(hidden_states)}
+        check_together(**named, weight=weight)
     check_together(weight=weight, bias=bias)
     if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
         raise InputError(f"targets must be an int64 tensor with one target a token, got {describe(targets)}")
@@ -145,10 +150,36 @@ def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bia
         raise InputError(f"targets is on {targets.device} but hidden_states[0] is on {first.device}: move one of them")
 
 
-def _fit_apart(depths: int, weight: Tensor, wants_weight: bool, wants_bias: bool, dtype: torch.dtype) -> bool:
-    """Whether the gradients of the head can be kept for every depth, until the weights of the depths are known."""
+def _road(
+    depths: int,
+    weight: Tensor,
+    targets: Tensor,
+    sample: Tensor | None,
+    weights_known: bool,
+    wanted: tuple[list[bool], bool, bool],
+    dtype: torch.dtype,
+    chunk_tokens: int | None,
+) -> tuple[bool, int]:
+    """Whether the forward computes the gradients at once, and of how many depths it keeps those of the logits."""
+    wants_hidden, wants_weight, wants_bias = wanted
+    kept, tokens = 0, targets.numel()
+    # Under torch.compile the sizes may have no values yet.
+    if (
+        weight.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and any((wants_weight, wants_bias, *wants_hidden))
+    ):
+        counts = [tokens if sample is None else sample.numel()] * (depths - 1) + [tokens]
+        kept = depths_kept(counts, chunk_tokens, len(weight), dtype, weights_known)
+        if kept and runs_on_triton("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)):
+            kept = 0
+    if kept == depths:
+        return False, depths
+    # Whether the gradients of the head can be kept for every depth, until the weights of the depths are known.
     entries = weight.numel() * wants_weight + len(weight) * wants_bias
-    return depths == 1 or gradients_fit(depths * entries, dtype, weight.device)
+    if weights_known or depths == 1 or gradients_fit(depths * entries, dtype, weight.device):
+        return True, 0
+    return False, kept
 
 
 def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from cdt_fast.errors import InputError
 # Bytes of a chunk's logits: rows enough for the products to run at their rate (on a GPU thousands, also for a
 # vocabulary of 128,256), and few beside the gradients.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
+# Bytes of the logits that are kept until the backward where the weights of the depths follow from the losses: what is
+# kept is not computed a second time. However many depths and rows there are, memory grows by no more than this.
+KEPT_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,8 @@ def rows_of_depths(
             counted = (among != ignore_index).nonzero().squeeze(1)
             index = counted if index is None else index[counted]
         if index is None:
-            return Rows(None, targets.to(device, non_blocking=True), factor)
+            there = targets if targets.device == device else targets.to(device, non_blocking=True)
+            return Rows(None, there, factor)
         return Rows(index.to(device, non_blocking=True), targets[index].to(device, non_blocking=True), factor)
 
     last = rows(None, 1.0)
@@ -165,6 +170,26 @@ def gradients_fit(entries: int, dtype: torch.dtype, device: torch.device) -> boo
     """Whether as many numbers, in at least float32, are no more than the logits of a chunk may be."""
     wide = torch.promote_types(dtype, torch.float32)
     return entries * wide.itemsize <= CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
+
+
+def depths_kept(
+    counts: Sequence[int], chunk_tokens: int | None, vocabulary: int, dtype: torch.dtype, weights_known: bool
+) -> int:
+    """Of how many depths, from the first on, the gradients of the logits are kept on a CPU until the backward.
+
+    Of all, where their logits are no more than those of a chunk may be. Otherwise of none where the weights of the
+    depths are known, as nothing is computed twice there; else of as many as fit `KEPT_BYTES`.
+
+    Args:
+        counts: the rows of each depth.
+        chunk_tokens: rows of a chunk, if they were given.
+    """
+    of_row, rows = vocabulary * dtype.itemsize, sum(counts)
+    if rows <= chunk_tokens if chunk_tokens is not None else rows * of_row <= CHUNK_BYTES["cpu"]:
+        return len(counts)
+    if weights_known or chunk_tokens is not None:
+        return 0
+    return sum(rows * of_row <= KEPT_BYTES for rows in itertools.accumulate(counts))
 
 
 def chunk_rows(chunk_tokens: int | None, weight: Tensor) -> int:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.backend import runs_on_triton
-from cdt_fast.ops.cross_entropy_chunks import Head, Rows, chunk_rows, count_rows, rows_of_depths
-from cdt_fast.ops.cross_entropy_pass import Pass, one_pass
-from cdt_fast.ops.cross_entropy_sweep import TorchSweep, sweep_on_triton
-from cdt_fast.ops.depths import known_zeros
+from cdt_fast.ops import cross_entropy_steps as steps
 from cdt_fast.ops.registration import differentiable_once
 
-# The arguments that all of them share, in this order: the hidden states `[..., d]`, the head in its own dtype, the
-# targets, the numbers of the tokens that stand for all at the inner depths; which gradients are wanted; and as options
-# the dtype of the products (they are cast chunk by chunk, so that the gradients are rounded once, and to the dtype of
-# the arguments), ignore_index, whether a mean is asked for, label smoothing, softcap and the rows of a chunk.
 
-
-def _forward(
+@torch.library.custom_op("cdt_fast::layerwise_cross_entropy", mutates_args=())
+def _cross_entropy(
     hidden: list[Tensor],
     weight: Tensor,
     targets: Tensor,
@@ -29,6 +20,7 @@ def _forward(
     sample: Tensor | None,
     layer_weights: Tensor | None,
     at_once: bool,
+    kept_depths: int,
     wants_hidden: list[bool],
     wants_weight: bool,
     wants_bias: bool,
@@ -39,54 +31,34 @@ def _forward(
     softcap: float | None,
     chunk_tokens: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """What is differentiable: the weighted sum of the losses `[]`, or without weights the losses `[depths]`; the losses
-    `[depths]`; a factor `[]`; and what the backward starts from.
-
-    With `at_once` these are the gradients that are wanted of the sums over the tokens, those of the head one a depth
-    where there are no weights. Otherwise it is the log-sum-exp of each row, `[depths · tokens]` with room to spare.
-
-    The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
-    the quotients alone would underflow.
-    """
-    count = count_rows(targets, weight.shape[0], ignore_index, mean)
-    rows = rows_of_depths(targets.reshape(-1), count, ignore_index, sample, len(hidden), weight.device)
-    device, wide = weight.device, torch.promote_types(dtype, torch.float32)
-    options = (dtype, ignore_index, smoothing, softcap, chunk_tokens)
-    wanted = (wants_hidden, wants_weight, wants_bias) if at_once else ([False] * len(hidden), False, False)
-    factors = None
-    if at_once:
-        factors = torch.ones(len(hidden)) if layer_weights is None else layer_weights
-    result = _run(hidden, weight, bias, rows, factors, *wanted, *options, apart=layer_weights is None)
-    assert result.sums is not None
-    if not isinstance(count, int):
-        count = count.to(device, non_blocking=True)
-    per_layer = result.sums
-    if sample is not None:
-        for sums, depth in zip(per_layer.unbind(), rows, strict=True):
-            sums *= depth.factor
-    if mean:
-        per_layer /= count
-    if layer_weights is None:
-        values = per_layer.clone()
-    else:
-        values = torch.dot(layer_weights.to(device, wide, non_blocking=True), per_layer)
-    if not mean:
-        factor = torch.ones((), dtype=wide, device=device)
-    elif isinstance(count, int):
-        factor = torch.full((), 1.0 / count, dtype=wide, device=device)
-    else:
-        factor = count.clamp(min=1).to(wide).reciprocal()
-    if at_once:
-        return values, per_layer, factor, _gradients(hidden, result)
-    room = len(hidden) * targets.numel() - result.log_sums.shape[0]
-    return values, per_layer, factor, [torch.nn.functional.pad(result.log_sums, (0, room)) if room else result.log_sums]
-
-
-@torch.library.custom_op("cdt_fast::layerwise_cross_entropy", mutates_args=())
-@functools.wraps(_forward)
-def _cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    values, per_layer, factor, kept = _forward(*arguments)
+    inputs = (hidden, weight, targets, bias, sample, layer_weights, at_once, kept_depths)
+    options = (dtype, ignore_index, mean, smoothing, softcap, chunk_tokens)
+    values, per_layer, factor, kept, _ = steps.forward(*inputs, wants_hidden, wants_weight, wants_bias, *options)
+    if not at_once:
+        shapes = _kept_shapes(hidden, weight, targets, sample, kept_depths, dtype)
+        kept = [_with_room(tensor, shape[0]) for tensor, shape in zip(kept, shapes, strict=True)]
     return values, per_layer, factor, _unshared(kept)
+
+
+def _kept_shapes(
+    hidden: list[Tensor],
+    weight: Tensor,
+    targets: Tensor,
+    sample: Tensor | None,
+    kept_depths: int,
+    dtype: torch.dtype,
+) -> list[tuple[int, ...]]:
+    """Of what the forward keeps of the rows, if all took part: the number of those that do is known to the values."""
+    inner = targets.numel() if sample is None else sample.numel()
+    counts = [inner] * (len(hidden) - 1) + [targets.numel()]
+    groups = steps.groups_of(targets, sample, len(hidden), kept_depths, len(weight) * dtype.itemsize)
+    shapes: list[tuple[int, ...]] = [(sum(counts[group.start : group.stop]), len(weight)) for group in groups]
+    return shapes if kept_depths == len(hidden) else [*shapes, (sum(counts[kept_depths:]),)]
+
+
+def _with_room(tensor: Tensor, rows: int) -> Tensor:
+    more = rows - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]) if more else tensor.contiguous()
 
 
 @_cross_entropy.register_fake
@@ -98,6 +70,7 @@ def _(
     sample: Tensor | None,
     layer_weights: Tensor | None,
     at_once: bool,
+    kept_depths: int,
     wants_hidden: list[bool],
     wants_weight: bool,
     wants_bias: bool,
@@ -111,7 +84,8 @@ def _(
         of_head = [weight.shape] * wants_weight + [weight.shape[:1]] * wants_bias
         kept += [weight.new_empty((*groups, *shape), dtype=wide) for shape in of_head]
     else:
-        kept = [weight.new_empty(depths * targets.numel(), dtype=wide)]
+        shapes = _kept_shapes(hidden, weight, targets, sample, kept_depths, dtype)
+        kept = [weight.new_empty(shape, dtype=dtype if len(shape) == 2 else wide) for shape in shapes]
     return (
         weight.new_empty(groups, dtype=wide),
         weight.new_empty(depths, dtype=wide),
@@ -120,41 +94,7 @@ def _(
     )
 
 
-def _scaled(gradients: list[Tensor], states: list[bool], factors: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The gradients that a forward at once has kept, times their factors `[]` or `[depths]`: those of the hidden states
-    where `states` says that there is one, and the head's, in `dtype`.
-
-    Out of place, so that a second backward finds what the first one has found. A factor of one depth that is zero
-    gives zeros even where the depth's gradients are NaN, as it does where the logits are computed again.
-    """
-    count = sum(states)
-    of_states, of_head = gradients[:count], gradients[count:]
-    if not factors.dim():
-        return [_times(g, factors, g.dtype) for g in of_states] + [_times(g, factors, dtype) for g in of_head]
-    # On a GPU to look whether there is one would mean to wait.
-    off = factors == 0 if factors.device.type != "cpu" or any(known_zeros(factors)) else None
-    depths = [depth for depth, want in enumerate(states) if want]
-    found = [
-        _times(gradient if off is None else gradient.masked_fill(off[depth], 0.0), factors[depth], gradient.dtype)
-        for gradient, depth in zip(of_states, depths, strict=True)
-    ]
-    # A backward that is called inside autocast would have some products cast.
-    with torch.autocast(factors.device.type, enabled=False):
-        for gradient in of_head:
-            flat = gradient.flatten(1)
-            flat = flat if off is None else flat.masked_fill(off.unsqueeze(1), 0.0)
-            found.append(torch.mv(flat.mT, factors).view(gradient.shape[1:]).to(dtype))
-    return found
-
-
-def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    if gradient.dtype == factor.dtype == dtype:
-        return gradient * factor
-    # With one dimension the factor takes part in the promotion: the products are rounded once, from float32.
-    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient, dtype=dtype))
-
-
-_scale = torch.library.custom_op("cdt_fast::layerwise_cross_entropy_scale", _scaled, mutates_args=())
+_scale = torch.library.custom_op("cdt_fast::layerwise_cross_entropy_scale", steps.scaled, mutates_args=())
 
 
 @_scale.register_fake
@@ -165,14 +105,16 @@ def _(gradients: list[Tensor], states: list[bool], factors: Tensor, dtype: torch
     ]
 
 
-def _recomputed(
-    log_sums: Tensor,
+@torch.library.custom_op("cdt_fast::layerwise_cross_entropy_from_rows", mutates_args=())
+def _from_rows(
+    kept: list[Tensor],
     factors: Tensor,
     hidden: list[Tensor],
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
     sample: Tensor | None,
+    kept_depths: int,
     wants_hidden: list[bool],
     wants_weight: bool,
     wants_bias: bool,
@@ -183,32 +125,20 @@ def _recomputed(
     softcap: float | None,
     chunk_tokens: int | None,
 ) -> list[Tensor]:
-    """The gradients that are wanted, from the logits computed again: of the hidden states, the weight, the bias."""
-    count = count_rows(targets, weight.shape[0], ignore_index, mean)
-    rows = rows_of_depths(targets.reshape(-1), count, ignore_index, sample, len(hidden), weight.device)
-    options = (dtype, ignore_index, smoothing, softcap, chunk_tokens)
-    wanted = (wants_hidden, wants_weight, wants_bias)
-    log_sums = log_sums[: sum(len(depth.targets) for depth in rows)]
-    found = _gradients(hidden, _run(hidden, weight, bias, rows, factors, *wanted, *options, log_sums=log_sums))
-    states = sum(wants_hidden)
-    return found[:states] + [gradient.to(weight.dtype) for gradient in found[states:]]
+    inputs = (kept, factors, hidden, weight, targets, bias, sample, kept_depths, wants_hidden, wants_weight, wants_bias)
+    return _unshared(steps.from_rows(*inputs, dtype, ignore_index, mean, smoothing, softcap, chunk_tokens))
 
 
-@torch.library.custom_op("cdt_fast::layerwise_cross_entropy_recompute", mutates_args=())
-@functools.wraps(_recomputed)
-def _recompute(*arguments: Any) -> list[Tensor]:
-    return _unshared(_recomputed(*arguments))
-
-
-@_recompute.register_fake
+@_from_rows.register_fake
 def _(
-    log_sums: Tensor,
+    kept: list[Tensor],
     factors: Tensor,
     hidden: list[Tensor],
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
     sample: Tensor | None,
+    kept_depths: int,
     wants_hidden: list[bool],
     wants_weight: bool,
     wants_bias: bool,
@@ -220,12 +150,14 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, list[Tensor]]) -> None:
-    hidden, weight, targets, bias, sample, _, ctx.at_once, *wanted = inputs
+    hidden, weight, targets, bias, sample, layer_weights, ctx.at_once, ctx.kept_depths, *wanted = inputs
     *ctx.wants, ctx.options = *wanted[:3], wanted[3:]
     ctx.dtype = weight.dtype
     ctx.direct = False
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[2:3], *output[3], *(() if ctx.at_once else (weight, targets, bias, sample, *hidden)))
+    ctx.kept = len(output[3])
+    others = () if ctx.at_once else (layer_weights, weight, targets, bias, sample, *hidden)
+    ctx.save_for_backward(*output[2:3], *output[3], *others)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Any, ...]:
@@ -233,58 +165,75 @@ def _differentiate(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Any, .
     states: list[Tensor | None] = [None] * len(wants_hidden)
     of_weight = of_bias = None
     if grad is not None:
-        factor, *kept = ctx.saved_tensors
+        factor, *saved = ctx.saved_tensors
+        kept, inputs = saved[: ctx.kept], saved[ctx.kept :]
         factors = factor * grad
         # With create_graph=True the operators, whose own gradient refuses.
         direct = ctx.direct and not torch.is_grad_enabled()
         if ctx.at_once:
-            found = iter((_scaled if direct else _scale)(kept, wants_hidden, factors, ctx.dtype))
+            found = iter((steps.scaled if direct else _scale)(kept, wants_hidden, factors, ctx.dtype))
         else:
-            log_sums, weight, targets, bias, sample, *hidden = kept
-            arguments = (log_sums, factors, hidden, weight, targets, bias, sample, *ctx.wants, *ctx.options)
-            found = iter((_recomputed if direct else _recompute)(*arguments))
+            layer_weights, weight, targets, bias, sample, *hidden = inputs
+            if layer_weights is not None:
+                factors = factors * layer_weights.to(factors)
+            arguments = (
+                kept,
+                factors,
+                hidden,
+                weight,
+                targets,
+                bias,
+                sample,
+                ctx.kept_depths,
+                *ctx.wants,
+                *ctx.options,
+            )
+            found = iter(steps.from_rows(*arguments, rows=ctx.rows) if direct else _from_rows(*arguments))
         states = [next(found) if want else None for want in wants_hidden]
         of_weight = next(found) if wants_weight else None
         of_bias = next(found) if wants_bias else None
-    # In the places of the operator's arguments: hidden states, weight, targets, bias, and twelve others.
-    return states, of_weight, None, of_bias, *(None,) * 12
+    # In the places of the operator's arguments: hidden states, weight, targets, bias, and thirteen others.
+    return states, of_weight, None, of_bias, *(None,) * 13
 
 
 _cross_entropy.register_autograd(_differentiate, setup_context=_setup)
 differentiable_once(_scale, "layerwise_cross_entropy")
-differentiable_once(_recompute, "layerwise_cross_entropy")
+differentiable_once(_from_rows, "layerwise_cross_entropy")
 
 
 class _Direct(torch.autograd.Function):
     """The operator without the dispatcher, which takes as long as all that a small head has to compute on a CPU."""
 
     @staticmethod
-    def forward(ctx: Any, depths: int, *inputs: Any) -> tuple[Tensor, ...]:
-        arguments = (list(inputs[:depths]), *inputs[depths:])
-        values, per_layer, factor, kept = _forward(*arguments)
+    def forward(ctx: Any, arguments: tuple[Any, ...], weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> Any:
+        """What autograd has to see it sees beside the arguments: it looks at each of them, at a microsecond apiece."""
+        values, per_layer, factor, kept, ctx.rows = steps.forward(*arguments)
         _setup(ctx, arguments, (values, per_layer, factor, kept))
         ctx.direct = True
         ctx.mark_non_differentiable(per_layer)
-        # What was kept is returned too, for a second derivative to find its way back here.
-        return values, per_layer, factor, *kept
+        # Gradients that were kept are returned too, for a second derivative to find its way back here.
+        return values, per_layer, factor, *(kept if ctx.at_once else ())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        states, *others = _differentiate(ctx, *grads)
-        return None, *states, *others
+        states, weight, _, bias, *_ = _differentiate(ctx, *grads)
+        return None, weight, bias, *states
 
 
-def cross_entropy(hidden: list[Tensor], weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """The first two results of the operator: what is differentiable, and the losses `[depths]`; see `_forward`."""
-    tensors = [tensor for tensor in (weight, *hidden, *arguments) if isinstance(tensor, Tensor)]
+def cross_entropy(
+    hidden: list[Tensor], weight: Tensor, targets: Tensor, bias: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    """The first two results of the operator: what is differentiable, and the losses `[depths]`; see `steps.forward`."""
+    arguments = (hidden, weight, targets, bias, *others)
+    tensors = [tensor for tensor in (*hidden, *arguments[1:]) if isinstance(tensor, Tensor)]
     if _plain(tensors):
         # An autograd function would refuse to be a constant inside a function transform.
         differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if not differentiated:
-            return _forward(hidden, weight, *arguments)[:2]
-        results: Any = _Direct.apply(len(hidden), *hidden, weight, *arguments)
+            return steps.forward(*arguments)[:2]
+        results: Any = _Direct.apply(arguments, weight, bias, *hidden)
         return results[:2]
-    values, per_layer, _, _ = _cross_entropy(hidden, weight, *arguments)
+    values, per_layer, _, _ = _cross_entropy(*arguments)
     return values, per_layer.detach()
 
 
@@ -298,57 +247,3 @@ def _plain(tensors: list[Tensor]) -> bool:
 def _unshared(gradients: list[Tensor]) -> list[Tensor]:
     """The same values, each in memory of its own, as an operator has to return them."""
     return [g.clone() if g.untyped_storage().nbytes() > g.nbytes else g for g in gradients]
-
-
-def _run(
-    hidden: list[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: list[Rows],
-    factors: Tensor | None,
-    wants_hidden: list[bool],
-    wants_weight: bool,
-    wants_bias: bool,
-    dtype: torch.dtype,
-    ignore_index: int,
-    smoothing: float,
-    softcap: float | None,
-    chunk_tokens: int | None,
-    *,
-    log_sums: Tensor | None = None,
-    apart: bool = False,
-) -> Pass:
-    """One pass; `factors` `[depths]` are what the gradients of each depth are multiplied by."""
-    head = Head(weight.to(dtype), None if bias is None else bias.to(dtype), ignore_index, softcap, smoothing)
-    scales, switched_off = None, None
-    if factors is not None:
-        scales = factors.to(weight.device, torch.promote_types(dtype, torch.float32), non_blocking=True)
-        switched_off = known_zeros(factors)
-        if rows[0].factor != 1.0:
-            scales = torch.stack([scale * depth.factor for scale, depth in zip(scales.unbind(), rows, strict=True)])
-    # Also outside of a forward: a backward that is called inside autocast would have some products cast.
-    with torch.autocast(weight.device.type, enabled=False):
-        return one_pass(
-            [depth if depth.dim() == 2 else depth.reshape(-1, weight.shape[1]) for depth in hidden],
-            head,
-            rows,
-            sweep_on_triton if runs_on_triton("layerwise_cross_entropy", head.weight) else TorchSweep(),
-            most=chunk_rows(chunk_tokens, head.weight),
-            log_sums=log_sums,
-            scales=scales,
-            switched_off=switched_off,
-            wants_hidden=wants_hidden,
-            wants_weight=wants_weight,
-            wants_bias=wants_bias,
-            apart=apart,
-        )
-
-
-def _gradients(hidden: list[Tensor], result: Pass) -> list[Tensor]:
-    """What a pass has found, without the gaps: of the hidden states in their shapes, and of the head."""
-    states = [
-        gradient.view(depth.shape)
-        for depth, gradient in zip(hidden, result.hidden, strict=True)
-        if gradient is not None
-    ]
-    return states + [gradient for gradient in (result.weight, result.bias) if gradient is not None]

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from cdt_fast.ops.cross_entropy_chunks import Head, Piece, Rows, plan
+from cdt_fast.ops.cross_entropy_gradients import HeadGradients, HiddenGradients
 from cdt_fast.ops.cross_entropy_sweep import RowSweep
 from cdt_fast.ops.products import product
 
-# Bytes of the float32 product that is added to dW where the operands are narrower: all of it at once would double dW.
-PRODUCT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 # Tensor cores want rows that start at multiples of 16 bytes: an odd vocabulary such as 50,257 would lose half the rate.
 COLUMN_MULTIPLE = 64
 
@@ -56,6 +55,7 @@ def one_pass(
     wants_weight: bool,
     wants_bias: bool,
     apart: bool = False,
+    of_head: HeadGradients | None = None,
 ) -> Pass:
     """Losses of every depth, or gradients, or both at once.
 
@@ -70,6 +70,7 @@ def one_pass(
         switched_off: the depths without a gradient.
         wants_hidden, wants_weight, wants_bias: the gradients to compute; zeros where no depth has one.
         apart: keep the head's gradients of the depths apart instead of adding them up.
+        of_head: what the head's gradients are added to; None: to nothing.
     """
     differentiated = [
         scales is not None and not (switched_off and switched_off[depth]) and (want or wants_weight or wants_bias)
@@ -79,7 +80,7 @@ def one_pass(
     taken = counts if log_sums is None else [n if one else 0 for n, one in zip(counts, differentiated, strict=True)]
     kinds = [(one, one and want) for one, want in zip(differentiated, wants_hidden, strict=True)]
     order, chunks = plan(taken, kinds, most)
-    targets = _joined([rows[depth].targets for depth in order if taken[depth]] or [rows[0].targets])
+    targets = joined([rows[depth].targets for depth in order if taken[depth]] or [rows[0].targets])
     row_scales = None if scales is None else _repeated(scales, order, taken)
     wide = torch.promote_types(head.weight.dtype, torch.float32)
     if log_sums is None:
@@ -87,12 +88,12 @@ def one_pass(
         of_rows = torch.empty_like(losses)
     else:
         losses, parts = None, log_sums.split(counts)
-        of_rows = _joined([parts[depth] for depth in order if taken[depth]] or [log_sums])
-    gradients = _HiddenGradients(hidden, rows, wants_hidden, differentiated)
-    of_head = _HeadGradients(head.weight, wants_weight, wants_bias, len(hidden) if apart else None)
+        of_rows = joined([parts[depth] for depth in order if taken[depth]] or [log_sums])
+    gradients = HiddenGradients(hidden, rows, wants_hidden, differentiated)
+    of_head = of_head or HeadGradients(head.weight, wants_weight, wants_bias, len(hidden) if apart else None)
     multiply = _Logits(head, max((chunk.stop - chunk.start for chunk in chunks), default=0))
     for chunk in chunks:
-        x = _joined([_rows_of(hidden[piece.depth], rows[piece.depth], piece) for piece in chunk.pieces])
+        x = joined([rows_of(hidden[piece.depth], rows[piece.depth], piece) for piece in chunk.pieces])
         x = x.to(head.weight.dtype)
         logits = multiply(x)
         with_gradient = differentiated[chunk.pieces[0].depth]
@@ -137,107 +138,6 @@ class _Logits:
         return torch.addmm(bias, x, weight.mT, out=logits)
 
 
-class _HiddenGradients:
-    """The gradients of the hidden states, `G W`, put where their rows belong."""
-
-    def __init__(
-        self, hidden: Sequence[Tensor], rows: Sequence[Rows], wanted: Sequence[bool], differentiated: Sequence[bool]
-    ) -> None:
-        self._hidden = hidden
-        self._rows = rows
-        # Zeros where the chunks will not write every row; other memory is taken when its first chunk comes.
-        self.found: list[Tensor | None] = [
-            torch.zeros_like(states, memory_format=torch.contiguous_format)
-            if want and not (one and depth.index is None and depth.targets.shape[0])
-            else None
-            for states, depth, want, one in zip(hidden, rows, wanted, differentiated, strict=True)
-        ]
-
-    def write(self, pieces: Sequence[Piece], gradient: Tensor, weight: Tensor) -> None:
-        """The rows of a chunk, from the gradient of its logits."""
-        first = pieces[0]
-        if (
-            len(pieces) == 1
-            and self._hidden[first.depth].dtype == weight.dtype
-            and self._rows[first.depth].index is None
-        ):
-            torch.mm(gradient, weight, out=first.of(self._room(first.depth)))
-            return
-        parts = torch.mm(gradient, weight).split_with_sizes([piece.stop - piece.start for piece in pieces])
-        for piece, part in zip(pieces, parts, strict=True):
-            index, states = self._rows[piece.depth].index, self._hidden[piece.depth]
-            if index is not None:
-                self._room(piece.depth).index_copy_(0, piece.of(index), part.to(states.dtype))
-            elif part.shape[0] == states.shape[0]:
-                self.found[piece.depth] = part.to(states.dtype)
-            else:
-                piece.of(self._room(piece.depth)).copy_(part)
-
-    def _room(self, depth: int) -> Tensor:
-        room = self.found[depth]
-        if room is None:
-            room = torch.empty_like(self._hidden[depth], memory_format=torch.contiguous_format)
-            self.found[depth] = room
-        return room
-
-
-class _HeadGradients:
-    """`dW += Gᵀ x` and `db += Σ G` over the chunks, in at least float32: in bfloat16 a long sum stops growing."""
-
-    def __init__(self, weight: Tensor, wants_weight: bool, wants_bias: bool, depths: int | None) -> None:
-        self._apart = depths is not None
-        self._started: set[int] = set()
-        wide, groups = torch.promote_types(weight.dtype, torch.float32), depths or 1
-        self._weight = weight.new_empty(groups, *weight.shape, dtype=wide) if wants_weight else None
-        self._bias = weight.new_zeros(groups, len(weight), dtype=wide) if wants_bias else None
-
-    def add(self, pieces: Sequence[Piece], gradient: Tensor, x: Tensor) -> None:
-        """Add a chunk: the gradient of its logits `[rows, V]`, and its hidden states `[rows, d]`."""
-        if not self._apart:
-            self._add(0, gradient, x)
-            return
-        sizes = [piece.stop - piece.start for piece in pieces]
-        for piece, factor, states in zip(
-            pieces, gradient.split_with_sizes(sizes), x.split_with_sizes(sizes), strict=True
-        ):
-            self._add(piece.depth, factor, states)
-
-    def _add(self, group: int, gradient: Tensor, x: Tensor) -> None:
-        if self._bias is not None:
-            self._bias[group] += gradient.sum(0, dtype=self._bias.dtype)
-        if self._weight is None:
-            return
-        total = self._weight[group]
-        first = group not in self._started
-        self._started.add(group)
-        if total.dtype == x.dtype:
-            if first:
-                torch.mm(gradient.mT, x, out=total)
-            else:
-                torch.addmm(total, gradient.mT, x, out=total)
-            return
-        size = max(1, PRODUCT_BYTES[x.device.type] // (x.shape[1] * total.dtype.itemsize))
-        for part, factor in zip(total.split(size), gradient.split(size, 1), strict=True):
-            # A CPU has no product of narrow factors with a float32 result: there a chunk's part is rounded once.
-            found = torch.mm(factor.mT, x, out_dtype=total.dtype) if x.is_cuda else torch.mm(factor.mT, x)
-            if first:
-                part.copy_(found)
-            else:
-                part += found
-
-    def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias, None where they are not wanted."""
-        if self._weight is not None:
-            for group in range(len(self._weight)):
-                if group not in self._started:
-                    self._weight[group].zero_()
-        found = self._weight, self._bias
-        if self._apart:
-            return found
-        weight, bias = (None if gradient is None else gradient.squeeze(0) for gradient in found)
-        return weight, bias
-
-
 def _sums_of_depths(losses: Tensor, order: Sequence[int], counts: Sequence[int]) -> Tensor:
     """`[depths]` from the losses of all rows, which lie in `order`."""
     if len(set(counts)) == 1 and list(order) == sorted(order):
@@ -246,21 +146,16 @@ def _sums_of_depths(losses: Tensor, order: Sequence[int], counts: Sequence[int])
     return torch.stack([parts[depth].sum() for depth in range(len(counts))])
 
 
-def _rows_of(hidden: Tensor, rows: Rows, piece: Piece) -> Tensor:
+def rows_of(hidden: Tensor, rows: Rows, piece: Piece | None = None) -> Tensor:
+    """The rows of a depth's hidden states `[tokens, d]` that take part, or a piece of them."""
     if rows.index is not None:
-        return hidden.index_select(0, piece.of(rows.index))
-    return piece.of(hidden)
+        return hidden.index_select(0, rows.index if piece is None else piece.of(rows.index))
+    return hidden if piece is None else piece.of(hidden)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts one after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    return (
-        parts[0].repeat(len(parts))
-        if parts[0].dim() == 1 and all(part is parts[0] for part in parts)
-        else torch.cat(list(parts))
-    )
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _repeated(scales: Tensor, order: Sequence[int], counts: Sequence[int]) -> Tensor:

@@ -12,6 +12,12 @@ from cdt_fast.ops.cross_entropy_chunks import Head
 # Bytes, in float32, of the rows that the sweep in plain torch takes together: its dozen steps stay in a CPU's cache.
 SWEEP_BYTES = 4 * 2**20
 
+# Where the vocabulary is smaller than this, the sweep in plain torch goes along the columns: torch's softmax takes five
+# times as long over rows that do not fill a vector register.
+FEW_COLUMNS = 16
+# Fewer numbers than this are not worth turning.
+FEW_NUMBERS = 2**14
+
 # (head, logits, targets, losses, log_sums, scales): losses and log-sum-exps where losses are given, else the latter are
 # read; the gradient over the logits where scales are given.
 RowSweep = Callable[[Head, Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"], None]
@@ -47,19 +53,24 @@ class TorchSweep:
         logits: Tensor,
         targets: Tensor,
         losses: Tensor | None,
-        log_sums: Tensor,
+        log_sums: Tensor | None,
         scales: Tensor | None,
+        *,
+        unscaled: bool = False,
     ) -> None:
+        """As a `RowSweep`; with `unscaled` the gradient over the logits, too, and with losses no need for log-sum-exps.
+
+        There must be neither ignored tokens nor targets out of range where the gradient is unscaled.
+        """
         count = max(1, SWEEP_BYTES // (4 * logits.shape[1]))
-        arguments = (logits, targets, losses, log_sums, scales)
         if logits.shape[0] <= count:
-            self._sweep(head, *arguments)
+            self._sweep(head, logits, targets, losses, log_sums, scales, unscaled or scales is not None)
             return
-        parts = [
-            [None] * -(-logits.shape[0] // count) if tensor is None else tensor.split(count) for tensor in arguments
-        ]
-        for part in zip(*parts, strict=True):
-            self._sweep(head, *part)
+        parts = -(-logits.shape[0] // count)
+        of_rows = (logits, targets, losses, log_sums, scales)
+        split = [[None] * parts if tensor is None else tensor.split(count) for tensor in of_rows]
+        for part in zip(*split, strict=True):
+            self._sweep(head, *part, gradient=unscaled or scales is not None)
 
     def _sweep(
         self,
@@ -67,58 +78,66 @@ class TorchSweep:
         logits: Tensor,
         targets: Tensor,
         losses: Tensor | None,
-        log_sums: Tensor,
+        log_sums: Tensor | None,
         scales: Tensor | None,
+        gradient: bool,
     ) -> None:
+        vocabulary = logits.shape[1]
+        # The dimension of the vocabulary.
+        v = 0 if vocabulary < FEW_COLUMNS and logits.numel() >= FEW_NUMBERS else 1
+        given = logits.mT if v == 0 else logits
         # On the CPU neither ignored tokens, nor targets out of range, nor switched-off depths get this far.
         if logits.device.type == "cpu":
             ignored = outside = None
-            places = targets.unsqueeze(1)
+            places = targets.unsqueeze(v)
         else:
             ignored = targets == head.ignore_index
-            outside = ~ignored & ((targets < 0) | (targets >= logits.shape[1]))
-            places = targets.masked_fill(ignored | outside, 0).unsqueeze(1)
-        x = logits if logits.dtype.itemsize >= 4 else self._room("wide", logits).copy_(logits)
+            outside = ~ignored & ((targets < 0) | (targets >= vocabulary))
+            places = targets.masked_fill(ignored | outside, 0).unsqueeze(v)
+        in_place = given.dtype.itemsize >= 4 and given.stride(1) == 1
+        x = given if in_place else self._room("wide", given).copy_(given)
         logs, slope = x, None
         if head.softcap is not None:
             x.div_(head.softcap).tanh_()
-            if scales is not None:
+            if gradient:
                 logs, slope = self._room("logs", x).copy_(x), x.square_().neg_().add_(1.0)
             logs.mul_(head.softcap)
         if losses is None:
-            probabilities = logs.sub_(log_sums.unsqueeze(1)).exp_()
+            assert log_sums is not None  # of a pass before
+            probabilities = logs.sub_(log_sums.unsqueeze(v)).exp_()
         else:
-            highest = logs.amax(1)
-            below = highest - logs.gather(1, places).squeeze(1)
+            highest = logs.amax(v)
+            below = highest - logs.gather(v, places).squeeze(v)
             if head.smoothing:
-                below.mul_(1.0 - head.smoothing).add_(highest - logs.mean(1), alpha=head.smoothing)
-            probabilities = torch.softmax(logs, 1, out=logs)
+                below.mul_(1.0 - head.smoothing).add_(highest - logs.mean(v), alpha=head.smoothing)
+            probabilities = torch.softmax(logs, v, out=logs)
             # The largest is exp(highest − log_sum): this saves a sum of exponentials of its own.
-            above = probabilities.amax(1).log_().neg_()
-            torch.add(highest, above, out=log_sums)
+            above = probabilities.amax(v).log_().neg_()
+            if log_sums is not None:
+                torch.add(highest, above, out=log_sums)
             torch.add(below, above, out=losses)
             if ignored is not None and outside is not None:
                 losses.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
-        if scales is None:
+        if not gradient:
             return
         if head.smoothing:
-            probabilities.sub_(head.smoothing / logits.shape[1])
+            probabilities.sub_(head.smoothing / vocabulary)
         # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
-        probabilities.scatter_(1, places, head.smoothing - 1.0, reduce="add")
+        probabilities.scatter_(v, places, head.smoothing - 1.0, reduce="add")
         if slope is not None:
             probabilities.mul_(slope)
-        if ignored is None or outside is None:
-            probabilities.mul_(scales.unsqueeze(1))
-        else:
-            probabilities.mul_(scales.masked_fill(outside, float("nan")).unsqueeze(1))
-            probabilities.masked_fill_((ignored | (scales == 0)).unsqueeze(1), 0.0)
-        if probabilities is not logits:
-            logits.copy_(probabilities)
+        if scales is not None:
+            factors = scales if outside is None else scales.masked_fill(outside, float("nan"))
+            probabilities.mul_(factors.unsqueeze(v))
+            if ignored is not None:
+                probabilities.masked_fill_((ignored | (scales == 0)).unsqueeze(v), 0.0)
+        if probabilities is not given:
+            given.copy_(probabilities)
 
     def _room(self, name: str, like: Tensor) -> Tensor:
         """Memory of the shape of `like` in at least float32, the same one in every call."""
-        room = self._rooms.get(name)
-        if room is None or len(room) < len(like):
+        count, room = like.numel(), self._rooms.get(name)
+        if room is None or len(room) < count:
             dtype = torch.promote_types(like.dtype, torch.float32)
-            room = self._rooms[name] = torch.empty(like.shape, dtype=dtype, device=like.device)
-        return room[: len(like)]
+            room = self._rooms[name] = torch.empty(count, dtype=dtype, device=like.device)
+        return room[:count].view(like.shape)

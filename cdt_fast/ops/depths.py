@@ -23,6 +23,14 @@ def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout:
     if not isinstance(tensors, Sequence) or not tensors:
         raise InputError(f"{name} must be a list of one tensor a depth, got {describe(tensors)}")
     for depth, tensor in enumerate(tensors):
+        # The usual case first: to write the names takes as long as a small product.
+        if (
+            isinstance(tensor, Tensor)
+            and tensor.is_floating_point()
+            and tensor.dim()
+            and tensor.shape == (tensors[0].shape if shape is None else shape)
+        ):
+            continue
         check_tensor(f"{name}[{depth}]", tensor, 1, "[..., n]" if shape is not None else "[..., d]")
         check_shape(f"{name}[{depth}]", tensor, tuple(tensors[0].shape) if shape is None else shape, layout)
 

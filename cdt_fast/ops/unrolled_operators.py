@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.attention import attention_matrix, attention_matrix_backward
+from cdt_fast.ops.attention_in_torch import attention_matrix, attention_matrix_backward
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import padding_mask, without_padding
 from cdt_fast.ops.products import product, product_over_rows, rows_of

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from cdt_fast.runs.config import RunConfig
 from cdt_fast.data import load_video
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.models import DUST, VideoUT, load_pretrained
+from cdt_fast.runs.config import RunConfig
 from cdt_fast.runs.folder import RunFolder
 
 
@@ -59,7 +59,7 @@ def check_settings(config: RunConfig) -> None:
 
 def _check_sequence_settings(config: RunConfig) -> None:
     if config.data.source is None:
-        raise InputError(f"the source is missing: cdt-fast train {config.task} SOURCE")
+        raise InputError(f"SOURCE is missing: cdt-fast train {config.task} SOURCE")
     gammas = config.evaluation.gammas
     if any(first >= second for first, second in pairwise(gammas)):
         raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")

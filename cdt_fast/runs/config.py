@@ -13,9 +13,9 @@ from typing import Any
 
 import tomli_w
 
-from cdt_fast.descent import PRESETS
 from cdt_fast.errors import InputError
 from cdt_fast.files import write_text
+from cdt_fast.presets import PRESETS
 from cdt_fast.runs.sections import (
     ConstraintSettings,
     DataSettings,
@@ -45,8 +45,8 @@ except ModuleNotFoundError:  # Python 3.10
 class RunConfig:
     """All settings of a run, a section each; of video, and in the subclasses of the other tasks.
 
-    Which settings the sections `data`, `model` and `training` hold is the task's affair: see `cdt_fast.runs.sections` and
-    `cdt_fast.runs.sections_text`.
+    Which settings the sections `data`, `model` and `training` hold is the task's affair: see `cdt_fast.runs.sections`
+    and `cdt_fast.runs.sections_text`.
     """
 
     data: Any = field(default_factory=DataSettings)

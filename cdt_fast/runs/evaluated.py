@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.runs.config import RunConfig
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
+from cdt_fast.runs.config import RunConfig
 from cdt_fast.runs.folder import RunFolder
 
 # What a report needs to find in an evaluation.json, of every task and of one.
@@ -31,6 +31,11 @@ _NEEDED = {
     ),
     "text": (*_SHARED, *_SEQUENCES),
     "lm": (*_SHARED, *_SEQUENCES, "perplexity", "vocabulary"),
+}
+
+_BASELINES = {
+    "dct": "DCT {patch}x{patch}, hard threshold",
+    "dct3d": "3-D DCT {patch}x{patch}x{window}, hard threshold",
 }
 
 
@@ -91,6 +96,10 @@ class EvaluatedRun:
     def label(self) -> str:
         """The run's name and how it was trained."""
         return f"{self.name or self.folder.name} ({self.kind})"
+
+    def baseline_label(self, name: str) -> str:
+        """What to call a baseline without weights that a run on video was measured beside."""
+        return _BASELINES[name].format(patch=self.config.data.patch, window=self.config.data.window)
 
 
 def check_comparable(runs: Sequence[EvaluatedRun]) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from cdt_fast.runs.building import load_data, load_model
 from cdt_fast.denoise import denoised_frames
 from cdt_fast.errors import require
-from cdt_fast.runs.evaluated import EvaluatedRun
 from cdt_fast.evaluation import noisy_batches
 from cdt_fast.files import replaced_atomically
+from cdt_fast.runs.building import load_data, load_model
+from cdt_fast.runs.evaluated import EvaluatedRun
 
 # Okabe and Ito's palette: told apart by most kinds of colour vision.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -38,7 +38,7 @@ def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str,
             *shared,
             ("accuracy_over_noise.png", f"{accuracy} over γ, with its 95 % interval", _accuracy_over_noise),
             ("early_exit.png", f"{accuracy} of an early exit after each depth", _early_exit_accuracy),
-            ("sample_ratios.png", ratios.format("text"), _ratios),
+            ("sample_ratios.png", ratios.format("text" if runs[0].config.task == "text" else "sequence"), _ratios),
         ]
     else:
         drawings = [
@@ -64,8 +64,9 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _axes(width: float = 6.4, height: float = 4.0, columns: int = 1) -> tuple[Any, Any]:
-    figure, axes = _pyplot().subplots(1, columns, figsize=(width * columns, height), squeeze=False)
+def _axes(width: float = 6.4, height: float = 4.0, columns: int = 1, *, together: bool = False) -> tuple[Any, Any]:
+    """A figure with axes side by side; `together`: with the same y, so that they can be compared."""
+    figure, axes = _pyplot().subplots(1, columns, figsize=(width * columns, height), squeeze=False, sharey=together)
     for axis in axes[0]:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
@@ -78,9 +79,29 @@ def _lines(axis: Any, runs: Sequence[EvaluatedRun], key: str, x: Sequence[float]
         axis.plot(range(len(values)) if x is None else x, values, "o-", color=colour, label=run.label)
 
 
-def _legend(axis: Any, columns: int = 1) -> None:
+def _legend(axis: Any, columns: int = 1, middle: float = 0.5) -> None:
     # Below the axes: with several runs there is no corner that no line passes through.
-    axis.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=columns)
+    axis.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(middle, -0.14), ncols=columns)
+
+
+def _log_scale(axis: Any, name: str) -> None:
+    """A logarithmic y labelled in plain numbers; a linear one where the values are too close for its ticks."""
+    values = [value for one in axis.figure.axes for line in one.get_lines() for value in line.get_ydata()]
+    if min(values) <= 0 or max(values) < 3 * min(values):
+        axis.set(ylabel=name)
+        return
+    from matplotlib import ticker
+
+    axis.set(ylabel=f"{name}, log scale", yscale="log")
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _mark_training(axis: Any, gamma: float) -> None:
+    axis.axvline(gamma, color=GREY, linewidth=0.8)
+    offset = {"xytext": (3, 0), "textcoords": "offset points"}
+    axis.annotate("training", (gamma, 0.98), xycoords=("data", "axes fraction"), color=GREY, **offset)
 
 
 def _cycle(count: int) -> list[str]:
@@ -90,7 +111,8 @@ def _cycle(count: int) -> list[str]:
 def _loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
     figure, (axis,) = _axes()
     _lines(axis, runs, "layer_loss")
-    axis.set(xlabel="depth", ylabel="loss (log scale)", yscale="log")
+    axis.set(xlabel="depth")
+    _log_scale(axis, "loss")
     axis.xaxis.get_major_locator().set_params(integer=True)
     _legend(axis)
     return figure
@@ -101,10 +123,10 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     reference = runs[0].evaluation
     axis.plot(reference["gamma"], reference["identity_rmse"], ":", color=GREY, label="identity")
     for name, style in (("dct", "--"), ("dct3d", "-.")):
-        axis.plot(reference["gamma"], reference["baseline_rmse"][name], style, color=GREY, label=name)
+        label = runs[0].baseline_label(name)
+        axis.plot(reference["gamma"], reference["baseline_rmse"][name], style, color=GREY, label=label)
     _lines(axis, runs, "rmse", reference["gamma"])
-    axis.axvline(reference["training_gamma"], color=GREY, linewidth=0.8)
-    axis.annotate("training", (reference["training_gamma"], 0.98), xycoords=("data", "axes fraction"), color=GREY)
+    _mark_training(axis, reference["training_gamma"])
     axis.set(xlabel="noise level γ", ylabel="RMSE (0..255)")
     _legend(axis)
     return figure
@@ -117,8 +139,7 @@ def _accuracy_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     for run, colour in zip(runs, _cycle(len(runs)), strict=True):
         low, high = zip(*run.evaluation["accuracy_interval"], strict=True)
         axis.fill_between(reference["gamma"], low, high, color=colour, alpha=0.12, linewidth=0)
-    axis.axvline(reference["training_gamma"], color=GREY, linewidth=0.8)
-    axis.annotate("training", (reference["training_gamma"], 0.98), xycoords=("data", "axes fraction"), color=GREY)
+    _mark_training(axis, reference["training_gamma"])
     axis.set(xlabel="noise level γ", ylabel="accuracy")
     _legend(axis)
     return figure
@@ -126,13 +147,14 @@ def _accuracy_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
 
 def _early_exit_accuracy(runs: Sequence[EvaluatedRun]) -> Any:
     gammas = runs[0].evaluation["gamma"]
-    figure, axes = _axes(columns=2, width=5.2)
+    figure, axes = _axes(columns=2, width=5.2, together=True)
     for axis, index in zip(axes, _shown_levels(runs), strict=True):
         for run, colour in zip(runs, _cycle(len(runs)), strict=True):
             axis.plot(run.evaluation["depth_accuracy"][index], "o-", color=colour, label=run.label)
-        axis.set(title=f"γ = {gammas[index]:g}", xlabel="layers run", ylabel="accuracy")
+        axis.set(title=f"γ = {gammas[index]:g}", xlabel="layers run")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    _legend(axes[0])
+    axes[0].set(ylabel="accuracy")
+    _legend(axes[0], middle=1.1)
     return figure
 
 
@@ -145,14 +167,15 @@ def _shown_levels(runs: Sequence[EvaluatedRun]) -> list[int]:
 
 def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
     gammas = runs[0].evaluation["gamma"]
-    figure, axes = _axes(columns=2, width=5.2)
+    figure, axes = _axes(columns=2, width=5.2, together=True)
     for axis, index in zip(axes, _shown_levels(runs), strict=True):
         for run, colour in zip(runs, _cycle(len(runs)), strict=True):
             axis.plot(run.evaluation["depth_rmse"][index], "o-", color=colour, label=run.label)
         axis.axhline(runs[0].evaluation["identity_rmse"][index], linestyle=":", color=GREY, label="identity")
-        axis.set(title=f"γ = {gammas[index]:g}", xlabel="layers run", ylabel="RMSE (0..255, log scale)", yscale="log")
+        axis.set(title=f"γ = {gammas[index]:g}", xlabel="layers run")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    _legend(axes[0])
+    _log_scale(axes[0], "RMSE (0..255)")
+    _legend(axes[0], middle=1.1)
     return figure
 
 
@@ -164,7 +187,8 @@ def _ratios(runs: Sequence[EvaluatedRun]) -> Any:
         shares = [count / total for count in histogram["counts"]]
         axis.stairs(shares, histogram["edges"], color=colour, label=run.label, linewidth=1.6)
     axis.axvline(1.0, color=GREY, linewidth=0.8)
-    axis.set(xlabel="ℓ_l / ℓ_{l−1} of one sequence (the last bin holds all above)", ylabel="share")
+    sample = "text" if runs[0].config.task == "text" else "sequence"
+    axis.set(xlabel=rf"$\ell_l\,/\,\ell_{{l-1}}$ of one {sample} (the last bin holds all above)", ylabel="share")
     _legend(axis)
     return figure
 
@@ -179,8 +203,11 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
         depths = run.evaluation["layers"] + 1
         for depth in range(depths):
             values = [entry["multipliers"][depth] for entry in entries]
-            axis.plot(steps, values, color=colours(depth / depths), label=f"λ_{depth}")
+            axis.plot(steps, values, color=colours(depth / depths), label=rf"$\lambda_{{{depth}}}$")
         axis.set(xlabel="step", ylabel="multiplier", title=run.label)
+        if not any(any(entry["multipliers"]) for entry in entries):
+            axis.set_ylim(0, 1)
+            axis.text(0.5, 0.5, "zero at every logged step", transform=axis.transAxes, ha="center", color=GREY)
         _legend(axis, columns=3)
     return figure
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from cdt_fast.runs.config import RunConfig, load_config
 from cdt_fast.errors import InputError
 from cdt_fast.files import remove_leftovers, write_text
+from cdt_fast.runs.config import RunConfig, load_config
 
 
 class RunFolder:
@@ -73,6 +77,26 @@ class RunFolder:
             raise InputError(f"{path}: has no model yet; continue its training with --resume")
         return run, config
 
+    @contextmanager
+    def held(self, main: bool = True) -> Iterator[None]:
+        """Keep other processes from training this run until the block, or this process, ends, however it ends.
+
+        The lock is the system's, on `config.toml`, and writes nothing. A file system without locks does without it.
+
+        Args:
+            main: False in those processes of a distributed training that leave the lock to the first.
+
+        Raises:
+            InputError: another process is training this run.
+        """
+        if not main:
+            yield
+            return
+        with self.config.open("r+b") as file:
+            if not _locked(file):
+                raise InputError(f"{self.path}: another process is training this run; wait for it, or stop it first")
+            yield
+
     def remove_if_untouched(self) -> None:
         """Remove a folder that `create` made if no step was trained in it: nothing in it is worth keeping."""
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
@@ -106,3 +130,20 @@ class RunFolder:
         """Drop what was logged after `step`, the checkpoint that a resumed run starts from."""
         kept = [entry for entry in self.read_metrics() if entry["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Lock an open file until it is closed; False if another process has locked it."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(2**30)  # far behind the content: there a lock keeps nobody from reading it
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+    return True

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cdt_fast.files import write_text
 from cdt_fast.runs import figures
 from cdt_fast.runs.evaluated import EvaluatedRun
-from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown
 
-BASELINE_NAMES = {
-    "dct": "DCT {patch}x{patch}, hard threshold",
-    "dct3d": "3-D DCT {patch}x{patch}x{window}, hard threshold",
-}
+_VERDICT = (
+    "Worst: the largest share by which a layer exceeds its bound, negative where all bounds hold, and that layer; "
+    "feasible: it is not above zero."
+)
 
 
 def error_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
@@ -24,9 +24,8 @@ def error_table(runs: Sequence[EvaluatedRun]) -> list[list[str]]:
     gammas = reference["gamma"]
     rows = [["RMSE (0..255)", "parameters", *(f"γ {gamma:g}" for gamma in gammas), "mean"]]
     plain = {"identity (the noisy frames)": reference["identity_rmse"]}
-    sizes = {"patch": runs[0].config.data.patch, "window": runs[0].config.data.window}
     for name, values in reference["baseline_rmse"].items():
-        plain[BASELINE_NAMES[name].format(**sizes)] = values
+        plain[runs[0].baseline_label(name)] = values
     for name, values in plain.items():
         rows.append([name, "0", *(f"{value:.2f}" for value in values), f"{sum(values) / len(values):.2f}"])
     for run in runs:
@@ -160,7 +159,7 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     pictures = figures.write_figures(folder, runs)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs on {Path(runs[0].evaluation['source']).name}"
     lines = [f"# {title}", "", f"Made by `{command}`.", ""]
-    lines += [_conditions(runs[0]), ""]
+    lines += [f"{_conditions(runs[0])} {_VERDICT}", ""]
     for table in tables(runs):
         lines += [as_markdown(table), ""]
     for run in runs:

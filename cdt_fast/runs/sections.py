@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cdt_fast.descent import PRESETS
+from cdt_fast.presets import PRESETS
 
 
 def setting(default: Any, text: str, choices: tuple[str, ...] | None = None, least: float | None = None) -> Any:

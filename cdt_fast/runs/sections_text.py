@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cdt_fast.descent import PRESETS
-from cdt_fast.perturbation import GAMMAS, KINDS
+from cdt_fast.presets import GAMMAS, KINDS, PRESETS
 from cdt_fast.runs.sections import ConstraintSettings, EvaluationSettings, SharedTrainingSettings, setting
 
 
@@ -111,12 +110,15 @@ class LanguageModelSettings:
     """[model] of instructions with answers."""
 
     model: str = setting(
-        "llama-small", "llama-small (random weights, reads bytes), or folder or hub name of a causal language model"
+        "llama-small", "llama-small (random weights), or folder or hub name of a causal language model"
     )
     download: bool = setting(False, "models that are not here may be fetched from the hub")
     taps: list[int] | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)")
     inner_fraction: float = setting(1.0, "share of the tokens that the inner depths are read at in training")
     lora_rank: int | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)", least=1)
+    vocabulary_size: int = setting(
+        4096, "llama-small: most tokens, byte pairs learned from the training texts (258: bytes alone)", least=258
+    )
     layers: int = setting(4, "llama-small: L", least=1)
     width: int = setting(256, "llama-small: d", least=2)
     heads: int = setting(4, "llama-small: attention heads", least=1)

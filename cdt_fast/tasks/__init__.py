@@ -7,19 +7,18 @@ from typing import Any
 import torch
 
 from cdt_fast.runs.config import RunConfig
-from cdt_fast.tasks.task import Task, mean_depth_losses
+from cdt_fast.tasks.task import Task, mean_depth_losses, notes_before
 
-__all__ = ["Task", "build_task", "mean_depth_losses"]
+__all__ = ["Task", "build_task", "mean_depth_losses", "notes_before"]
 
 
-def build_task(config: RunConfig, data: Any, device: torch.device, process: int = 0) -> Task:
+def build_task(config: RunConfig, data: Any, device: torch.device) -> Task:
     """The task of the settings on data from `building.load_data`, with an untrained or a pretrained model.
 
     Args:
         config: the settings.
         data: what the model trains on.
         device: where the model will be.
-        process: which of the processes of the training this is.
 
     Raises:
         InputError: the settings and the data do not fit each other, or a pretrained model cannot be used.
@@ -29,11 +28,11 @@ def build_task(config: RunConfig, data: Any, device: torch.device, process: int 
     if config.task == "text":
         from cdt_fast.tasks.text import text_task
 
-        return text_task(config, data, process)
+        return text_task(config, data)
     if config.task == "lm":
         from cdt_fast.tasks.language import language_task
 
-        return language_task(config, data, process)
+        return language_task(config, data)
     from cdt_fast.tasks.video import VideoTask
 
     return VideoTask(config, data, device)

@@ -23,11 +23,12 @@ _SPLIT_SEED = 20_260_117  # one division for every run, so that runs with other 
 
 @dataclass(frozen=True)
 class InstructionSplits:
-    """Instructions that a model is trained on, chosen by and measured on."""
+    """Instructions that a model is trained on, chosen by and measured on; how many had no answer."""
 
     train: list[Instruction]
     validation: list[Instruction]
     test: list[Instruction]
+    left_out: int = 0
 
 
 def load_corpus(config: RunConfig) -> TextSplits | InstructionSplits:
@@ -46,7 +47,8 @@ def describe(data: TextSplits | InstructionSplits, source: str) -> str:
     """How much there is, in a line."""
     counts = f"{len(data.train):,} to train on, {len(data.validation):,} to choose by, {len(data.test):,} to measure on"
     if isinstance(data, InstructionSplits):
-        return f"{source}: instructions: {counts}"
+        noted = f"; {data.left_out:,} without an answer left out" if data.left_out else ""
+        return f"{source}: instructions: {counts}{noted}"
     left_out = sum(part.left_out for part in (data.train, data.validation, data.test))
     noted = f"; {left_out:,} rows without a class left out" if left_out else ""
     return f"{source}: {'texts' if data.train.seconds is None else 'pairs'}: {counts}; classes: " + (
@@ -140,9 +142,12 @@ def _column(name: str | None, header: bool) -> str | int | None:
 
 
 def _instructions(source: Path, data: LanguageDataSettings) -> InstructionSplits:
-    every, _ = read_alpaca(source, seed=_SPLIT_SEED)
+    every, left_out = read_alpaca(source, seed=_SPLIT_SEED)
     counts = [max(1, round(share * len(every))) for share in (data.validation, data.test)]
     if sum(counts) >= len(every):
-        raise InputError(f"{source}: holds {len(every)} instructions, too few to take {sum(counts)} aside")
+        raise InputError(
+            f"{source}: has {len(every):,} with an answer; {counts[0]:,} to choose by (--validation) and "
+            f"{counts[1]:,} to measure on (--test) leave none to train on"
+        )
     first, second = counts[0], sum(counts)
-    return InstructionSplits(every[second:], every[:first], every[first:second])
+    return InstructionSplits(every[second:], every[:first], every[first:second], left_out)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from cdt_fast.models.layer_losses import predicted_overhead
 from cdt_fast.runs.config import RunConfig
 from cdt_fast.runs.sections_text import LanguageModelSettings
 from cdt_fast.tasks.corpus import InstructionSplits, digest
-from cdt_fast.tasks.networks import PretrainedNetwork
-from cdt_fast.tasks.readers import ByteReader, TokenizerReader, from_hub, load_tokenizer, pretrained_library
+from cdt_fast.tasks.networks import PretrainedNetwork, vocabulary_size
+from cdt_fast.tasks.readers import TokenizerReader, from_hub, learned_tokenizer, load_tokenizer, pretrained_library
 from cdt_fast.tasks.sequences import IGNORED, EncodedSamples, SequenceTask
 
 SMALL = "llama-small"
@@ -24,26 +25,26 @@ _LR = {"small": 1e-3, "lora": 2e-4, "whole": 2e-5}
 Encode = Callable[[Sequence[Instruction]], EncodedSamples]
 
 
-def language_task(config: RunConfig, data: InstructionSplits, process: int) -> SequenceTask:
+def language_task(config: RunConfig, data: InstructionSplits) -> SequenceTask:
     """The task of the settings; see `tasks.build_task`."""
     settings: LanguageModelSettings = config.model
     _check(settings)
-    reader = _load_reader(settings)
+    reader = _load_reader(settings, data.train)
     model = _small_llama(settings, reader, config.data.max_tokens) if settings.model == SMALL else _load(settings)
     overhead = predicted_overhead(model, settings.taps, settings.inner_fraction)
     if settings.lora_rank is not None:
         model = _adapted(model, settings.lora_rank)
     network = _network(model, reader, settings)
     train, validation = (
-        encoded_instructions(part, reader, config.data.max_tokens) for part in (data.train, data.validation)
+        encoded_instructions(part, reader, config.data.max_tokens, purpose)
+        for part, purpose in ((data.train, "to train on"), (data.validation, "to choose by"))
     )
-    left_out = len(data.train) - len(train)
     notes = [
         f"{settings.model}: reading {network.layers} inner depths takes {overhead:.2f} times the FLOP of a training "
-        f"without them (--taps and --inner-fraction lower it)"
+        f"without them (--taps and --inner-fraction lower it)",
+        *_cut(train, len(data.train), network),
+        *_anchor_above_a_guess(config, network),
     ]
-    if left_out:
-        notes.append(f"{left_out:,} instructions are left out: nothing of their answers is within --max-tokens")
     return SequenceTask(
         config,
         network,
@@ -53,15 +54,20 @@ def language_task(config: RunConfig, data: InstructionSplits, process: int) -> S
         lr=_LR["small" if settings.model == SMALL else "whole" if settings.lora_rank is None else "lora"],
         samples="sequences",
         subject="instructions",
-        process=process,
         note="\n".join(notes),
     )
 
 
 def encoded_instructions(
-    instructions: Sequence[Instruction], reader: ByteReader | TokenizerReader, longest: int
+    instructions: Sequence[Instruction], reader: TokenizerReader, longest: int, purpose: str
 ) -> EncodedSamples:
     """Prompt, answer and end token as one row; the prompt's labels are −100. What has no answer left is not there.
+
+    Args:
+        instructions: with their answers.
+        reader: gives the tokens.
+        longest: rows are cut to so many tokens.
+        purpose: what the instructions are for, in the words of a message.
 
     Raises:
         InputError: no answer begins within `longest` tokens.
@@ -79,8 +85,8 @@ def encoded_instructions(
             counts.append(count)
     if not rows:
         raise InputError(
-            f"[data] max_tokens is {longest}: every prompt is as long as that, so that all tokens are masked and there "
-            "is nothing to learn; raise --max-tokens"
+            f"[data] max_tokens is {longest}: the prompts of all {len(instructions):,} instructions {purpose} are as "
+            "long as that, so that all tokens are masked; raise --max-tokens"
         )
     return EncodedSamples(rows, targets, counts)
 
@@ -92,7 +98,7 @@ def load_language_network(folder: Path, config: RunConfig) -> tuple[Encode, Pret
         InputError: a file of them is missing or not whole.
     """
     settings: LanguageModelSettings = config.model
-    reader = ByteReader() if settings.model == SMALL else load_tokenizer(str(folder), download=False)
+    reader = load_tokenizer(str(folder), download=False)
     transformers = pretrained_library()
     if settings.lora_rank is None:
         with from_hub(str(folder), download=False) as where:
@@ -104,9 +110,31 @@ def load_language_network(folder: Path, config: RunConfig) -> tuple[Encode, Pret
     network = _network(model, reader, settings)
 
     def encode(instructions: Sequence[Instruction]) -> EncodedSamples:
-        return encoded_instructions(instructions, reader, config.data.max_tokens)
+        return encoded_instructions(instructions, reader, config.data.max_tokens, "to measure on")
 
     return encode, network
+
+
+def _cut(train: EncodedSamples, given: int, network: PretrainedNetwork) -> Iterator[str]:
+    """What a person should know about the training answers that --max-tokens cuts off or short."""
+    end = network.special_ids
+    short = sum(int(row[0, -1]) not in end for row in train.rows)
+    if given > len(train):
+        yield f"left out, as nothing of their answers is within --max-tokens: {given - len(train):,} of {given:,}"
+    if short:
+        yield f"answers cut short by --max-tokens: {short:,} of {given:,}"
+
+
+def _anchor_above_a_guess(config: RunConfig, network: PretrainedNetwork) -> Iterator[str]:
+    """A warning where the anchor asks less of layer 1 than a model that knows nothing gives."""
+    settings, guess = config.constraints, math.log(vocabulary_size(network.model))
+    anchored = settings.constrained and settings.reference_mode == "anchor"
+    if anchored and isinstance(settings.reference, float | int) and settings.reference > guess + 0.5:
+        yield (
+            f"the anchor of {settings.reference:g} nats is above the loss of a guess among "
+            f"{vocabulary_size(network.model):,} tokens, {guess:.2f}: it lets inner depths do worse than that; "
+            f"--reference {guess:.1f} does not"
+        )
 
 
 def _check(settings: LanguageModelSettings) -> None:
@@ -122,14 +150,16 @@ def _check(settings: LanguageModelSettings) -> None:
         )
 
 
-def _load_reader(settings: LanguageModelSettings) -> ByteReader | TokenizerReader:
-    return ByteReader() if settings.model == SMALL else load_tokenizer(settings.model, settings.download)
+def _load_reader(settings: LanguageModelSettings, train: Sequence[Instruction]) -> TokenizerReader:
+    if settings.model != SMALL:
+        return load_tokenizer(settings.model, settings.download)
+    return learned_tokenizer(
+        (text for entry in train for text in (entry.prompt, entry.output)), settings.vocabulary_size
+    )
 
 
-def _ids(reader: ByteReader | TokenizerReader, entry: Instruction) -> tuple[list[int], list[int]]:
+def _ids(reader: TokenizerReader, entry: Instruction) -> tuple[list[int], list[int]]:
     """The tokens of the prompt, with the tokenizer's start token, and those of the answer, with the end token."""
-    if isinstance(reader, ByteReader):
-        return reader.ids(entry.prompt), [*reader.ids(entry.output), reader.end_id]
     tokenizer = reader.tokenizer
     if tokenizer.eos_token_id is None:
         raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no end token to put behind an answer")
@@ -139,7 +169,7 @@ def _ids(reader: ByteReader | TokenizerReader, entry: Instruction) -> tuple[list
     return prompt, [*tokenizer(entry.output, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
-def _small_llama(settings: LanguageModelSettings, reader: Any, longest: int) -> Any:
+def _small_llama(settings: LanguageModelSettings, reader: TokenizerReader, longest: int) -> Any:
     transformers = pretrained_library()
     config = transformers.LlamaConfig(
         vocab_size=reader.size,
@@ -150,7 +180,7 @@ def _small_llama(settings: LanguageModelSettings, reader: Any, longest: int) -> 
         max_position_embeddings=longest,
         pad_token_id=reader.padding_id,
         bos_token_id=None,
-        eos_token_id=reader.end_id,
+        eos_token_id=reader.tokenizer.eos_token_id,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -166,11 +196,7 @@ def _adapted(model: Any, rank: int) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM"))
 
 
-def _network(model: Any, reader: ByteReader | TokenizerReader, settings: LanguageModelSettings) -> PretrainedNetwork:
-    def save_reader(folder: Path) -> None:
-        if isinstance(reader, TokenizerReader):
-            reader.save(folder)
-
+def _network(model: Any, reader: TokenizerReader, settings: LanguageModelSettings) -> PretrainedNetwork:
     return PretrainedNetwork(
-        model, save_reader, reader.padding_id, reader.special_ids, settings.taps, settings.inner_fraction
+        model, reader.save, reader.padding_id, reader.special_ids, settings.taps, settings.inner_fraction
     )

@@ -1,9 +1,9 @@
-"""Texts as rows of token ids, by the words of a vocabulary, by bytes, or by the tokenizer of a pretrained model."""
+"""Texts as rows of token ids: by the words of a vocabulary, by byte pairs, or by a pretrained model's tokenizer."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from cdt_fast.data.vocabulary import Vocabulary
 from cdt_fast.errors import InputError, require
 
+END, PADDING = "<|end|>", "<|padding|>"  # of `learned_tokenizer`
 _LONGEST = 10**6  # tokenizers say "no limit" by an absurdly large number
+_LONGEST_REASON = 240  # characters of another library's message
 
 
 class Reader(Protocol):
@@ -69,10 +71,13 @@ class TokenizerReader:
     """By the tokenizer of a pretrained model; see `Reader`.
 
     Raises:
-        InputError: the tokenizer has no token to fill up with.
+        InputError: the tokenizer knows no words, or has no token to fill up with.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        # Of a folder without a tokenizer's files transformers makes one that reads every word as unknown.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise InputError(f"{tokenizer.name_or_path}: holds no tokenizer (tokenizer.json, or the files of its kind)")
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
                 raise InputError(f"{tokenizer.name_or_path}: the tokenizer has neither a padding nor an end token")
@@ -95,15 +100,31 @@ class TokenizerReader:
         self.tokenizer.save_pretrained(folder)
 
 
-class ByteReader:
-    """By the bytes of UTF-8; 256 ends a text and 257 fills up; see `Reader`."""
+def learned_tokenizer(texts: Iterable[str], size: int) -> TokenizerReader:
+    """Byte pairs learned from texts: the end, what fills up, the 256 bytes, and the pairs that are most frequent.
 
-    size, padding_id, special_ids = 258, 257, (256, 257)
-    end_id = 256
+    The same texts give the same tokens, whatever their order, and no text is beyond them.
 
-    def ids(self, text: str) -> list[int]:
-        """The bytes of a text."""
-        return list(text.encode())
+    Args:
+        texts: the training texts alone.
+        size: at most so many tokens, ≥ 258; at 258 every byte of UTF-8 is a token of its own.
+    """
+    transformers = pretrained_library()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return TokenizerReader(
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
+    )
 
 
 @contextlib.contextmanager
@@ -118,13 +139,21 @@ def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if Path(name).is_dir():
-            reason = f"cannot be loaded as a transformers model ({error})"
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            reason = "holds no config.json; expected a folder that save_pretrained has written"
+        elif Path(name).is_dir():
+            reason = f"cannot be loaded as a transformers model ({_short(error)})"
         elif download:
-            reason = f"cannot be fetched from the hub; give the path of a local folder instead ({error})"
+            reason = f"cannot be fetched from the hub; give the path of a local folder instead ({_short(error)})"
         else:
             reason = "is no folder here and not in the hub's cache; give the path of a local folder, or --download"
-        raise InputError(f"{name}: {' '.join(reason.split())}") from error
+        raise InputError(f"{name}: {reason}") from error
+
+
+def _short(error: Exception) -> str:
+    """The beginning of a message: transformers likes to list all the models it has."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} …"
 
 
 def pretrained_library() -> Any:

@@ -64,18 +64,17 @@ class SequenceLosses(nn.Module):
     Args:
         network: the network.
         config: the settings: what the perturbation is, and how precisely to compute.
-        seed: of the perturbation.
 
     Attributes:
-        first_sample: the number of the first sample of the next forward, by which its noise is drawn; the others of
-            the batch follow it.
+        first_sample: the number of the first sample of the next forward, by which its noise is drawn.
+        stride: by how much the number rises from one sample of the batch to the next.
     """
 
-    def __init__(self, network: Network, config: RunConfig, seed: int) -> None:
+    def __init__(self, network: Network, config: RunConfig) -> None:
         super().__init__()
         self.model = network.model  # registered, so that a distributed wrapper sees its weights
-        self.first_sample = 0
-        self._network, self._config, self._seed = network, config, seed
+        self.first_sample, self.stride = 0, 1
+        self._network, self._config = network, config
         self._std: Tensor | None = None
 
     def forward(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,8 +87,9 @@ class SequenceLosses(nn.Module):
     def _perturbed(self) -> AbstractContextManager[Any]:
         if self._config.data.gamma == 0:
             return nullcontext()
-        perturbing = perturbation_of(self._config, self._network, self._seed, self._embedding_std())
-        return _numbered(perturbing, self.first_sample)
+        # One seed for all: the numbers of the samples, which no two steps share, hold the run's.
+        perturbing = perturbation_of(self._config, self._network, 0, self._embedding_std())
+        return _numbered(perturbing, self.first_sample, self.stride)
 
     def _embedding_std(self) -> Tensor | None:
         """Of embeddings that do not train taken once; None: that of the moment."""
@@ -130,7 +130,6 @@ class SequenceTask:
         identity: by what a resumed run knows its data again.
         lr: the learning rate where the settings name none.
         samples, subject, note: see `Task`.
-        process: which of the processes of the training this is; each draws its own noise.
 
     Raises:
         InputError: a sample holds an id that the model has no embedding of.
@@ -147,7 +146,6 @@ class SequenceTask:
         lr: float,
         samples: str,
         subject: str,
-        process: int,
         note: str | None = None,
     ) -> None:
         for part in (train, validation):
@@ -160,7 +158,7 @@ class SequenceTask:
         self.steps: int = training.epochs * self.steps_an_epoch if training.steps is None else training.steps
         self.lr: float = lr if training.lr is None else training.lr
         self._config, self._train, self._validation, self._identity = config, train, validation, identity
-        self._losses = SequenceLosses(network, config, process)
+        self._losses = SequenceLosses(network, config)
 
     def losses(self) -> nn.Module:
         return self._losses
@@ -169,7 +167,9 @@ class SequenceTask:
         return self._train.counts[sample]
 
     def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        self._losses.first_sample = chosen[0][1]
+        numbers = [number for _, number in chosen]
+        self._losses.first_sample = numbers[0]
+        self._losses.stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
         return self._train.batch([sample for sample, _ in chosen], self.network.padding_id, device)
 
     @torch.no_grad()
@@ -201,7 +201,7 @@ def _check_ids(samples: EncodedSamples, network: Network) -> None:
 
 
 @contextmanager
-def _numbered(perturbing: AbstractContextManager[Perturbation], first: int) -> Iterator[Perturbation]:
+def _numbered(perturbing: AbstractContextManager[Perturbation], first: int, stride: int) -> Iterator[Perturbation]:
     with perturbing as perturbation:
-        perturbation.next_sample = first
+        perturbation.next_sample, perturbation.stride = first, stride
         yield perturbation

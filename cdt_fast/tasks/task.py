@@ -71,3 +71,18 @@ def mean_depth_losses(task: Task) -> list[float]:
         return task.validation_losses()
     finally:
         task.model.train(was_training)
+
+
+def notes_before(task: Task, constrained: bool, warmup_steps: int, step: int) -> list[str]:
+    """What a person should know before the training starts or, after `step` steps, goes on: the task's own note, where
+    it goes on, and that its constraints never come on.
+    """
+    notes = [] if task.note is None else [task.note]
+    if step:
+        notes.append(f"continues after step {step:,} of {task.steps:,}")
+    if constrained and warmup_steps >= task.steps:
+        notes.append(
+            f"note: the constraints come on after a warm-up of {warmup_steps:,} steps, and the training ends at step "
+            f"{task.steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
+        )
+    return notes

@@ -23,8 +23,11 @@ _WIDTH = 128  # of learned embeddings
 _LR = {True: 1e-3, False: 5e-5}  # new weights, and pretrained ones
 
 
-def text_task(config: RunConfig, data: TextSplits, process: int) -> SequenceTask:
+def text_task(config: RunConfig, data: TextSplits) -> SequenceTask:
     """The task of the settings; see `tasks.build_task`."""
+    present = {data.train.names[label] for label in data.train.labels}
+    if len(present) < 2:
+        raise InputError(f"{config.data.source}: all the training texts are of one class, {present.pop()!r}")
     reader, network, names = _build(config.model, config.data.max_tokens, data.train)
     train, validation = (
         encoded_texts(part.with_names(names), reader, config.data.max_tokens) for part in (data.train, data.validation)
@@ -39,7 +42,6 @@ def text_task(config: RunConfig, data: TextSplits, process: int) -> SequenceTask
         lr=_LR[config.model.model == UNROLLED],
         samples="texts",
         subject="texts",
-        process=process,
     )
 
 
@@ -71,8 +73,6 @@ def _build(settings: TextModelSettings, longest: int, train: TextData) -> tuple[
     """The reader, the untrained or pretrained network, and the classes in its order."""
     if settings.model == UNROLLED:
         return *_build_unrolled(settings, longest, train), train.names
-    if settings.embedding is not None:
-        raise InputError("[model] embedding is of text-ut: an encoder that is fine-tuned has its own")
     reader = load_tokenizer(settings.model, settings.download)
     model, names = _load_encoder(settings, train.names)
     positions = getattr(model.config, "max_position_embeddings", None)

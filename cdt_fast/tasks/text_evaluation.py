@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from cdt_fast.descent import DescentConstraints
 from cdt_fast.perturbation import evaluate_classifier
+from cdt_fast.progress import progress_bar
 from cdt_fast.runs.building import build_constraints, load_data
 from cdt_fast.runs.config import RunConfig
 from cdt_fast.runs.folder import RunFolder
@@ -56,12 +56,9 @@ def _language(run: RunFolder, config: RunConfig, data: Any) -> tuple[Network, En
     from cdt_fast.tasks.language import load_language_network
 
     encode, network = load_language_network(run.model, config)
-    facts = {
-        "vocabulary": vocabulary_size(network.model),
-        "test_texts": len(data.test),
-        "test_digest": digest(data.test),
-    }
-    return network, encode(data.test), facts
+    test = encode(data.test)
+    facts = {"vocabulary": vocabulary_size(network.model), "test_texts": len(test), "test_digest": digest(data.test)}
+    return network, test, facts
 
 
 def _measured(
@@ -75,7 +72,7 @@ def _measured(
     gammas = config.evaluation.gammas
     passes = len({*gammas, config.data.gamma})
     size = config.training.batch
-    with tqdm(total=passes * len(test), desc="evaluate", unit="sample", disable=not progress) as bar:
+    with progress_bar(total=passes * len(test), desc="evaluate", unit="sample", shown=progress) as bar:
         found = evaluate_classifier(
             network.model,
             _Batches(network, test, size, device, bar),  # pyright: ignore[reportArgumentType]

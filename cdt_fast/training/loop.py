@@ -19,7 +19,7 @@ from cdt_fast.feasibility import FeasibilityReport
 from cdt_fast.runs.building import build_constraints, check_settings, describe_data, load_data, samples_a_step
 from cdt_fast.runs.config import RunConfig
 from cdt_fast.runs.folder import RunFolder
-from cdt_fast.tasks import build_task, mean_depth_losses
+from cdt_fast.tasks import build_task, mean_depth_losses, notes_before
 from cdt_fast.training.allocator import keep_freed_memory
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
@@ -46,26 +46,28 @@ def train(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: 
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
-        InputError: the settings, the data or the checkpoint cannot be used, or the losses are no longer finite.
+        InputError: settings, data or checkpoint cannot be used; another process trains the run; losses are not finite.
     """
     keep_freed_memory()
     check_settings(config)
     accelerator = Accelerator(cpu=config.training.device == "cpu")
     prepare_device(config, accelerator)
     progress = progress and accelerator.is_main_process
-    state = load_checkpoint(run.checkpoint) if resume and run.checkpoint.exists() else None
-    data = load_data(config, progress and sys.stderr.isatty())
-    if progress:
-        print(describe_data(config, data), file=sys.stderr)
-    trainer = Trainer(run, config, data, accelerator)
-    if progress and trainer.task.note is not None:
-        print(trainer.task.note, file=sys.stderr)
-    if state is not None:
-        trainer.load(state)
-    if resume and accelerator.is_main_process:
-        run.remove_leftovers()
-        run.forget_metrics_after(trainer.step)
-    trainer.run(progress)
+    with run.held(accelerator.is_main_process):
+        state = load_checkpoint(run.checkpoint) if resume and run.checkpoint.exists() else None
+        data = load_data(config, progress)
+        if progress:
+            print(describe_data(config, data), file=sys.stderr)
+        trainer = Trainer(run, config, data, accelerator)
+        if state is not None:
+            trainer.load(state)
+        if progress:
+            for note in notes_before(trainer.task, trainer.constrained, trainer.constraints.warmup_steps, trainer.step):
+                print(note, file=sys.stderr)
+        if resume and accelerator.is_main_process:
+            run.remove_leftovers()
+            run.forget_metrics_after(trainer.step)
+        trainer.run(progress)
 
 
 class Trainer:
@@ -91,7 +93,7 @@ class Trainer:
         training = config.training
         torch.manual_seed(training.seed % _SEEDS)
         self.device: torch.device = accelerator.device
-        self.task = build_task(config, data, self.device, accelerator.process_index)
+        self.task = build_task(config, data, self.device)
         self.model: Any = self.task.model
         self.losses = accelerator.prepare(self.task.losses())
         if graphs is None and training.cuda_graph:

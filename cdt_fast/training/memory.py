@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from cdt_fast.runs.config import RunConfig
 
 # How torch's allocator of the CPU, which has no error of its own, and some libraries of CUDA put it.
@@ -12,6 +10,8 @@ _WORDS = ("can't allocate memory", "out of memory", "not enough memory", "CUBLAS
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the memory of the host or of the device did not suffice."""
+    import torch  # here, as the command line asks for the hint and must not wait for torch before its help is shown
+
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)

@@ -32,7 +32,11 @@ def attach_layer_losses(
     model's own, that of the last layer, and the sums are differentiable. N is `num_items_in_batch` where the forward
     is given that, else the count. Weights are those of the handle, or the forward's argument `layer_weights=`.
 
-    Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it.
+    A mixture of experts that returns the loss of its routers (`output_router_logits`) has it added to `loss`, times the
+    model's own factor and whatever the weights, as in its own forward.
+
+    Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it; where peft puts an
+    adapter on the head, after.
 
     Args:
         model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM or …LMHeadModel of transformers.

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
-from cdt_fast.models.layer_losses.outputs import LOSS_COUNT, LOSS_SUMS, with_layer_losses
+from cdt_fast.models.layer_losses.outputs import LOSS_COUNT, LOSS_SUMS, router_loss, with_layer_losses
 from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts
 from cdt_fast.models.layer_losses.patch import Patch
+from cdt_fast.models.layer_losses.structure import check_head, check_logits, check_readout
 from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
 from cdt_fast.ops import layerwise_cross_entropy
 from cdt_fast.ops.depths import weights_of_depths
@@ -95,6 +96,13 @@ class LayerLosses:
         setattr(parts.model, MARK, self)
 
     @property
+    def kind(self) -> str:
+        """What the model is: "causal language model", which predicts the next token, or "classifier", one row a label.
+
+        A language model's forward shifts `labels` by one, so that the first label of a sequence counts nowhere."""
+        return self._parts.kind
+
+    @property
     def weights(self) -> Tensor | None:
         """w, `[depths]`, one number for each of `taps`, negative and zero too; set it before a forward, None for none.
 
@@ -143,6 +151,8 @@ class LayerLosses:
             kwargs.pop(name, None)
         items = kwargs.pop("num_items_in_batch", None)
         as_tuple = not _given(kwargs.get("return_dict"), getattr(self._parts.model.config, "return_dict", True))
+        if not torch.compiler.is_compiling():
+            check_head(self._parts)
         shift = self._parts.kind == LANGUAGE_MODEL and shifted is None
         targets = targets_of(labels if shifted is None else shifted, self._parts.classes, shift=shift)
         count = check_count(targets, items)
@@ -154,8 +164,8 @@ class LayerLosses:
             rows = self._parts.kind == CLASSIFIER
             total, sums, logits = self._read_rows(output, run) if rows else self._read_tokens(output)
             loss = total / (count if items is None else items)
-            if output.get("aux_loss") is not None:  # of a mixture of experts
-                loss = loss + getattr(self._parts.model, "router_aux_loss_coef", 0.0) * output.aux_loss
+            of_router = router_loss(self._parts.model, output)
+            loss = loss if of_router is None else loss + of_router.to(loss.device)
         finally:
             self._pass = None
         count = count.to(sums.device, non_blocking=True)
@@ -188,7 +198,7 @@ class LayerLosses:
         this = self._this_pass()
         features = []
         for state in self._inner_states():
-            this.replayed = self._tail(state)
+            this.replayed = self._parts.read(state)
             features.append(again().logits)
         features.append(output.logits)
         for rows in features:
@@ -210,7 +220,7 @@ class LayerLosses:
                 return *self._losses(features), patch.original(features[-1])
             if this.features is not None:
                 self._check_tail(this.features)
-            return self._losses([self._tail(state) for state in features])
+            return self._losses([self._parts.read(state) for state in features])
         if classifier:
             return features
         this.features = features
@@ -234,7 +244,7 @@ class LayerLosses:
             return this.base_output
         changed: dict[str, Tensor | None] = {"last_hidden_state": this.replayed}
         if "pooler_output" in this.base_output:
-            changed["pooler_output"] = self._pooled(this.replayed)
+            changed["pooler_output"] = self._parts.pool(this.replayed)
         return type(this.base_output)(**{**this.base_output, **changed})
 
     def _losses(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -264,16 +274,6 @@ class LayerLosses:
         )
         return sums[-1] if weights is None else total, sums[:tapped]
 
-    def _tail(self, state: Tensor) -> Tensor:
-        for module in self._parts.tail:
-            state = module(state)
-        return state
-
-    def _pooled(self, state: Tensor) -> Tensor | None:
-        """What the base model pools from a last state; None where that is no module of its own and no head needs it."""
-        base: Any = self._parts.base
-        return base.pooler(state) if isinstance(getattr(base, "pooler", None), nn.Module) else None
-
     def _inner_states(self) -> list[Tensor]:
         """The noted inputs of the layers, by depth."""
         states = self._this_pass().states
@@ -297,47 +297,19 @@ class LayerLosses:
             self._pass.last_output = state[:, :1].detach()
 
     def _check_tail(self, expected: Tensor) -> None:
-        """Once: what stands between the last layer and the head is what `ModelParts.tail` says.
-
-        Raises:
-            InputError: something else stands there.
-        """
-        noted = self._this_pass().last_output
-        if self._checked or noted is None or torch.compiler.is_compiling():
+        this = self._this_pass()
+        if self._checked or this.last_output is None or torch.compiler.is_compiling():
             return
-        between = "between its last layer and its head"
-        with torch.no_grad():
-            self._compare(self._tail(noted), expected[:, :1], between)
-            pooled = None if self._parts.kind == LANGUAGE_MODEL else self._pooled(expected)
-            if pooled is not None:
-                self._compare(pooled, self._this_pass().base_output["pooler_output"], between)
+        check_readout(self._parts, this.last_output, expected, this.base_output)
         if self._parts.kind == CLASSIFIER:
             self._finish_check()
 
     def _check_logits(self, logits: Tensor) -> None:
-        """Once: what the model does to its logits is what `scale` and `softcap` say.
-
-        Raises:
-            InputError: it does something else.
-        """
-        probe, parts = self._this_pass().probe, self._parts
+        probe = self._this_pass().probe
         if self._checked or probe is None or torch.compiler.is_compiling():
             return
-        with torch.no_grad():
-            probe = probe * parts.scale
-            if parts.softcap is not None:
-                probe = parts.softcap * torch.tanh(probe / parts.softcap)
-            self._compare(probe, logits[:, :1], "after its head")
+        check_logits(self._parts, probe, logits)
         self._finish_check()
-
-    def _compare(self, found: Tensor, expected: Tensor, where: str) -> None:
-        # Not (a > b) rather than a <= b: where a model diverged, NaN is not the fault of its structure.
-        same = found.shape == expected.shape
-        if not same or bool((found - expected).abs().max() > 0.02 * expected.abs().max()):
-            raise InputError(
-                f"no layer losses for a {type(self._parts.model).__name__}: it computes something {where} that is not "
-                "known here, so that its inner depths cannot be read as its last one is"
-            )
 
     def _finish_check(self) -> None:
         self._checked = True

@@ -33,8 +33,11 @@ def is_linear(module: nn.Module) -> bool:
 def in_use(module: nn.Module) -> nn.Module:
     """`module`, or the copy that peft trains in its place."""
     copies = getattr(module, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict) or getattr(module, "disable_adapters", False):
-        return getattr(module, "original_module", module)
+    if not isinstance(copies, nn.ModuleDict):  # what else has an original_module (peft's trained tokens) changes it
+        return module
+    if getattr(module, "disable_adapters", False):
+        original: Any = getattr(module, "original_module", module)
+        return original
     active = getattr(module, "active_adapters", None) or list(copies)
     return copies[active[0] if active[0] in copies else next(iter(copies))]
 
@@ -63,6 +66,10 @@ def effective_linear(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     if base is linear or getattr(linear, "disable_adapters", False) or getattr(linear, "merged", False):
         return weight, bias
     adapted: Any = linear
+    if not isinstance(getattr(adapted, "lora_A", None), nn.ModuleDict):
+        raise InputError(
+            f"the adapter of the head is a {type(adapted).__name__}: use plain LoRA there, or leave the head out"
+        )
     for name in adapted.active_adapters:
         if name not in adapted.lora_A:
             continue

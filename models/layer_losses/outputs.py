@@ -1,12 +1,18 @@
-"""An output of transformers with two more fields."""
+"""An output of transformers: with two more fields, and the loss of its routers."""
 
 from __future__ import annotations
 
 from dataclasses import field, make_dataclass
 from typing import Any
 
+from torch import Tensor
+
+from cdt_fast.errors import InputError
+
 LOSS_SUMS, LOSS_COUNT = "layer_loss_sums", "layer_loss_count"
 
+# What models call the factor of that loss in the loss that they return; JetMoe has the second.
+_ROUTER_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 _KINDS: dict[type, type] = {}
 
 
@@ -16,6 +22,26 @@ def with_layer_losses(output: Any, **fields: Any) -> Any:
     if kind not in _KINDS:
         _KINDS[kind] = _extended(kind)
     return _KINDS[kind](**{**output, **fields})
+
+
+def router_loss(model: Any, output: Any) -> Tensor | None:
+    """What a mixture of experts adds to its loss so that tokens spread over the experts, `[]`; None: nothing.
+
+    It is added once a forward, and not divided by a number of items: as in the models themselves.
+
+    Raises:
+        InputError: the model returns such a loss, but not under a name that is known what it is multiplied by.
+    """
+    loss = output.get("aux_loss")
+    if not isinstance(loss, Tensor):
+        return None
+    factors = [getattr(model, name) for name in _ROUTER_FACTORS if hasattr(model, name)]
+    if not factors:
+        raise InputError(
+            f"no layer losses for a {type(model).__name__} with a router loss: what it multiplies that by is unknown "
+            f"(none of {', '.join(_ROUTER_FACTORS)}); set config.output_router_logits = False"
+        )
+    return factors[0] * loss
 
 
 def _extended(kind: type) -> type:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
@@ -62,6 +62,17 @@ class ModelParts:
     scale: float
     softcap: float | None
 
+    def read(self, state: Tensor) -> Tensor:
+        """A state as the head is given the last one."""
+        for module in self.tail:
+            state = module(state)
+        return state
+
+    def pool(self, state: Tensor) -> Tensor | None:
+        """What `base` pools from a last state; None where that is no module of its own and no head needs it."""
+        pooler: Any = getattr(self.base, "pooler", None)
+        return pooler(state) if isinstance(pooler, nn.Module) else None
+
 
 def find_parts(wrapped: Any) -> ModelParts:
     """The parts of a model, also of one in a wrapper of torch, accelerate or peft.
@@ -80,7 +91,7 @@ def find_parts(wrapped: Any) -> ModelParts:
         raise InputError(f"no layer losses for a {name}, which has an encoder and a decoder: {SUPPORTED}")
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     path, layers = _layers(base, getattr(text, "num_hidden_layers", None), name)
-    head = _head_of_classifier(model, base, config) if kind == CLASSIFIER else _head_of_language_model(model)
+    head = head_of(kind, model, base)
     classifier = kind == CLASSIFIER
     return ModelParts(
         kind=kind,
@@ -93,6 +104,17 @@ def find_parts(wrapped: Any) -> ModelParts:
         scale=1.0 if classifier else _scale(text),
         softcap=None if classifier else getattr(text, "final_logit_softcapping", None),
     )
+
+
+def head_of(kind: str, model: Any, base: nn.Module) -> nn.Module:
+    """The linear map to the logits, as `model` calls it now.
+
+    Raises:
+        InputError: there is none that is known.
+    """
+    if kind == CLASSIFIER:
+        return _head_of_classifier(model, base, model.config)
+    return _head_of_language_model(model)
 
 
 def check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:

@@ -194,7 +194,7 @@ def test_a_missing_file_and_one_that_is_not_utf_8(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"gone\.csv: cannot be read"):
         read_table(tmp_path / "gone.csv")
     for name in ("a.csv", "a.jsonl", "a.json"):
-        with pytest.raises(InputError, match="is not UTF-8"):
+        with pytest.raises(InputError, match=r"line \d+: is not UTF-8"):
             read_table(write(tmp_path / name, b"text,label\ncaf\xe9,1\n"))
 
 

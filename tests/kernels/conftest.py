@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,12 @@ def _triton() -> Iterator[None]:
         return
     with ops.use_backend("triton"):
         yield
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `--numprocesses=auto`: the workers compile on the processor, and at times hold 9 GiB of the card each."""
+    return max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from cdt_fast.kernels import packed_attention as packed
 from cdt_fast.kernels import streaming_attention as streaming
 from cdt_fast.kernels import wide_attention as wide
-from cdt_fast.ops.attention import softmax_backward, symmetric_attention_reference
+from cdt_fast.ops.attention import symmetric_attention_reference
+from cdt_fast.ops.attention_in_torch import softmax_backward
 from cdt_fast.ops.checks import padding_mask
 
 # Between an input and the ends of its buffer. Odd, so that no row is aligned; sixteen times a size keeps them aligned.

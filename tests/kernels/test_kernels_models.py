@@ -15,6 +15,10 @@ from cdt_fast import models, ops
 
 PATCH, CODES, LAYERS, TOKENS = 16, 24, 2, 5
 WEIGHTS = (0.7, -0.4, 1.3)
+# Inputs whose errors are taken together. In bfloat16 one number in some thousands is off by ten times the others, in
+# one run or in the other as luck has it: of 13 draws the largest error is 4e-4 to 1.9e-3 here and 4e-4 to 1.1e-3 in
+# plain torch, where the root mean squares are 1.3e-4 to 2e-4 in both.
+DRAWS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 12}
 CONFIGURATIONS: list[tuple[type[models.DUST], dict[str, Any]]] = [
     (models.DUST, {"tied": True, "sparsity": 0.02}),
     (models.DUST, {"readout": "own", "sparsity": 0.02}),
@@ -72,7 +76,9 @@ def test_losses_and_gradients(
     model = built(kind, scale=0.8, **options).to(dtype).double()
     weights = torch.tensor(WEIGHTS) if weighted else None
     here, wide = (torch.empty(0, dtype=kept, device=place) for kept, place in ((dtype, device), (torch.float64, "cpu")))
-    for seed in range(20):
+    wanted = DRAWS[dtype]
+    draws: list[tuple[list[Tensor], ...]] = []
+    for seed in range(20 * wanted):
         clean = normal(seed, 3, TOKENS, PATCH).abs()
         noisy = (clean + 0.2 * normal(100 + seed, 3, TOKENS, PATCH)).to(dtype).double()
         signals = noisy, clean.to(dtype).double(), weights
@@ -82,14 +88,19 @@ def test_losses_and_gradients(
             continue
         given, given_masks = losses_and_gradients(model, *signals, "triton", here)
         if all(map(torch.equal, masks, given_masks)):
+            draws.append((given, plain, exact))
+        if len(draws) == wanted:
             break
     else:
-        pytest.fail("rounding always moves a code across a kink")
+        pytest.fail("rounding nearly always moves a code across a kink")
+    given, plain, exact = (
+        [torch.stack(several) for several in zip(*run, strict=True)] for run in zip(*draws, strict=True)
+    )
     # Losses are float32 sums of errors that are rounded to the dtype.
     share = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
     names = "total", "per layer", "noisy", *dict(model.named_parameters())
     for name, mine, torchs, true in zip(names, given, plain, exact, strict=True):
-        terms = share * exact[1].sum() if name in names[:2] else None
+        terms = share * exact[1].sum(-1) if name in names[:2] else None
         assert_as_precise(name, mine, torchs, true, terms)
 
 

@@ -72,6 +72,19 @@ LANGUAGE_MODELS = {
     "phi-bias": Family("PhiConfig", _SHAPE, _normed("model.final_layernorm")),
 }
 
+_EXPERTS: dict[str, Any] = {**_FEW_KEYS, "num_experts_per_tok": 2, "output_router_logits": True}
+_QWEN: dict[str, Any] = {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+MIXTURES = {
+    "mixtral": Family("MixtralConfig", {**_EXPERTS, "num_local_experts": 4}, _normed("model.norm")),
+    "qwen2-moe": Family("Qwen2MoeConfig", {**_QWEN, "shared_expert_intermediate_size": 24}, _normed("model.norm")),
+    "qwen3-moe": Family("Qwen3MoeConfig", {**_QWEN, "head_dim": 8}, _normed("model.norm")),
+    "jetmoe": Family(
+        "JetMoeConfig",
+        {**_EXPERTS, "num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4},
+        _normed("model.norm"),
+    ),
+}
+
 
 def _bert(model: Any, state: Tensor, inputs: dict[str, Tensor], last: bool) -> Tensor:
     return model.classifier(torch.tanh(model.bert.pooler.dense(state[:, 0])))
@@ -123,7 +136,7 @@ CLASSIFIERS = {
 
 def language_model(name: str = "llama", **changes: Any) -> Any:
     """In the dtype of the family, without dropout."""
-    return _make(LANGUAGE_MODELS[name], "AutoModelForCausalLM", **changes)
+    return _make({**LANGUAGE_MODELS, **MIXTURES}[name], "AutoModelForCausalLM", **changes)
 
 
 def classifier(name: str = "bert", **changes: Any) -> Any:
@@ -138,6 +151,7 @@ def _make(family: Family, head: str, **changes: Any) -> Any:
     # The defaults are tokens of the real vocabularies, out of range here.
     special = {"bos_token_id": 2, "eos_token_id": 2, "cls_token_id": 2, "sep_token_id": 2, "pad_token_id": 1}
     config = getattr(transformers, family.config)(**{**family.settings, **special, **changes})
+    config._experts_implementation = "eager"  # torch's grouped product knows no float64
     # Eager attention: that of torch has a dropout which is no module, and in transformers 4.48 masks that overflow.
     model = getattr(transformers, head).from_config(config, attn_implementation="eager").to(family.dtype)
     with torch.no_grad():

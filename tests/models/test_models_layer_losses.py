@@ -52,7 +52,7 @@ def test_language_models(name: str) -> None:
     tolerance = EXACT if family.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
     plain = model(**inputs)
     handle = attach_layer_losses(model)
-    assert (handle.taps, handle.layers) == ((0, 1, 2, 3), LAYERS)
+    assert (handle.taps, handle.layers, handle.kind) == ((0, 1, 2, 3), LAYERS, "causal language model")
     handle.weights = WEIGHTS
     output = check(model, inputs, answer, tolerance)
     torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=0)

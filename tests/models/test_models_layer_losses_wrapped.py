@@ -1,4 +1,4 @@
-"""Layer losses of a model with an adapter on its head, in a trainer, compiled; what they cost; what is refused."""
+"""Layer losses of a model in a trainer, compiled; what they cost; what is refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import pytest
 import torch
 import transformers
 from layer_loss_cases import (
-    CLASSIFIERS,
     LANGUAGE_MODELS,
     LAYERS,
     VOCABULARY,
     WEIGHTS,
     classifier,
-    eager_sums,
     expected,
     gradients,
     language_model,
@@ -32,95 +30,6 @@ from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses, predicted_overhead
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
-
-
-class LowRank(nn.Module):
-    """The shape of peft's `lora.Linear`: the wrapped layer, dictionaries of factors by adapter, and switches."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2, dropout: float = 0.0) -> None:
-        super().__init__()
-        factors = base.weight.new_empty(rank, base.in_features), base.weight.new_empty(base.out_features, rank)
-        self.base_layer = base
-        self.lora_A, self.lora_B = (
-            nn.ModuleDict({"default": nn.Linear(factor.shape[1], factor.shape[0], bias=False)}) for factor in factors
-        )
-        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout) if dropout else nn.Identity()})
-        self.scaling = {"default": 1.5}
-        self.active_adapters = ["default"]
-        self.merged = self.disable_adapters = False
-        self.use_dora = {"default": False}
-        self.double().requires_grad_(True)
-        base.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.disable_adapters:
-            return self.base_layer(x)
-        down = self.lora_A["default"](self.lora_dropout["default"](x))
-        return self.base_layer(x) + self.scaling["default"] * self.lora_B["default"](down)
-
-
-@pytest.mark.parametrize("disabled", [False, True])
-def test_low_rank_adapter_on_the_head(disabled: bool) -> None:
-    model, inputs = language_model("phi-bias"), tokens()
-    model.lm_head = LowRank(model.lm_head)
-    model.lm_head.disable_adapters = disabled
-    sums, _, _, gradient = expected(model, LANGUAGE_MODELS["phi-bias"], inputs, WEIGHTS, True)
-    attach_layer_losses(model).weights = WEIGHTS
-    output = model(**inputs)
-    torch.testing.assert_close(output.layer_loss_sums, sums, **EXACT)
-    found = gradients(model, output.loss)
-    torch.testing.assert_close(found, gradient, **EXACT)
-    assert found["lm_head.lora_B.default.weight"].any() != disabled
-    assert not found["lm_head.base_layer.weight"].any()
-
-
-def test_low_rank_adapter_on_a_classifier() -> None:
-    model, inputs = classifier("roberta"), rows()
-    model.classifier.out_proj = LowRank(model.classifier.out_proj)
-    sums, _, _, gradient = expected(model, CLASSIFIERS["roberta"], inputs, WEIGHTS, False)
-    attach_layer_losses(model).weights = WEIGHTS
-    output = model(**inputs)
-    torch.testing.assert_close(output.layer_loss_sums, sums, **EXACT)
-    torch.testing.assert_close(gradients(model, output.loss), gradient, **EXACT)
-
-
-def test_adapter_that_is_no_shared_weight() -> None:
-    model, inputs = language_model(), tokens()
-    model.lm_head = LowRank(model.lm_head, dropout=0.1).eval()
-    attach_layer_losses(model)
-    model(**inputs)
-    with pytest.raises(InputError, match=r"dropout of 0\.1"):
-        model.train()(**inputs)
-    model.lm_head.use_dora["default"] = True
-    with pytest.raises(InputError, match="plain LoRA"):
-        model.eval()(**inputs)
-
-
-@pytest.mark.parametrize("kind", ["language model", "classifier", "trained in place of the head"])
-def test_peft(kind: str) -> None:
-    peft = pytest.importorskip("peft")
-    shifted = kind == "language model"
-    model, inputs = (language_model(), tokens()) if shifted else (classifier("roberta"), rows())
-    options: dict[str, Any] = {
-        "language model": {"target_modules": ["q_proj", "lm_head"]},
-        "classifier": {"target_modules": ["query", "out_proj"]},
-        "trained in place of the head": {"target_modules": ["query"], "task_type": "SEQ_CLS"},
-    }[kind]
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options)).double().eval()
-    family = LANGUAGE_MODELS["llama"] if shifted else CLASSIFIERS["roberta"]
-    if kind == "trained in place of the head":
-        copies = model.classifier
-        model.classifier = copies.modules_to_save["default"]  # what the wrapper calls
-        sums = eager_sums(model, family, inputs, shifted).detach()
-        model.classifier = copies
-    else:
-        sums = eager_sums(model, family, inputs, shifted).detach()
-    handle = attach_layer_losses(wrapped)
-    handle.weights = WEIGHTS
-    output = wrapped(**inputs)
-    torch.testing.assert_close(output.layer_loss_sums, sums, **EXACT)
-    output.loss.backward()
-    assert all(parameter.grad is not None for parameter in wrapped.parameters() if parameter.requires_grad)
 
 
 class PeakBytes(TorchDispatchMode):

@@ -24,10 +24,11 @@ from ops_cases import (
     written_attention,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
-from cdt_fast.ops import attention
+from cdt_fast.ops import attention_in_torch
 from cdt_fast.ops.attention import symmetric_attention_reference
 
 
@@ -259,6 +260,49 @@ def test_whatever_stands_in_the_padding_reaches_nothing(poison: float, energy: b
     assert_equal(poisoned, run(0.0))
 
 
+@pytest.mark.parametrize("tokens", [7, 40])
+@pytest.mark.parametrize("with_values", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_each_sequence_is_what_it_is_without_its_padding(dtype: torch.dtype, with_values: bool, tokens: int) -> None:
+    # More tokens than numbers a token: nothing is kept for the backward. Some lengths are shared, some are not.
+    lengths = [3, tokens, 0, 3, tokens + 5, 1, -2, 3]
+    leaves = [leaf(normal(40 + n, 8, tokens, width).to(dtype)) for n, width in enumerate((6, 4)[: 1 + with_values])]
+    output = ops.symmetric_attention(*leaves, scale=0.5, lengths=torch.tensor(lengths))
+    upstream = normal(42, *output.shape).to(dtype)
+    found = torch.autograd.grad(output, leaves, upstream)
+    for sequence, length in enumerate(lengths):
+        count = min(max(length, 0), tokens)
+        alone = [leaf(tensor[sequence, :count]) for tensor in leaves]
+        expected = ops.symmetric_attention(*alone, scale=0.5)
+        right = torch.autograd.grad(expected, alone, upstream[sequence, :count])
+        for one, other in zip((output, *found), (expected, *right), strict=True):
+            assert_close([one[sequence, :count]], [other], 1e-12 if dtype == torch.float64 else 2e-2)
+            assert not one[sequence, count:].any()
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([2, 3])])
+def test_the_attention_is_kept_only_where_a_backward_may_come(lengths: Tensor | None) -> None:
+    operator = torch.ops.cdt_fast.symmetric_attention.default
+    z = normal(43, 2, 3, 4)
+    kept = [operator(z, None, lengths, 1.0, False, keeps)[2].shape for keeps in (True, False)]
+    assert kept == [(2, 3, 3), (0,)]
+    seen = []
+
+    class _Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is operator:
+                seen.append(args[-1])
+            return function(*args, **(kwargs or {}))
+
+    with _Operators():
+        ops.symmetric_attention(z, lengths=lengths)
+        ops.symmetric_attention(leaf(z), lengths=lengths)
+        ops.symmetric_attention(z, leaf(z), lengths=lengths)
+        with torch.no_grad():
+            ops.symmetric_attention(leaf(z), lengths=lengths)
+    assert seen == [False, True, True, False]
+
+
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_a_nan_token_stays_in_its_sequence(poisoned: int) -> None:
     def run(filling: float | None) -> list[Tensor | None]:
@@ -364,7 +408,8 @@ def test_errors_name_the_argument_what_was_given_and_what_is_expected(changed: d
 def test_opcheck(energy: bool, lengths: Tensor | None, trained: tuple[bool, bool | None]) -> None:
     z = normal(30, 2, 3, 4, dtype=torch.float32).requires_grad_(trained[0])
     values = None if trained[1] is None else normal(31, 2, 3, 5, dtype=torch.float32).requires_grad_(trained[1])
-    torch.library.opcheck(torch.ops.cdt_fast.symmetric_attention.default, (z, values, lengths, 0.7, energy))
+    keeps = any(wanted for wanted in trained)
+    torch.library.opcheck(torch.ops.cdt_fast.symmetric_attention.default, (z, values, lengths, 0.7, energy, keeps))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -390,7 +435,7 @@ def test_panels_give_what_all_rows_at_once_give(energy: bool, tied: bool, monkey
     results = []
     # All three sequences at once; two; one; four rows of its seven; one row.
     for panel_bytes in (2**26, 2 * 7 * 7 * 8, 7 * 7 * 8, 4 * 7 * 8, 1):
-        monkeypatch.setattr(attention, "PANEL_BYTES", panel_bytes)
+        monkeypatch.setattr(attention_in_torch, "PANEL_BYTES", panel_bytes)
         leaves = [leaf(normal(34, 3, 7, 4)), *([] if tied else [leaf(normal(35, 3, 7, 5))])]
         output = ops.symmetric_attention(*leaves, lengths=torch.tensor([7, 0, 4]), energy=energy)
         results.append([output, *gradients([output], leaves, [normal(36, *output.shape)])])

@@ -31,6 +31,7 @@ from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.ops import cross_entropy as module
 from cdt_fast.ops import cross_entropy_chunks as chunks
+from cdt_fast.ops import cross_entropy_kept as kept_logits
 from cdt_fast.ops import cross_entropy_operators as operators
 from cdt_fast.ops import cross_entropy_sweep as sweep
 from cdt_fast.ops.cross_entropy import layerwise_cross_entropy_reference
@@ -147,6 +148,88 @@ def test_large_logits(softcap: float) -> None:
         )
 
 
+# The gradients of logits that are kept until the backward
+
+
+@pytest.mark.parametrize("vocabulary", [4, VOCABULARY])
+@pytest.mark.parametrize("group_bytes", [0, 700, 2**20])
+@pytest.mark.parametrize("few_rows", [0, 128])
+@pytest.mark.parametrize("kept_depths", [1, 2, 3])
+def test_kept_logits_give_what_logits_computed_again_give(
+    monkeypatch: pytest.MonkeyPatch, kept_depths: int, few_rows: int, group_bytes: int, vocabulary: int
+) -> None:
+    recompute(monkeypatch)
+    hidden, weight, targets, bias = tensors(2, 9)
+    leaves = [*hidden, weight, bias]
+    targets = torch.where(targets >= vocabulary, targets - vocabulary, targets)
+    head = (weight[:vocabulary], targets, bias[:vocabulary])
+    factors = normal(5, DEPTHS)
+    known = WEIGHTS if kept_depths == DEPTHS else None
+
+    def run(zero: bool, **options: Any) -> list[Tensor | None]:
+        total, per_layer = ops.layerwise_cross_entropy(hidden, *head, **options)
+        upstream = factors * torch.tensor([1.0, 0.0 if zero else 1.0, 1.0])
+        result = total if options.get("layer_weights") else per_layer
+        return [per_layer, *gradients([result], leaves, [upstream if result.dim() else torch.tensor(2.0).double()])]
+
+    flags = [
+        {"label_smoothing": 0.1, "softcap": 2.0, "layer_weights": known},
+        {"reduction": "sum", "inner_fraction": 0.5},
+    ]
+    for options, zero in itertools.product(flags, (False, True)):
+        expected = run(zero, **options, generator=generator(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "depths_kept", lambda *_: kept_depths)
+            patch.setattr(kept_logits, "FEW_ROWS", few_rows)
+            patch.setitem(chunks.CHUNK_BYTES, "cpu", group_bytes)
+            direct = run(zero, **options, generator=generator(3))
+            by_the_operator(patch)
+            assert_equal(run(zero, **options, generator=generator(3)), direct)
+        assert_close(direct, expected)
+
+
+def test_a_frozen_depth_among_kept_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    hidden[1].requires_grad_(False)
+    for few_rows in (0, 128):
+        monkeypatch.setattr(kept_logits, "FEW_ROWS", few_rows)
+        total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias)
+        leaves = [hidden[0], hidden[2], weight, bias]
+        expected = written(hidden, weight, targets, bias)
+        assert_close(gradients([total], leaves, [torch.ones_like(total)]), torch.autograd.grad(expected.sum(), leaves))
+
+
+def test_how_many_depths_keep_their_logits() -> None:
+    def kept(rows: int, depths: int = 4, given: int | None = None, known: bool = False) -> int:
+        return chunks.depths_kept([rows] * depths, given, 1024, torch.float32, known)
+
+    # A row takes 4 KiB: 4096 of them a chunk, eight times as many where they would be computed again.
+    assert [kept(1024), kept(1025), kept(8192), kept(8193), kept(32768), kept(32769)] == [4, 4, 4, 3, 1, 0]
+    assert [kept(1024, known=True), kept(1025, known=True)] == [4, 0]
+    assert [kept(4, given=16), kept(5, given=16)] == [4, 0]
+    assert kept(1024, 1000) == 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_a_sweep_along_columns_is_the_one_along_rows(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], dtype: torch.dtype
+) -> None:
+    results = []
+    for few in (2**14, 0):
+        monkeypatch.setattr(sweep, "FEW_NUMBERS", few)
+        hidden, weight, targets, bias = tensors(40)
+        leaves = [leaf(tensor.to(dtype)) for tensor in (*hidden, weight, bias)]
+        for chunk_tokens in (None, 9):
+            total, per_layer = ops.layerwise_cross_entropy(
+                leaves[:DEPTHS], leaves[-2], targets, leaves[-1], chunk_tokens=chunk_tokens, **flags
+            )
+            results.append([per_layer, *gradients([total], leaves, [torch.ones_like(total)])])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for one, other in zip(results[:2], results[2:], strict=True):
+        assert_close(one, other, tolerance)
+
+
 # Weights
 
 
@@ -175,8 +258,9 @@ def test_weights_of_any_kind_and_depths_that_they_switch_off(kind: str) -> None:
 
 
 def recompute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the gradients of the head of all depths not fit the budget."""
+    """Have neither the gradients of the head of all depths nor any logits fit the budget."""
     monkeypatch.setattr(module, "gradients_fit", lambda entries, *_: not entries)
+    monkeypatch.setattr(module, "depths_kept", lambda *_: 0)
 
 
 def by_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,13 +475,17 @@ class _LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, freed)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("weighted", "kept", "kept_bytes"), [(True, True, 0), (False, True, 0), (False, False, 0), (False, False, 2**21)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept: bool) -> None:
+def test_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept: bool, kept_bytes: int
+) -> None:
     if not kept:
         recompute(monkeypatch)
     monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", 2**19)
+    monkeypatch.setattr(chunks, "KEPT_BYTES", kept_bytes)
     monkeypatch.setattr(sweep, "SWEEP_BYTES", 2**17)
     tokens, width = 512, 8
     for depths, vocabulary in ((4, 1024), (8, 1024), (4, 2048)):
@@ -414,8 +502,8 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: b
         of_states = 2 * depths * tokens * width * dtype.itemsize
         of_rows = 40 * depths * tokens
         logits = 2 * 128 * vocabulary * dtype.itemsize
-        assert memory.most <= of_head + of_states + of_rows + logits + 3 * 2**17
-        assert memory.most <= depths * tokens * vocabulary * dtype.itemsize / 4
+        assert memory.most <= of_head + of_states + of_rows + logits + kept_bytes + 3 * 2**17
+        assert memory.most <= kept_bytes + depths * tokens * vocabulary * dtype.itemsize / 4
 
 
 # The sample of the inner depths
@@ -718,8 +806,9 @@ def test_opcheck(trained: tuple[bool, bool, bool], sampled: bool) -> None:
     sample = torch.tensor([4, 1, 0]) if sampled else None
     options = (torch.float32, -100, True, 0.1, None if sampled else 3.0, 4)
     wanted = ([trained[0]] * DEPTHS, *trained[1:])
-    for weights, at_once in ((torch.tensor(WEIGHTS), True), (None, True), (None, False)):
-        arguments = (states, head[0], targets, head[1], sample, weights, at_once, *wanted, *options)
+    known = torch.tensor(WEIGHTS)
+    for weights, *road in ((known, True, 0), (None, True, 0), (None, False, 0), (None, False, 2), (known, False, 3)):
+        arguments = (states, head[0], targets, head[1], sample, weights, *road, *wanted, *options)
         torch.library.opcheck(torch.ops.cdt_fast.layerwise_cross_entropy.default, arguments)
 
 

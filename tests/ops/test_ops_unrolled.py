@@ -30,7 +30,7 @@ from torch import Tensor
 from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
-from cdt_fast.ops import attention, unrolled
+from cdt_fast.ops import attention_in_torch, unrolled
 from cdt_fast.ops.unrolled import unrolled_layer_reference
 
 OPTIONS: dict[str, Any] = {"step": 0.3, "threshold": 0.1}
@@ -700,7 +700,7 @@ def test_a_layer_whose_scores_are_too_many_to_hold_is_composed_of_ops(monkeypatc
     results = []
     for panel_bytes in (2**26, 1):
         monkeypatch.setattr(unrolled, "HELD_SCORE_BYTES", panel_bytes)
-        monkeypatch.setattr(attention, "PANEL_BYTES", panel_bytes)
+        monkeypatch.setattr(attention_in_torch, "PANEL_BYTES", panel_bytes)
         inputs = {name: leaf(tensor) for name, tensor in layer_inputs(60, (3,), 5, 4, 6, next_width=3).items()}
         options: dict[str, Any] = {**OPTIONS, "lengths": torch.tensor([5, 0, 3]), "target": normal(61, 3, 5, 3)}
         outputs = ops.unrolled_layer(**inputs, **options)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cdt_fast.runs.config import SECTIONS, RunConfig
 from cdt_fast.descent import PRESETS
 from cdt_fast.errors import InputError
+from cdt_fast.runs.config import SECTIONS, RunConfig
 
 
 def values_of(annotation: Any, metadata: Any) -> st.SearchStrategy[Any]:

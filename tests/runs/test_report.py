@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cdt_fast.runs import figures, report
 from cdt_fast.errors import InputError, MissingExtra
-from cdt_fast.runs.evaluated import EvaluatedRun
 from cdt_fast.files import read_json, write_json
+from cdt_fast.runs import figures, report
+from cdt_fast.runs.evaluated import EvaluatedRun
 from cdt_fast.tables import as_markdown, as_text
 
 

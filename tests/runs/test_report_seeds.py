@@ -7,8 +7,8 @@ from typing import Any
 
 from cdt_fast.runs.config import RunConfig
 from cdt_fast.runs.evaluated import EvaluatedRun
-from cdt_fast.runs.report import seed_table
 from cdt_fast.runs.folder import RunFolder
+from cdt_fast.runs.report import seed_table
 
 
 def run(name: str, seed: int, mean: float, feasible: bool, ratios: list[float | None], **settings: Any) -> EvaluatedRun:

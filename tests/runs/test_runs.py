@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from cdt_fast.runs.config import RunConfig
 from cdt_fast.errors import InputError
+from cdt_fast.runs.config import RunConfig
 from cdt_fast.runs.folder import RunFolder
 
 
@@ -88,3 +90,36 @@ def test_metrics_keep_every_bit_of_a_number(tmp_path: Path) -> None:
     run.metrics.write_text(line)
     run.forget_metrics_after(1)
     assert run.metrics.read_text() == line
+
+
+_HOLD = """
+import sys
+from cdt_fast.runs.folder import RunFolder
+with RunFolder(sys.argv[1]).held():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_that_another_process_trains_is_refused_until_that_ends_or_is_killed(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "mine", RunConfig())
+    before = {path: path.read_bytes() for path in run.path.iterdir()}
+    command = [sys.executable, "-c", _HOLD, str(run.path)]
+    for end in ("close", "kill"):
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdin is not None
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(InputError, match=r"mine: another process is training this run"), run.held():
+                pass
+            with run.held(main=False):  # another rank of the process that holds it
+                pass
+            assert RunFolder.open(run.path, trained=False)[1] == RunConfig()
+        finally:
+            other.stdin.close() if end == "close" else other.kill()
+            other.wait()
+            other.stdout.close()
+        with run.held():
+            pass
+    assert {path: path.read_bytes() for path in run.path.iterdir()} == before

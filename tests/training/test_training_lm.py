@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from tiny_text import TINY_LANGUAGE, write_instructions
+from tiny_text import TINY_LANGUAGE, words_of_command, write_instructions
 
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.evaluation import evaluate_run
@@ -23,6 +21,8 @@ from cdt_fast.files import read_json, write_json
 from cdt_fast.runs.building import load_data
 from cdt_fast.runs.config import LanguageConfig
 from cdt_fast.runs.folder import RunFolder
+from cdt_fast.tasks import build_task
+from cdt_fast.tasks.corpus import describe
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer, train
 
@@ -99,10 +99,11 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
     run = trained(config, tmp_path / "run")
     evaluation = evaluated(run, config)
     model = transformers.AutoModelForCausalLM.from_pretrained(run.model).double().eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
     sums, right, count = torch.zeros(3, dtype=torch.float64), 0, 0
     for entry in load_data(config, progress=False).test:
-        prompt = list(entry.prompt.encode())
-        ids = torch.tensor([[*prompt, *entry.output.encode(), 256]])
+        prompt = tokenizer(entry.prompt)["input_ids"]
+        ids = torch.tensor([[*prompt, *tokenizer(entry.output)["input_ids"], tokenizer.eos_token_id]])
         with torch.no_grad():
             output = model(ids, output_hidden_states=True)
         # The last of transformers' hidden states is normed already.
@@ -117,6 +118,41 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
     assert evaluation["layer_loss"] == pytest.approx((sums / count).tolist(), rel=1e-5)
     assert evaluation["accuracy"][0] == pytest.approx(right / count)
     assert evaluation["perplexity"][0] == pytest.approx(math.exp(sums[-1].item() / count), rel=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"layers": 5, "taps": [0, 3, 5]}, {"model": "qwen"}])
+def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
+    source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
+) -> None:
+    """A step as the loop takes it, against logits of every depth: in float32, and in float64 for what is true."""
+    config = settings_for(source, **({**changes, "model": str(qwen)} if "model" in changes else changes))
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    inputs, targets = trainer._batch(trainer._micro_batches()[0])
+    assert len({int(length) for length in inputs[1].sum(-1)}) > 1  # unequal lengths, so that there is padding
+    trainer.task.save_model(run.model)
+    weights = torch.linspace(-0.5, 1.5, trainer.task.layers + 1)
+    total, losses = trainer.losses(inputs, targets, weights)
+    total.backward()
+    for dtype in (torch.float32, torch.float64):
+        model = transformers.AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype).train()
+        output = model(input_ids=inputs[0], attention_mask=inputs[1], output_hidden_states=True)
+        # The last of transformers' hidden states is normed already.
+        states = [*map(model.model.norm, output.hidden_states[:-1]), output.hidden_states[-1]]
+        depths = range(len(states)) if config.model.taps is None else config.model.taps
+        expected = torch.stack(
+            [
+                torch.nn.functional.cross_entropy(model.lm_head(states[depth])[:, :-1].mT, targets[:, 1:])
+                for depth in depths
+            ]
+        )
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0, check_dtype=False)
+        (weights.to(dtype) * expected).sum().backward()
+        for (name, right), found in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
+            assert right.grad is not None, name
+            assert found.grad is not None, name
+            error = (found.grad - right.grad).abs().max()
+            assert error <= 1e-5 * right.grad.abs().max(), (name, dtype)
 
 
 def test_the_evaluation_holds_what_others_rely_on(source: Path, tmp_path: Path) -> None:
@@ -158,6 +194,37 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def test_a_signal_and_resume_by_the_command_line_change_no_bit(
+    source: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, multipliers, the optimiser's state, the kept model, what was logged, and the evaluation."""
+    words = words_of_command(TINY_LANGUAGE, gamma=0.3, accumulate=2, batch=3)
+    assert call("train", "lm", source, *words, "--out", tmp_path / "whole").status == 0
+    original = Trainer._train_step
+
+    def signalled(trainer: Trainer) -> None:
+        original(trainer)
+        if trainer.step == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", signalled)
+        assert call("train", "lm", source, *words, "--out", tmp_path / "parts").status == 128 + signal.SIGTERM
+    torch.manual_seed(99)  # a new process draws anew
+    assert call("train", "lm", "--resume", tmp_path / "parts").status == 0
+    whole, parts = (RunFolder(tmp_path / name) for name in ("whole", "parts"))
+    expected, found = load_file(whole.checkpoint), load_file(parts.checkpoint)
+    assert expected.keys() == found.keys()
+    assert {name.split(".")[1] for name in expected} >= {"model", "optimizer", "constraints"}
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for path in sorted(whole.model.iterdir()):
+        assert path.read_bytes() == (parts.model / path.name).read_bytes(), path.name
+    assert read_json(whole.evaluation) == read_json(parts.evaluation)
+    logged = [[{**entry, "sequences_per_second": 0} for entry in run.read_metrics()] for run in (whole, parts)]
+    assert logged[0] == logged[1]
 
 
 def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: Path, qwen: Path) -> None:
@@ -213,16 +280,88 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     short = [entry for entry in data.train if "please" not in entry.instruction]
     assert trainer.task.training_samples == len(short) < len(data.train)
     assert trainer.task.note is not None
-    assert f"{len(data.train) - len(short)} instructions are left out" in trainer.task.note
+    assert f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}" in trainer.task.note
+    assert "cut short" not in trainer.task.note
     inputs, targets = trainer._batch([(0, 0), (1, 1)])
     assert inputs.shape[0] == 2
     assert inputs.shape[1:] == targets.shape
     counted = targets[0][targets[0] != -100].tolist()
-    assert bytes(counted[:-1]).decode() == short[0].output
-    assert counted[-1] == 256
+    trainer.task.save_model(run.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
+    assert tokenizer.decode(counted) == f"{short[0].output}{tokenizer.eos_token}"
     assert trainer.task.count(0) == len(counted)
-    with pytest.raises(InputError, match=r"all tokens are masked.*--max-tokens"):
+    with pytest.raises(InputError, match=r"instructions to train on.*all tokens are masked.*--max-tokens"):
         trained(settings_for(source, max_tokens=50), tmp_path / "masked")
+
+
+def test_an_answer_cut_short_has_no_end_and_is_told(source: Path, tmp_path: Path) -> None:
+    entries = [{**entry, "output": entry["output"] * 9} for entry in json.loads(source.read_text())]
+    source.write_text(json.dumps(entries))
+    config = settings_for(source, steps=1)
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    inputs, targets = trainer._batch([(0, 0)])
+    assert inputs.shape[2] == 200
+    assert targets[0, -1] == inputs[0, 0, -1] > 1  # no end token
+    assert trainer.task.note is not None
+    assert "answers cut short by --max-tokens: 32 of 32" in trainer.task.note
+
+
+def test_the_evaluation_counts_the_instructions_that_it_measures(source: Path, tmp_path: Path) -> None:
+    config = settings_for(source, steps=1)
+    run = trained(config, tmp_path / "run")
+    test = load_data(config, progress=False).test
+    entries = json.loads(source.read_text())
+    for entry in entries:
+        # What is too long is known by its answer: an instruction decides where it is in the order.
+        if entry["instruction"] == test[0].instruction and entry["output"] == test[0].output:
+            entry["instruction"] += " please" * 40
+    source.write_text(json.dumps(entries))
+    left = [entry for entry in load_data(config, progress=False).test if "please" not in entry.instruction]
+    assert 0 < len(left) < len(test)
+    evaluation = evaluate_run(run, config, progress=False)
+    assert evaluation["test_texts"] == len(left)
+    assert evaluation["answers"] == sum(len(entry.output.encode()) + 1 for entry in left)
+
+
+def test_a_batch_of_one_trains_under_noise(source: Path, tmp_path: Path) -> None:
+    run = trained(settings_for(source, steps=2, batch=1, gamma=0.5), tmp_path / "run")
+    assert load_checkpoint(run.checkpoint)["step"] == 2
+
+
+def test_answers_that_are_empty_are_left_out_and_counted(source: Path, tmp_path: Path) -> None:
+    entries = json.loads(source.read_text())
+    for entry in entries[:5]:
+        entry["output"] = " "
+    source.write_text(json.dumps(entries))
+    data = load_data(settings_for(source), progress=False)
+    assert len(data.train) + len(data.validation) + len(data.test) == len(entries) - 5
+    assert describe(data, "x").endswith("; 5 without an answer left out")
+    source.write_text(json.dumps(entries[:5]))
+    with pytest.raises(InputError, match="holds no instruction with an answer"):
+        load_data(settings_for(source), progress=False)
+    source.write_text(json.dumps(entries[5:6]))
+    with pytest.raises(InputError, match=r"has 1 with an answer; 1 to choose by \(--validation\) and 1 to measure on"):
+        load_data(settings_for(source), progress=False)
+    source.write_text(json.dumps(entries[5:8]))
+    trained(settings_for(source, steps=2), tmp_path / "least")
+
+
+def test_an_anchor_above_a_guess_is_told(source: Path, tmp_path: Path) -> None:
+    def note(**changes: Any) -> str:
+        config = settings_for(source, **changes)
+        task = build_task(config, load_data(config, progress=False), torch.device("cpu"))
+        assert task.note is not None
+        return task.note
+
+    assert "the anchor of 12 nats is above the loss of a guess among 258 tokens, 5.55" in note()
+    for changes in (
+        {"reference": 5.6},
+        {"reference": "auto"},
+        {"reference_mode": "constraint"},
+        {"constrained": False},
+    ):
+        assert "anchor" not in note(**changes)
 
 
 def test_low_rank_adapters_need_a_pretrained_model_and_peft(
@@ -249,47 +388,3 @@ def test_an_adapter_alone_trains_and_is_kept(source: Path, tmp_path: Path, qwen:
     assert evaluation["layer_loss"][-1] < math.log(257)
     assert len(kept[-1]["loss"]) == 4
     train(run, config, resume=True, progress=False)  # nothing is left to do, but the state is taken up
-
-
-_RANK = """
-import sys
-from pathlib import Path
-from accelerate import Accelerator
-from cdt_fast.runs.building import load_data
-from cdt_fast.runs.folder import RunFolder
-from cdt_fast.training.loop import Trainer
-run, config = RunFolder.open(sys.argv[1], trained=False)
-trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
-assert trainer.accelerator.num_processes == 2
-trainer.run(progress=False)
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_one(source: Path, tmp_path: Path) -> None:
-    """Shares with unequal counts of tokens, and a last micro-batch of one sequence."""
-    settings: dict[str, Any] = {"batch": 3, "steps": 4, "checkpoint_every": 4, "validate_every": 4, "lr": 1e-3}
-    config = settings_for(source, **settings)
-    alone = trained(config, tmp_path / "alone")
-    together = RunFolder.create(tmp_path / "together", config)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    common["ACCELERATE_USE_CPU"] = "true"
-    command = [sys.executable, "-c", _RANK, str(together.path)]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    expected, found = load_checkpoint(alone.checkpoint), load_checkpoint(together.checkpoint)
-    multipliers = [state["constraints"]["multipliers"] for state in (found, expected)]
-    assert multipliers[1].max() > 0
-    torch.testing.assert_close(*multipliers, rtol=0, atol=1e-6)
-    for name, value in expected["model"].items():
-        torch.testing.assert_close(found["model"][name], value, rtol=0, atol=1e-5)

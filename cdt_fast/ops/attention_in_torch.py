@@ -1,0 +1,244 @@
+"""Symmetric attention in plain torch, a panel of scores at a time; on a CPU padding is cut off, not masked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cdt_fast.ops.checks import padding_mask, without_padding
+
+# Plain torch forms this many bytes of scores at a time: memory then grows with T and not with T². A quarter of it would
+# leave products of so few rows (256 of 4,096 tokens) that they take a fifth to a third longer.
+PANEL_BYTES = 16 * 2**20
+# On a GPU without a kernel many small products would leave it idle.
+PANEL_BYTES_ON_GPU = 64 * 2**20
+
+
+def score_bytes(z: Tensor) -> int:
+    """Bytes of all scores of `z` `[B, T, d]`, in at least float32."""
+    return z.shape[0] * z.shape[1] ** 2 * max(4, z.element_size())
+
+
+def _panels(z: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Sequences, and rows of them, whose scores fit a panel: several whole sequences, or rows of a single one."""
+    batch, tokens = z.shape[:2]
+    of_a_row = max(1, tokens * max(4, z.element_size()))
+    most = PANEL_BYTES if z.device.type == "cpu" else PANEL_BYTES_ON_GPU
+    rows = max(1, min(tokens, most // of_a_row))
+    sequences_a_panel = max(1, most // (of_a_row * tokens)) if rows == tokens else 1
+    for first in range(0, batch, sequences_a_panel):
+        for start in range(0, tokens, rows):
+            yield slice(first, first + sequences_a_panel), slice(start, start + rows)
+
+
+def _scores(z: Tensor, rows: slice, scale: float, padding: Tensor | None, energy: bool) -> Tensor:
+    """`scale · z zᵀ` of some rows, `[..., rows, T]`, in at least float32; −∞ in the columns of padding.
+
+    bfloat16 scores would be off by up to a whole unit at the norms of image patches (‖z‖² around 100), hence float32.
+    """
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    some = z[..., rows, :]
+    scores = (some if scale == 1.0 else some * scale) @ z.mT
+    if energy:
+        scores -= (0.5 * scale) * z.square().sum(-1).unsqueeze(-2)
+    return scores if padding is None else scores.masked_fill_(padding.unsqueeze(-2), float("-inf"))
+
+
+def _softmax(scores: Tensor, rows: slice, padding: Tensor | None) -> Tensor:
+    """Over the scores: what is read again must not leave the caches for memory that is written once."""
+    attention = torch.softmax(scores, -1, out=scores)
+    return attention if padding is None else attention.masked_fill_(padding[..., rows].unsqueeze(-1), 0.0)
+
+
+def attention_matrix(z: Tensor, scale: float, padding: Tensor | None) -> Tensor:
+    """`softmax_rows(scale · z zᵀ)`, `[..., T, T]`, in at least float32; zero in the rows and columns of padding."""
+    everything = slice(None)
+    return _softmax(_scores(z, everything, scale, padding, False), everything, padding)
+
+
+def softmax_backward(attention: Tensor, grad_attention: Tensor) -> Tensor:
+    """The gradient of the scores, from that of `softmax_rows(scores)`: `A ∘ (dA − rowsum(A ∘ dA))`."""
+    grad_attention = grad_attention.to(attention.dtype)
+    return torch.ops.aten._softmax_backward_data(grad_attention, attention, -1, attention.dtype)
+
+
+def attention_matrix_backward(z: Tensor, attention: Tensor, grad_attention: Tensor, scale: float) -> Tensor:
+    """Gradient with respect to `z` `[..., T, d]` of `attention_matrix`: `β (dS + dSᵀ) z` with the softmax's `dS`."""
+    grad_scores = softmax_backward(attention, grad_attention)
+    return (grad_scores + grad_scores.mT).mul_(scale).to(z.dtype) @ z
+
+
+def forward_in_torch(
+    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, kept: Tensor
+) -> Tensor:
+    """The output; fills `kept` with the attention if it has room for it.
+
+    Args:
+        z: `[B, T, d]`, contiguous.
+        values: `[B, T, k]`, contiguous, or None: `z`.
+        lengths: `[B]`.
+        scale, energy: as in `symmetric_attention`.
+        kept: `[B, T, T]` or empty, in the dtype of the softmax. With lengths on a CPU the attention lies in it as the
+            backward reads it: group after group.
+    """
+    if lengths is None or z.device.type != "cpu":
+        padding = padding_mask(lengths, z)
+        z = without_padding(z, padding)
+        values = z if values is None else without_padding(values, padding)
+        output = torch.empty_like(values)
+        _fill(z, values, padding, scale, energy, kept if kept.dim() > 1 else None, kept.dtype, output)
+        return output
+    output = torch.zeros_like(z if values is None else values)
+    for length, which, room in _groups(lengths, z.shape[1], kept):
+        part = _part(z, length, which)
+        of_part = part if values is None else _part(values, length, which)
+        if isinstance(which, int):
+            _fill(part, of_part, None, scale, energy, room, kept.dtype, output[which : which + 1, :length])
+            continue
+        found = torch.empty_like(of_part)
+        _fill(part, of_part, None, scale, energy, room, kept.dtype, found)
+        output[:, :length].index_copy_(0, which, found)
+    return output
+
+
+def backward_in_torch(
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    kept: Tensor,
+    grad_output: Tensor,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+) -> list[Tensor]:
+    """The gradients that are needed, of `z` first; with `values` None all of it is in that of `z`.
+
+    Args:
+        z, values, lengths, scale, energy: as in the forward.
+        kept: what the forward has filled, or empty.
+        grad_output: as the output.
+        needs_z, needs_values: which gradients are needed.
+    """
+    options = (scale, energy, needs_z, needs_values)
+    if lengths is None or z.device.type != "cpu":
+        padding = padding_mask(lengths, z)
+        z, grad_output = without_padding(z, padding), without_padding(grad_output, padding)
+        values = None if values is None else without_padding(values, padding)
+        return _gradients(z, values, padding, kept if kept.dim() > 1 else None, kept.dtype, grad_output, *options)
+    shapes = [z] * needs_z + ([values] if needs_values and values is not None else [])
+    found = [torch.zeros_like(tensor) for tensor in shapes]
+    for length, which, room in _groups(lengths, z.shape[1], kept):
+        parts = [None if tensor is None else _part(tensor, length, which) for tensor in (z, values, grad_output)]
+        assert parts[0] is not None
+        assert parts[2] is not None
+        of_part = _gradients(parts[0], parts[1], None, room, kept.dtype, parts[2], *options)
+        for total, gradient in zip(found, of_part, strict=True):
+            if isinstance(which, int):
+                total[which, :length] = gradient[0]
+            else:
+                total[:, :length].index_copy_(0, which, gradient)
+    return found
+
+
+def _groups(lengths: Tensor, tokens: int, kept: Tensor) -> Iterator[tuple[int, int | Tensor, Tensor | None]]:
+    """The sequences of each length: it, their numbers (or that of the only one), and the room for their attention.
+
+    Padding then costs nothing, and needs no masks. The numbers are known without waiting only on a CPU.
+    """
+    of_length: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths.clamp(0, tokens).tolist()):
+        of_length.setdefault(length, []).append(number)
+    start, rooms = 0, kept.view(-1)
+    for length, numbers in sorted(of_length.items()):
+        if not length:
+            continue
+        size = len(numbers) * length**2
+        room = rooms[start : start + size].view(-1, length, length) if kept.dim() > 1 else None
+        yield length, numbers[0] if len(numbers) == 1 else torch.tensor(numbers), room
+        start += size
+
+
+def _part(tensor: Tensor, length: int, which: int | Tensor) -> Tensor:
+    """The first tokens of some sequences, `[sequences, length, width]`."""
+    if isinstance(which, int):
+        return tensor[which : which + 1, :length]
+    return tensor[:, :length].index_select(0, which)
+
+
+def _fill(
+    z: Tensor,
+    values: Tensor,
+    padding: Tensor | None,
+    scale: float,
+    energy: bool,
+    kept: Tensor | None,
+    dtype: torch.dtype,
+    output: Tensor,
+) -> None:
+    """Write the output, and the attention where there is room for it; scores and softmax are in `dtype`."""
+    z = z.to(dtype)
+    for batch, rows in _panels(z):
+        masked = None if padding is None else padding[batch]
+        attention = _softmax(_scores(z[batch], rows, scale, masked, energy), rows, masked)
+        if kept is not None:
+            kept[batch, rows] = attention
+        torch.bmm(attention.to(values.dtype), values[batch], out=output[batch, rows])
+
+
+def _gradients(
+    z: Tensor,
+    values: Tensor | None,
+    padding: Tensor | None,
+    kept: Tensor | None,
+    wide_dtype: torch.dtype,
+    grad_output: Tensor,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+) -> list[Tensor]:
+    """A panel at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; five products in all."""
+    tied, values = values is None, z if values is None else values
+    wide = z if kept is not None else z.to(wide_dtype)
+    # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
+    whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z))
+    dtype = z.dtype if whole else wide_dtype
+    make = torch.empty_like if whole else torch.zeros_like
+    grad_z = make(z, dtype=dtype, memory_format=torch.contiguous_format) if needs_z else None
+    grad_values = None
+    if needs_values and not tied:
+        grad_values = make(values, dtype=dtype, memory_format=torch.contiguous_format)
+    # `bmm` and not `@`, which would copy a transposed factor in 16 bits first: at four times the cost of the product.
+    for batch, rows in _panels(z):
+        here, given = z[batch], grad_output[batch, rows]
+        if kept is not None:
+            attention = kept[batch, rows]
+        else:
+            masked = None if padding is None else padding[batch]
+            attention = _softmax(_scores(wide[batch], rows, scale, masked, energy), rows, masked)
+        mixed = attention.to(values.dtype).mT
+        if grad_z is not None:
+            grad_scores = softmax_backward(attention, torch.bmm(given, values[batch].mT))
+            of_here = grad_z[batch]
+            if whole:
+                both = (grad_scores + grad_scores.mT).to(z.dtype)
+                torch.baddbmm(of_here, both, here, beta=0, alpha=scale, out=of_here)
+                if tied:
+                    of_here.baddbmm_(mixed, given)
+            else:
+                narrow = grad_scores.to(z.dtype)
+                grad_z[batch, rows].add_(torch.bmm(narrow, here), alpha=scale)
+                of_here.add_(torch.bmm(narrow.mT, here[:, rows]), alpha=scale)
+                if tied:
+                    of_here += torch.bmm(mixed, given)
+            if energy:
+                of_here -= (scale * grad_scores.sum(-2).unsqueeze(-1) * here).to(dtype)
+        if grad_values is not None:
+            if whole:
+                torch.bmm(mixed, given, out=grad_values[batch])
+            else:
+                grad_values[batch] += torch.bmm(mixed, given)
+    return [gradient.to(z.dtype) for gradient in (grad_z, grad_values) if gradient is not None]

@@ -1,0 +1,50 @@
+"""A training that torchrun or accelerate launched as several processes: the first of them writes, all train."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cdt_fast.errors import InputError
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that writes; of a single one always."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def create_run(out: str | None, config: RunConfig) -> RunFolder:
+    """`RunFolder.create` by the first process; the others go on once it is there.
+
+    Args:
+        out: the folder; None: one in `runs`, named after the source.
+        config: the settings.
+
+    Raises:
+        InputError: the folder cannot be made; raised in the first process.
+        SystemExit: the same in the others, which have nothing to add.
+    """
+    kind = "constrained" if config.constraints.constrained else "unconstrained"
+    path = out or Path("runs") / f"{Path(config.data.source).stem}-{kind}"
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return RunFolder.create(path, config)
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    state = PartialState(cpu=config.training.device == "cpu")
+    run, refused = RunFolder(path), None
+    if state.is_main_process:
+        try:
+            run = RunFolder.create(path, config)
+        except InputError as error:
+            refused = error
+    # Without this word the others would wait for a process that has ended.
+    failed = [refused is not None]
+    broadcast_object_list(failed)
+    if refused is not None:
+        raise refused
+    if failed[0]:
+        raise SystemExit(2)
+    return run
