@@ -176,7 +176,8 @@ def _road(
     if kept == depths:
         return False, depths
     # Whether the gradients of the head can be kept for every depth, until the weights of the depths are known.
-    entries = weight.numel() * wants_weight + len(weight) * wants_bias
+    # Not times a truth value, which torch 2.11 cannot trace with sizes that vary.
+    entries = (weight.numel() if wants_weight else 0) + (len(weight) if wants_bias else 0)
     if weights_known or depths == 1 or gradients_fit(depths * entries, dtype, weight.device):
         return True, 0
     return False, kept
