@@ -30,8 +30,9 @@ def create_run(out: str | None, config: RunConfig) -> RunFolder:
     path = out or Path("runs") / f"{Path(config.data.source).stem}-{kind}"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return RunFolder.create(path, config)
+    import torch
     from accelerate import PartialState
-    from accelerate.utils import broadcast_object_list
+    from accelerate.utils import broadcast
 
     state = PartialState(cpu=config.training.device == "cpu")
     run, refused = RunFolder(path), None
@@ -41,10 +42,9 @@ def create_run(out: str | None, config: RunConfig) -> RunFolder:
         except InputError as error:
             refused = error
     # Without this word the others would wait for a process that has ended.
-    failed = [refused is not None]
-    broadcast_object_list(failed)
+    failed = broadcast(torch.tensor([refused is not None], device=state.device, dtype=torch.int32))
     if refused is not None:
         raise refused
-    if failed[0]:
+    if failed.any():
         raise SystemExit(2)
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ def stacked(batch: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def eager_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """The mean cross-entropy of each depth, `[3]`, differentiable."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
     output = model.model(input_ids=batch["input_ids"], output_hidden_states=True)
     states = [*(model.model.norm(state) for state in output.hidden_states[:-1]), output.last_hidden_state]
     targets = batch["labels"][:, 1:].flatten()
@@ -64,9 +66,11 @@ def eager_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.stack([nn.functional.cross_entropy(scores, targets) for scores in logits])
 
 
-def expected_run(steps: Sequence[Sequence[int]], count: int = ROWS) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def expected_run(
+    steps: Sequence[Sequence[int]], count: int = ROWS, model: Any = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Train on the rows of each step at once; multipliers and losses of every step, and the weights at the end."""
-    model, data = language_model(), rows(count)
+    model, data = model or language_model(), rows(count)
     multipliers, factor = [0.0] * (LAYERS + 1), 1 - RATE
     history, losses_of_steps = [], []
     for step in steps:
@@ -77,7 +81,8 @@ def expected_run(steps: Sequence[Sequence[int]], count: int = ROWS) -> tuple[Ten
         lagrangian.backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= LEARNING_RATE * parameter.grad
+                if parameter.requires_grad:
+                    parameter -= LEARNING_RATE * parameter.grad
         first, second, third = losses.tolist()
         violations = [first - REFERENCE, second - factor * first, third - factor * second]
         multipliers = [max(0.0, old + DUAL_LR * g) for old, g in zip(multipliers, violations, strict=True)]
@@ -91,3 +96,24 @@ def assert_same_weights(model: nn.Module, expected: dict[str, Tensor], tolerance
     # The model's norms compute in float32, whatever its dtype.
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=tolerance)
+
+
+def adapted(**options: Any) -> Any:
+    """The language model with adapters of peft that are not zero at first; without peft the test is left out."""
+    peft: Any = pytest.importorskip("peft", reason="the package 'peft' is not installed")
+    model = language_model()
+    torch.manual_seed(3)
+    settings = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(model, settings).double()
+
+
+def assert_trained_as_written_out(
+    trainer: Any, options: Any, steps: Sequence[Sequence[int]], count: int = ROWS
+) -> None:
+    multipliers, _, weights = expected_run(steps, count, adapted(**options))
+    torch.testing.assert_close(trainer.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-7)
+    assert_same_weights(trainer.model, weights)
+    before = dict(adapted(**options).named_parameters())
+    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert any("lm_head" in name for name in trained)
+    assert all(not torch.equal(before[name], weights[name]) for name in trained)

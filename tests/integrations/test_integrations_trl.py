@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from integration_cases import ASCENT, LEARNING_RATE, assert_same_weights, expected_run, language_model, rows
+from integration_cases import (
+    ASCENT,
+    LEARNING_RATE,
+    adapted,
+    assert_same_weights,
+    assert_trained_as_written_out,
+    expected_run,
+    language_model,
+    rows,
+)
 
 from cdt_fast import InputError
 from cdt_fast.integrations import with_descent
@@ -26,7 +35,7 @@ def trainer_for(folder: Path, **changes: Any) -> Any:
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    model = language_model()
+    model = changes.pop("model", None) or language_model()
     data = datasets.Dataset.from_list(
         [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in rows()]
     )
@@ -77,3 +86,11 @@ def test_another_loss_is_refused(tmp_path: Path) -> None:
         trainer_for(tmp_path, loss_type="dft")
     with pytest.raises(InputError, match="DPOTrainer"):
         with_descent(trl.DPOTrainer)
+
+
+def test_a_copy_of_the_head_is_trained_as_the_loop_written_out_trains_it(tmp_path: Path) -> None:
+    # A low-rank adapter on the head SFTTrainer refuses by itself.
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    trainer = trainer_for(tmp_path, model=adapted(**options))
+    trainer.train()
+    assert_trained_as_written_out(trainer, options, [[0, 1], [2, 3], [4, 5], [6, 7]])
