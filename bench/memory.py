@@ -93,20 +93,21 @@ def _return_freed_memory() -> None:
 
 
 def _growth_of_maximum(step: Callable[[], object]) -> int:
+    earlier = _largest()
+    step()
+    if _largest() <= earlier:
+        raise NotMeasured("the peak of the step is below that of its preparation, and the mark cannot be reset here")
+    return _largest() - earlier
+
+
+def _largest() -> int:
+    if _STATUS.exists():  # Linux, where the other figure starts from that of the process that started this one
+        return _resident("VmHWM")
     try:
         import resource
     except ImportError as error:  # Windows
         raise NotMeasured("this system reports no largest resident size") from error
-    unit = 1 if sys.platform == "darwin" else 1024
-
-    def largest() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    earlier = largest()
-    step()
-    if largest() <= earlier:
-        raise NotMeasured("the peak of the step is below that of its preparation, and the mark cannot be reset here")
-    return largest() - earlier
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def find(suite: str, case: str, way: str, size: str, device: torch.device) -> Way:

@@ -32,7 +32,6 @@ def create_run(out: str | None, config: RunConfig) -> RunFolder:
         return RunFolder.create(path, config)
     import torch
     from accelerate import PartialState
-    from accelerate.utils import broadcast
 
     state = PartialState(cpu=config.training.device == "cpu")
     run, refused = RunFolder(path), None
@@ -42,7 +41,8 @@ def create_run(out: str | None, config: RunConfig) -> RunFolder:
         except InputError as error:
             refused = error
     # Without this word the others would wait for a process that has ended.
-    failed = broadcast(torch.tensor([refused is not None], device=state.device, dtype=torch.int32))
+    failed = torch.tensor([refused is not None], device=state.device, dtype=torch.int32)
+    torch.distributed.broadcast(failed, src=0)
     if refused is not None:
         raise refused
     if failed.any():

@@ -54,7 +54,8 @@ def by_loop(rank: int, folder: str) -> tuple[Any, torch.Tensor]:
     for step in STEPS:
         mine = step[:1] if rank == 0 else step[1:]  # one row here, three there
         batch = stacked([data[index] for index in mine])
-        items = accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "sum") / RANKS
+        count: Any = accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "sum")
+        items = count / RANKS
         handle.weights = constraints.weights()
         output = model(**batch, num_items_in_batch=items)
         accelerator.backward(output.loss)
@@ -112,7 +113,7 @@ def work(rank: int, folder: str) -> None:
     for kind in KINDS:
         model, multipliers = {"loop": by_loop, "trainer": by_trainer}[kind](rank, folder)
         AcceleratorState._reset_state()
-        assert isinstance(model, FSDPModule), type(model)
+        assert issubclass(type(model), FSDPModule), type(model)
         whole = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
         results[kind] = (multipliers, whole)
     torch.save(results, f"{folder}/{rank}.pt")

@@ -95,7 +95,7 @@ def test_trainer(tmp_path: Path) -> None:
     model = classifier(max_position_embeddings=16).float()
     handle = attach_layer_losses(model)
     handle.weights = WEIGHTS
-    data = [{name: value[row] for name, value in rows(batch=8).items()} for row in range(7)]
+    data: Any = [{name: value[row] for name, value in rows(batch=8).items()} for row in range(7)]
     seen: dict[str, Any] = {}
 
     def metrics(prediction: Any) -> dict[str, float]:
