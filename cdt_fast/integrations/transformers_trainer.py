@@ -118,8 +118,9 @@ class _DescentTrainer(Trainer):
         split = any(getattr(parallelism, name, False) for name in ("cp_enabled", "sp_enabled"))
         problems = {
             "label_smoothing_factor": "a loss of its own: set it to 0" if args.label_smoothing_factor else None,
-            "compute_loss_func": "a loss of its own: leave it out" if self.compute_loss_func is not None else None,
+            # Before the next one, which some versions of TRL set for it.
             "loss_type": "a loss of its own: use 'nll'" if "nll" not in getattr(args, "loss_type", "nll") else None,
+            "compute_loss_func": "a loss of its own: leave it out" if self.compute_loss_func is not None else None,
             "n_gpu": "DataParallel: start with torchrun or accelerate launch" if args.n_gpu > 1 else None,
             "deepspeed": "DeepSpeed: use DDP or FSDP2" if self.is_deepspeed_enabled else None,
             "parallelism_config": "sequences split over devices: use whole ones" if split else None,

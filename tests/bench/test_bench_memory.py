@@ -38,8 +38,8 @@ def run(program: str) -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the mark of the largest resident size is Linux's")
 def test_a_known_buffer_is_measured_to_a_few_percent() -> None:
-    # A few percent of much: huge pages round a buffer up by some MiB.
-    assert run(PROGRAM.format(reset=False, mebibytes=256)) == pytest.approx(256 * 2**20, rel=0.03)
+    # The 4 MiB after the peak may lie beside the buffer that was freed, or in its place.
+    assert run(PROGRAM.format(reset=False, mebibytes=256)) == pytest.approx(256 * 2**20, rel=0.02)
 
 
 def test_the_growth_of_the_maximum_where_the_mark_cannot_be_reset() -> None:

@@ -82,7 +82,7 @@ def test_it_is_the_loop_written_out(checkpointing: bool, tmp_path: Path) -> None
 
 
 def test_another_loss_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"loss_type|compute_loss_func"):
+    with pytest.raises(InputError, match="loss_type"):
         trainer_for(tmp_path, loss_type="dft")
     with pytest.raises(InputError, match="DPOTrainer"):
         with_descent(trl.DPOTrainer)
