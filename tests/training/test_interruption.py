@@ -17,6 +17,7 @@ import pytest
 import torch
 from tiny import tiny_arguments
 from torch import Tensor
+from training_cases import Killed, train_until_killed
 
 from cdt_fast.errors import InputError
 from cdt_fast.runs.config import RunConfig
@@ -152,10 +153,6 @@ def test_a_run_that_a_signal_stopped_resumes_bit_for_bit(
     assert_same_runs(run, uninterrupted(name))
 
 
-class _Killed(BaseException):
-    """Stands for SIGKILL: nothing of the run is executed after it."""
-
-
 # What the process was doing when it died: the function, and whether that had happened.
 MOMENTS = {
     "in a step": ("_train_step", "before"),
@@ -185,36 +182,26 @@ def test_a_run_that_died_at_any_moment_resumes_bit_for_bit(
         nonlocal calls
         calls += 1
         if calls == 3 and when == "before":
-            raise _Killed
+            raise Killed
         result = original(trainer)
         if calls == 3:
-            raise _Killed
+            raise Killed
         return result
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, name, dying)
-        with pytest.raises(_Killed):
+        with pytest.raises(Killed):
             train(run, config, progress=False)
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, uninterrupted("constrained"))
 
 
 def test_half_a_line_and_half_a_checkpoint_are_no_trouble(
-    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Callable[[str], RunFolder]
+    tiny_config: Config, tmp_path: Path, uninterrupted: Callable[[str], RunFolder]
 ) -> None:
     config = tiny_config(**SETTINGS["constrained"])
     run = RunFolder.create(tmp_path / "run", config)
-    step = Trainer._train_step
-
-    def dying(trainer: Trainer) -> None:
-        if trainer.step == 15:
-            raise _Killed
-        step(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", dying)
-        with pytest.raises(_Killed):
-            train(run, config, progress=False)
+    train_until_killed(run, config, 15)
     with run.metrics.open("a") as metrics:
         metrics.write('{"step": 15, "lo')
     (run.checkpoint.parent / ".state-abc.tmp.safetensors").write_bytes(b"half of a checkpoint")

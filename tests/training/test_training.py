@@ -4,8 +4,6 @@ import errno
 import json
 import math
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_cases import run_on_two_ranks
 
 from cdt_fast.data import add_noise, to_patches
 from cdt_fast.errors import InputError, MissingExtra
@@ -498,21 +497,7 @@ def test_two_ranks_train_as_one(tiny_config: Config, tmp_path: Path, in_float64:
     assert len(alone.data.train) == 36
     alone.run(progress=False)
     together = RunFolder.create(tmp_path / "together", config)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    common["ACCELERATE_USE_CPU"] = "true"
-    command = [sys.executable, "-c", _RANK, str(together.path)]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_on_two_ranks(_RANK, together)
     state = load_checkpoint(together.checkpoint)
     torch.testing.assert_close(state["model"]["dictionary"], alone.model.dictionary.data, rtol=0, atol=1e-12)
     torch.testing.assert_close(state["constraints"]["multipliers"], alone.constraints.multipliers, rtol=0, atol=1e-12)

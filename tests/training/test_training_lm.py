@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from tiny_text import TINY_LANGUAGE, words_of_command, write_instructions
+from training_cases import train_until_killed
 
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.evaluation import evaluate_run
@@ -170,24 +171,14 @@ def test_the_evaluation_holds_what_others_rely_on(source: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("changes", [{}, {"inner_fraction": 0.5, "taps": [0, 2]}, {"model": "qwen", "gamma": 0.2}])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    source: Path, tmp_path: Path, qwen: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
 ) -> None:
     if "model" in changes:
         changes = {**changes, "model": str(qwen)}
     config = settings_for(source, **changes)
     whole = trained(config, tmp_path / "whole")
     run = RunFolder.create(tmp_path / "parts", config)
-    original = Trainer._train_step
-
-    def stop_at_six(trainer: Trainer) -> None:
-        if trainer.step == 6:
-            raise KeyboardInterrupt
-        original(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", stop_at_six)
-        with pytest.raises(KeyboardInterrupt):
-            train(run, config, progress=False)
+    train_until_killed(run, config, 6)
     torch.manual_seed(99)  # a new process draws anew
     train(run, config, resume=True, progress=False)
     expected, found = load_file(whole.checkpoint), load_file(run.checkpoint)

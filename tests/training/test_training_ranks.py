@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
+from training_cases import run_on_two_ranks
 
 from cdt_fast.files import read_json
 from cdt_fast.runs.building import load_data
@@ -89,21 +89,7 @@ def test_two_ranks_train_as_one(task: str, tmp_path: Path) -> None:
     config = settings_for(task, source_of(task, tmp_path), steps=9, lr=1e-3)
     alone, together = (RunFolder.create(tmp_path / name, config) for name in ("alone", "together"))
     train(alone, config, progress=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    common["ACCELERATE_USE_CPU"] = "true"
-    command = [sys.executable, "-c", _RANK, str(together.path)]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_on_two_ranks(_RANK, together)
     expected, found = load_checkpoint(alone.checkpoint), load_checkpoint(together.checkpoint)
     multipliers = expected["constraints"]["multipliers"]
     assert multipliers.max() > 0

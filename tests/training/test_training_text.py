@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from tiny_text import TINY_TEXT, reviews, write_table
+from training_cases import train_until_killed
 
 from cdt_fast.errors import InputError
 from cdt_fast.evaluation import evaluate_run
@@ -116,24 +117,14 @@ def test_the_evaluation_holds_what_others_rely_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["text-ut", "encoder"])
 @pytest.mark.parametrize("perturbation", ["gaussian", "drop"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    tmp_path: Path, encoder: Path, model: str, perturbation: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, encoder: Path, model: str, perturbation: str
 ) -> None:
     table = write_table(tmp_path / "reviews.tsv")
     changes = {"model": model if model == "text-ut" else str(encoder), "perturbation": perturbation}
     whole = trained(settings_for(table, **changes), tmp_path / "whole")
     config = settings_for(table, **changes)
     run = RunFolder.create(tmp_path / "parts", config)
-    original = Trainer._train_step
-
-    def stop_at_six(trainer: Trainer) -> None:
-        if trainer.step == 6:
-            raise KeyboardInterrupt
-        original(trainer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", stop_at_six)
-        with pytest.raises(KeyboardInterrupt):
-            train(run, config, progress=False)
+    train_until_killed(run, config, 6)
     train(run, config, resume=True, progress=False)
     for path in (whole.checkpoint, whole.model / "model.safetensors"):
         expected, found = load_file(path), load_file(run.path / path.relative_to(whole.path))

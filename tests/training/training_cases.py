@@ -1,0 +1,52 @@
+"""What tests of trainings share: one that is killed at a step, and one on two ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.loop import Trainer, train
+
+
+class Killed(BaseException):
+    """Nobody handles it: what is on the disk is what a `kill -9` at this moment leaves."""
+
+
+def train_until_killed(run: RunFolder, config: RunConfig, step: int) -> None:
+    """Train, and end after `step` steps as a killed process does."""
+    original = Trainer._train_step
+
+    def dying(trainer: Trainer) -> None:
+        if trainer.step == step:
+            raise Killed
+        original(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", dying)
+        with pytest.raises(Killed):
+            train(run, config, progress=False)
+
+
+def run_on_two_ranks(program: str, run: RunFolder) -> None:
+    """Run a program, given the folder of a run, in two processes that find each other as those of torchrun do."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common["ACCELERATE_USE_CPU"] = "true"
+    command = [sys.executable, "-c", program, str(run.path)]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
