@@ -10,14 +10,14 @@ import pytest
 import torch
 from bench_cases import case_of, steady
 
-from cdt_fast.bench import memory
+from cdt_fast.bench import loss_memory, memory
 from cdt_fast.bench.case import Way
 from cdt_fast.bench.suites import SUITES
 
 PROGRAM = """
 import torch
 from cdt_fast.training.allocator import keep_freed_memory
-from cdt_fast.bench import memory
+from cdt_fast.bench import loss_memory, memory
 keep_freed_memory()  # what the step before has freed then hides the next one's, unless it is given back
 if {reset}:
     memory._reset_mark = lambda: False
@@ -49,6 +49,8 @@ def test_the_growth_of_the_maximum_where_the_mark_cannot_be_reset() -> None:
 
 def test_a_peak_below_an_earlier_one_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_reset_mark", lambda: False)
+    earlier = b"x" * 2**27  # the peak that hides the step's
+    del earlier
     with pytest.raises(memory.NotMeasured, match="below that of its preparation"):
         memory.resident_peak(lambda: None)
 
@@ -75,3 +77,26 @@ def test_the_command_prints_one_line_of_json() -> None:
     answer = json.loads(result.stdout)
     assert answer["reason"] == ""
     assert 0 <= answer["peak_bytes"] < 2**26
+
+
+@pytest.mark.parametrize("way", loss_memory.WAYS)
+def test_the_loss_alone_is_measured_in_a_process_of_its_own(way: str) -> None:
+    """The logits of two depths or of one are the least that an eager loop holds; the fused loss works in blocks."""
+    peak = loss_memory.in_a_process(way, 2, 4096)
+    logits = loss_memory.TOKENS * 4096 * 4
+    head = 4096 * loss_memory.WIDTH * 4  # its gradient
+    assert head < peak < 20 * (logits + head)
+
+
+def test_what_is_owed_to_depths_and_vocabulary_together() -> None:
+    # 3 for all, 5 a depth, 7 a word, 11 for each pair of them.
+    peaks = {
+        (depths, words): 3 + 5 * depths + 7 * words + 11 * depths * words for depths in (2, 8) for words in (10, 30)
+    }
+    assert loss_memory.together(peaks) == 11 * (8 - 2) * (30 - 10)
+
+
+def test_a_measuring_process_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_memory, "_send_peak", lambda *_: None)
+    with pytest.raises(memory.NotMeasured, match="cdt_fast, 2 depths, V 64"):
+        loss_memory.in_a_process(loss_memory.FUSED, 2, 64)
