@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import check_lengths, check_tensor, padding_mask
 from cdt_fast.ops.depths import check_depths, known_zeros, weights_of_depths, without_switched_off
+from cdt_fast.ops.reconstruction_in_torch import errors_in_torch, gradients_in_torch, widest
 from cdt_fast.ops.registration import differentiable_once
 
 
@@ -75,13 +75,13 @@ def _losses(reconstructions: list[Tensor], target: Tensor, padding: Tensor | Non
 
         errors = reconstruction_errors(*_contiguous(reconstructions, target, padding))
     else:
-        errors = torch.stack([_difference(depth, target, padding).square_().sum() for depth in reconstructions])
-    return errors.to(_wide(reconstructions)).div_(tokens)
+        errors = errors_in_torch(reconstructions, target, padding)
+    return errors.to(widest(reconstructions)).div_(tokens)
 
 
 @_losses.register_fake
 def _(reconstructions: list[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
-    return target.new_empty(len(reconstructions), dtype=_wide(reconstructions))
+    return target.new_empty(len(reconstructions), dtype=widest(reconstructions))
 
 
 @torch.library.custom_op("cdt_fast::layerwise_reconstruction_loss_backward", mutates_args=())
@@ -100,21 +100,9 @@ def _backward(
 
         depths, target, padding = _contiguous(reconstructions, target, padding)
         return reconstruction_gradients(depths, target, padding, factors.float(), wanted, wants_target)
-    found = []
-    # The sum over the depths in one place, rounded once to the dtype of the target.
-    total = torch.zeros(
-        target.shape if wants_target else 0, dtype=_wide([*reconstructions, target]), device=target.device
-    )
-    silent = known_zeros(factors)
-    for depth, factor, want, zero in zip(reconstructions, factors.unbind(), wanted, silent, strict=True):
-        if zero:
-            found += [torch.zeros_like(depth, memory_format=torch.contiguous_format)] if want else []
-        elif want or wants_target:
-            gradient = _difference(depth, target, padding).mul_(factor)
-            if wants_target:
-                total -= gradient
-            found += [gradient.to(depth.dtype)] if want else []
-    return [*found, total.to(target.dtype)] if wants_target else found
+    zeros = known_zeros(factors)
+    known = [None if zero else factor for factor, zero in zip(factors.unbind(), zeros, strict=True)]
+    return gradients_in_torch(reconstructions, target, padding, known, wanted, wants_target)
 
 
 @_backward.register_fake
@@ -157,21 +145,6 @@ def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:
     if tokens.device.type == "cpu" and not tokens:
         raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
     return tokens
-
-
-def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The widest of the dtypes, at least float32."""
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
-
-
-def _difference(reconstruction: Tensor, target: Tensor, padding: Tensor | None) -> Tensor:
-    """`x̂ − s` in at least float32, in memory of its own; zero at padding, whatever stands there."""
-    wide = torch.promote_types(reconstruction.dtype, torch.float32)
-    if reconstruction.dtype == wide:
-        difference = torch.sub(reconstruction, target.to(wide))
-    else:
-        difference = reconstruction.to(wide).sub_(target)  # of numbers of 16 bits the one cast is enough
-    return difference if padding is None else difference.masked_fill_(padding.unsqueeze(-1), 0.0)
 
 
 def _on_triton(reconstructions: Sequence[Tensor], target: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
+from cdt_fast.ops import reconstruction_in_torch
 from cdt_fast.ops.reconstruction import layerwise_reconstruction_loss_reference
 
 DEPTHS = 4
@@ -38,6 +39,28 @@ def test_losses_are_the_formula_and_differentiable_without_weights(shape: tuple[
         torch.autograd.grad(total, [*depths, target]),
         torch.autograd.grad(torch.stack(expected).sum(), [*depths, target]),
     )
+
+
+@pytest.mark.parametrize("numbers", [1, 4, 9, 10**6])  # of blocks of one row, of one, of three, and of all seven
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_block_after_block_gives_what_the_formula_does(
+    monkeypatch: pytest.MonkeyPatch, numbers: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(reconstruction_in_torch, "NUMBERS_A_BLOCK", numbers)
+    depths = [leaf(normal(depth, 7, 3).to(dtype)) for depth in range(DEPTHS)]
+    target = leaf(normal(100, 7, 3))
+    lengths = torch.tensor(5)
+    weights = [0.5, 0.0, -1.0, 2.0]
+    total, per_layer = ops.layerwise_reconstruction_loss(depths, target, layer_weights=weights, lengths=lengths)
+    found = torch.autograd.grad(total, [depths[0], depths[2], depths[3], target])
+    exact = [leaf(depth.detach().double()) for depth in depths]
+    expected = layerwise_reconstruction_loss_reference([depth[:5] for depth in exact], target[:5])
+    wanted = torch.autograd.grad(
+        (torch.tensor(weights, dtype=torch.float64) * expected).sum(), [exact[0], exact[2], exact[3], target]
+    )
+    tolerance = {} if dtype == torch.float64 else {"rtol": 2**-8, "atol": 2**-20}  # a rounding to bfloat16
+    for one, other in zip([per_layer, *found], [expected, *wanted], strict=True):
+        torch.testing.assert_close(one.double(), other, **tolerance)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "list", "numpy", "float32", "trained"])

@@ -1,0 +1,109 @@
+"""Squared errors of all depths and their gradients in plain torch, some rows at a time.
+
+A pass over a tensor that no longer fits the caches costs more than its arithmetic. So the difference of some rows is
+formed, squared and summed (or scaled and rounded) before the next are, and a target is cast once for all depths.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+# A difference of so many numbers is formed at a time: of fewer, and the calls of torch cost most; of more, the memory.
+NUMBERS_A_BLOCK = 2**20
+# On a GPU without the kernel the launches are what costs.
+NUMBERS_A_BLOCK_ON_GPU = 2**25
+
+
+def widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The widest of the dtypes, at least float32."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+
+
+def errors_in_torch(reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
+    """`Σ ‖x̂_l − s‖²` over the tokens that count, `[depths]`, in the widest dtype of the depths, at least float32."""
+    sums: list[list[Tensor]] = [[] for _ in reconstructions]
+    for _, depth, difference in _differences(reconstructions, target, padding, dict.fromkeys(range(len(sums)))):
+        sums[depth].append(difference.square_().sum())
+    wide = widest(reconstructions)
+    return torch.stack([torch.stack(parts).sum().to(wide) for parts in sums])
+
+
+def gradients_in_torch(
+    reconstructions: Sequence[Tensor],
+    target: Tensor,
+    padding: Tensor | None,
+    factors: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    wants_target: bool,
+) -> list[Tensor]:
+    """`f_l (x̂_l − s)` of the depths that are wanted and, where it is, the gradient of the target: minus their sum.
+
+    Args:
+        reconstructions, target: `[..., n]`.
+        padding: `[...]`, true where a token does not count, or None.
+        factors: `f_l`, a number for each depth, or None where it is known to be zero.
+        wanted: the depths whose gradient is returned.
+        wants_target: whether that of the target is returned, after them.
+    """
+    # The sum over the depths in one place, rounded once to the dtype of the target.
+    wide = widest([*reconstructions, target])
+    total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if wants_target else None
+    rows_of_total = None if total is None else _rows(total)
+    found: list[Tensor] = []
+    used: dict[int, Tensor] = {}
+    rooms: dict[int, Tensor | None] = {}
+    for number, (depth, factor, want) in enumerate(zip(reconstructions, factors, wanted, strict=True)):
+        if want:
+            make = torch.zeros_like if factor is None else torch.empty_like
+            found.append(make(depth, memory_format=torch.contiguous_format))
+        if factor is not None and (want or wants_target):
+            used[number], rooms[number] = factor, _rows(found[-1]) if want else None
+    for rows, number, difference in _differences(reconstructions, target, padding, rooms):
+        difference.mul_(used[number])
+        if rows_of_total is not None:
+            rows_of_total[rows] -= difference
+        room = rooms[number]
+        if room is not None and room.dtype != difference.dtype:
+            room[rows] = difference
+    return found if total is None else [*found, total.to(target.dtype)]
+
+
+def _differences(
+    reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None, rooms: Mapping[int, Tensor | None]
+) -> Iterator[tuple[slice, int, Tensor]]:
+    """Rows, a depth, and `x̂ − s` there in at least float32; zero at padding, whatever stands there.
+
+    The depths are the keys of `rooms`. A difference lies in the depth's room, `[rows, n]`, where it has one of its
+    dtype, else in memory that the next one overwrites.
+    """
+    depths = {number: _rows(reconstructions[number]) for number in rooms}
+    dtypes = {number: torch.promote_types(depth.dtype, torch.float32) for number, depth in depths.items()}
+    target = _rows(target)
+    count, width = target.shape
+    hidden = None if padding is None else padding.reshape(count, 1)
+    numbers = NUMBERS_A_BLOCK if target.device.type == "cpu" else NUMBERS_A_BLOCK_ON_GPU
+    height = min(count, max(1, numbers // max(1, width)))
+    shared = {dtype: target.new_empty(height, width, dtype=dtype) for dtype in set(dtypes.values())}
+    for start in range(0, count, height):
+        rows = slice(start, min(count, start + height))
+        targets = {dtype: target[rows].to(dtype) for dtype in shared}
+        for number, room in rooms.items():
+            dtype = dtypes[number]
+            own = room is not None and room.dtype == dtype
+            difference = room[rows] if own else shared[dtype][: rows.stop - start]
+            if depths[number].dtype == dtype:
+                torch.sub(depths[number][rows], targets[dtype], out=difference)
+            else:
+                difference.copy_(depths[number][rows]).sub_(targets[dtype])
+            if hidden is not None:
+                difference.masked_fill_(hidden[rows], 0.0)
+            yield rows, number, difference
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """`[rows, n]` of `[..., n]`."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
