@@ -74,7 +74,13 @@ def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
 
 def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
     """`tokens` with zeros at the padding, so that whatever stands there (NaN too) reaches no result and no gradient."""
-    return tokens if padding is None else tokens.masked_fill(padding.unsqueeze(-1), 0.0)
+    if padding is None:
+        return tokens
+    if tokens.device.type == "cpu" and type(tokens) is Tensor and not torch.compiler.is_compiling():
+        # A mask that is broadcast is looked up number by number, at five times the cost of a copy.
+        rows = tokens.reshape(padding.numel(), tokens.shape[-1])
+        return rows.index_fill(0, padding.flatten().nonzero().squeeze(1), 0.0).view(tokens.shape)
+    return tokens.masked_fill(padding.unsqueeze(-1), 0.0)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

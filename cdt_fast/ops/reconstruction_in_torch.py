@@ -25,11 +25,11 @@ def widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 def errors_in_torch(reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
     """`Σ ‖x̂_l − s‖²` over the tokens that count, `[depths]`, in the widest dtype of the depths, at least float32."""
-    sums: list[list[Tensor]] = [[] for _ in reconstructions]
+    zero = target.new_zeros((), dtype=widest(reconstructions))
+    sums = [[zero] for _ in reconstructions]
     for _, depth, difference in _differences(reconstructions, target, padding, dict.fromkeys(range(len(sums)))):
-        sums[depth].append(difference.square_().sum())
-    wide = widest(reconstructions)
-    return torch.stack([torch.stack(parts).sum().to(wide) for parts in sums])
+        sums[depth].append(difference.square_().sum(dtype=zero.dtype))
+    return torch.stack([torch.stack(parts).sum() for parts in sums])
 
 
 def gradients_in_torch(
@@ -86,7 +86,7 @@ def _differences(
     count, width = target.shape
     hidden = None if padding is None else padding.reshape(count, 1)
     numbers = NUMBERS_A_BLOCK if target.device.type == "cpu" else NUMBERS_A_BLOCK_ON_GPU
-    height = min(count, max(1, numbers // max(1, width)))
+    height = max(1, min(count, numbers // max(1, width)))
     shared = {dtype: target.new_empty(height, width, dtype=dtype) for dtype in set(dtypes.values())}
     for start in range(0, count, height):
         rows = slice(start, min(count, start + height))

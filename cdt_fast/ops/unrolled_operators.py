@@ -11,6 +11,7 @@ from cdt_fast.ops.attention_in_torch import attention_matrix, attention_matrix_b
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import padding_mask, without_padding
 from cdt_fast.ops.products import product, product_over_rows, rows_of
+from cdt_fast.ops.reconstruction_in_torch import errors_in_torch
 from cdt_fast.ops.registration import differentiable_once
 from cdt_fast.ops.shrinkage import shrink_, shrink_backward_
 
@@ -68,8 +69,7 @@ def _forward(
     """Next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
     atoms = dictionary.to(codes.dtype)
     next_atoms = atoms if next_dictionary is None else next_dictionary.to(codes.dtype)
-    wide = torch.promote_types(codes.dtype, torch.float32)
-    error = codes.new_zeros((), dtype=wide)
+    error = codes.new_zeros((), dtype=torch.promote_types(codes.dtype, torch.float32))
     with torch.autocast(codes.device.type, enabled=False):
         padding = padding_mask(lengths, codes)
         if runs_on_triton("unrolled_layer", codes, lambda: fused_refusal(codes, dictionary, next_atoms.shape[0])):
@@ -90,8 +90,7 @@ def _forward(
             next_codes = shrink_(next_codes.baddbmm_(attention, codes, beta=step), threshold, nonlinearity)
             next_projection = _product(next_codes, next_atoms.mT)
             if target is not None:
-                clean = without_padding(target, padding).to(wide)
-                error = torch.nn.functional.mse_loss(next_projection.to(wide), clean, reduction="sum")
+                error = errors_in_torch([next_projection], target, padding)[0]
     return next_codes, next_projection, projected if projection is None else codes.new_empty(0), error
 
 
