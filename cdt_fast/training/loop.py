@@ -340,11 +340,14 @@ def _worst(report: FeasibilityReport) -> dict[str, Any]:
 def _rank(report: FeasibilityReport, final_loss: float, constrained: bool) -> list[float]:
     """Lower is better: more constraints known, then feasible (or least violated), then the loss of the last depth.
 
+    Violations count in whole percents: a layer that can learn nothing violates its bound by about the same all the
+    time, and the fourth digit of that must not decide over what the others learn.
+
     An automatic reference is fixed some steps into the run. A model from before was judged by fewer constraints, and
     must not beat all later ones by that.
     """
     if not constrained:
         return [final_loss]
     known = sum(violation is not None for violation in report.violation)
-    excess = 0.0 if report.feasible else max(report.worst_violation or 0.0, 0.0)
+    excess = 0.0 if report.feasible else max(round(report.worst_violation or 0.0, 2), 0.01)
     return [-known, excess, final_loss]
