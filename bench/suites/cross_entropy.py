@@ -35,12 +35,20 @@ class Shape(NamedTuple):
 
 # A head of a few classes, on the mean token of each text: the cost is that of the calls, not of the products.
 CLASSIFIER = "classifier"
+CLASSIFIERS = (
+    (4, 64, 64, 2),
+    (4, 64, 384, 2),
+    (4, 64, 384, 32),
+    (4, 256, 128, 10),
+    (13, 256, 128, 64),
+    (4, 4096, 384, 10),
+)
 SHAPES = {
     "toy": (Shape("toy", 3, 24, 16, 100), Shape(CLASSIFIER, 2, 8, 16, 2)),
     "cpu": (
         Shape("GPT2-small", 13, 256, 192, 12564, "scaled down from N 8,192, d 768, V 50,257"),
         Shape("Llama-8B", 33, 128, 256, 8016, "scaled down from N 2,048, d 4,096, V 128,256"),
-        *(Shape(CLASSIFIER, 4, 64, 384, classes) for classes in (2, 32)),
+        *(Shape(CLASSIFIER, *sizes) for sizes in CLASSIFIERS),
     ),
     "gpu": (
         Shape("GPT2-small", 13, 8192, 768, 50257),
