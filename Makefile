@@ -7,10 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 demo: .venv/installed
 	rm -rf runs/demo
-	$(BIN)/cdt-fast train video --config docs/demo.toml --out runs/demo/tied --no-constrained
-	$(BIN)/cdt-fast train video --config docs/demo.toml --out runs/demo/untied --no-constrained --no-tied
-	$(BIN)/cdt-fast train video --config docs/demo.toml --out runs/demo/constrained
-	$(BIN)/cdt-fast compare runs/demo/tied runs/demo/untied runs/demo/constrained --out runs/demo/comparison
+	$(BIN)/cdt-fast reproduce video demo --seeds 0 --out runs/demo
 
 # The kernels' arithmetic runs in Triton's interpreter, which is chosen when Triton is imported: in its own process, and
 # with one thread, as the interpreter's tiles are too small for more.

@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
     _add_json(command)
 
+    _add_reproduce(commands)
     _add_bench(commands)
 
     command = _command(commands, "info", _info, "say what is installed, which device is used, and why")
@@ -173,6 +174,52 @@ def _add_train(commands: Any) -> None:
         add_settings(_command(tasks, task.name, _train, task.text), task)
 
 
+def _add_reproduce(commands: Any) -> None:
+    from cdt_fast import experiments
+
+    text = "train the runs of an experiment by its name, and compare them"
+    command = _command(commands, "reproduce", _reproduce, text)
+    command.description += " Called again, it goes on where it was stopped, and what is done stays."
+    example = "cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"
+    command.epilog = f"experiments:\n{experiments.listing()}\n\nexample: {example}"
+    command.add_argument("name", metavar="NAME", help="which experiment")
+    command.add_argument("source", metavar="SOURCE", help="where its data are")
+    command.add_argument("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
+    command.add_argument("--seeds", metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
+    command.add_argument("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
+    _add_json(command)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from cdt_fast import experiments
+    from cdt_fast.runs.config import converted
+    from cdt_fast.runs.folder import RunFolder
+    from cdt_fast.training import launch
+
+    again = "the same command"
+    launch.check_single_process("reproduce trains one run after the other; launch each with cdt-fast train")
+    experiment = experiments.Experiment.load(options.name)
+    seeds = None if options.seeds is None else converted("--seeds", options.seeds, list[int], None)
+    out = Path(options.out or Path("runs") / experiment.name)
+    planned = experiments.plan(experiment, options.source, options.model, seeds, out)
+    for run in planned:
+        _make_absolute(run.config)
+    states = [run.state() for run in planned]
+    # Before there is a folder, as in _train.
+    importlib.import_module("cdt_fast.training.loop")
+    for number, (run, state) in enumerate(zip(planned, states, strict=True), 1):
+        done = " is done" if state == "done" else ", which was begun" if state == "begun" else ""
+        print(f"run {number} of {len(planned)}: {run.path}{done}", file=sys.stderr)
+        if state == "done":
+            continue
+        folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.config)
+        status = _train_and_evaluate(options, folder, run.config, state == "begun", again, again)
+        if status:
+            return status
+    options.folders, options.out = [str(run.path) for run in planned], str(out / "comparison")
+    return _compare(options)
+
+
 def _train(options: argparse.Namespace) -> int:
     given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in vars(options).items():
@@ -199,20 +246,29 @@ def _train(options: argparse.Namespace) -> int:
         # Imported before there is a folder: it takes a while, and a signal meanwhile must leave no empty run behind.
         importlib.import_module("cdt_fast.training.loop")
         run = launch.create_run(options.out, config)
+    resume = options.resume is not None
     folder = shlex.quote(str(run.path))
-    options.memory_hint = memory_hint(config)
-    from cdt_fast.training import loop
+    go_on, measure = f"cdt-fast train {config.task} --resume {folder}", f"cdt-fast evaluate {folder}"
+    return _train_and_evaluate(options, run, config, resume, go_on, measure)
 
+
+def _train_and_evaluate(
+    options: argparse.Namespace, run: Any, config: RunConfig, resume: bool, go_on: str, measure: str
+) -> int:
+    """The exit status; a signal is answered by what goes on with the training, or measures what was trained."""
+    from cdt_fast.training import launch, loop
+
+    options.memory_hint = memory_hint(config)
     try:
-        loop.train(run, config, resume=options.resume is not None)
+        loop.train(run, config, resume=resume)
     except loop.Interrupted as stop:
-        print(f"cdt-fast: {stop}; continue with: cdt-fast train {config.task} --resume {folder}", file=sys.stderr)
+        print(f"cdt-fast: {stop}; continue with: {go_on}", file=sys.stderr)
         return 128 + stop.signal_number
     except BaseException:
-        if options.resume is None:
+        if not resume:
             run.remove_if_untouched()
         raise
-    options.hint = f"; the training is done, measure it with: cdt-fast evaluate {folder}"
+    options.hint = f"; the training is done, measure it with: {measure}"
     return _evaluate_run(run, config) if launch.is_first_process() else 0
 
 

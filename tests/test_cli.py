@@ -32,6 +32,7 @@ COMMANDS = [
     ["evaluate"],
     ["compare"],
     ["denoise"],
+    ["reproduce"],
     ["data"],
     ["data", "fetch"],
     ["data", "check"],

@@ -181,9 +181,9 @@ class TextWork:
     @property
     def tolerances(self) -> Mapping[str, float]:
         """By dtype, the largest relative difference from the formula that is rounding."""
-        # In bfloat16 eager torch itself is off by 4.4e-2 at the size for a CPU: ReLUs switch where rounding moves a
+        # In bfloat16 eager torch itself is off by 2.1e-2 at the size for a CPU: ReLUs switch where rounding moves a
         # zero.
-        return {"float32": 1e-4, "bfloat16": 6e-2}
+        return {"float32": 1e-4, "bfloat16": 4e-2}
 
     @property
     def formula(self) -> Formula:
@@ -230,7 +230,10 @@ class TextWork:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * (0.02 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5))
         ids = torch.randint(self.vocabulary, (self.texts, self.tokens), generator=generator)
+        # Not as many of each class: the gradient of the head's bias would be a small difference of large sums, in which
+        # bfloat16 leaves noise whoever computes it.
         labels = torch.randint(self.classes, (self.texts,), generator=generator)
+        labels[: self.texts // 2] = 0
         return model.to(device, dtype), ids.to(device), labels.to(device)
 
     def last_loss(self, model: TextUT, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,24 @@
 """Squared errors of all depths and their gradients in plain torch, some rows at a time.
 
-A pass over a tensor that no longer fits the caches costs more than its arithmetic. So the difference of some rows is
-formed, squared and summed (or scaled and rounded) before the next are, and a target is cast once for all depths.
+A pass over a tensor that no longer fits the caches costs more than its arithmetic. So some rows are squared and summed,
+or differentiated and rounded, before the next are, and a target is cast once for all depths.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-# A difference of so many numbers is formed at a time: of fewer, and the calls of torch cost most; of more, the memory.
-NUMBERS_A_BLOCK = 2**20
+# So many numbers at a time: with fewer the calls of torch cost most, with more the memory.
+NUMBERS_A_BLOCK = 2**19
 # On a GPU without the kernel the launches are what costs.
 NUMBERS_A_BLOCK_ON_GPU = 2**25
+
+# torch's names for what becomes of the squares.
+_NO_REDUCTION, _SUM = 0, 2
 
 
 def widest(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -25,10 +28,14 @@ def widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 def errors_in_torch(reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
     """`Σ ‖x̂_l − s‖²` over the tokens that count, `[depths]`, in the widest dtype of the depths, at least float32."""
+
+    def squares(_: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
+        torch.ops.aten.mse_loss.out(depth, target, _NO_REDUCTION, out=out)
+
     zero = target.new_zeros((), dtype=widest(reconstructions))
     sums = [[zero] for _ in reconstructions]
-    for _, depth, difference in _differences(reconstructions, target, padding, dict.fromkeys(range(len(sums)))):
-        sums[depth].append(difference.square_().sum(dtype=zero.dtype))
+    for _, number, found in _blocks(reconstructions, target, padding, dict.fromkeys(range(len(sums))), squares):
+        sums[number].append(found.sum(dtype=zero.dtype))
     return torch.stack([torch.stack(parts).sum() for parts in sums])
 
 
@@ -54,31 +61,44 @@ def gradients_in_torch(
     total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if wants_target else None
     rows_of_total = None if total is None else _rows(total)
     found: list[Tensor] = []
-    used: dict[int, Tensor] = {}
+    halves: dict[int, Tensor] = {}
     rooms: dict[int, Tensor | None] = {}
     for number, (depth, factor, want) in enumerate(zip(reconstructions, factors, wanted, strict=True)):
         if want:
             make = torch.zeros_like if factor is None else torch.empty_like
             found.append(make(depth, memory_format=torch.contiguous_format))
         if factor is not None and (want or wants_target):
-            used[number], rooms[number] = factor, _rows(found[-1]) if want else None
-    for rows, number, difference in _differences(reconstructions, target, padding, rooms):
-        difference.mul_(used[number])
+            # torch's gradient of a square has the 2 that is in the factors already.
+            halves[number] = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
+            rooms[number] = _rows(found[-1]) if want else None
+
+    def gradient(number: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
+        torch.ops.aten.mse_loss_backward.grad_input(halves[number], depth, target, _SUM, grad_input=out)
+
+    for rows, number, block in _blocks(reconstructions, target, padding, rooms, gradient):
         if rows_of_total is not None:
-            rows_of_total[rows] -= difference
+            rows_of_total[rows] -= block
         room = rooms[number]
-        if room is not None and room.dtype != difference.dtype:
-            room[rows] = difference
+        if room is not None and room.dtype != block.dtype:
+            room[rows] = block
     return found if total is None else [*found, total.to(target.dtype)]
 
 
-def _differences(
-    reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None, rooms: Mapping[int, Tensor | None]
+def _blocks(
+    reconstructions: Sequence[Tensor],
+    target: Tensor,
+    padding: Tensor | None,
+    rooms: Mapping[int, Tensor | None],
+    operation: Callable[[int, Tensor, Tensor, Tensor], None],
 ) -> Iterator[tuple[slice, int, Tensor]]:
-    """Rows, a depth, and `x̂ − s` there in at least float32; zero at padding, whatever stands there.
+    """Rows, a depth, and what `operation` makes of it there in at least float32; zero at padding, whatever is there.
 
-    The depths are the keys of `rooms`. A difference lies in the depth's room, `[rows, n]`, where it has one of its
-    dtype, else in memory that the next one overwrites.
+    Args:
+        reconstructions, target, padding: as in `gradients_in_torch`.
+        rooms: the depths, and for each `[rows, n]` that the result is written to where it is of its dtype, or None:
+            into memory that the next one overwrites.
+        operation: is called with the number of a depth, some of its rows, those of the target in the same dtype, and
+            where to write; that may be where the depth's rows are.
     """
     depths = {number: _rows(reconstructions[number]) for number in rooms}
     dtypes = {number: torch.promote_types(depth.dtype, torch.float32) for number, depth in depths.items()}
@@ -92,16 +112,13 @@ def _differences(
         rows = slice(start, min(count, start + height))
         targets = {dtype: target[rows].to(dtype) for dtype in shared}
         for number, room in rooms.items():
-            dtype = dtypes[number]
+            depth, dtype = depths[number][rows], dtypes[number]
             own = room is not None and room.dtype == dtype
-            difference = room[rows] if own else shared[dtype][: rows.stop - start]
-            if depths[number].dtype == dtype:
-                torch.sub(depths[number][rows], targets[dtype], out=difference)
-            else:
-                difference.copy_(depths[number][rows]).sub_(targets[dtype])
+            block = room[rows] if own else shared[dtype][: rows.stop - start]
+            operation(number, depth if depth.dtype == dtype else block.copy_(depth), targets[dtype], block)
             if hidden is not None:
-                difference.masked_fill_(hidden[rows], 0.0)
-            yield rows, number, difference
+                block.masked_fill_(hidden[rows], 0.0)
+            yield rows, number, block
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class RunConfig:
         Raises:
             InputError: the file cannot be read, or names something unknown or of the wrong kind.
         """
-        document = _read_toml(path)
+        document = read_toml(path)
         config = cls()
         if document.pop("task", config.task) != config.task:
             raise InputError(f'{path}: task must be "{config.task}"')
@@ -152,13 +152,18 @@ def load_config(path: str | os.PathLike[str]) -> RunConfig:
     Raises:
         InputError: as `RunConfig.load`, or the task is unknown.
     """
-    task = _read_toml(path).get("task", "video")
+    task = read_toml(path).get("task", "video")
     if task not in list(CONFIGS):
         raise InputError(f"{path}: task must be one of {', '.join(CONFIGS)}, got {task!r}")
     return CONFIGS[task].load(path)
 
 
-def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The document of a TOML file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -15,6 +15,20 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def check_single_process(instead: str) -> None:
+    """Require that this is the only process.
+
+    Args:
+        instead: what the message says beside the number of processes.
+
+    Raises:
+        InputError: there are several.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise InputError(f"launched as {processes} processes, but {instead}")
+
+
 def create_run(out: str | None, config: RunConfig) -> RunFolder:
     """`RunFolder.create` by the first process; the others go on once it is there.
 

@@ -1,0 +1,146 @@
+"""Experiments by name, a TOML file each: several trainings on the same data, which `cdt-fast reproduce` sets side by
+side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_json
+from cdt_fast.runs.config import CONFIGS, SECTIONS, RunConfig, read_toml
+from cdt_fast.runs.folder import RunFolder
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What an experiment's file says.
+
+    Attributes:
+        name: that of the file.
+        title: what is trained.
+        source: what SOURCE has to be.
+        model: what MODEL has to be, or "" where the experiment brings its own.
+        task: "video", "text" or "lm".
+        seeds: of each run.
+        shared: settings of all runs, by section.
+        runs: what is different in each run, likewise, by the run's name.
+    """
+
+    name: str
+    title: str
+    source: str
+    task: str
+    seeds: list[int]
+    runs: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    shared: Mapping[str, Mapping[str, Any]]
+    model: str = ""
+
+    @classmethod
+    def load(cls, name: str) -> Experiment:
+        """The experiment of this name.
+
+        Raises:
+            InputError: there is none.
+        """
+        if name not in names():
+            raise InputError(f"NAME must be one of {', '.join(names())}, got {name!r}")
+        return cls(name=name, **read_toml(FOLDER / f"{name}.toml"))
+
+    def config(self, run: str, seed: int, source: str, model: str | None) -> RunConfig:
+        """The settings of one training.
+
+        Args:
+            run: its name.
+            seed: of the data's order, the noise and the weights.
+            source: where the data are.
+            model: the pretrained model, where the experiment needs one.
+        """
+        config = CONFIGS[self.task]()
+        for sections in (self.shared, self.runs[run]):
+            for section, values in sections.items():
+                config.update(section, dict(values))
+        config.set("data", "source", source)
+        config.set("training", "seed", seed)
+        if model is not None:
+            config.set("model", "model", model)
+        return config
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One training of an experiment: where it goes, with which settings."""
+
+    path: Path
+    config: RunConfig
+
+    def state(self) -> str:
+        """ "new", "begun" or "done": trained to its end and measured.
+
+        Raises:
+            InputError: the folder holds a run with other settings.
+        """
+        folder = RunFolder(self.path)
+        if not folder.config.exists():
+            return "new"
+        _, there = RunFolder.open(self.path, trained=False)
+        for section in SECTIONS:
+            here, other = getattr(self.config, section), getattr(there, section)
+            for entry in fields(here):
+                wanted, found = getattr(here, entry.name), getattr(other, entry.name, None)
+                if there.task != self.config.task or wanted != found:
+                    raise InputError(
+                        f"{self.path}: holds a run with [{section}] {entry.name} {found!r}, and the experiment has "
+                        f"{wanted!r}; choose another folder with --out"
+                    )
+        if not folder.evaluation.exists():
+            return "begun"
+        evaluation = read_json(folder.evaluation)
+        return "done" if evaluation.get("trained_steps", 0) >= evaluation.get("steps", 1) else "begun"
+
+
+def names() -> list[str]:
+    """Of all experiments."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def listing() -> str:
+    """Every experiment by its name, with what it needs; for the help of the command line."""
+    known = [Experiment.load(name) for name in names()]
+    width = max(len(experiment.name) for experiment in known)
+    lines = []
+    for experiment in known:
+        needs = f"SOURCE: {experiment.source}" + (f"; --model: {experiment.model}" if experiment.model else "")
+        lines += [f"  {experiment.name.ljust(width)}  {experiment.title}", f"  {' ' * width}  {needs}"]
+    return "\n".join(lines)
+
+
+def plan(
+    experiment: Experiment, source: str, model: str | None, seeds: Sequence[int] | None, out: str | os.PathLike[str]
+) -> list[PlannedRun]:
+    """The trainings of an experiment, all seeds of a run one after the other.
+
+    Args:
+        experiment: what is trained.
+        source: where the data are.
+        model: the pretrained model, where the experiment needs one.
+        seeds: in place of those of the experiment.
+        out: the folder of their folders.
+
+    Raises:
+        InputError: a model is missing or not wanted, or a seed is none.
+    """
+    if experiment.model and model is None:
+        raise InputError(f"--model is missing: {experiment.name} needs {experiment.model}")
+    if not experiment.model and model is not None:
+        raise InputError(f"--model is {model!r}, and {experiment.name} trains a network of its own")
+    return [
+        PlannedRun(Path(out) / f"{run}-{seed}", experiment.config(run, seed, source, model))
+        for run in experiment.runs
+        for seed in dict.fromkeys(experiment.seeds if seeds is None else seeds)
+    ]

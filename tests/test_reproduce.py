@@ -1,0 +1,184 @@
+"""`cdt-fast reproduce`: the experiments that come with the package, and a tiny one from its start to its comparison."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from tiny import TINY
+
+from cdt_fast import cli, experiments
+from cdt_fast.runs.config import RunConfig
+from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training import loop
+
+Call = Callable[..., Any]
+RUNS = ("plain-0", "plain-1", "constrained-0", "constrained-1")
+
+
+@pytest.fixture
+def tiny_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file of an experiment called tiny: two runs of six steps, two seeds each."""
+    shared = copy.deepcopy(TINY)
+    shared["training"] |= {"steps": 6, "validate_every": 3, "checkpoint_every": 3}
+    folder = tmp_path / "experiments"
+    folder.mkdir()
+    content = {
+        "title": "a tiny network",
+        "source": "a clip",
+        "task": "video",
+        "seeds": [0, 1],
+        "shared": shared,
+        "runs": {"plain": {"constraints": {"constrained": False}}, "constrained": {}},
+    }
+    (folder / "tiny.toml").write_text(tomli_w.dumps(content))
+    monkeypatch.setattr(experiments, "FOLDER", folder)
+    return folder / "tiny.toml"
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.usefixtures("tiny_experiment")
+def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, clip: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = call("reproduce", "tiny", clip, "--out", out, "--json", tmp_path / "all.json")
+    assert first.status == 0, first
+    assert sorted(path.name for path in out.iterdir()) == sorted([*RUNS, "comparison"])
+    text = (out / "comparison" / "report.md").read_text()
+    assert all(f"{name} (" in text for name in RUNS)
+    assert (tmp_path / "all.json").exists()
+    assert [line for line in first.err.splitlines() if line.startswith("run ")] == [
+        f"run {number} of 4: {out / name}" for number, name in enumerate(RUNS, 1)
+    ]
+    stamps = {name: (out / name / "config.toml").stat().st_mtime_ns for name in RUNS}
+    before = {name: weights(out / name) for name in RUNS}
+
+    # One run was stopped before it was measured: nothing but that is done again.
+    (out / RUNS[1] / "evaluation.json").unlink()
+    second = call("reproduce", "tiny", clip, "--out", out)
+    assert second.status == 0, second
+    said = [line.partition(str(out))[2] for line in second.err.splitlines() if line.startswith("run ")]
+    assert said == [f"/{RUNS[0]} is done", f"/{RUNS[1]}, which was begun", *(f"/{name} is done" for name in RUNS[2:])]
+    assert {name: (out / name / "config.toml").stat().st_mtime_ns for name in RUNS} == stamps
+    assert {name: weights(out / name) for name in RUNS} == before
+
+
+@pytest.mark.usefixtures("tiny_experiment")
+def test_a_run_is_that_of_the_training_command(call: Call, clip: Path, tmp_path: Path) -> None:
+    """Whatever was trained before it in the same process."""
+    assert call("reproduce", "tiny", clip, "--out", tmp_path / "out").status == 0
+    config = tmp_path / "out" / "constrained-1" / "config.toml"
+    alone = call("train", "video", "--config", config, "--out", tmp_path / "alone")
+    assert alone.status == 0, alone
+    assert weights(tmp_path / "alone") == weights(tmp_path / "out" / "constrained-1")
+
+
+@pytest.mark.usefixtures("tiny_experiment")
+def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, resumed = [], []
+    original = loop.train
+
+    def train(run: RunFolder, config: RunConfig, *, resume: bool) -> None:
+        resumed.append(resume)
+        if len(trained) == 1:
+            trained.append("")
+            raise loop.Interrupted(2, 3)
+        trained.append(run.name)
+        original(run, config, resume=resume, progress=False)
+
+    monkeypatch.setattr(loop, "train", train)
+    answer = call("reproduce", "tiny", clip, "--out", tmp_path / "out", "--seeds", "3")
+    assert answer.status == 130
+    assert answer.err.splitlines()[-1].endswith("continue with: the same command")
+    assert call("reproduce", "tiny", clip, "--out", tmp_path / "out", "--seeds", "3").status == 0
+    assert trained == ["plain-3", "", "constrained-3"]
+    assert resumed == [False, False, True]
+
+
+def test_a_folder_with_a_run_of_other_settings_is_left_alone(
+    call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path
+) -> None:
+    out = tmp_path / "out"
+    assert call("reproduce", "tiny", clip, "--out", out, "--seeds", "0").status == 0
+    before = weights(out / "constrained-0")
+    tiny_experiment.write_text(tiny_experiment.read_text().replace("steps = 6", "steps = 7", 1))
+    line = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0").line()
+    assert f"{out / 'plain-0'}: holds a run with [training] steps 6, and the experiment has 7" in line
+    assert weights(out / "constrained-0") == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["film", "clip"], "NAME must be one of encoder, instructions, "),
+        (["encoder", "reviews"], "--model is missing: encoder needs the folder of a pretrained encoder"),
+        (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
+        (["video", "clip", "--seeds", "0,a"], "--seeds must be a list of numbers, got '0,a'"),
+        (["video", "clip", "--seeds", "-1"], "[training] seed must be at least 0, got -1"),
+    ],
+)
+def test_bad_input_is_one_line_and_makes_no_folder(
+    call: Call, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in call("reproduce", *words).line()
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_processes_are_sent_to_the_training_command(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "launched as 2 processes" in call("reproduce", "video", "demo").line()
+
+
+@pytest.mark.parametrize("name", experiments.names())
+def test_the_experiments_of_the_package(call: Call, name: str) -> None:
+    experiment = experiments.Experiment.load(name)
+    planned = experiments.plan(experiment, "data", "encoder" if experiment.model else None, None, "out")
+    assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * len(experiment.seeds)
+    assert {run.config.constraints.constrained for run in planned} == {True, False}
+    assert all(run.config.data.source == "data" for run in planned)
+    assert f"  {name} " in call("reproduce", "--help").out
+
+
+# What the documents' tables were made with, run by run.
+_VIDEO = "video clip --window 10 --code-size 576 --steps 600 --batch 1 --validate-every 50"
+_REVIEWS = "text reviews --text-column Text --label-column Sentiment --max-tokens 128"
+_PAIRS = "text nli --text-column sentence1 --second-column sentence2 --label-column gold_label --max-tokens 64"
+_ENCODER = "--model ENCODER --precision bf16 --epochs 5 --batch 8 --checkpoint-every 500 --validate-every 100"
+_INSTRUCTIONS = "lm alpaca --max-tokens 192 --vocabulary-size 2048 --width 128"
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "command"),
+    [
+        ("video", "tied", f"{_VIDEO} --no-constrained"),
+        ("video", "untied", f"{_VIDEO} --no-constrained --no-tied"),
+        ("video", "constrained", _VIDEO),
+        ("reviews", "constrained", _REVIEWS),
+        ("reviews", "plain", f"{_REVIEWS} --no-constrained"),
+        ("encoder", "constrained", f"{_REVIEWS} {_ENCODER}"),
+        ("encoder", "plain", f"{_REVIEWS} {_ENCODER} --no-constrained"),
+        ("pairs", "constrained", f"{_PAIRS} {_ENCODER} --reference 1.43"),
+        ("pairs", "plain", f"{_PAIRS} {_ENCODER} --no-constrained"),
+        ("instructions", "constrained", _INSTRUCTIONS),
+        ("instructions", "anchor-12", f"{_INSTRUCTIONS} --reference 12 --margin 0.1"),
+        ("instructions", "plain", f"{_INSTRUCTIONS} --no-constrained"),
+    ],
+)
+def test_a_run_has_the_settings_of_the_documents(
+    call: Call, name: str, run: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "train", lambda *_, **__: None)
+    monkeypatch.setattr(cli, "_evaluate_run", lambda *_: 0)
+    answer = call("train", *command.split(), "--seed", 2, "--out", tmp_path / "run")
+    assert answer.status == 0, answer
+    _, expected = RunFolder.open(tmp_path / "run", trained=False)
+    experiment = experiments.Experiment.load(name)
+    model = "ENCODER" if experiment.model else None
+    assert experiment.config(run, 2, expected.data.source, model) == expected
