@@ -8,6 +8,7 @@ The same files give the same text. A figure that no file holds is an empty cell.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import string
 import sys
@@ -137,12 +138,16 @@ def _worst(goal: Goal, results: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _machine(machine: str, files: Results, links: Mapping[str, str]) -> list[str]:
     runs = {(name, key): run for name, found in files.items() for key, run in found["runs"].items()}
-    in_order = sorted(runs, key=lambda key: (runs[key]["date"], key))
-    letters = {key: _letter(number) for number, key in enumerate(in_order)}
-    lines = [f"## {machine}", "", as_markdown(_run_rows(runs, letters)), ""]
+    # One that measured several suites is in the file of each, with the ceilings that were known by then.
+    one_run: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(runs, key=lambda key: (runs[key]["date"], key)):
+        one_run.setdefault(json.dumps([runs[key]["date"], runs[key]["machine"]], sort_keys=True), []).append(key)
+    letters = {key: _letter(number) for number, keys in enumerate(one_run.values()) for key in keys}
+    fullest = {letters[keys[0]]: max((runs[key] for key in keys), key=_rates_known) for keys in one_run.values()}
+    lines = [f"## {machine}", "", as_markdown(_run_rows(fullest)), ""]
     settings: dict[str, list[str]] = {}
-    for key in letters:
-        settings.setdefault(_setting(runs[key]["machine"]), []).append(letters[key])
+    for letter, run in fullest.items():
+        settings.setdefault(_setting(run["machine"]), []).append(letter)
     if len(settings) == 1:
         lines += [f"All runs: {next(iter(settings))}.", ""]
     else:
@@ -158,17 +163,19 @@ def _letter(number: int) -> str:
     return string.ascii_lowercase[number % 26] + (str(number // 26) if number >= 26 else "")
 
 
-def _run_rows(
-    runs: Mapping[tuple[str, str], Mapping[str, Any]], letters: Mapping[tuple[str, str], str]
-) -> list[list[str]]:
+def _rates_known(run: Mapping[str, Any]) -> int:
+    return sum(len(rates) for rates in run["ceilings"].get("flop_per_second", {}).values())
+
+
+def _run_rows(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     rows = [["run", "date", "command", "source", "fastest products, GFLOP/s", "copy, GB/s"]]
-    for key, letter in letters.items():
-        machine, ceilings = runs[key]["machine"], runs[key]["ceilings"]
+    for letter, run in runs.items():
+        machine, ceilings = run["machine"], run["ceilings"]
         products = (
             f"{dtype} {max(rates.values()) / 1e9:,.0f}" for dtype, rates in ceilings.get("flop_per_second", {}).items()
         )
         copies = (f"{rate / 1e9:,.1f}" for rate in ceilings.get("bytes_per_second", {}).values())
-        cells = [runs[key]["date"], f"`{machine['command']}`", machine.get("source", ""), ", ".join(products)]
+        cells = [run["date"], f"`{machine['command']}`", machine.get("source", ""), ", ".join(products)]
         rows.append([letter, *cells, ", ".join(copies)])
     return rows
 

@@ -33,7 +33,7 @@ def tiny_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "task": "video",
         "seeds": [0, 1],
         "shared": shared,
-        "runs": {"plain": {"constraints": {"constrained": False}}, "constrained": {}},
+        "runs": {"plain": {"constraints": {"constrained": False}}, "constrained": {"constraints": {"rate": 0.25}}},
     }
     (folder / "tiny.toml").write_text(tomli_w.dumps(content))
     monkeypatch.setattr(experiments, "FOLDER", folder)
@@ -74,6 +74,7 @@ def test_a_run_is_that_of_the_training_command(call: Call, clip: Path, tmp_path:
     """Whatever was trained before it in the same process."""
     assert call("reproduce", "tiny", clip, "--out", tmp_path / "out").status == 0
     config = tmp_path / "out" / "constrained-1" / "config.toml"
+    assert RunConfig.load(config).constraints.rate == 0.25, "what a run says goes before what all share"
     alone = call("train", "video", "--config", config, "--out", tmp_path / "alone")
     assert alone.status == 0, alone
     assert weights(tmp_path / "alone") == weights(tmp_path / "out" / "constrained-1")

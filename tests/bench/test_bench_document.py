@@ -202,6 +202,21 @@ def test_the_document_says_of_each_figure_which_run_it_is_from(
     assert f"torch {torch.__version__}" in settings[0]
 
 
+def test_a_run_of_several_suites_is_one_run(measured: Results, tmp_path: Path) -> None:
+    """In the file of a suite are the ceilings that were known when that suite was done."""
+    for suite, rates in (
+        ("ops", {"float32": {"mm": 2e9}}),
+        ("step", {"float32": {"mm": 2e9}, "bfloat16": {"mm": 5e9}}),
+    ):
+        file_in(tmp_path, run_of(), [f"{suite} case"], suite).add(
+            {**named(measured, f"{suite} case"), "suite": suite}, {"flop_per_second": rates}
+        )
+    text = document(read_results(tmp_path))
+    assert cells(text, "a | ")[-2] == "float32 2, bfloat16 5"
+    assert not [line for line in text.splitlines() if line.startswith("| b |")]
+    assert {cells(text, f"{suite} case")[-1] for suite in ("ops", "step")} == {"a"}
+
+
 def test_the_document_sets_goals_beside_what_was_measured(result: Results) -> None:
     result = copy.deepcopy(result)
     ways = result["cases"][0]["ways"]
