@@ -165,7 +165,7 @@ def test_the_document_leaves_what_is_not_measured_empty(result: Results) -> None
     text = document({"made-up.json": result})
     assert cells(text, "work | goal | Made Up 1")
     assert cells(text, "constrained step of a tied DUST, float32, peak memory over eager's")[-1] == ""
-    assert cells(text, "layerwise cross-entropy against eager")[-1] == ""
+    assert cells(text, "layerwise cross-entropy of a language model against eager")[-1] == ""
     row = cells(text, REFERENCE)
     assert row[0] == f"{REFERENCE} (1)"
     assert row[1].startswith("eager ")
