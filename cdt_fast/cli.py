@@ -179,7 +179,7 @@ def _add_reproduce(commands: Any) -> None:
 
     text = "train the runs of an experiment by its name, and compare them"
     command = _command(commands, "reproduce", _reproduce, text)
-    command.description += " Called again, it goes on where it was stopped, and what is done stays."
+    command.description = "Train the runs of an experiment and compare them. Called again, it goes on where it stopped."
     example = "cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"
     command.epilog = f"experiments:\n{experiments.listing()}\n\nexample: {example}"
     command.add_argument("name", metavar="NAME", help="which experiment")

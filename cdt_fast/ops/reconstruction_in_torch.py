@@ -113,8 +113,7 @@ def _blocks(
         targets = {dtype: target[rows].to(dtype) for dtype in shared}
         for number, room in rooms.items():
             depth, dtype = depths[number][rows], dtypes[number]
-            own = room is not None and room.dtype == dtype
-            block = room[rows] if own else shared[dtype][: rows.stop - start]
+            block = shared[dtype][: rows.stop - start] if room is None or room.dtype != dtype else room[rows]
             operation(number, depth if depth.dtype == dtype else block.copy_(depth), targets[dtype], block)
             if hidden is not None:
                 block.masked_fill_(hidden[rows], 0.0)

@@ -268,8 +268,8 @@ def test_models_are_ranked_by_what_is_known_then_feasible_then_loss() -> None:
     assert ranks == sorted(ranks)
     assert len({tuple(rank) for rank in ranks}) == len(ranks)
     # A difference of less than a percent leaves the choice to the loss, but never makes a model feasible.
-    same = [([-0.9, 0.0999, 0.0], 0.5), ([-0.9, 0.1001, 0.1], 0.4)]
-    assert loop._rank(report(same[1][0]), same[1][1], True) < loop._rank(report(same[0][0]), same[0][1], True)
+    earlier, later = report([-0.9, 0.0999, 0.0]), report([-0.9, 0.1001, 0.1])
+    assert loop._rank(later, 0.4, True) < loop._rank(earlier, 0.5, True)
     assert loop._rank(report([-0.9, -0.9, -0.9]), 9.0, True) < loop._rank(report([-0.9, 1e-4, -0.9]), 0.1, True)
     # Without constraints nothing but the loss counts.
     assert loop._rank(ranked[4][0], 0.1, constrained=False) < loop._rank(ranked[0][0], 1.0, constrained=False)
