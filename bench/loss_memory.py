@@ -10,9 +10,9 @@ M(most, most) − M(most, least) − M(least, most) + M(least, least).
 
 from __future__ import annotations
 
-import multiprocessing
+import argparse
+import subprocess
 import sys
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -41,28 +41,20 @@ def step_of(way: str, depths: int, vocabulary: int) -> Step:
 
 
 def in_a_process(way: str, depths: int, vocabulary: int) -> int:
-    """The growth in bytes, measured in a process of its own: a copy of this one, which has computed nothing yet.
+    """The growth in bytes, measured in a process of its own, which has computed nothing yet.
 
     Raises:
         NotMeasured: the process gave no figure; what went wrong is on stderr.
     """
-    context = multiprocessing.get_context("fork")
-    mine, others = context.Pipe(duplex=False)
-    process = context.Process(target=_send_peak, args=(others, way, depths, vocabulary))
-    process.start()
-    others.close()  # or the end of the process would not end the pipe
-    try:
-        return mine.recv()
-    except EOFError as error:
+    command = [sys.executable, "-m", "cdt_fast.bench.loss_memory", "--way", way]
+    found = subprocess.run(
+        [*command, "--depths", str(depths), "--vocabulary", str(vocabulary)], stdout=subprocess.PIPE, text=True
+    )
+    if found.returncode:
         raise NotMeasured(
-            f"{way}, {depths} depths, V {vocabulary}: the process that measures it gave nothing"
-        ) from error
-    finally:
-        process.join()
-
-
-def _send_peak(pipe: Connection, way: str, depths: int, vocabulary: int) -> None:
-    pipe.send(resident_peak(step_of(way, depths, vocabulary)))
+            f"{way}, {depths} depths, V {vocabulary}: the process that measures it ended with status {found.returncode}"
+        )
+    return int(found.stdout)
 
 
 def together(peaks: dict[tuple[int, int], int]) -> int:
@@ -72,8 +64,20 @@ def together(peaks: dict[tuple[int, int], int]) -> int:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, or in a process that measures one figure of it that figure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--way", choices=WAYS, help="measure this way alone, in this process")
+    parser.add_argument("--depths", type=int, default=DEPTHS[0], help=f"with --way: L+1 ({DEPTHS[0]})")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARIES[0], help=f"with --way: V ({VOCABULARIES[0]})")
+    options = parser.parse_args()
     keep_freed_memory()
+    if options.way is None:
+        _print_table()
+    else:
+        print(resident_peak(step_of(options.way, options.depths, options.vocabulary)))
+
+
+def _print_table() -> None:
     grid = [(depths, vocabulary) for vocabulary in VOCABULARIES for depths in DEPTHS]
     rows = [["MiB", *(f"{depths} depths, V {vocabulary:,}" for depths, vocabulary in grid), "depths × V"]]
     for way in WAYS:

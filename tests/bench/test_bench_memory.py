@@ -96,7 +96,7 @@ def test_what_is_owed_to_depths_and_vocabulary_together() -> None:
     assert loss_memory.together(peaks) == 11 * (8 - 2) * (30 - 10)
 
 
-def test_a_measuring_process_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_memory, "_send_peak", lambda *_: None)
-    with pytest.raises(memory.NotMeasured, match="cdt_fast, 2 depths, V 64"):
-        loss_memory.in_a_process(loss_memory.FUSED, 2, 64)
+def test_a_measuring_process_that_gives_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(memory.NotMeasured, match=r"by hand, 2 depths, V 64: .* ended with status 2"):
+        loss_memory.in_a_process("by hand", 2, 64)
+    assert "invalid choice: 'by hand'" in capfd.readouterr().err
