@@ -80,7 +80,7 @@ class PlannedRun:
     config: RunConfig
 
     def state(self) -> str:
-        """ "new", "begun" or "done": trained to its end and measured.
+        """What is there: "new" (nothing), "begun", or "done", which is trained to its end and measured.
 
         Raises:
             InputError: the folder holds a run with other settings.
