@@ -14,6 +14,7 @@ import torch
 
 import cdt_fast
 from cdt_fast import kernels, models
+from cdt_fast.ops.products import cpu_has_bf16_products
 
 
 def processor_name() -> str:
@@ -24,11 +25,6 @@ def processor_name() -> str:
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()
-
-
-def cpu_has_bf16_products() -> bool:
-    """Whether the processor multiplies bfloat16 matrices with instructions of its own."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def describe(device: torch.device, allocator: str) -> dict[str, Any]:

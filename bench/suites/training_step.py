@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from cdt_fast import DescentConstraints
 from cdt_fast.bench.baselines.support import require_gpu
 from cdt_fast.bench.case import Step, Unavailable
-from cdt_fast.bench.machine import cpu_has_bf16_products
 from cdt_fast.bench.suites.trained import Formula, Trained
 from cdt_fast.duals import DualWork
+from cdt_fast.ops.products import cpu_has_bf16_products
 from cdt_fast.training import step as training
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.optimizer import build_optimizer

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.ops.attention_in_torch import backward_in_torch, forward_in_torch
+from cdt_fast.ops.attention_scores import score_bytes, softmax_dtype
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import (
     check_factor,
@@ -21,6 +22,9 @@ from cdt_fast.ops.checks import (
     without_padding,
 )
 from cdt_fast.ops.registration import differentiable_once
+
+# On a CPU the attention of a call is kept for its backward if it has no more bytes: computing it again takes longer.
+KEPT_BYTES = 64 * 2**20
 
 
 def symmetric_attention(
@@ -107,7 +111,7 @@ def _forward(
     empty): only where a backward may come, which is what `keeps` says."""
     # Zeros where the sequences' lengths leave some of it unwritten.
     make = z.new_empty if lengths is None else z.new_zeros
-    attention = make(_kept_shape(z, values, keeps), dtype=torch.promote_types(z.dtype, torch.float32))
+    attention = make(_kept_shape(z, values, energy, keeps), dtype=softmax_dtype(z, energy))
     if runs_on_triton("symmetric_attention", z):
         from cdt_fast.kernels.packed_attention import longest, packed_forward
         from cdt_fast.kernels.streaming_attention import WIDEST, streaming_forward
@@ -119,15 +123,16 @@ def _forward(
         return *forward(z, values, lengths, scale, energy), attention
     with torch.autocast(z.device.type, enabled=False):
         output = forward_in_torch(z, values, lengths, scale, energy, attention)
-    return output, attention.new_empty(0), attention
+    return output, z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32)), attention
 
 
 @_forward.register_fake
 def _(z: Tensor, values: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     output = torch.empty_like(z if values is None else values)
-    wide = torch.promote_types(z.dtype, torch.float32)
     log_sums = z.shape[:-1] if runs_on_triton("symmetric_attention", z) else (0,)
-    return output, z.new_empty(log_sums, dtype=wide), z.new_empty(_kept_shape(z, values, others[-1]), dtype=wide)
+    energy, keeps = others[-2:]
+    attention = z.new_empty(_kept_shape(z, values, energy, keeps), dtype=softmax_dtype(z, energy))
+    return output, z.new_empty(log_sums, dtype=torch.promote_types(z.dtype, torch.float32)), attention
 
 
 @torch.library.custom_op("cdt_fast::symmetric_attention_backward", mutates_args=())
@@ -158,7 +163,9 @@ def _backward(
             found = backward(z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values)
         return [gradient for gradient in found if gradient is not None]
     with torch.autocast(z.device.type, enabled=False):
-        return backward_in_torch(z, values, lengths, attention, grad_output, scale, energy, needs_z, needs_values)
+        return backward_in_torch(
+            z, values, lengths, output, attention, grad_output, scale, energy, needs_z, needs_values
+        )
 
 
 @_backward.register_fake
@@ -190,10 +197,11 @@ def _widest(z: Tensor, values: Tensor | None) -> int:
     return max(z.shape[-1], 0 if values is None else values.shape[-1])
 
 
-def _kept_shape(z: Tensor, values: Tensor | None, keeps: bool) -> tuple[int, ...]:
-    """`[B, T, T]` where the attention is kept for the backward: on a CPU, if it is no larger than input and output."""
-    if not keeps:
+def _kept_shape(z: Tensor, values: Tensor | None, energy: bool, keeps: bool) -> tuple[int, ...]:
+    """`[B, T, T]` where the attention is kept for the backward: on a CPU, if it fits `KEPT_BYTES` or is no larger than
+    input and output."""
+    if not keeps or z.device.type != "cpu":
         return (0,)
     width = z.shape[-1] + (z if values is None else values).shape[-1]
-    keeps = z.device.type == "cpu" and z.shape[1] * max(4, z.element_size()) <= width * z.element_size()
-    return (*z.shape[:-1], z.shape[1]) if keeps else (0,)
+    of_tokens = z.shape[0] * z.shape[1] * width * z.element_size()
+    return (*z.shape[:-1], z.shape[1]) if score_bytes(z, energy) <= max(KEPT_BYTES, of_tokens) else (0,)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cdt_fast.ops.attention_scores import attention_matrix, grad_of_attention, softmax_backward_
 from cdt_fast.ops.checks import padding_mask, without_padding
 
 # Plain torch forms this many bytes of scores at a time: memory then grows with T and not with T². A quarter of it would
@@ -19,17 +20,14 @@ PANEL_BYTES_ON_GPU = 64 * 2**20
 # beside the products. Measured with 4 to 1,000 sequences of up to 20 to 1,024 tokens of width 64 to 1,024.
 COST_OF_A_LENGTH = 3 * 2**20
 COST_OF_A_SCORE = 200
+# Tokens of fewer bytes are multiplied twice faster than a matrix and its transpose are added.
+BYTES_OF_A_SUM = 256
 
 
-def score_bytes(z: Tensor) -> int:
-    """Bytes of all scores of `z` `[B, T, d]`, in at least float32."""
-    return z.shape[0] * z.shape[1] ** 2 * max(4, z.element_size())
-
-
-def _panels(z: Tensor) -> Iterator[tuple[slice, slice]]:
+def _panels(z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice]]:
     """Sequences, and rows of them, whose scores fit a panel: several whole sequences, or rows of a single one."""
     batch, tokens = z.shape[:2]
-    of_a_row = max(1, tokens * max(4, z.element_size()))
+    of_a_row = max(1, tokens * dtype.itemsize)
     most = PANEL_BYTES if z.device.type == "cpu" else PANEL_BYTES_ON_GPU
     rows = max(1, min(tokens, most // of_a_row))
     sequences_a_panel = max(1, most // (of_a_row * tokens)) if rows == tokens else 1
@@ -38,41 +36,12 @@ def _panels(z: Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(first, first + sequences_a_panel), slice(start, start + rows)
 
 
-def _scores(z: Tensor, rows: slice, scale: float, padding: Tensor | None, energy: bool) -> Tensor:
-    """`scale · z zᵀ` of some rows, `[..., rows, T]`, in at least float32; −∞ in the columns of padding.
-
-    bfloat16 scores would be off by up to a whole unit at the norms of image patches (‖z‖² around 100), hence float32.
-    """
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    some = z[..., rows, :]
-    scores = (some if scale == 1.0 else some * scale) @ z.mT
-    if energy:
-        scores -= (0.5 * scale) * z.square().sum(-1).unsqueeze(-2)
-    return scores if padding is None else scores.masked_fill_(padding.unsqueeze(-2), float("-inf"))
-
-
-def _softmax(scores: Tensor, rows: slice, padding: Tensor | None) -> Tensor:
-    """Over the scores: what is read again must not leave the caches for memory that is written once."""
-    attention = torch.softmax(scores, -1, out=scores)
-    return attention if padding is None else attention.masked_fill_(padding[..., rows].unsqueeze(-1), 0.0)
-
-
-def attention_matrix(z: Tensor, scale: float, padding: Tensor | None) -> Tensor:
-    """`softmax_rows(scale · z zᵀ)`, `[..., T, T]`, in at least float32; zero in the rows and columns of padding."""
-    everything = slice(None)
-    return _softmax(_scores(z, everything, scale, padding, False), everything, padding)
-
-
-def softmax_backward(attention: Tensor, grad_attention: Tensor) -> Tensor:
-    """The gradient of the scores, from that of `softmax_rows(scores)`: `A ∘ (dA − rowsum(A ∘ dA))`."""
-    grad_attention = grad_attention.to(attention.dtype)
-    return torch.ops.aten._softmax_backward_data(grad_attention, attention, -1, attention.dtype)
-
-
-def attention_matrix_backward(z: Tensor, attention: Tensor, grad_attention: Tensor, scale: float) -> Tensor:
-    """Gradient with respect to `z` `[..., T, d]` of `attention_matrix`: `β (dS + dSᵀ) z` with the softmax's `dS`."""
-    grad_scores = softmax_backward(attention, grad_attention)
-    return (grad_scores + grad_scores.mT).mul_(scale).to(z.dtype) @ z
+def _panel(tensor: Tensor, batch: slice, rows: slice) -> Tensor:
+    """Rows of some sequences. Those of a single one have the strides of a tensor of their own: torch copies a factor
+    whose batches lie farther apart than they are large, also where there is only one."""
+    if tensor[batch].shape[0] == 1:
+        return tensor[batch.start, rows].unsqueeze(0)
+    return tensor[batch, rows]
 
 
 def forward_in_torch(
@@ -112,6 +81,7 @@ def backward_in_torch(
     z: Tensor,
     values: Tensor | None,
     lengths: Tensor | None,
+    output: Tensor,
     kept: Tensor,
     grad_output: Tensor,
     scale: float,
@@ -123,7 +93,8 @@ def backward_in_torch(
 
     Args:
         z, values, lengths, scale, energy: as in the forward.
-        kept: what the forward has filled, or empty.
+        output: what the forward has returned.
+        kept: what it has filled, or empty.
         grad_output: as the output.
         needs_z, needs_values: which gradients are needed.
     """
@@ -132,14 +103,14 @@ def backward_in_torch(
         padding = padding_mask(lengths, z)
         z, grad_output = without_padding(z, padding), without_padding(grad_output, padding)
         values = None if values is None else without_padding(values, padding)
-        return _gradients(z, values, padding, kept if kept.dim() > 1 else None, kept.dtype, grad_output, *options)
+        room = kept if kept.dim() > 1 else None
+        return _gradients(z, values, padding, output, room, kept.dtype, grad_output, *options)
     shapes = [z] * needs_z + ([values] if needs_values and values is not None else [])
     found = [torch.zeros_like(tensor) for tensor in shapes]
     for length, which, room in _groups(lengths, z.shape[1], kept):
-        parts = [None if tensor is None else _part(tensor, length, which) for tensor in (z, values, grad_output)]
-        assert parts[0] is not None
-        assert parts[2] is not None
-        of_part = _gradients(parts[0], parts[1], None, room, kept.dtype, parts[2], *options)
+        part, result, given = (_part(tensor, length, which) for tensor in (z, output, grad_output))
+        of_values = None if values is None else _part(values, length, which)
+        of_part = _gradients(part, of_values, None, result, room, kept.dtype, given, *options)
         for total, gradient in zip(found, of_part, strict=True):
             if isinstance(which, int):
                 total[which, :length] = gradient[0]
@@ -196,21 +167,20 @@ def _fill(
     output: Tensor,
 ) -> None:
     """Write the output, and the attention where there is room for it; scores and softmax are in `dtype`."""
-    z = z.to(dtype)
-    for batch, rows in _panels(z):
+    for batch, rows in _panels(z, dtype):
+        room = None if kept is None else _panel(kept, batch, rows)
         masked = None if padding is None else padding[batch]
-        attention = _softmax(_scores(z[batch], rows, scale, masked, energy), rows, masked)
-        if kept is not None:
-            kept[batch, rows] = attention
-        torch.bmm(attention.to(values.dtype), values[batch], out=output[batch, rows])
+        attention = attention_matrix(z[batch], scale, masked, dtype, rows=rows, energy=energy, out=room)
+        torch.bmm(attention.to(values.dtype), values[batch], out=_panel(output, batch, rows))
 
 
 def _gradients(
     z: Tensor,
     values: Tensor | None,
     padding: Tensor | None,
+    output: Tensor,
     kept: Tensor | None,
-    wide_dtype: torch.dtype,
+    dtype: torch.dtype,
     grad_output: Tensor,
     scale: float,
     energy: bool,
@@ -219,30 +189,29 @@ def _gradients(
 ) -> list[Tensor]:
     """A panel at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; five products in all."""
     tied, values = values is None, z if values is None else values
-    wide = z if kept is not None else z.to(wide_dtype)
     # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
-    whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z))
-    dtype = z.dtype if whole else wide_dtype
+    whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z, dtype))
+    sums = z.dtype if whole else torch.promote_types(z.dtype, torch.float32)
     make = torch.empty_like if whole else torch.zeros_like
-    grad_z = make(z, dtype=dtype, memory_format=torch.contiguous_format) if needs_z else None
+    grad_z = make(z, dtype=sums, memory_format=torch.contiguous_format) if needs_z else None
     grad_values = None
     if needs_values and not tied:
-        grad_values = make(values, dtype=dtype, memory_format=torch.contiguous_format)
+        grad_values = make(values, dtype=sums, memory_format=torch.contiguous_format)
     # `bmm` and not `@`, which would copy a transposed factor in 16 bits first: at four times the cost of the product.
-    for batch, rows in _panels(z):
-        here, given = z[batch], grad_output[batch, rows]
+    for batch, rows in _panels(z, dtype):
+        here, given = z[batch], _panel(grad_output, batch, rows)
         if kept is not None:
-            attention = kept[batch, rows]
+            attention = _panel(kept, batch, rows)
         else:
             masked = None if padding is None else padding[batch]
-            attention = _softmax(_scores(wide[batch], rows, scale, masked, energy), rows, masked)
+            attention = attention_matrix(here, scale, masked, dtype, rows=rows, energy=energy)
         mixed = attention.to(values.dtype).mT
         if grad_z is not None:
-            grad_scores = softmax_backward(attention, torch.bmm(given, values[batch].mT))
+            grad_attention = grad_of_attention(given, values[batch], _panel(output, batch, rows))
+            grad_scores = softmax_backward_(grad_attention, attention)
             of_here = grad_z[batch]
             if whole:
-                both = (grad_scores + grad_scores.mT).to(z.dtype)
-                torch.baddbmm(of_here, both, here, beta=0, alpha=scale, out=of_here)
+                _grad_of_both_factors(grad_scores, here, scale, out=of_here)
                 if tied:
                     of_here.baddbmm_(mixed, given)
             else:
@@ -252,10 +221,21 @@ def _gradients(
                 if tied:
                     of_here += torch.bmm(mixed, given)
             if energy:
-                of_here -= (scale * grad_scores.sum(-2).unsqueeze(-1) * here).to(dtype)
+                of_here -= (scale * grad_scores.sum(-2).unsqueeze(-1) * here).to(sums)
         if grad_values is not None:
             if whole:
                 torch.bmm(mixed, given, out=grad_values[batch])
             else:
                 grad_values[batch] += torch.bmm(mixed, given)
     return [gradient.to(z.dtype) for gradient in (grad_z, grad_values) if gradient is not None]
+
+
+def _grad_of_both_factors(grad_scores: Tensor, z: Tensor, scale: float, out: Tensor) -> None:
+    """`β (dS + dSᵀ) z`, as one product where that costs more than the sum of a matrix and its transpose."""
+    if z.shape[-1] * z.element_size() >= BYTES_OF_A_SUM:
+        both = (grad_scores + grad_scores.mT).to(z.dtype)
+        torch.baddbmm(out, both, z, beta=0, alpha=scale, out=out)
+        return
+    narrow = grad_scores.to(z.dtype)
+    torch.baddbmm(out, narrow, z, beta=0, alpha=scale, out=out)
+    out.baddbmm_(narrow.mT, z, alpha=scale)

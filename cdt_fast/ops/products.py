@@ -11,6 +11,11 @@ LARGE_PRODUCT = 2**25
 LONGEST_SUM = 1024
 
 
+def cpu_has_bf16_products() -> bool:
+    """Whether the processor multiplies bfloat16 matrices with instructions of its own."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def rows_of(tokens: Tensor) -> Tensor:
     """`[..., width]` → `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
     return tokens.reshape(tokens.shape[:-1].numel(), tokens.shape[-1])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError
 from cdt_fast.ops.attention import symmetric_attention, symmetric_attention_reference
-from cdt_fast.ops.attention_in_torch import score_bytes
+from cdt_fast.ops.attention_scores import score_bytes
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import (
     check_factor,

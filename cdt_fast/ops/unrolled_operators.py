@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.attention_in_torch import attention_matrix, attention_matrix_backward
+from cdt_fast.ops.attention_scores import attention_matrix, softmax_backward_, softmax_dtype
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import padding_mask, without_padding
 from cdt_fast.ops.products import product, product_over_rows, rows_of
@@ -84,7 +84,7 @@ def _forward(
         else:
             codes, signal = without_padding(codes, padding), without_padding(signal, padding)
             projected = _product(codes, atoms.mT) if projection is None else without_padding(projection, padding)
-            attention = attention_matrix(projected, scale, padding).to(codes.dtype)
+            attention = attention_matrix(projected, scale, padding, softmax_dtype(projected)).to(codes.dtype)
             residual = torch.baddbmm(signal, attention, projected, alpha=-1)
             next_codes = _product(residual, atoms)
             next_codes = shrink_(next_codes.baddbmm_(attention, codes, beta=step), threshold, nonlinearity)
@@ -259,7 +259,7 @@ def _parts_in_torch(
         grad_update = _product(grad_next_projection, next_atoms, without_padding(grad_next_codes, padding))
     grad_update = shrink_backward_(grad_update, next_codes, threshold, nonlinearity)
 
-    attention = attention_matrix(projected, scale, padding)
+    attention = attention_matrix(projected, scale, padding, softmax_dtype(projected))
     attention_low = attention.to(codes.dtype)
     grad_signal = _product(grad_update, atoms.mT).mul_(step)
     residual = grad_projection = None
@@ -267,7 +267,8 @@ def _parts_in_torch(
         residual = torch.baddbmm(signal, attention_low, projected, alpha=-1).mul_(step)
     if needs_projection:
         grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_signal, projected.mT, alpha=-1)
-        grad_projection = attention_matrix_backward(projected, attention, grad_attention, scale)
+        grad_scores = softmax_backward_(grad_attention, attention)
+        grad_projection = (grad_scores + grad_scores.mT).mul_(scale).to(projected.dtype) @ projected
         grad_projection.baddbmm_(attention_low.mT, grad_signal, alpha=-1)
     grad_codes = attention_low.mT @ grad_update if needs_codes else None
     return grad_update, residual, grad_next_projection, grad_signal, grad_projection, grad_codes

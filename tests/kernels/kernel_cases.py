@@ -13,7 +13,7 @@ from cdt_fast.kernels import packed_attention as packed
 from cdt_fast.kernels import streaming_attention as streaming
 from cdt_fast.kernels import wide_attention as wide
 from cdt_fast.ops.attention import symmetric_attention_reference
-from cdt_fast.ops.attention_in_torch import softmax_backward
+from cdt_fast.ops.attention_scores import softmax_backward_
 from cdt_fast.ops.checks import padding_mask
 
 # Between an input and the ends of its buffer. Odd, so that no row is aligned; sixteen times a size keeps them aligned.
@@ -166,7 +166,7 @@ def floors(inputs: Inputs) -> list[Tensor]:
     logit = 2 * scale * z.square().sum(-1).amax() * torch.ones_like(z[..., 0])
     eye = torch.eye(z.shape[-2], dtype=z.dtype).expand(*z.shape[:-1], -1)
     attention = symmetric_attention_reference(z, eye, scale=inputs.scale, lengths=lengths, energy=inputs.energy)
-    grad_scores = softmax_backward(attention, upstream @ values.mT).abs()
+    grad_scores = softmax_backward_(upstream @ values.mT, attention).abs()
     moved = [logit.unsqueeze(-1) * factor.abs() for factor in (values, upstream)]
     moved_z = logit.unsqueeze(-1) * scale * (grad_scores + grad_scores.mT) @ z.abs()
     difference = 4 * scale * (upstream * values).abs().sum(-1, keepdim=True) * z.abs()
