@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cdt_fast.ops.attention_in_torch import backward_in_torch, forward_in_torch
-from cdt_fast.ops.attention_scores import score_bytes, softmax_dtype
+from cdt_fast.ops.attention_scores import softmax_dtype
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import (
     check_factor,
@@ -204,4 +205,5 @@ def _kept_shape(z: Tensor, values: Tensor | None, energy: bool, keeps: bool) -> 
         return (0,)
     width = z.shape[-1] + (z if values is None else values).shape[-1]
     of_tokens = z.shape[0] * z.shape[1] * width * z.element_size()
-    return (*z.shape[:-1], z.shape[1]) if score_bytes(z, energy) <= max(KEPT_BYTES, of_tokens) else (0,)
+    shape = (*z.shape[:-1], z.shape[1])
+    return shape if math.prod(shape) * softmax_dtype(z, energy).itemsize <= max(KEPT_BYTES, of_tokens) else (0,)

@@ -21,11 +21,6 @@ def softmax_dtype(z: Tensor, energy: bool = False) -> torch.dtype:
     return torch.promote_types(z.dtype, torch.float32)
 
 
-def score_bytes(z: Tensor, energy: bool = False) -> int:
-    """Bytes of all scores of `z` `[B, T, d]`."""
-    return z.shape[0] * z.shape[1] ** 2 * softmax_dtype(z, energy).itemsize
-
-
 def attention_matrix(
     z: Tensor,
     scale: float,

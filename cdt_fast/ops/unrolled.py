@@ -7,7 +7,6 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError
 from cdt_fast.ops.attention import symmetric_attention, symmetric_attention_reference
-from cdt_fast.ops.attention_scores import score_bytes
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import (
     check_factor,
@@ -99,7 +98,7 @@ def unrolled_layer(
     if runs_on_triton("unrolled_layer", rows):
         in_one = fused_refusal(rows, dictionary, next_shape[-1]) is None
     else:
-        in_one = score_bytes(rows) <= HELD_SCORE_BYTES
+        in_one = rows.shape[0] * rows.shape[1] ** 2 * max(4, rows.element_size()) <= HELD_SCORE_BYTES
     run = layer if in_one else _layer_of_ops
     next_codes, next_projection, error = run(
         codes=rows,

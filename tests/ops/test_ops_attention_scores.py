@@ -63,7 +63,6 @@ def test_the_dtype_of_the_softmax(processor: bool) -> None:
     ):
         z = torch.empty(2, tokens, 3, dtype=dtype)
         assert attention_scores.softmax_dtype(z, energy) == expected
-        assert attention_scores.score_bytes(z, energy) == 2 * tokens**2 * expected.itemsize
         assert attention_scores.softmax_dtype(z.to("meta"), energy) == torch.promote_types(dtype, torch.float32)
 
 
@@ -200,3 +199,18 @@ def test_both_ways_to_add_a_matrix_and_its_transpose(dtype: torch.dtype, monkeyp
 def test_opcheck(energy: bool) -> None:
     z = normal(11, 2, LONG, 4).bfloat16().requires_grad_()
     torch.library.opcheck(torch.ops.cdt_fast.symmetric_attention.default, (z, None, None, 0.7, energy, True))
+
+
+@pytest.mark.usefixtures("processor")
+def test_compiles_without_a_graph_break() -> None:
+    def network(codes: Tensor, signal: Tensor, dictionary: Tensor) -> Tensor:
+        _, projection = ops.unrolled_layer(codes, signal, dictionary, step=0.1, threshold=0.05)
+        return ops.symmetric_attention(projection).float().square().sum()
+
+    results = []
+    for function in (network, torch.compile(network, fullgraph=True, backend="aot_eager")):
+        shapes = ((2, LONG, 8), (2, LONG, 4), (4, 8))
+        leaves = [leaf(normal(20 + index, *shape).bfloat16()) for index, shape in enumerate(shapes)]
+        total = function(*leaves)
+        results.append([total, *gradients([total], leaves, [torch.ones_like(total)])])
+    assert_equal(*results)
