@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,12 +31,23 @@ class _Terminated(BaseException):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that keeps the layout of the examples and answers a wrong call in one line."""
+    """A parser that keeps the layout of the examples and answers a wrong call in one line.
+
+    Attributes:
+        ending: what the help ends with, where it has to be read from files first.
+    """
+
+    ending: Callable[[], str] | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # No abbreviations: --warm would be one setting today and another one tomorrow.
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(*arguments, formatter_class=layout, allow_abbrev=False, **options)
+
+    def format_help(self) -> str:
+        if self.ending is not None:
+            self.epilog = self.ending()
+        return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # Answered here and not by the parser above, which knows neither the command nor its options.
@@ -53,8 +64,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on stderr and status 2."""
-    options = _parser().parse_args(arguments)
+    options = argparse.Namespace(hint="", memory_hint="")
     try:
+        options = _parser().parse_args(arguments)
         with _terminated_by_exception():
             return options.run(options)
     except (InputError, MissingExtra) as error:
@@ -147,8 +159,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+def _command(commands: Any, name: str, run: Any, text: str) -> _Parser:
+    command: _Parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     # What to add when a signal ends the command, and when memory does.
     command.set_defaults(run=run, hint="", memory_hint="")
     return command
@@ -175,19 +187,23 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_reproduce(commands: Any) -> None:
-    from cdt_fast import experiments
-
     text = "train the runs of an experiment by its name, and compare them"
     command = _command(commands, "reproduce", _reproduce, text)
     command.description = "Train the runs of an experiment and compare them. Called again, it goes on where it stopped."
-    example = "cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"
-    command.epilog = f"experiments:\n{experiments.listing()}\n\nexample: {example}"
+    command.ending = _experiments
     command.add_argument("name", metavar="NAME", help="which experiment")
     command.add_argument("source", metavar="SOURCE", help="where its data are")
     command.add_argument("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
     command.add_argument("--seeds", metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     command.add_argument("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
     _add_json(command)
+
+
+def _experiments() -> str:
+    from cdt_fast import experiments
+
+    example = "cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"
+    return f"experiments:\n{experiments.listing()}\n\nexample: {example}"
 
 
 def _reproduce(options: argparse.Namespace) -> int:

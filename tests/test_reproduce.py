@@ -132,6 +132,13 @@ def test_bad_input_is_one_line_and_makes_no_folder(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_experiment_that_cannot_be_read_is_in_the_way_of_no_other_command(call: Call, tiny_experiment: Path) -> None:
+    tiny_experiment.write_text("title = ")
+    assert call("data", "fetch", "--help").status == 0
+    for words in (["--help"], ["tiny", "demo"]):
+        assert str(tiny_experiment) in call("reproduce", *words).line()
+
+
 def test_several_processes_are_sent_to_the_training_command(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "launched as 2 processes" in call("reproduce", "video", "demo").line()
