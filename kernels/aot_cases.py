@@ -150,6 +150,11 @@ def residual_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
+def _remainder(output: Tensor) -> Tensor | None:
+    """What the forward of a training step keeps of an output in 16 bits."""
+    return torch.empty_like(output) if output.element_size() == 2 else None
+
+
 def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Long sequences: the widths of every row of the block tables, and every flag."""
     sequences, tokens = 64, 1024
@@ -158,16 +163,17 @@ def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     for width in (64, 128, 256, 200, 16):
         z = _empty(dtype, sequences, tokens, width)
         flop = 4 * sequences * tokens**2 * width
+        options = {"scale": 1.0, "energy": False, "remainder": _remainder(z)}
         yield Case(
             f"forward, T {tokens}, d {width}, tied",
-            functools.partial(streaming_attention.streaming_forward, z, None, None, 1.0, False),
+            functools.partial(streaming_attention.streaming_forward, z, None, None, **options),
             (z,),
             flop,
             aligned=width % 16 == 0,
         )
         yield Case(
             f"backward, T {tokens}, d {width}, tied",
-            functools.partial(streaming_attention.streaming_backward, z, None, z, log_sum_exp, z, None, 1.0, False),
+            functools.partial(streaming_attention.streaming_backward, z, None, z, log_sum_exp, z, None, **options),
             (z, z, log_sum_exp, z),
             2 * flop,
             aligned=width % 16 == 0,
@@ -177,10 +183,15 @@ def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
         flags = f", d {width}" + ", lengths" * padded + ", energy" * energy
         count = lengths if padded else None
         forward = functools.partial(streaming_attention.streaming_forward, z, lengths=count, scale=1.0, energy=energy)
+        yield Case(f"forward without a backward{flags}", functools.partial(forward, values=z))
+        if padded or energy:
+            yield Case(f"forward without a backward, tied{flags}", functools.partial(forward, values=None))
+        forward = functools.partial(forward, remainder=_remainder(z))
         yield Case(f"forward{flags}", functools.partial(forward, values=z))
         backward = functools.partial(
             streaming_attention.streaming_backward,
             z,
+            remainder=_remainder(z),
             output=z,
             log_sum_exp=log_sum_exp,
             grad_output=z,
@@ -203,12 +214,16 @@ def wide_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     log_sum_exp = _empty(torch.float32, sequences, tokens)
     flop = 4 * sequences * tokens**2 * width
     shape = f"T {tokens}, d {width}, tied"
+    kept = {"remainder": _remainder(z)}
     yield Case(
-        f"forward, {shape}", functools.partial(wide_attention.wide_forward, z, None, None, 1.0, False), (z,), flop
+        f"forward, {shape}",
+        functools.partial(wide_attention.wide_forward, z, None, None, 1.0, False, **kept),
+        (z,),
+        flop,
     )
     yield Case(
         f"backward, {shape}",
-        functools.partial(wide_attention.wide_backward, z, None, z, log_sum_exp, z, None, 1.0, False),
+        functools.partial(wide_attention.wide_backward, z, None, z, log_sum_exp, z, None, 1.0, False, **kept),
         (z, z, log_sum_exp, z),
         2 * flop,
     )
@@ -216,9 +231,10 @@ def wide_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
         flags = ", lengths" * (lengths is not None) + ", energy" * energy
         options = {"lengths": lengths, "scale": 1.0, "energy": energy}
         forward = functools.partial(wide_attention.wide_forward, z, z, **options)
-        yield Case(f"forward{flags}", forward)
+        yield Case(f"forward without a backward{flags}", forward)
+        yield Case(f"forward{flags}", functools.partial(forward, **kept))
         backward = functools.partial(
-            wide_attention.wide_backward, z, z, output=z, log_sum_exp=log_sum_exp, grad_output=z, **options
+            wide_attention.wide_backward, z, z, output=z, log_sum_exp=log_sum_exp, grad_output=z, **options, **kept
         )
         yield Case(f"backward{flags}", backward)
 

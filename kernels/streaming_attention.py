@@ -3,6 +3,10 @@
     forward   S_ij = z_iᵀ z_j (− ½‖z_j‖² with `energy`),  O_i = Σ_j exp(β S_ij − λ_i) V_j,  λ_i the row's log-sum-exp
     backward  dZ_i = β Σ_j (dS_ij + dS_ji) z_j,  dV_i = Σ_j A_ji dO_j,  dS_ij = A_ij (dO_iᵀ V_j − δ_i),  δ_i = dO_iᵀ O_i
 
+In 16 bits `dO_iᵀ V_j − δ_i` is a small difference of large numbers where the tokens of a sequence are much alike, and
+two things would spoil it: O as it was rounded, and weights that were rounded for a product and do not add up to one. So
+O is divided by the sum of the rounded weights, and what rounding took from it is kept as a remainder for δ.
+
 The scores are symmetric, so one block of rows owns its rows of both gradients: S, dO_i V_jᵀ and its mirror V_i dO_jᵀ,
 and the two sums: five products a pair of tiles, no second kernel and no atomics. With `values` None V is z.
 """
@@ -108,13 +112,13 @@ def weigh(scores, log_sum):
 
 @triton.jit
 def streaming_forward_kernel(
-    z, values, norms, output, log_sum_exp, lengths,
+    z, values, norms, output, remainder, log_sum_exp, lengths,
     tokens, blocks_per_sequence, scale,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
 ):  # fmt: skip
-    # z [sequences, tokens, WIDTH], values and output [sequences, tokens, VALUE_WIDTH], log_sum_exp [sequences, tokens];
-    # norms [sequences, tokens] = ‖z‖² with `energy`, else None
+    # z [sequences, tokens, WIDTH], values, output and remainder (may be None) [sequences, tokens, VALUE_WIDTH],
+    # log_sum_exp [sequences, tokens]; norms [sequences, tokens] = ‖z‖² with `energy`, else None
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     z = from_row(z, first, WIDTH)
     if values is not None:
@@ -127,6 +131,7 @@ def streaming_forward_kernel(
         own_norm = load_norms(norms, position, counts)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    rounded_total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, BLOCK_VALUE_WIDTH), tl.float32)
     for start in range(0, length, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -138,25 +143,33 @@ def streaming_forward_kernel(
         shrinking = weigh(peak, new_peak)
         total = total * shrinking + tl.sum(weights, 1)
         chunk = other if TIED else load_rows(values, key, key < length, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
-        result = tl.dot(weights.to(chunk.dtype), chunk, result * shrinking[:, None], input_precision=PRECISION)
+        weights = weights.to(chunk.dtype)
+        rounded_total = rounded_total * shrinking + tl.sum(weights.to(tl.float32), 1)
+        result = tl.dot(weights, chunk, result * shrinking[:, None], input_precision=PRECISION)
         peak = new_peak
-    result = tl.where(counts[:, None], result / total[:, None], 0.0)
+    result = tl.where(counts[:, None], result / rounded_total[:, None], 0.0)
     output = from_row(output, first, VALUE_WIDTH)
     store_rows(output, position, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+    if remainder is not None:
+        result -= result.to(output.dtype.element_ty).to(tl.float32)
+        remainder = from_row(remainder, first, VALUE_WIDTH)
+        store_rows(remainder, position, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
     log_sum = tl.where(counts, peak + tl.log2(total) * LN_2, float("inf"))
     tl.store(from_row(log_sum_exp, first, 1) + position, log_sum, mask=position < tokens)
 
 
 @triton.jit
 def row_dots_kernel(
-    left, right, output,
+    left, right, remainder, output,
     rows,
     WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # left and right [rows, WIDTH] → output [rows], float32
+    # left, right and what is to be added to right, or None [rows, WIDTH] → output [rows], float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     one = load_rows(left, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
     other = load_rows(right, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
+    if remainder is not None:
+        other += load_rows(remainder, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
     tl.store(output + row, tl.sum(one * other, 1), mask=row < rows)
 
 
@@ -234,9 +247,19 @@ def blocks_for(table: dict[str, dict[int, list[tuple[int, Blocks]]]], z: Tensor,
 
 
 def streaming_forward(
-    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, blocks: Blocks | None = None
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    energy: bool,
+    blocks: Blocks | None = None,
+    *,
+    remainder: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]` (d, k ≤ `WIDEST`) → output `[B, T, k]`, log-sum-exp `[B, T]`."""
+    """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]` (d, k ≤ `WIDEST`) → output `[B, T, k]`, log-sum-exp `[B, T]`.
+
+    What rounding takes from the output is written to `remainder`, where one is given.
+    """
     sequences, tokens, width = z.shape
     value_width = width if values is None else values.shape[-1]
     blocks = blocks or blocks_for(FORWARD_BLOCKS, z, max(width, value_width))
@@ -248,7 +271,7 @@ def streaming_forward(
         (sequences * blocks_per_sequence,),
         {
             "z": z, "values": values, "norms": row_dots(z, z) if energy else None,
-            "output": output, "log_sum_exp": log_sum_exp, "lengths": lengths,
+            "output": output, "remainder": remainder, "log_sum_exp": log_sum_exp, "lengths": lengths,
             "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,
         },
         {
@@ -262,8 +285,8 @@ def streaming_forward(
     return output, log_sum_exp
 
 
-def row_dots(left: Tensor, right: Tensor) -> Tensor:
-    """`Σ left ∘ right` over the last dimension, `[..., width]` (contiguous) → `[...]` float32."""
+def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Tensor:
+    """`Σ left ∘ (right + remainder)` over the last dimension, `[..., width]` (contiguous) → `[...]` float32."""
     width = left.shape[-1]
     rows = left.shape[:-1].numel()
     output = left.new_empty(left.shape[:-1], dtype=torch.float32)
@@ -272,7 +295,7 @@ def row_dots(left: Tensor, right: Tensor) -> Tensor:
     Launch(
         row_dots_kernel,
         (ceil_div(rows, block_rows),),
-        {"left": left, "right": right, "output": output, "rows": rows},
+        {"left": left, "right": right, "remainder": remainder, "output": output, "rows": rows},
         {"WIDTH": width, "BLOCK_WIDTH": held, "ROWS": block_rows},
         4,
         1,
@@ -292,8 +315,13 @@ def streaming_backward(
     needs_z: bool = True,
     needs_values: bool = True,
     blocks: Blocks | None = None,
+    *,
+    remainder: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `z` and `values`, those that are needed; with `values` None all of it is in that of `z`."""
+    """Gradients of `z` and `values`, those that are needed; with `values` None all of it is in that of `z`.
+
+    Without the `remainder` of the output an error of its rounding reaches the gradient of `z`.
+    """
     sequences, tokens, width = z.shape
     value_width = grad_output.shape[-1]
     blocks = blocks or blocks_for(BACKWARD_BLOCKS, z, max(width, value_width))
@@ -306,8 +334,7 @@ def streaming_backward(
         {
             "z": z, "values": values, "norms": row_dots(z, z) if energy else None,
             "grad_output": grad_output, "log_sum_exp": log_sum_exp,
-            # Of the output as it was rounded: in 16 bits an error of eps times its size where one weight is near 1.
-            "delta": row_dots(grad_output, output) if needs_z else None,
+            "delta": row_dots(grad_output, output, remainder) if needs_z else None,
             "grad_z": grad_z, "grad_values": grad_values, "lengths": lengths,
             "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,
         },

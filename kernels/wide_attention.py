@@ -75,13 +75,13 @@ def wide_scores(z, norms, own, own_mask, key, key_mask, scale,
 
 @triton.jit
 def wide_forward_kernel(
-    z, values, norms, output, log_sum_exp, lengths,
+    z, values, norms, output, remainder, log_sum_exp, lengths,
     tokens, blocks_per_sequence, scale,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     OWNED_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # z [sequences, tokens, WIDTH], values and output [sequences, tokens, VALUE_WIDTH], norms and log_sum_exp
-    # [sequences, tokens]; the second axis of the grid goes over the chunks of VALUE_WIDTH
+    # z [sequences, tokens, WIDTH], values, output and remainder (may be None) [sequences, tokens, VALUE_WIDTH], norms
+    # and log_sum_exp [sequences, tokens]; the second axis of the grid goes over the chunks of VALUE_WIDTH
     own, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     owned = tl.program_id(1) * OWNED_COLUMNS
     z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
@@ -90,6 +90,7 @@ def wide_forward_kernel(
     counts = own < length
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    rounded_total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, OWNED_COLUMNS), tl.float32)
     for start in range(0, length, KEYS):
         key = start + tl.arange(0, KEYS)
@@ -101,11 +102,17 @@ def wide_forward_kernel(
         shrinking = weigh(peak, new_peak)
         total = total * shrinking + tl.sum(weights, 1)
         chunk = load_rows(values, key, exists, owned, VALUE_WIDTH, OWNED_COLUMNS)
-        result = tl.dot(weights.to(chunk.dtype), chunk, result * shrinking[:, None], input_precision=PRECISION)
+        weights = weights.to(chunk.dtype)
+        rounded_total = rounded_total * shrinking + tl.sum(weights.to(tl.float32), 1)
+        result = tl.dot(weights, chunk, result * shrinking[:, None], input_precision=PRECISION)
         peak = new_peak
-    result = tl.where(counts[:, None], result / total[:, None], 0.0)
+    result = tl.where(counts[:, None], result / rounded_total[:, None], 0.0)
     output = from_row(output, first, VALUE_WIDTH)
     store_rows(output, own, own < tokens, owned, result, VALUE_WIDTH, OWNED_COLUMNS)
+    if remainder is not None:
+        result -= result.to(output.dtype.element_ty).to(tl.float32)
+        remainder = from_row(remainder, first, VALUE_WIDTH)
+        store_rows(remainder, own, own < tokens, owned, result, VALUE_WIDTH, OWNED_COLUMNS)
     # Every chunk finds the same log-sum-exp: the first one stores it.
     log_sum = tl.where(counts, peak + tl.log2(total) * LN_2, float("inf"))
     tl.store(from_row(log_sum_exp, first, 1) + own, log_sum, mask=(own < tokens) & (owned == 0))
@@ -203,15 +210,25 @@ def _launch(
 
 
 def wide_forward(
-    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, blocks: Blocks | None = None
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    energy: bool,
+    blocks: Blocks | None = None,
+    *,
+    remainder: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`z` `[B, T, d]`, `values` `[B, T, k]` (contiguous) → output `[B, T, k]`, log-sum-exp `[B, T]`."""
+    """`z` `[B, T, d]`, `values` `[B, T, k]` (contiguous) → output `[B, T, k]`, log-sum-exp `[B, T]`.
+
+    What rounding takes from the output is written to `remainder`, where one is given.
+    """
     values = z if values is None else values
     output = torch.empty_like(values)
     log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
     tensors = {
-        "values": values, "norms": row_dots(z, z) if energy else None, "output": output, "log_sum_exp": log_sum_exp,
-        "lengths": lengths,
+        "values": values, "norms": row_dots(z, z) if energy else None, "output": output, "remainder": remainder,
+        "log_sum_exp": log_sum_exp, "lengths": lengths,
     }  # fmt: skip
     width = values.shape[-1]
     blocks = blocks or FORWARD_BLOCKS[card_of(z).family][z.element_size()]
@@ -231,8 +248,13 @@ def wide_backward(
     needs_z: bool = True,
     needs_values: bool = True,
     blocks: Blocks | None = None,
+    *,
+    remainder: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `z` and `values`, those that are needed; with `values` None all of it is in that of `z`."""
+    """Gradients of `z` and `values`, those that are needed; with `values` None all of it is in that of `z`.
+
+    Without the `remainder` of the output an error of its rounding reaches the gradient of `z`.
+    """
     blocks = blocks or BACKWARD_BLOCKS[card_of(z).family][z.element_size()]
     norms = row_dots(z, z) if energy else None
     grad_z = torch.empty_like(z) if needs_z else None
@@ -240,7 +262,7 @@ def wide_backward(
     shared = {"norms": norms, "grad_output": grad_output, "log_sum_exp": log_sum_exp, "lengths": lengths}
     width = grad_output.shape[-1]
     if grad_z is not None:
-        delta = row_dots(grad_output, output)
+        delta = row_dots(grad_output, output, remainder)
         tensors = {**shared, "values": z if values is None else values, "delta": delta, "grad_z": grad_z}
         _launch(wide_backward_kernel, z, z.shape[-1], width, tensors, scale, blocks, TIED=values is None)
     if grad_values is not None:

@@ -108,32 +108,32 @@ def _forward(
     z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]`, `lengths` `[B]` → output, the rows' log-sum-exp `[B, T]`, which
-    the kernels' backward starts from (else empty), and the attention `[B, T, T]` where plain torch keeps it (else
-    empty): only where a backward may come, which is what `keeps` says."""
-    # Zeros where the sequences' lengths leave some of it unwritten.
-    make = z.new_empty if lengths is None else z.new_zeros
-    attention = make(_kept_shape(z, values, energy, keeps), dtype=softmax_dtype(z, energy))
+    the kernels' backward starts from (else empty), and what else is kept for a backward, if `keeps` says that one may
+    come: in plain torch the attention, of a kernel the remainder of the output (else empty)."""
+    kept = _room_to_keep(z, values, lengths, energy, keeps)
+    remainder = kept if kept.dim() > 1 else None
     if runs_on_triton("symmetric_attention", z):
         from cdt_fast.kernels.packed_attention import longest, packed_forward
         from cdt_fast.kernels.streaming_attention import WIDEST, streaming_forward
         from cdt_fast.kernels.wide_attention import wide_forward
 
         if z.shape[1] <= longest(z):
-            return *packed_forward(z, z if values is None else values, lengths, scale, energy), attention
+            return *packed_forward(z, z if values is None else values, lengths, scale, energy), kept
         forward = streaming_forward if _widest(z, values) <= WIDEST else wide_forward
-        return *forward(z, values, lengths, scale, energy), attention
+        return *forward(z, values, lengths, scale, energy, remainder=remainder), kept
     with torch.autocast(z.device.type, enabled=False):
-        output = forward_in_torch(z, values, lengths, scale, energy, attention)
-    return output, z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32)), attention
+        output = forward_in_torch(z, values, lengths, scale, energy, kept)
+    return output, z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32)), kept
 
 
 @_forward.register_fake
-def _(z: Tensor, values: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, keeps: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     output = torch.empty_like(z if values is None else values)
     log_sums = z.shape[:-1] if runs_on_triton("symmetric_attention", z) else (0,)
-    energy, keeps = others[-2:]
-    attention = z.new_empty(_kept_shape(z, values, energy, keeps), dtype=softmax_dtype(z, energy))
-    return output, z.new_empty(log_sums, dtype=torch.promote_types(z.dtype, torch.float32)), attention
+    log_sum_exp = z.new_empty(log_sums, dtype=torch.promote_types(z.dtype, torch.float32))
+    return output, log_sum_exp, _room_to_keep(z, values, lengths, energy, keeps)
 
 
 @torch.library.custom_op("cdt_fast::symmetric_attention_backward", mutates_args=())
@@ -143,7 +143,7 @@ def _backward(
     lengths: Tensor | None,
     output: Tensor,
     log_sum_exp: Tensor,
-    attention: Tensor,
+    kept: Tensor,
     grad_output: Tensor,
     scale: float,
     energy: bool,
@@ -161,12 +161,13 @@ def _backward(
             found = packed_backward(z, values, grad_output, lengths, scale, energy, needs_z, needs_values)
         else:
             backward = streaming_backward if _widest(z, values) <= WIDEST else wide_backward
-            found = backward(z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values)
+            options = {"remainder": kept if kept.dim() > 1 else None}
+            found = backward(
+                z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values, **options
+            )
         return [gradient for gradient in found if gradient is not None]
     with torch.autocast(z.device.type, enabled=False):
-        return backward_in_torch(
-            z, values, lengths, output, attention, grad_output, scale, energy, needs_z, needs_values
-        )
+        return backward_in_torch(z, values, lengths, output, kept, grad_output, scale, energy, needs_z, needs_values)
 
 
 @_backward.register_fake
@@ -198,12 +199,21 @@ def _widest(z: Tensor, values: Tensor | None) -> int:
     return max(z.shape[-1], 0 if values is None else values.shape[-1])
 
 
-def _kept_shape(z: Tensor, values: Tensor | None, energy: bool, keeps: bool) -> tuple[int, ...]:
-    """`[B, T, T]` where the attention is kept for the backward: on a CPU, if it fits `KEPT_BYTES` or is no larger than
-    input and output."""
-    if not keeps or z.device.type != "cpu":
-        return (0,)
-    width = z.shape[-1] + (z if values is None else values).shape[-1]
-    of_tokens = z.shape[0] * z.shape[1] * width * z.element_size()
-    shape = (*z.shape[:-1], z.shape[1])
-    return shape if math.prod(shape) * softmax_dtype(z, energy).itemsize <= max(KEPT_BYTES, of_tokens) else (0,)
+def _room_to_keep(z: Tensor, values: Tensor | None, lengths: Tensor | None, energy: bool, keeps: bool) -> Tensor:
+    """Room for what the forward keeps, empty for nothing.
+
+    Of a kernel: the remainder of the output, in 16 bits, of sequences that do not fit a tile. In plain torch: the
+    attention `[B, T, T]`, on a CPU, if it fits `KEPT_BYTES` or is no larger than input and output.
+    """
+    output = z if values is None else values
+    if runs_on_triton("symmetric_attention", z):
+        from cdt_fast.kernels.packed_attention import longest
+
+        keeps = keeps and z.element_size() == 2 and z.shape[1] > longest(z)
+        return output.new_empty(output.shape if keeps else (0,))
+    shape, dtype = (*z.shape[:-1], z.shape[1]), softmax_dtype(z, energy)
+    of_tokens = z.shape[0] * z.shape[1] * (z.shape[-1] + output.shape[-1]) * z.element_size()
+    keeps = keeps and z.device.type == "cpu" and math.prod(shape) * dtype.itemsize <= max(KEPT_BYTES, of_tokens)
+    # Zeros where the sequences' lengths leave some of it unwritten.
+    make = z.new_empty if lengths is None else z.new_zeros
+    return make(shape if keeps else (0,), dtype=dtype)

@@ -13,7 +13,6 @@ from cdt_fast.kernels import packed_attention as packed
 from cdt_fast.kernels import streaming_attention as streaming
 from cdt_fast.kernels import wide_attention as wide
 from cdt_fast.ops.attention import symmetric_attention_reference
-from cdt_fast.ops.attention_scores import softmax_backward_
 from cdt_fast.ops.checks import padding_mask
 
 # Between an input and the ends of its buffer. Odd, so that no row is aligned; sixteen times a size keeps them aligned.
@@ -100,15 +99,21 @@ def run_packed(inputs: Inputs, blocks: packed.Blocks | None = PACKED, **needs: A
     return [*forward, *backward]
 
 
+def room_for_remainder(inputs: Inputs) -> Tensor | None:
+    """Full of NaN, as a step of training has it: in 16 bits."""
+    return torch.full_like(inputs.grad_output, float("nan")) if inputs.z.element_size() == 2 else None
+
+
 def run_streaming(
     inputs: Inputs,
     forward_blocks: streaming.Blocks | None = STREAMING,
     backward_blocks: streaming.Blocks | None = STREAMING,
     **needs: Any,
 ) -> Results:
-    forward = streaming.streaming_forward(inputs.z, inputs.values, **inputs.options, blocks=forward_blocks)
+    options = {**inputs.options, "remainder": room_for_remainder(inputs)}
+    forward = streaming.streaming_forward(inputs.z, inputs.values, **options, blocks=forward_blocks)
     backward = streaming.streaming_backward(
-        inputs.z, inputs.values, *forward, inputs.grad_output, **inputs.options, blocks=backward_blocks, **needs
+        inputs.z, inputs.values, *forward, inputs.grad_output, **options, blocks=backward_blocks, **needs
     )
     return [*forward, *backward]
 
@@ -119,9 +124,10 @@ def run_wide(
     backward_blocks: wide.Blocks | None = WIDE,
     **needs: Any,
 ) -> Results:
-    forward = wide.wide_forward(inputs.z, inputs.values, **inputs.options, blocks=forward_blocks)
+    options = {**inputs.options, "remainder": room_for_remainder(inputs)}
+    forward = wide.wide_forward(inputs.z, inputs.values, **options, blocks=forward_blocks)
     backward = wide.wide_backward(
-        inputs.z, inputs.values, *forward, inputs.grad_output, **inputs.options, blocks=backward_blocks, **needs
+        inputs.z, inputs.values, *forward, inputs.grad_output, **options, blocks=backward_blocks, **needs
     )
     return [*forward, *backward]
 
@@ -166,7 +172,8 @@ def floors(inputs: Inputs) -> list[Tensor]:
     logit = 2 * scale * z.square().sum(-1).amax() * torch.ones_like(z[..., 0])
     eye = torch.eye(z.shape[-2], dtype=z.dtype).expand(*z.shape[:-1], -1)
     attention = symmetric_attention_reference(z, eye, scale=inputs.scale, lengths=lengths, energy=inputs.energy)
-    grad_scores = softmax_backward_(upstream @ values.mT, attention).abs()
+    grad_attention = upstream @ values.mT
+    grad_scores = (attention * (grad_attention - (attention * grad_attention).sum(-1, keepdim=True))).abs()
     moved = [logit.unsqueeze(-1) * factor.abs() for factor in (values, upstream)]
     moved_z = logit.unsqueeze(-1) * scale * (grad_scores + grad_scores.mT) @ z.abs()
     difference = 4 * scale * (upstream * values).abs().sum(-1, keepdim=True) * z.abs()

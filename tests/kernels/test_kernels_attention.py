@@ -9,11 +9,13 @@ import torch
 from kernel_cases import (
     LENGTHS,
     MARGINS,
+    NAMES,
     RUNS,
     SOME,
     Inputs,
     Shape,
     assert_is_the_formula,
+    formula,
     normal,
     poisoned,
     run_packed,
@@ -198,6 +200,27 @@ def test_tokens_that_are_all_equal(
     assert_is_the_formula(RUNS[kernel](inputs), inputs)
 
 
+@pytest.mark.parametrize(("kernel", "shape"), SOME)
+def test_gradients_of_tokens_that_are_much_alike(
+    kernel: str, shape: Shape, device: torch.device, dtype: torch.dtype
+) -> None:
+    # A still scene: what tells its tokens apart is a hundredth of their size, and so is what the gradient is made of.
+    inputs = Inputs.of(shape._replace(width=64), device, dtype)
+    if dtype == torch.float32:
+        pytest.skip("keeps no remainder")
+    still = torch.rand(shape.sequences, 1, 64, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inputs.z.copy_(2 * still + 0.03 * normal(4, shape.sequences, shape.tokens, 64))
+    if inputs.values is not None:
+        inputs.values.copy_(2 + 0.03 * inputs.values.double())
+    exact = formula(inputs, torch.float64)
+    for name, given, true in zip(NAMES[2:], RUNS[kernel](inputs)[2:], exact[2:], strict=True):
+        if true is not None:
+            assert given is not None
+            # Weights, gradient of the scores and result are rounded, each by half an epsilon.
+            error = (given.cpu().double() - true).norm() / true.norm()
+            assert error <= 2 * torch.finfo(dtype).eps, name
+
+
 # The sums of products of rows
 
 
@@ -206,10 +229,16 @@ def test_tokens_that_are_all_equal(
 def test_row_dots(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
     if rows * width > 300_000:
         pytest.skip("says nothing that smaller ones do not")
-    left, right = (poisoned(normal(seed, rows, width).to(device, dtype)) for seed in (1, 2))
-    exact = (left.cpu().double() * right.cpu().double()).sum(-1)
-    plain = (left.cpu().float() * right.cpu().float()).sum(-1)
-    assert_as_precise("dots", streaming.row_dots(left, right).cpu(), plain, exact)
+    sizes = (1.0, 1.0, 2**-9)  # a remainder is small
+    left, right, more = (
+        poisoned((size * normal(seed, rows, width)).to(device, dtype)) for seed, size in enumerate(sizes)
+    )
+    for remainder in (None, more):
+        whole = right.cpu().double() if remainder is None else right.cpu().double() + remainder.cpu().double()
+        products = left.cpu().double() * whole
+        plain = (left.cpu().float() * whole.float()).sum(-1)
+        dots = streaming.row_dots(left, right, remainder).cpu()
+        assert_as_precise("dots", dots, plain, products.sum(-1), terms=products.abs().sum(-1))
 
 
 def test_row_dots_of_many_dimensions_and_of_none(device: torch.device) -> None:

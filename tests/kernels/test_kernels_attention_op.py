@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,13 +90,26 @@ def test_which_kernel_takes_what(
             monkeypatch.setattr(
                 module,
                 f"{name}_{direction}",
-                lambda *given, launcher=launcher, name=name: (called.append(name), launcher(*given))[1],
+                lambda *given, launcher=launcher, name=name, **options: (
+                    called.append(name),
+                    launcher(*given, **options),
+                )[1],
             )
     z, given, upstream = inputs(2, tokens, width, values=values, device=device, dtype=dtype)
     assert z is not None
     assert upstream is not None
     assert_is_the_formula(z, given, upstream, lengths=torch.tensor([tokens, 5], device=device))
     assert called == [kernel] * 2
+
+
+def test_the_remainder_is_kept_in_16_bits_where_a_backward_may_come(device: torch.device, dtype: torch.dtype) -> None:
+    operator = torch.ops.cdt_fast.symmetric_attention.default
+    longest = packed.longest(torch.empty(0, dtype=dtype, device=device))
+    for tokens, width, keeps in itertools.product((longest, longest + 1), (20, 257), (False, True)):
+        z = normal(1, 2, tokens, width).to(device, dtype)
+        *_, kept = operator(z, None, None, 1.0, False, keeps)
+        expected = z.shape if keeps and tokens > longest and z.element_size() == 2 else (0,)
+        assert (kept.shape, kept.dtype) == (expected, dtype)
 
 
 @pytest.mark.parametrize("tokens", [7, 70])
