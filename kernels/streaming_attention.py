@@ -291,7 +291,7 @@ def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Te
     rows = left.shape[:-1].numel()
     output = left.new_empty(left.shape[:-1], dtype=torch.float32)
     held = block_width(width)
-    block_rows = max(1, 4096 // held)
+    block_rows = max(1, 2048 // held)
     Launch(
         row_dots_kernel,
         (ceil_div(rows, block_rows),),
