@@ -187,7 +187,8 @@ def _gradients(
     needs_z: bool,
     needs_values: bool,
 ) -> list[Tensor]:
-    """A panel at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; five products in all."""
+    """A panel at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; with the scores five products in
+    all, where the first two are one."""
     tied, values = values is None, z if values is None else values
     # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
     whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z, dtype))

@@ -252,7 +252,8 @@ def _parts_in_torch(
         grad_next_projection = codes.new_zeros((*codes.shape[:-1], next_atoms.shape[0]))
     if grad_next_projection is None:
         assert grad_next_codes is not None  # with neither the zeros above stand for both
-        grad_update = without_padding(grad_next_codes, padding).clone(memory_format=torch.contiguous_format)
+        # In memory of its own, which what follows writes over.
+        grad_update = grad_next_codes.clone() if padding is None else without_padding(grad_next_codes, padding)
     elif grad_next_codes is None:
         grad_update = _product(grad_next_projection, next_atoms)
     else:
