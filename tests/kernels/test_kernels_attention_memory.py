@@ -157,7 +157,7 @@ def recorded(call: Any, *arguments: Any, **options: Any) -> Any:
     with recording(CARDS["RTX 3090"]) as launches:
         result = call(*arguments, **options)
     for launch in launches:
-        run_last(launch, 4)
+        run_last(launch, 8)
     return result
 
 
