@@ -161,10 +161,8 @@ def _backward(
             found = packed_backward(z, values, grad_output, lengths, scale, energy, needs_z, needs_values)
         else:
             backward = streaming_backward if _widest(z, values) <= WIDEST else wide_backward
-            options = {"remainder": kept if kept.dim() > 1 else None}
-            found = backward(
-                z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values, **options
-            )
+            inputs = (z, values, output, log_sum_exp, grad_output, lengths, scale, energy, needs_z, needs_values)
+            found = backward(*inputs, remainder=kept if kept.dim() > 1 else None)
         return [gradient for gradient in found if gradient is not None]
     with torch.autocast(z.device.type, enabled=False):
         return backward_in_torch(z, values, lengths, output, kept, grad_output, scale, energy, needs_z, needs_values)

@@ -188,7 +188,8 @@ def attend_far_away(kernel: str, device: torch.device) -> None:
             attend, differentiate = wide.wide_forward, wide.wide_backward
             # One chunk of the columns: the interpreter's programs here are those of the first axis.
             blocks = wide.Blocks(16, 16, columns=64, owned_columns=WIDTH, warps=4, stages=2)
-        kept, far_kept = ({"remainder": torch.empty_like(tensor)} for tensor in (values, far[1]))
+        kept: dict[str, Any] = {"remainder": torch.empty_like(values)}
+        far_kept: dict[str, Any] = {"remainder": torch.empty_like(far[1])}
         forward = attend(z, values, lengths, 0.5, True, blocks, **kept)
         expected = [*forward, *kept.values()]
         expected += differentiate(z, values, *forward, upstream, lengths, 0.5, True, blocks=blocks, **kept)
