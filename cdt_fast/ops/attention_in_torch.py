@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.attention_scores import attention_matrix, grad_of_attention, softmax_backward_
+from cdt_fast.ops.attention_scores import (
+    attention_matrix,
+    grad_of_attention,
+    grad_of_both_factors,
+    softmax_backward_,
+)
 from cdt_fast.ops.checks import padding_mask, without_padding
 
 # Plain torch forms this many bytes of scores at a time: memory then grows with T and not with T². A quarter of it would
@@ -20,8 +25,6 @@ PANEL_BYTES_ON_GPU = 64 * 2**20
 # beside the products. Measured with 4 to 1,000 sequences of up to 20 to 1,024 tokens of width 64 to 1,024.
 COST_OF_A_LENGTH = 3 * 2**20
 COST_OF_A_SCORE = 200
-# Tokens of fewer bytes are multiplied twice faster than a matrix and its transpose are added.
-BYTES_OF_A_SUM = 256
 
 
 def _panels(z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice]]:
@@ -212,7 +215,7 @@ def _gradients(
             grad_scores = softmax_backward_(grad_attention, attention)
             of_here = grad_z[batch]
             if whole:
-                _grad_of_both_factors(grad_scores, here, scale, out=of_here)
+                grad_of_both_factors(grad_scores, here, scale, out=of_here)
                 if tied:
                     of_here.baddbmm_(mixed, given)
             else:
@@ -229,14 +232,3 @@ def _gradients(
             else:
                 grad_values[batch] += torch.bmm(mixed, given)
     return [gradient.to(z.dtype) for gradient in (grad_z, grad_values) if gradient is not None]
-
-
-def _grad_of_both_factors(grad_scores: Tensor, z: Tensor, scale: float, out: Tensor) -> None:
-    """`β (dS + dSᵀ) z`, as one product where that costs more than the sum of a matrix and its transpose."""
-    if z.shape[-1] * z.element_size() >= BYTES_OF_A_SUM:
-        both = (grad_scores + grad_scores.mT).to(z.dtype)
-        torch.baddbmm(out, both, z, beta=0, alpha=scale, out=out)
-        return
-    narrow = grad_scores.to(z.dtype)
-    torch.baddbmm(out, narrow, z, beta=0, alpha=scale, out=out)
-    out.baddbmm_(narrow.mT, z, alpha=scale)

@@ -11,6 +11,8 @@ from cdt_fast.ops.products import cpu_has_bf16_products
 FAR = 4.0
 # Of fewer tokens the scores cost little in float32 too.
 SHORTEST_IN_BFLOAT16 = 96
+# Tokens of fewer bytes are multiplied twice faster than a matrix and its transpose are added.
+BYTES_OF_A_SUM = 256
 
 
 def softmax_dtype(z: Tensor, energy: bool = False) -> torch.dtype:
@@ -109,3 +111,14 @@ def softmax_backward_(grad_attention: Tensor, attention: Tensor) -> Tensor:
     """
     found = grad_attention.to(attention.dtype)
     return torch.ops.aten._softmax_backward_data.out(found, attention, -1, attention.dtype, grad_input=found)
+
+
+def grad_of_both_factors(grad_scores: Tensor, z: Tensor, scale: float, out: Tensor) -> None:
+    """`β (dS + dSᵀ) z`, as one product where that costs more than the sum of a matrix and its transpose."""
+    if z.shape[-1] * z.element_size() >= BYTES_OF_A_SUM:
+        both = (grad_scores + grad_scores.mT).to(z.dtype)
+        torch.baddbmm(out, both, z, beta=0, alpha=scale, out=out)
+        return
+    narrow = grad_scores.to(z.dtype)
+    torch.baddbmm(out, narrow, z, beta=0, alpha=scale, out=out)
+    out.baddbmm_(narrow.mT, z, alpha=scale)

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.attention_scores import attention_matrix, softmax_backward_, softmax_dtype
+from cdt_fast.ops.attention_scores import (
+    attention_matrix,
+    grad_of_both_factors,
+    softmax_backward_,
+    softmax_dtype,
+)
 from cdt_fast.ops.backend import runs_on_triton
 from cdt_fast.ops.checks import padding_mask, without_padding
 from cdt_fast.ops.products import product, product_over_rows, rows_of
@@ -269,7 +274,8 @@ def _parts_in_torch(
     if needs_projection:
         grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_signal, projected.mT, alpha=-1)
         grad_scores = softmax_backward_(grad_attention, attention)
-        grad_projection = (grad_scores + grad_scores.mT).mul_(scale).to(projected.dtype) @ projected
+        grad_projection = torch.empty_like(projected, memory_format=torch.contiguous_format)
+        grad_of_both_factors(grad_scores, projected, scale, out=grad_projection)
         grad_projection.baddbmm_(attention_low.mT, grad_signal, alpha=-1)
     grad_codes = attention_low.mT @ grad_update if needs_codes else None
     return grad_update, residual, grad_next_projection, grad_signal, grad_projection, grad_codes

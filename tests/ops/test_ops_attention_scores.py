@@ -189,7 +189,7 @@ def test_panels_give_what_all_rows_at_once_give(tied: bool, monkeypatch: pytest.
 def test_both_ways_to_add_a_matrix_and_its_transpose(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for width_in_bytes in (0, 2**20):
-        monkeypatch.setattr(attention_in_torch, "BYTES_OF_A_SUM", width_in_bytes)
+        monkeypatch.setattr(attention_scores, "BYTES_OF_A_SUM", width_in_bytes)
         results.append(run(ops.symmetric_attention, [normal(10, 2, 9, 5)], dtype, scale=0.7))
     assert_close(*results, tolerance=8 * torch.finfo(dtype).eps)
 
