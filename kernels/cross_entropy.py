@@ -168,7 +168,6 @@ def cross_entropy_(
         if fitting < blocks.columns:
             blocks = CrossEntropyBlocks(fitting, min(blocks.warps, max(1, fitting // 512)))
     assert logits.stride(1) == 1 or vocabulary == 1
-    assert all(vector is None or vector.is_contiguous() for vector in (targets, losses, log_sums, scales))
     assert all(vector is None or vector.dtype == torch.float32 for vector in (losses, log_sums, scales))
     arguments: dict[str, Any] = {
         "logits": logits,
@@ -189,4 +188,6 @@ def cross_entropy_(
         "HAS_SMOOTHING": smoothing != 0.0,
         "BLOCK": blocks.columns,
     }
-    Launch(_cross_entropy_kernel, (rows,), arguments, constants, warps=blocks.warps, stages=2).run()
+    Launch(
+        _cross_entropy_kernel, (rows,), arguments, constants, warps=blocks.warps, stages=2, strided=("logits",)
+    ).run()

@@ -54,6 +54,10 @@ class Launch:
         arguments: what the kernel takes at run time, by name: tensors, tuples of tensors, integers, floats.
         constants: what it takes as `tl.constexpr`, by name.
         warps, stages: warps of a block, and stages of the software pipeline.
+        strided: the tensors whose strides the kernel takes too; every other one has to be contiguous.
+
+    Raises:
+        ValueError: a tensor is not contiguous that the kernel would read as if it were.
     """
 
     kernel: Any
@@ -62,6 +66,16 @@ class Launch:
     constants: Mapping[str, Any]
     warps: int
     stages: int
+    strided: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in self.arguments.items():
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, Tensor) and name not in self.strided and not tensor.is_contiguous():
+                    shape, strides = tuple(tensor.shape), tensor.stride()
+                    raise ValueError(
+                        f"{self.kernel.__name__} takes a contiguous {name}, got shape {shape} with strides {strides}"
+                    )
 
     def run(self) -> None:
         """Launch on the device of the arguments; a grid with a zero in it is no launch at all."""

@@ -247,6 +247,7 @@ def lista_step(
         },
         warps=blocks.warps,
         stages=blocks.stages,
+        strided=("codes", "signal", "dictionary"),
     ).run()
     return next_codes, residual
 
@@ -311,5 +312,6 @@ def lista_step_backward(
         },
         warps=blocks.warps,
         stages=blocks.stages,
+        strided=("grad_output", "dictionary"),
     ).run()
     return grad_codes, grad_residual, grad_update

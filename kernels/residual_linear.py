@@ -175,5 +175,6 @@ def residual_linear(
         },
         warps=blocks.warps,
         stages=blocks.stages,
+        strided=("x", "weight", "residual"),
     ).run()
     return output

@@ -163,6 +163,18 @@ class TestConfiguration:
         with pytest.raises(TypeError, match="needs the argument factor"):
             Configuration.of(Launch(launch.kernel, (1,), missing, launch.constants, 4, 2), RTX_3090)
 
+    def test_a_tensor_that_a_kernel_would_misread_is_refused(self) -> None:
+        rows = torch.empty(4, 6, device="meta").mT
+        with pytest.raises(
+            ValueError,
+            match=r"every_argument_kernel takes a contiguous tensor, got shape \(6, 4\) with strides \(1, 6\)",
+        ):
+            every_argument(tensor=rows)
+        with pytest.raises(ValueError, match="contiguous several"):
+            every_argument(several=(rows.mT, rows))
+        launch = every_argument()
+        Launch(launch.kernel, (1,), {**launch.arguments, "tensor": rows}, launch.constants, 4, 2, strided=("tensor",))
+
     def test_every_sort_compiles(self) -> None:
         assert measured(every_argument()).error is None
 

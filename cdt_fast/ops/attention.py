@@ -18,6 +18,7 @@ from cdt_fast.ops.checks import (
     check_tensor,
     check_together,
     compute_dtype,
+    length_of_each,
     padding_mask,
     sequences,
     without_padding,
@@ -71,7 +72,7 @@ def symmetric_attention(
     output, *_ = _forward(
         sequences(z, dtype),
         None if values is None else sequences(values, dtype),
-        None if lengths is None else lengths.reshape(-1),
+        length_of_each(lengths),
         scale,
         bool(energy),
         torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad)),

@@ -115,10 +115,13 @@ def softmax_backward_(grad_attention: Tensor, attention: Tensor) -> Tensor:
 
 def grad_of_both_factors(grad_scores: Tensor, z: Tensor, scale: float, out: Tensor) -> None:
     """`β (dS + dSᵀ) z`, as one product where that costs more than the sum of a matrix and its transpose."""
+    alpha = scale or 1.0  # torch's product of bfloat16 returns before it writes where alpha is zero
     if z.shape[-1] * z.element_size() >= BYTES_OF_A_SUM:
         both = (grad_scores + grad_scores.mT).to(z.dtype)
-        torch.baddbmm(out, both, z, beta=0, alpha=scale, out=out)
-        return
-    narrow = grad_scores.to(z.dtype)
-    torch.baddbmm(out, narrow, z, beta=0, alpha=scale, out=out)
-    out.baddbmm_(narrow.mT, z, alpha=scale)
+        torch.baddbmm(out, both, z, beta=0, alpha=alpha, out=out)
+    else:
+        narrow = grad_scores.to(z.dtype)
+        torch.baddbmm(out, narrow, z, beta=0, alpha=alpha, out=out)
+        out.baddbmm_(narrow.mT, z, alpha=alpha)
+    if not scale:
+        out.mul_(scale)

@@ -65,6 +65,11 @@ def check_lengths(lengths: Tensor | None, tokens: Tensor) -> None:
         raise InputError(f"lengths is on {lengths.device} but the tokens are on {tokens.device}: move one of them")
 
 
+def length_of_each(lengths: Tensor | None) -> Tensor | None:
+    """`[...]` → contiguous `[B]`, as the kernels read them, also where one length stands for all (stride 0)."""
+    return None if lengths is None else lengths.reshape(-1).contiguous()
+
+
 def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
     """`[..., T]`, true at the tokens of `tokens` `[..., T, width]` that are padding, or None without lengths."""
     if lengths is None:

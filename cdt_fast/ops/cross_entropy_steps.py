@@ -189,7 +189,8 @@ def _rows(
 ) -> tuple[Tensor | int, list[Rows]]:
     """How many tokens count, and which take part at each depth."""
     count = count_rows(targets, weight.shape[0], ignore_index, mean)
-    return count, rows_of_depths(targets.reshape(-1), count, ignore_index, sample, len(hidden), weight.device)
+    targets = targets.reshape(-1).contiguous()  # one-dimensional ones may be a column of a table
+    return count, rows_of_depths(targets, count, ignore_index, sample, len(hidden), weight.device)
 
 
 def _head(

@@ -82,8 +82,8 @@ def _forward(
 
             projected = without_padding(codes, padding) @ atoms.mT if projection is None else projection
             next_codes, next_projection, errors = unrolled_forward(
-                codes, signal, projected, atoms, None if next_dictionary is None else next_atoms, target, lengths,
-                step, threshold, scale, nonlinearity,
+                codes, signal, projected, *_in_rows(atoms, None if next_dictionary is None else next_atoms),
+                target, lengths, step, threshold, scale, nonlinearity,
             )  # fmt: skip
             error = error if errors is None else errors.sum()
         else:
@@ -151,7 +151,7 @@ def _backward(
             from cdt_fast.kernels.unrolled_layer import unrolled_backward
 
             parts = unrolled_backward(
-                codes, signal, projected, atoms, None if tied else next_atoms, target, lengths, next_codes,
+                codes, signal, projected, *_in_rows(atoms, None if tied else next_atoms), target, lengths, next_codes,
                 next_projection, grad_next_codes, grad_next_projection, grad_error, step, scale, nonlinearity,
                 needs_dictionary, differentiates_projection, needs_codes,
             )  # fmt: skip
@@ -169,7 +169,7 @@ def _backward(
                 rows_of(without_padding(grad_next_projection, padding)), rows_of(next_codes), dtype
             )
         elif needs_next_dictionary and next_dictionary is not None:
-            grad_next_dictionary = torch.zeros_like(next_dictionary)  # of a loss whose weight is known to be zero
+            grad_next_dictionary = next_dictionary.new_zeros(next_dictionary.shape)  # a loss of known weight zero
         if needs_dictionary:
             assert residual is not None  # asked for above
             grad_dictionary = product_over_rows(rows_of(residual), rows_of(grad_update), dictionary.dtype)
@@ -197,10 +197,15 @@ def _(
 ) -> list[Tensor]:
     inputs = (codes, signal, dictionary, projected, next_dictionary)
     return [
-        torch.empty_like(given)
+        given.new_empty(given.shape)  # contiguous, whatever the strides of a dictionary
         for given, needed in zip(inputs, others[-1], strict=True)
         if needed and given is not None
     ]
+
+
+def _in_rows(dictionary: Tensor, next_dictionary: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both contiguous, as the kernels read them: a dictionary may be the transpose of a parameter."""
+    return dictionary.contiguous(), None if next_dictionary is None else next_dictionary.contiguous()
 
 
 def _product(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:

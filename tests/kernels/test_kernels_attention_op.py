@@ -128,6 +128,20 @@ def test_strided_and_expanded_inputs(tokens: int, device: torch.device) -> None:
     assert_is_the_formula(z, values, torch.tensor(0.7, device=device).expand(upstream.shape))
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(7, 20), (70, 20), (70, 257)])  # packed, streaming, wide
+def test_strided_and_expanded_lengths(tokens: int, width: int, device: torch.device) -> None:
+    z, values, upstream = inputs(3, tokens, width, values=18, device=device, dtype=torch.float32)
+    assert upstream is not None
+    lengths = torch.full((3,), 5, device=device)
+    expected = attend(ops.symmetric_attention, [z, values], upstream, lengths=lengths)
+    for given in (torch.stack([lengths, lengths + 2], 1)[:, 0], lengths[:1].expand(3)):
+        assert not given.is_contiguous()
+        for mine, clean in zip(
+            attend(ops.symmetric_attention, [z, values], upstream, lengths=given), expected, strict=True
+        ):
+            assert torch.equal(mine, clean)
+
+
 @pytest.mark.parametrize("tokens", [7, 70])
 def test_frozen_inputs(tokens: int, device: torch.device) -> None:
     z, values, upstream = inputs(2, tokens, 20, values=18, device=device, dtype=torch.float32)

@@ -369,6 +369,23 @@ def test_the_cross_entropy_op(
         assert_as_precise(name, given.to(dtype), plain, exact)
 
 
+@pytest.mark.parametrize("depths", [1, 2])
+@pytest.mark.parametrize("weights", [None, [0.5, -2.0]])
+def test_the_cross_entropy_of_strided_inputs(weights: list[float] | None, depths: int, device: torch.device) -> None:
+    table = torch.stack([targets_of(13, 41, device), torch.full((13,), 10**6, device=device)], 1)
+    assert not table[:, 0].is_contiguous()
+    made = [*(normal(depth, 13, 16) for depth in range(depths)), normal(8, 41, 16), torch.ones(41)]
+    strided = lambda tensor: tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor[:1].expand(41)  # noqa: E731
+    results = []
+    for targets, laid_out in ((table[:, 0].contiguous(), lambda tensor: tensor), (table[:, 0], strided)):
+        leaves = [laid_out(tensor.float().to(device)).detach().requires_grad_() for tensor in made]
+        given = None if weights is None else weights[:depths]
+        total, losses = ops.layerwise_cross_entropy(leaves[:-2], leaves[-2], targets, leaves[-1], layer_weights=given)
+        results.append([losses.detach(), *gradients_of(total, leaves)])
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("weights", [None, [0.5, 0.0, -2.0]])
 def test_the_reconstruction_op(weights: list[float] | None, device: torch.device, dtype: torch.dtype) -> None:
     made = [normal(depth, 2, 5, 7) for depth in range(4)]

@@ -139,6 +139,22 @@ def test_which_kernels_run(
     assert called == (["unrolled_forward", "unrolled_backward"] if fused else [])
 
 
+@pytest.mark.parametrize("next_width", [None, 21])
+def test_strided_and_expanded_inputs(next_width: int | None, device: torch.device) -> None:
+    inputs = Inputs.of(Shape(next_width=next_width), device, torch.float16, lengths=(3,) * 5)
+    assert inputs.lengths is not None
+    expected = by_the_op(inputs, True, "triton")
+    names = ("codes", "signal", "projection", "dictionary", "next_dictionary", "target", "grad_next_codes")
+    matrices = {name: getattr(inputs, name) for name in names}
+    transposed = {name: matrix.mT.contiguous().mT for name, matrix in matrices.items() if matrix is not None}
+    every_other = torch.stack([inputs.lengths, inputs.lengths + 2], 1)[:, 0]
+    for lengths in (every_other, inputs.lengths[:1].expand(5)):
+        assert not any(tensor.is_contiguous() for tensor in (lengths, *transposed.values()))
+        found = by_the_op(dataclasses.replace(inputs, **transposed, lengths=lengths), True, "triton")
+        for name, mine in found.items():
+            assert torch.equal(mine, expected[name]), name
+
+
 @pytest.mark.parametrize("target_dtype", [torch.float16, torch.float32, torch.float64])
 def test_a_target_in_any_dtype(target_dtype: torch.dtype, device: torch.device, dtype: torch.dtype) -> None:
     inputs = Inputs.of(Shape(), device, torch.float16)

@@ -194,6 +194,24 @@ def test_both_ways_to_add_a_matrix_and_its_transpose(dtype: torch.dtype, monkeyp
     assert_close(*results, tolerance=8 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [5, 130])
+def test_without_a_scale_the_attention_is_uniform_and_constant(width: int, dtype: torch.dtype) -> None:
+    # torch writes nothing into the result of some products whose factor is zero: fresh memory holds NaN here.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        z, values = normal(12, 2, LONG, width), normal(13, 2, LONG, 3)
+        output, grad_z, grad_values = run(ops.symmetric_attention, [z, values], dtype, scale=0.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    upstream = (torch.randint(-8, 9, values.shape, generator=generator(5)) / 8).double()
+    epsilon = torch.finfo(dtype).eps
+    mean = values.to(dtype).double().mean(-2, keepdim=True).expand_as(values)
+    assert torch.equal(grad_z, torch.zeros_like(z))
+    assert_close([output], [mean], tolerance=4 * epsilon)
+    assert_close([grad_values], [upstream.mean(-2, keepdim=True).expand_as(values)], tolerance=4 * epsilon)
+
+
 @pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("energy", [False, True])
 def test_opcheck(energy: bool) -> None:

@@ -587,6 +587,21 @@ def test_opcheck(given: tuple[str, ...], nonlinearity: str) -> None:
     torch.library.opcheck(torch.ops.cdt_fast.unrolled_layer.default, arguments)
 
 
+def test_the_strides_of_the_gradients_are_those_that_a_compiler_is_told() -> None:
+    # opcheck of the forward does not ask for them; Inductor stops where they differ.
+    inputs = layer_inputs(31, (2,), 3, 4, 5, projection=True, next_width=2)
+    codes, signal, projection = (inputs[name] for name in ("codes", "signal", "projection"))
+    dictionaries = [laid_out(inputs[name], "transposed") for name in ("dictionary", "next_dictionary")]
+    next_projection = normal(33, 2, 3, 2)
+    for used in (True, False):  # without a gradient of Z⁺ that of its dictionary is zero
+        arguments = (
+            codes, signal, dictionaries[0], projection, dictionaries[1], None, None, codes, None, codes,
+            next_projection if used else None, None, 0.3, 0.1, 0.8, "soft_threshold", True, [True] * 5,
+        )  # fmt: skip
+        operator = torch.ops.cdt_fast.unrolled_layer_backward.default
+        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("given", [False, True])
 def test_torch_compile_sees_one_graph(given: bool, dynamic: bool) -> None:
