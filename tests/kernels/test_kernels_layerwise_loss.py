@@ -375,10 +375,11 @@ def test_the_cross_entropy_of_strided_inputs(weights: list[float] | None, depths
     table = torch.stack([targets_of(13, 41, device), torch.full((13,), 10**6, device=device)], 1)
     assert not table[:, 0].is_contiguous()
     made = [*(normal(depth, 13, 16) for depth in range(depths)), normal(8, 41, 16), torch.ones(41)]
-    strided = lambda tensor: tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor[:1].expand(41)  # noqa: E731
+    made = [tensor.float().to(device) for tensor in made]
+    strided = [tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor[:1].expand(41) for tensor in made]
     results = []
-    for targets, laid_out in ((table[:, 0].contiguous(), lambda tensor: tensor), (table[:, 0], strided)):
-        leaves = [laid_out(tensor.float().to(device)).detach().requires_grad_() for tensor in made]
+    for targets, tensors in ((table[:, 0].contiguous(), made), (table[:, 0], strided)):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         given = None if weights is None else weights[:depths]
         total, losses = ops.layerwise_cross_entropy(leaves[:-2], leaves[-2], targets, leaves[-1], layer_weights=given)
         results.append([losses.detach(), *gradients_of(total, leaves)])
