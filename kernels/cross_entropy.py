@@ -113,6 +113,9 @@ def _cross_entropy_kernel(
     else:
         log_sum = tl.load(log_sums + row)
     if GRADIENT:
+        if LOSS:
+            # Each thread writes where it has read, but for `at_target`, which all of them have read.
+            tl.debug_barrier()
         scale = tl.load(scales + row)
         # Exactly zero where nothing counts, also if the logits are not finite.
         silent = ignored | (scale == 0.0)
@@ -120,7 +123,6 @@ def _cross_entropy_kernel(
         read = tl.where(silent, 0, vocabulary)
         for start in range(0, vocabulary, BLOCK):
             columns = start + offsets
-            # Each thread writes where it has read, and the reductions above have been a barrier for `at_target`.
             x = tl.load(logits + columns, mask=columns < read, other=0.0).to(tl.float32)
             decay = x
             if HAS_SOFTCAP:

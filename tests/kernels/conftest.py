@@ -1,4 +1,5 @@
-"""The numbers of the kernels: on a GPU compiled, else in Triton's interpreter (`TRITON_INTERPRET=1`), else skipped."""
+"""The numbers of the kernels: on a GPU; else in Triton's interpreter (`TRITON_INTERPRET=1`), or compiled and emulated
+(`--emulate "RTX 3090"`); else skipped."""
 
 from __future__ import annotations
 
@@ -9,13 +10,28 @@ import pytest
 import torch
 
 from cdt_fast import kernels, ops
+from cdt_fast.kernels.launch import CARDS
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--emulate", choices=CARDS, help="compile the kernels for this card and emulate it on the CPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    card = config.getoption("--emulate", None)
+    if card is not None:
+        if kernels.interpreting():
+            raise pytest.UsageError("--emulate compiles the kernels, and TRITON_INTERPRET is set: unset it")
+        from emulator import install
+
+        install(CARDS[card])
 
 
 @pytest.fixture(autouse=True)
 def _kernels_can_run() -> None:
     reason = kernels.unavailable()
     if reason is not None:
-        pytest.skip(f"{reason}; TRITON_INTERPRET=1 runs the kernels on the CPU")
+        pytest.skip(f"{reason}; TRITON_INTERPRET=1 or --emulate runs the kernels on the CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +45,15 @@ def _fresh_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.fixture
-def device() -> torch.device:
+def emulated(request: pytest.FixtureRequest) -> bool:
+    """Whether the kernels run compiled, and on the CPU."""
+    return request.config.getoption("--emulate", None) is not None
+
+
+@pytest.fixture
+def device(emulated: bool) -> torch.device:
     """Where the kernels run here."""
-    return torch.device("cpu" if kernels.interpreting() else "cuda")
+    return torch.device("cpu" if emulated or kernels.interpreting() else "cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from precision import assert_as_precise
 from torch import Tensor
 
-from cdt_fast import kernels, ops
+from cdt_fast import ops
 from cdt_fast.kernels.cross_entropy import CrossEntropyBlocks, cross_entropy_
 from cdt_fast.kernels.reconstruction import ReconstructionBlocks, reconstruction_errors, reconstruction_gradients
 from cdt_fast.ops.cross_entropy import layerwise_cross_entropy_reference
@@ -80,9 +80,15 @@ def check(
     inside = poisoned_rows(logits)
     both = run(inside, targets, scales, softcap, smoothing)
     assert untouched(inside)
-    for name, given, torchs, right in zip(("losses", "log-sum-exps"), both, plain, exact, strict=False):
-        assert_as_precise(name, given, torchs, right)
-    assert_as_precise("gradients", both[2], plain[2].to(dtype), exact[2])
+    # Both results are differences of terms that the compiler may fuse with the cap's product, so that one of them is
+    # not rounded: of the logits, and of probabilities, which are computed in float32.
+    at_target = logits.cpu().double().gather(1, targets.cpu().unsqueeze(1)).squeeze(1)
+    share = torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
+    of_losses = None if softcap is None else softcap * torch.tanh(at_target / softcap)
+    of_gradients = None if softcap is None else share * scales.cpu().double()
+    assert_as_precise("losses", both[0], plain[0], exact[0], of_losses)
+    assert_as_precise("log-sum-exps", both[1], plain[1], exact[1])
+    assert_as_precise("gradients", both[2], plain[2].to(dtype), exact[2], of_gradients)
 
     # Losses alone leave the logits as they are; the gradient alone, from the saved log-sum-exps, is the same.
     inside = poisoned_rows(logits)
@@ -426,7 +432,7 @@ def test_repeats_are_bitwise_equal(device: torch.device, dtype: torch.dtype) -> 
 
 
 def test_on_a_gpu_nothing_is_waited_for(device: torch.device) -> None:
-    if kernels.interpreting():
+    if device.type == "cpu":
         pytest.skip("needs a GPU")
     hidden = [normal(seed, 33, 16).to(device, torch.float32).requires_grad_() for seed in range(2)]
     weight, weights = normal(5, 40, 16).to(device, torch.float32).requires_grad_(), torch.ones(2, device=device)
@@ -441,7 +447,7 @@ def test_on_a_gpu_nothing_is_waited_for(device: torch.device) -> None:
 
 
 def test_on_a_gpu_a_mean_over_no_token_is_nan_and_its_gradients_are_zero(device: torch.device) -> None:
-    if kernels.interpreting():
+    if device.type == "cpu":
         pytest.skip("needs a GPU: on the CPU it is an error")
     hidden, weight = (normal(seed, 33, 16).to(device, torch.float32).requires_grad_() for seed in range(2))
     targets = torch.full((33,), -100, device=device)

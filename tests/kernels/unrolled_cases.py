@@ -168,11 +168,11 @@ def assert_forward_is_the_formula(inputs: Inputs, blocks: unrolled.Blocks | None
     dtype = inputs.codes.dtype
     given = forward(inputs, blocks)
     plain, exact = written_forward(inputs.on_cpu(dtype)), written_forward(inputs.on_cpu(torch.float64))
-    for name in OUTPUTS[:2]:
+    for name, terms in zip(OUTPUTS[:2], (update_terms(inputs), None), strict=True):
         mine = given[name]
         assert mine is not None
         assert mine.is_contiguous()
-        assert_as_precise(name, mine.cpu(), plain[name], exact[name])  # type: ignore[arg-type]
+        assert_as_precise(name, mine.cpu(), plain[name], exact[name], terms)  # type: ignore[arg-type]
     errors, right = given["errors"], exact["errors"]
     assert (errors is None) == (right is None)
     if errors is not None and right is not None and plain["errors"] is not None:
@@ -187,6 +187,14 @@ def backward_inputs(inputs: Inputs) -> tuple[Tensor, Tensor]:
     exact = written_forward(inputs.on_cpu(torch.float64))
     codes, projection = (poisoned(exact[name].to(inputs.codes)) for name in OUTPUTS[:2])  # type: ignore[union-attr]
     return codes, projection
+
+
+def update_terms(inputs: Inputs) -> Tensor:
+    """What the criterion allows beside the size of U, two sums one after the other in float32: those of the sizes."""
+    i, share = inputs.on_cpu(torch.float64), torch.finfo(torch.float32).eps / torch.finfo(inputs.codes.dtype).eps
+    _, residual, _ = written_update(i)
+    attended, _, _ = written_update(replace(i, codes=i.codes.abs(), dictionary=torch.zeros_like(i.dictionary)))
+    return share * (attended + residual.abs() @ i.dictionary.abs())
 
 
 def grad_projection_terms(inputs: Inputs, exact: Results) -> Tensor:
