@@ -3,17 +3,25 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench gpu gpu-tests gpu-bench gpu-install kernels-report lint clean
+.PHONY: demo test emulate bench gpu gpu-tests gpu-bench gpu-install kernels-report lint clean
 
 demo: .venv/installed
 	rm -rf runs/demo
 	$(BIN)/cdt-fast reproduce video demo --seeds 0 --out runs/demo
 
 # The kernels' arithmetic runs in Triton's interpreter, which is chosen when Triton is imported: in its own process, and
-# with one thread, as the interpreter's tiles are too small for more.
+# with one thread, as the interpreter's tiles are too small for more. What the compiler makes of the kernels is emulated
+# with the blocks of two cards, one for each kind of tensor cores.
 test: .venv/installed
 	$(BIN)/python -m pytest
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	for card in "RTX 3090" H200; do $(EMULATE) --emulate "$$card" -k "emulator or blocks" || exit; done
+
+# All tests of the kernels that need no GPU, compiled for a card and emulated: ten minutes.
+CARD ?= RTX 3090
+EMULATE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels
+emulate: .venv/installed
+	$(EMULATE) --emulate "$(CARD)"
 
 bench: .venv/installed
 	$(BIN)/cdt-fast bench --out bench/results

@@ -67,8 +67,8 @@ def operand(text: str, form: Format) -> Operand:
     if text.startswith("%"):
         width = width_of(text)
         if width in (0, form.size):
-            return lambda threads: threads.registers[text]
-        return lambda threads: threads.registers[text].astype(UNSIGNED[form.size])
+            return lambda threads: threads.value(text)
+        return lambda threads: threads.value(text).astype(UNSIGNED[form.size])
     constant = _constant(text, form.size)
     return lambda _: constant
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .formats import UNSIGNED, Array
+from .formats import SIGNED, UNSIGNED, Array
 from .memory import GlobalMemory, SharedMemory, Who
 from .ptx import Fault, Instruction, Program
 
@@ -85,6 +85,14 @@ class Threads:
             values = np.broadcast_to(values, (self.count, *values.shape[1:]))
         return np.ascontiguousarray(values)
 
+    def value(self, register: str) -> Array:
+        """Of a register; all bits set, so NaN, where nothing was assigned: LLVM leaves out what cannot matter."""
+        found = self.registers.get(register)
+        if found is None:
+            width = width_of(register)
+            return np.full(self.count, -1, SIGNED[width]).view(UNSIGNED[width]) if width else np.zeros(self.count, bool)
+        return found
+
     def assign(self, register: str, bits: Array, index: Array | slice | None = None) -> None:
         """Give a register its value, or at `index` a value for each thread there; wider ones are filled with zeros."""
         if register == "_":
@@ -104,7 +112,7 @@ class Threads:
         """The active threads whose guard lets them execute the instruction."""
         if not instruction.guard:
             return slice(None)
-        return np.flatnonzero(self.registers[instruction.guard] != instruction.negated)
+        return np.flatnonzero(self.value(instruction.guard) != instruction.negated)
 
     def barrier(self) -> None:
         if not self.whole_blocks:
@@ -133,7 +141,7 @@ class Threads:
             if block.branch is None:
                 place = block.following[0]
                 continue
-            taken = self.registers[block.branch.guard] != block.branch.negated
+            taken = self.value(block.branch.guard) != block.branch.negated
             if taken.all() or not taken.any():
                 place = block.following[0 if taken.all() else 1]
                 continue

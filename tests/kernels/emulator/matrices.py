@@ -113,9 +113,8 @@ def multiply_in_groups(
     b = _described(threads, right[first], first, columns, depth, size, across[-1], kind)
     product = np.matmul(a, b.swapaxes(1, 2)).reshape(-1, 2, ROWS, columns // 8, 4, 2)
     product = product.transpose(0, 2, 4, 3, 1, 5).reshape(threads.count, columns // 2)
-    nothing = np.zeros(threads.count, np.uint32)
     for place, target in enumerate(targets):
-        before = np.where(keeps, threads.registers.get(target, nothing), nothing).view(np.float32)
+        before = np.where(keeps, threads.value(target), np.uint32(0)).view(np.float32)
         threads.assign(target, (product[:, place] + before).view(np.uint32))
 
 
