@@ -46,6 +46,15 @@ RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
 # Of a product in Triton's own language: the precision that was asked for, and the type of its left factor.
 PRODUCT = re.compile(r"tt\.dot (?P<options>.*?): tensor<[\dx]*x(?P<type>\w+)[,>]")
 # And after the optimisation, where wgmma and tcgen05 have operations of their own.
+# How the warps share a product of mma.sync or wgmma (the version), and the products of that layout: rows and columns.
+WARPS = re.compile(
+    r"(?P<layout>#\w+) = #ttg\.nvidia_mma<\{versionMajor = (?P<version>\d)"
+    r".*?warpsPerCTA = \[(?P<rows>\d+), (?P<columns>\d+)\].*?instrShape = \[\d+, (?P<width>\d+)"
+)
+SHARED_PRODUCT = re.compile(
+    r"\b(?:tt\.dot|ttng\.warp_group_dot) .*: .*<\d+x(?P<depth>\d+)x.* \* .*"
+    r"-> tensor<(?P<rows>\d+)x(?P<columns>\d+)xf32, (?P<layout>#\w+)>"
+)
 ANY_PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
 
 
@@ -273,3 +282,23 @@ def _expects_tensor_core(source: str, optimised: str) -> bool:
         for product in PRODUCT.finditer(source)
     )
     return fast and ANY_PRODUCT.search(optimised) is not None
+
+
+def redundancy(optimised: str) -> float:
+    """Of the products on the tensor cores, what is computed over what is needed; 1 without any.
+
+    `optimised` is Triton's code for GPUs (`ttgir`). Where a tile has fewer rows or columns than the compiler's
+    arrangement of the warps covers, several warps compute the same.
+    """
+    layouts = {found["layout"]: found for found in WARPS.finditer(optimised)}
+    computed = needed = 0.0
+    for found in SHARED_PRODUCT.finditer(optimised):
+        layout = layouts.get(found["layout"])
+        if layout is None:
+            continue
+        rows, columns, size = int(found["rows"]), int(found["columns"]), int(found["depth"])
+        width = 8 if layout["version"] == "2" else int(layout["width"])
+        covered = max(rows, 16 * int(layout["rows"])) * max(columns, width * int(layout["columns"]))
+        computed += covered * size
+        needed += rows * columns * size
+    return computed / needed if needed else 1.0

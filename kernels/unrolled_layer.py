@@ -45,12 +45,21 @@ class Blocks(NamedTuple):
 
 
 # By family of cards, for elements of 2 bytes. Tiles of 128 rows spill, and tiles of float32 leave no shared memory for
-# the dictionary: float32 is for torch's own products.
+# the dictionary: float32 is for torch's own products. As many atoms at a time that no two warps compute the same: the
+# compiler gives each of eight warps all rows and an eighth of the columns, of which the tensor cores take eight or
+# more; where tiles are no wider than high it gives each warp sixteen rows, which eight warps are too many for.
+# Of the forward the greatest width of signal and next projection; whether a row is only for layers with one dictionary
+# and without lengths, as others do not fit; and the block.
 FORWARD_BLOCKS = {
-    "consumer": Blocks(64, 32, 32, 8, 2),
-    "ampere": Blocks(64, 64, 64, 8, 2),
-    # Triton 3.9 spills up to 160 bytes of these, 3.6 and 3.7 nothing; of Blocks(64, 32, 32, 8, 3), not timed, up to 72.
-    "hopper": Blocks(64, 64, 32, 8, 3),
+    "consumer": [
+        (128, False, Blocks(64, 32, 32, 4, 2)),
+        (256, True, Blocks(64, 64, 32, 8, 2)),
+        (256, False, Blocks(64, 32, 32, 8, 2)),
+    ],
+    "ampere": [(64, False, Blocks(64, 64, 32, 4, 2)), (256, False, Blocks(64, 64, 64, 8, 2))],
+    # Wide signals are computed twice here: four warps spill, and so do 128 rows. Triton 3.9 spills up to 160 bytes of
+    # these, 3.6 and 3.7 nothing; of Blocks(64, 32, 32, 8, 3), not timed, up to 72.
+    "hopper": [(64, False, Blocks(64, 64, 32, 4, 3)), (256, False, Blocks(64, 64, 32, 8, 3))],
 }
 UPDATE_BLOCKS = {
     "consumer": Blocks(64, 32, 0, 8, 3),
@@ -58,9 +67,9 @@ UPDATE_BLOCKS = {
     "hopper": Blocks(128, 64, 0, 8, 3),
 }
 BACKWARD_BLOCKS = {
-    "consumer": Blocks(64, 16, 32, 8, 2),
-    "ampere": Blocks(64, 16, 32, 8, 2),
-    "hopper": Blocks(64, 32, 64, 8, 3),
+    "consumer": Blocks(64, 64, 32, 8, 2),
+    "ampere": Blocks(64, 64, 32, 8, 2),
+    "hopper": Blocks(64, 64, 32, 8, 3),
 }
 LONGEST = 64
 WIDEST = 256
@@ -218,17 +227,12 @@ def unrolled_backward_kernel(
     projection += first * WIDTH
     grad_signal += first * WIDTH
     residual_sum = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
-    grad_attention = tl.zeros((ROWS, ROWS), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
         atom = start + tl.arange(0, ATOMS)
         offset = row[:, None] * CODE_WIDTH + atom[None, :]
-        mask = counts[:, None] & (atom < CODE_WIDTH)[None, :]
-        update = tl.load(grad_update + offset, mask=mask, other=0.0)
+        update = tl.load(grad_update + offset, mask=counts[:, None] & (atom < CODE_WIDTH)[None, :], other=0.0)
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
         residual_sum = tl.dot(update, tl.trans(atoms), residual_sum, input_precision=PRECISION)
-        if grad_projection is not None:
-            chunk = tl.load(codes + offset, mask=mask, other=0.0)
-            grad_attention = tl.dot(update, tl.trans(chunk), grad_attention, input_precision=PRECISION)
     store_rows(grad_signal, row, exists, 0, residual_sum * step, WIDTH, BLOCK_WIDTH)
     # Asked for again, not kept: over the loop above this mask would cost up to 64 registers, and spill others.
     _, _, _, _, visible = sequence_rows(tl.program_id(0), sequences, tokens, per_tile, lengths, ROWS)
@@ -237,6 +241,17 @@ def unrolled_backward_kernel(
     # What follows reads what other threads of this block have stored.
     tl.debug_barrier()
 
+    grad_attention = tl.zeros((ROWS, ROWS), tl.float32)
+    if grad_projection is not None:
+        # In a loop of its own, though it reads dU again: of two products in one loop the compiler gives all warps the
+        # same rows, and with 64 rows every one is computed by two.
+        for start in range(0, CODE_WIDTH, ATOMS):
+            atom = start + tl.arange(0, ATOMS)
+            offset = row[:, None] * CODE_WIDTH + atom[None, :]
+            mask = counts[:, None] & (atom < CODE_WIDTH)[None, :]
+            update = tl.load(grad_update + offset, mask=mask, other=0.0)
+            chunk = tl.load(codes + offset, mask=mask, other=0.0)
+            grad_attention = tl.dot(update, tl.trans(chunk), grad_attention, input_precision=PRECISION)
     scores = tile_scores(projection, row, counts, scale, WIDTH, ROWS, COLUMNS, False, PRECISION)
     attention, _ = softmax_tile(scores, visible)
     if residual is not None:
@@ -278,6 +293,13 @@ def unrolled_backward_kernel(
             )
 
 
+def forward_blocks(family: str, width: int, lean: bool) -> Blocks:
+    """The row of `FORWARD_BLOCKS` for signals and projections of up to `width` columns; lean: as the table says."""
+    return next(
+        blocks for widest, only_lean, blocks in FORWARD_BLOCKS[family] if width <= widest and (lean or not only_lean)
+    )
+
+
 def unrolled_forward(
     codes: Tensor,
     signal: Tensor,
@@ -296,10 +318,11 @@ def unrolled_forward(
 
     All tensors are contiguous and of one dtype; `T ≤ LONGEST`, and the widths n and k are at most `WIDEST`.
     """
-    blocks = blocks or FORWARD_BLOCKS[card_of(codes).family]
     sequences, tokens, atoms = codes.shape
     width = signal.shape[-1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
+    lean = next_dictionary is None and lengths is None
+    blocks = blocks or forward_blocks(card_of(codes).family, max(width, next_width), lean)
     per_tile = blocks.rows // max(1, tokens)
     tiles = ceil_div(sequences, per_tile) if tokens else 0
     next_codes = torch.empty_like(codes)

@@ -100,7 +100,8 @@ def test_the_blocks_of_the_tables(family: str, device: torch.device) -> None:
     if device.type == "cuda" and card_of(torch.empty(0, device=device)).family != family:
         pytest.skip("the blocks are too large for this card, or not those that it takes")
     inputs = Inputs.of(Shape(5, 20, 70, 40, 33), device, torch.float16, lengths=(20, 3, 0, 19, 20))
-    assert_forward_is_the_formula(inputs, unrolled.FORWARD_BLOCKS[family])
+    for _, _, blocks in unrolled.FORWARD_BLOCKS[family]:
+        assert_forward_is_the_formula(inputs, blocks)
     assert_backward_is_the_formula(inputs, (unrolled.BACKWARD_BLOCKS[family], unrolled.UPDATE_BLOCKS[family]))
 
 
@@ -312,13 +313,19 @@ def test_a_block_writes_its_own_rows_and_no_others(device: torch.device) -> None
         assert not torch.isnan(rows[:own]).all(1).any() or name in ("signal", "projection", "codes", "residual"), name
 
 
-def test_the_blocks_take_the_row_of_the_card(device: torch.device) -> None:
-    inputs = Inputs.of(Shape(2, 64), device, torch.float16)
+@pytest.mark.parametrize(
+    ("width", "next_width", "lengths", "row"),
+    [(17, 33, None, 0), (17, 129, None, -1), (256, 20, None, -1), (256, None, None, 1), (256, None, (64, 3), -1)],
+)
+def test_the_blocks_take_the_row_of_the_card(
+    width: int, next_width: int | None, lengths: tuple[int, int] | None, row: int, device: torch.device
+) -> None:
+    inputs = Inputs.of(Shape(2, 64, 40, width, next_width), device, torch.float16, lengths=lengths)
     for card in CARDS.values():
         with recording(card) as launches:
             forward(inputs, None)
             backward(inputs, inputs.codes, inputs.signal, (None, None))
-        tables = (unrolled.FORWARD_BLOCKS, unrolled.UPDATE_BLOCKS, unrolled.BACKWARD_BLOCKS)
-        for launch, table in zip(launches, tables, strict=True):
-            assert (launch.constants["ROWS"], launch.constants["ATOMS"]) == table[card.family][:2]
+        expected = unrolled.FORWARD_BLOCKS[card.family][row][-1], unrolled.UPDATE_BLOCKS[card.family]
+        for launch, blocks in zip(launches, (*expected, unrolled.BACKWARD_BLOCKS[card.family]), strict=True):
+            assert (launch.constants["ROWS"], launch.constants["ATOMS"], launch.warps) == (*blocks[:2], blocks.warps)
             assert launch.constants["ROWS"] >= unrolled.LONGEST

@@ -50,6 +50,11 @@ class Instruction:
         return self.parts[0] in ("bra", "ret")
 
 
+def unknown(instruction: Instruction) -> Fault:
+    """Of an instruction, or a form of it, that nothing here executes."""
+    return Fault(f"the emulator does not know {instruction.text!r}")
+
+
 def _operands(text: str) -> list[str]:
     """Split at the commas that are not inside of braces or brackets."""
     found, depth, start = [], 0, 0

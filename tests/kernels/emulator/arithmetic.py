@@ -1,0 +1,208 @@
+"""Instructions that make a number of a thread from numbers of the same thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .formats import (
+    FORMATS,
+    SIGNED,
+    UNSIGNED,
+    Array,
+    Format,
+    flushed,
+    fused,
+    truncated_division,
+    truncated_remainder,
+)
+from .machine import Step, Threads
+from .operands import listed, operand
+from .ptx import Fault, Instruction, unknown
+
+# Beside NaN all of them are false, but those that end in "u".
+COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "ne": lambda x, y: (x < y) | (x > y), "neu": np.not_equal, "equ": lambda x, y: ~((x < y) | (x > y)),
+    "ltu": lambda x, y: ~(x >= y), "leu": lambda x, y: ~(x > y),
+    "gtu": lambda x, y: ~(x <= y), "geu": lambda x, y: ~(x < y),
+}  # fmt: skip
+ARITHMETIC: dict[str, Callable[..., Array]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fused, "mad": lambda x, y, z: x * y + z,
+    "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "div": np.divide, "rem": truncated_remainder,
+    # Of a number and NaN the number.
+    "max": lambda *of: of[0] if len(of) == 1 else np.fmax(of[0], ARITHMETIC["max"](*of[1:])),
+    "min": lambda *of: of[0] if len(of) == 1 else np.fmin(of[0], ARITHMETIC["min"](*of[1:])),
+}  # fmt: skip
+BITWISE: dict[str, Callable[..., Array]] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+# Words of an opcode that say nothing the emulator has to do something about: how it rounds is the nearest one always,
+# and what is said to be approximate is computed exactly.
+SILENT = {"rn", "approx", "full", "lo", "sync", "aligned", "ftz", "wide"}
+
+
+def _elementwise(function: Callable[..., Array], instruction: Instruction, result: Format, given: list[Format]) -> Step:
+    target, *sources = instruction.operands
+    operands = [operand(text, form) for text, form in zip(sources, given, strict=True)]
+
+    def step(threads: Threads) -> None:
+        numbers = [form.read(source(threads)) for form, source in zip(given, operands, strict=True)]
+        threads.assign(target, result.write(function(*numbers)))
+
+    return step
+
+
+def arithmetic(instruction: Instruction) -> Step:
+    head, *words = instruction.parts
+    kinds = [FORMATS[word] for word in words if word in FORMATS]
+    unknown = [word for word in words if word not in FORMATS and word not in SILENT and word != "relu"]
+    if unknown or ("relu" in words and words[-1] != "s32"):
+        raise Fault(f"the emulator does not know {'.'.join(unknown or words)} of {instruction.text!r}")
+    function, number = ARITHMETIC[head], len(instruction.operands) - 1
+    form = kinds[-1]
+    if words[-1][0] in "us":
+        function = {"div": truncated_division, "max": np.maximum, "min": np.minimum}.get(head, function)
+        if "relu" in words:
+            smaller = function
+            return _elementwise(lambda x, y: np.maximum(smaller(x, y), 0), instruction, form, [form, form])
+    if "wide" in words:
+        wide = FORMATS[f"{words[-1][0]}{16 * form.size}"]
+        return _elementwise(
+            lambda x, y, *z: ARITHMETIC[head](x.astype(_kind(wide)), y.astype(_kind(wide)), *z),
+            instruction, wide, [form, form, wide][:number],
+        )  # fmt: skip
+    if head in ("abs", "neg") and words[-1] not in ("f32", "f64") and words[-1][0] in "fb":
+        # By the sign's bit, which does not touch a NaN either.
+        return _sign(instruction, head, form)
+    if len(kinds) == 2:
+        # `fma.rn.f32.bf16`: the factors, or the first summand, are narrow.
+        narrow = number - 1
+        return _elementwise(function, instruction, kinds[0], [*[form] * narrow, kinds[0]])
+    if "ftz" in words:
+        plain = function
+        return _elementwise(lambda *x: flushed(plain(*map(flushed, x))), instruction, form, [form] * number)
+    return _elementwise(function, instruction, form, [form] * number)
+
+
+def _kind(form: Format) -> Any:
+    return form.read(np.zeros(1, UNSIGNED[form.size])).dtype
+
+
+def _sign(instruction: Instruction, head: str, form: Format) -> Step:
+    bits = FORMATS[f"b{8 * form.size}"]
+    signs = UNSIGNED[form.size](0x80008000 if form.packed else 0x8000)
+    function = (lambda x: x & ~signs) if head == "abs" else (lambda x: x ^ signs)
+    return _elementwise(function, instruction, bits, [bits])
+
+
+def bitwise(instruction: Instruction) -> Step:
+    form = FORMATS[instruction.parts[1]]
+    return _elementwise(BITWISE[instruction.parts[0]], instruction, form, [form, form])
+
+
+def invert(instruction: Instruction) -> Step:
+    form = FORMATS[instruction.parts[1]]
+    return _elementwise(np.invert, instruction, form, [form])
+
+
+def shift(instruction: Instruction) -> Step:
+    head, word = instruction.parts
+    form = FORMATS[word]
+    target, source, count = instruction.operands
+    by = int(count, 0)  # LLVM writes shifts by a register as such of 64 bits or masks them; neither has been seen
+    if not 0 <= by < 8 * form.size:
+        raise Fault(f"the emulator does not know a shift by so much: {instruction.text!r}")
+    shift = np.left_shift if head == "shl" else np.right_shift
+    plain = Instruction(instruction.text, "", False, instruction.opcode, (target, source))
+    kind = _kind(form)
+    return _elementwise(lambda x: shift(x, kind.type(by)), plain, form, [form])
+
+
+def bit_field(instruction: Instruction) -> Step:
+    target, source, start, length = instruction.operands
+    first, last = 32 - int(start, 0) - int(length, 0), 32 - int(length, 0)
+    kind = SIGNED[4] if instruction.parts[1] == "s32" else UNSIGNED[4]
+    form = FORMATS["b32"]
+    plain = Instruction(instruction.text, "", False, instruction.opcode, (target, source))
+    return _elementwise(
+        lambda x: ((x << np.uint32(first)).view(kind) >> kind(last)).view(np.uint32), plain, form, [form]
+    )
+
+
+def permute(instruction: Instruction) -> Step:
+    target, low, high, selector = instruction.operands
+    choice = int(selector.rstrip("U"), 0)
+    nibbles = [choice >> 4 * place & 15 for place in range(4)]
+    if max(nibbles) > 7:
+        raise Fault(f"the emulator does not know the selector of {instruction.text!r}")
+    form = FORMATS["b32"]
+
+    def step(x: Array, y: Array) -> Array:
+        x, y = np.broadcast_arrays(x, y)
+        eight = np.stack([x, y], 1).view(np.uint8)
+        return np.ascontiguousarray(eight[:, nibbles]).view(np.uint32)[:, 0]
+
+    plain = Instruction(instruction.text, "", False, instruction.opcode, (target, low, high))
+    return _elementwise(step, plain, form, [form, form])
+
+
+def select(instruction: Instruction) -> Step:
+    bits = FORMATS[f"b{8 * FORMATS[instruction.parts[1]].size}"]
+    return _elementwise(lambda x, y, first: np.where(first, x, y), instruction, bits, [bits, bits, FORMATS["pred"]])
+
+
+def compare(instruction: Instruction) -> Step:
+    _, comparison, word = instruction.parts
+    form, compare = FORMATS[word], COMPARISONS[comparison]
+    targets = instruction.operands[0].split("|")
+    x, y = (operand(text, form) for text in instruction.operands[1:])
+
+    def step(threads: Threads) -> None:
+        found = compare(form.read(x(threads)), form.read(y(threads)))
+        columns = found.T if form.packed else [found]
+        for target, column in zip(targets, columns, strict=True):
+            threads.assign(target, column)
+
+    return step
+
+
+def convert(instruction: Instruction) -> Step:
+    *_, result, given = instruction.parts
+    to, source = FORMATS[result], FORMATS[given]
+    if to.packed:
+        # The first operand becomes the upper half.
+        return _elementwise(
+            lambda high, low: np.stack(np.broadcast_arrays(low, high), 1), instruction, to, [source, source]
+        )
+    if result[0] in "us" and given[0] not in "us":
+        raise unknown(instruction)
+    kind = np.dtype(np.float32) if result in ("f16", "bf16") else _kind(to)
+    return _elementwise(lambda x: x.astype(kind), instruction, to, [source])
+
+
+def move(instruction: Instruction) -> Step:
+    form = FORMATS[instruction.parts[1]]
+    target, source = instruction.operands
+    if target.startswith("{"):
+        parts = listed(target)
+        whole = operand(source, form)
+        part = UNSIGNED[form.size // len(parts)]
+
+        def split(threads: Threads) -> None:
+            columns = threads.spread(whole(threads)).view(part).reshape(-1, len(parts))
+            for column, name in enumerate(parts):
+                threads.assign(name, columns[:, column])
+
+        return split
+    if source.startswith("{"):
+        parts = listed(source)
+        pieces = [operand(name, FORMATS[f"b{8 * form.size // len(parts)}"]) for name in parts]
+
+        def join(threads: Threads) -> None:
+            columns = np.stack([threads.spread(piece(threads)) for piece in pieces], 1)
+            threads.assign(target, columns.view(UNSIGNED[form.size])[:, 0])
+
+        return join
+    value = operand(source, form)
+    return lambda threads: threads.assign(target, value(threads))
