@@ -56,7 +56,7 @@ FORWARD_BLOCKS = {
 # At width 256 a single stage makes the consumer cards spill; two take 100,736 bytes of their 101,376.
 BACKWARD_BLOCKS = {
     "consumer": {
-        2: [(64, Blocks(64, 16, 4, 2)), (128, Blocks(32, 32, 4, 2)), (256, Blocks(32, 32, 8, 2))],
+        2: [(64, Blocks(64, 16, 4, 1)), (128, Blocks(32, 32, 4, 2)), (256, Blocks(32, 32, 8, 2))],
         4: [(64, Blocks(32, 16, 8, 1)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 1))],
     },
     "ampere": {
