@@ -250,6 +250,7 @@ def test_a_copy_is_there_when_it_was_waited_for() -> None:
         ("popc.b32 %r3, %r2;", "does not know 'popc.b32 %r3, %r2'"),
         ("@%p1 add.s32 %r3, %r2, 1;", "does not know a guarded"),
         ("max.NaN.f32 %r3, %r2, %r2;", "does not know NaN of"),
+        ("shl.b32 %r3, %r2, %r1;", "does not know 'shl.b32 %r3, %r2, %r1'"),
     ],
 )
 def test_faults(body: str, message: str) -> None:

@@ -37,9 +37,8 @@ ARITHMETIC: dict[str, Callable[..., Array]] = {
     "min": lambda *of: of[0] if len(of) == 1 else np.fmin(of[0], ARITHMETIC["min"](*of[1:])),
 }  # fmt: skip
 BITWISE: dict[str, Callable[..., Array]] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-# Words of an opcode that say nothing the emulator has to do something about: how it rounds is the nearest one always,
-# and what is said to be approximate is computed exactly.
-SILENT = {"rn", "approx", "full", "lo", "sync", "aligned", "ftz", "wide"}
+# Words of an opcode beside its types. Numbers are always rounded to the nearest, and what may be approximate is exact.
+SILENT = {"rn", "approx", "full", "lo", "ftz", "wide", "relu"}
 
 
 def _elementwise(function: Callable[..., Array], instruction: Instruction, result: Format, given: list[Format]) -> Step:
@@ -56,9 +55,9 @@ def _elementwise(function: Callable[..., Array], instruction: Instruction, resul
 def arithmetic(instruction: Instruction) -> Step:
     head, *words = instruction.parts
     kinds = [FORMATS[word] for word in words if word in FORMATS]
-    unknown = [word for word in words if word not in FORMATS and word not in SILENT and word != "relu"]
-    if unknown or ("relu" in words and words[-1] != "s32"):
-        raise Fault(f"the emulator does not know {'.'.join(unknown or words)} of {instruction.text!r}")
+    strange = [word for word in words if word not in FORMATS and word not in SILENT]
+    if strange or ("relu" in words and words[-1] != "s32"):
+        raise Fault(f"the emulator does not know {'.'.join(strange or words)} of {instruction.text!r}")
     function, number = ARITHMETIC[head], len(instruction.operands) - 1
     form = kinds[-1]
     if words[-1][0] in "us":
@@ -110,13 +109,12 @@ def shift(instruction: Instruction) -> Step:
     head, word = instruction.parts
     form = FORMATS[word]
     target, source, count = instruction.operands
-    by = int(count, 0)  # LLVM writes shifts by a register as such of 64 bits or masks them; neither has been seen
-    if not 0 <= by < 8 * form.size:
-        raise Fault(f"the emulator does not know a shift by so much: {instruction.text!r}")
+    if count.startswith("%") or not 0 <= int(count, 0) < 8 * form.size:
+        raise unknown(instruction)
     shift = np.left_shift if head == "shl" else np.right_shift
     plain = Instruction(instruction.text, "", False, instruction.opcode, (target, source))
     kind = _kind(form)
-    return _elementwise(lambda x: shift(x, kind.type(by)), plain, form, [form])
+    return _elementwise(lambda x: shift(x, kind.type(int(count, 0))), plain, form, [form])
 
 
 def bit_field(instruction: Instruction) -> Step:
