@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,16 @@ def truncated(x: int, y: int) -> int:
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
+def permuted(x: int, y: int, selector: int) -> int:
+    eight = struct.pack("<ii", x, y)
+    made = b""
+    for digit in reversed(f"{selector:04x}"):
+        sign, place = divmod(int(digit, 16), 8)
+        byte = eight[place]
+        made += bytes([255 if byte > 127 else 0]) if sign else bytes([byte])
+    return struct.unpack("<i", made)[0]
+
+
 @pytest.mark.parametrize(
     ("instruction", "formula"),
     [
@@ -91,12 +102,18 @@ def truncated(x: int, y: int) -> int:
         ("shl.b32 %r3, %r2, 5;", lambda x, i: x << 5),
         ("shr.s32 %r3, %r2, 5;", lambda x, i: x >> 5),
         ("shr.u32 %r3, %r2, 5;", lambda x, i: (x & 0xFFFFFFFF) >> 5),
+        ("shl.b32 %r3, %r2, %r1;", lambda x, i: x << i if i < 32 else 0),
+        ("shr.s32 %r3, %r2, %r1;", lambda x, i: x >> i),
+        ("shr.u32 %r3, %r2, %r1;", lambda x, i: (x & 0xFFFFFFFF) >> i),
+        ("bfi.b32 %r3, %r2, %r1, 8, 4;", lambda x, i: (x & 15) << 8 | i & ~0xF00),
+        ("bfi.b32 %r3, %r1, %r2, 0, 32;", lambda x, i: i),
         ("bfe.u32 %r3, %r2, 3, 9;", lambda x, i: x >> 3 & 511),
         ("bfe.s32 %r3, %r2, 3, 9;", lambda x, i: (x >> 3 & 511) - (512 if x >> 11 & 1 else 0)),
         ("and.b32 %r3, %r2, %r1;", lambda x, i: x & i),
         ("xor.b32 %r3, %r2, -2;", lambda x, i: x ^ -2),
-        ("prmt.b32 %r3, %r2, %r1, 0x5410U;", lambda x, i: x & 0xFFFF | (i & 0xFFFF) << 16),
-        ("prmt.b32 %r3, %r2, %r1, 0x3340U;", lambda x, i: x & 255 | (i & 255) << 8 | (x >> 24 & 255) * 0x1010000),
+        ("prmt.b32 %r3, %r2, %r1, 0x5410U;", lambda x, i: permuted(x, i, 0x5410)),
+        ("prmt.b32 %r3, %r2, %r1, 0x3B0F;", lambda x, i: permuted(x, i, 0x3B0F)),
+        ("prmt.b32 %r3, %r2, %r1, %r1;", lambda x, i: permuted(x, i, i)),
         ("setp.lt.s32 %p1, %r2, %r1;\nselp.b32 %r3, %r1, -5, %p1;", lambda x, i: i if x < i else -5),
         ("setp.lt.u32 %p1, %r2, %r1;\nselp.b32 %r3, %r1, -5, %p1;", lambda x, i: i if 0 <= x < i else -5),
         ("mul.wide.s32 %rd5, %r2, 70000;" + UPPER_HALF, lambda x, i: x * 70000 >> 32),
@@ -250,7 +267,7 @@ def test_a_copy_is_there_when_it_was_waited_for() -> None:
         ("popc.b32 %r3, %r2;", "does not know 'popc.b32 %r3, %r2'"),
         ("@%p1 add.s32 %r3, %r2, 1;", "does not know a guarded"),
         ("max.NaN.f32 %r3, %r2, %r2;", "does not know NaN of"),
-        ("shl.b32 %r3, %r2, %r1;", "does not know 'shl.b32 %r3, %r2, %r1'"),
+        ("bfe.u32 %r3, %r2, %r1, 8;", "does not know 'bfe.u32 %r3, %r2, %r1, 8'"),
     ],
 )
 def test_faults(body: str, message: str) -> None:

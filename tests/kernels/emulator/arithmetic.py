@@ -106,43 +106,58 @@ def invert(instruction: Instruction) -> Step:
 
 
 def shift(instruction: Instruction) -> Step:
+    """`shl`, `shr`: by the width or more nothing is left, but the sign of a signed number."""
     head, word = instruction.parts
     form = FORMATS[word]
-    target, source, count = instruction.operands
-    if count.startswith("%") or not 0 <= int(count, 0) < 8 * form.size:
+    bits, number = 8 * form.size, _kind(form).type
+    move = np.left_shift if head == "shl" else np.right_shift
+    emptied = word[0] != "s" or head == "shl"
+
+    def shifted(x: Array, count: Array) -> Array:
+        moved = move(x, np.minimum(count, bits - 1).astype(number))
+        return np.where(count < bits, moved, number(0)) if emptied else moved
+
+    return _elementwise(shifted, instruction, form, [form, FORMATS["u32"]])
+
+
+def _field(instruction: Instruction) -> tuple[Instruction, int, int]:
+    """The instruction without the first bit and the number of bits of its field, and these two, which are constants."""
+    *plain, start, length = instruction.operands
+    if start.startswith("%") or length.startswith("%") or int(length, 0) < 1 or int(start, 0) + int(length, 0) > 32:
         raise unknown(instruction)
-    shift = np.left_shift if head == "shl" else np.right_shift
-    plain = Instruction(instruction.text, "", False, instruction.opcode, (target, source))
-    kind = _kind(form)
-    return _elementwise(lambda x: shift(x, kind.type(int(count, 0))), plain, form, [form])
+    return (
+        Instruction(instruction.text, "", False, instruction.opcode, tuple(plain)), int(start, 0), int(length, 0)
+    )  # fmt: skip
 
 
-def bit_field(instruction: Instruction) -> Step:
-    target, source, start, length = instruction.operands
-    first, last = 32 - int(start, 0) - int(length, 0), 32 - int(length, 0)
+def extract_field(instruction: Instruction) -> Step:
+    plain, start, length = _field(instruction)
+    up, down = 32 - start - length, 32 - length
     kind = SIGNED[4] if instruction.parts[1] == "s32" else UNSIGNED[4]
     form = FORMATS["b32"]
-    plain = Instruction(instruction.text, "", False, instruction.opcode, (target, source))
-    return _elementwise(
-        lambda x: ((x << np.uint32(first)).view(kind) >> kind(last)).view(np.uint32), plain, form, [form]
-    )
+    return _elementwise(lambda x: ((x << np.uint32(up)).view(kind) >> kind(down)).view(np.uint32), plain, form, [form])
+
+
+def insert_field(instruction: Instruction) -> Step:
+    plain, start, length = _field(instruction)
+    field = np.uint32((2**length - 1) << start)
+    form = FORMATS["b32"]
+    return _elementwise(lambda x, y: (x << np.uint32(start)) & field | y & ~field, plain, form, [form, form])
 
 
 def permute(instruction: Instruction) -> Step:
-    target, low, high, selector = instruction.operands
-    choice = int(selector.rstrip("U"), 0)
-    nibbles = [choice >> 4 * place & 15 for place in range(4)]
-    if max(nibbles) > 7:
-        raise Fault(f"the emulator does not know the selector of {instruction.text!r}")
+    """`prmt`: each byte is one of the eight of two numbers, or its sign; four bits of the selector say which."""
+    if instruction.opcode != "prmt.b32":
+        raise unknown(instruction)
     form = FORMATS["b32"]
 
-    def step(x: Array, y: Array) -> Array:
-        x, y = np.broadcast_arrays(x, y)
-        eight = np.stack([x, y], 1).view(np.uint8)
-        return np.ascontiguousarray(eight[:, nibbles]).view(np.uint32)[:, 0]
+    def permuted(x: Array, y: Array, selector: Array) -> Array:
+        x, y, selector = np.broadcast_arrays(x, y, selector)
+        choice = selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)
+        chosen = np.take_along_axis(np.stack([x, y], 1).view(np.uint8), choice & 7, 1)
+        return np.where(choice & 8, chosen // 128 * 255, chosen).astype(np.uint8).view(np.uint32)[:, 0]
 
-    plain = Instruction(instruction.text, "", False, instruction.opcode, (target, low, high))
-    return _elementwise(step, plain, form, [form, form])
+    return _elementwise(permuted, instruction, form, [form] * 3)
 
 
 def select(instruction: Instruction) -> Step:
