@@ -84,6 +84,18 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @_constant
+def without_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether the kernels multiply numbers of this dtype one by one: float32, where torch's setting forbids TF32.
+
+    The compiler then reads a transposed factor from one bank of shared memory: the products wait for it several times
+    as long as they take. It is asked where kernels can run.
+    """
+    from cdt_fast.kernels.launch import dot_precision
+
+    return dtype == torch.float32 and dot_precision(dtype) == "ieee" and not interpreting()
+
+
+@_constant
 def _too_old(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST_CAPABILITY:

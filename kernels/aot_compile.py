@@ -165,6 +165,8 @@ class Measurement:
         local_instructions: loads and stores of it in the code.
         shared_bytes: shared memory of a block.
         tensor_core_instructions: matrix instructions in the code.
+        redundancy: of the products on the tensor cores, as often as they are written down, what is computed over what
+            is needed: several warps compute the same where a tile is smaller than what they cover together.
         expects_tensor_core: whether a product in the source can only be fast there: 16-bit factors, or TF32.
         double_instructions: lines of the intermediate code that compute in double precision.
         seconds: what compiling and reading took.
@@ -176,6 +178,7 @@ class Measurement:
     local_instructions: int = 0
     shared_bytes: int = 0
     tensor_core_instructions: int = 0
+    redundancy: float = 1.0
     expects_tensor_core: bool = False
     double_instructions: int = 0
     seconds: float = 0.0
@@ -216,6 +219,7 @@ def measure(configuration: Configuration) -> Measurement:
         local_instructions=len(LOCAL_MEMORY.findall(code)),
         shared_bytes=compiled.metadata.shared,
         tensor_core_instructions=len(TENSOR_CORE.findall(code)),
+        redundancy=_redundancy(compiled.asm["ttgir"]),
         expects_tensor_core=_expects_tensor_core(compiled.asm["ttir"], compiled.asm["ttgir"]),
         double_instructions=sum(".f64" in line for line in compiled.asm["ptx"].splitlines()),
         seconds=time.perf_counter() - begin,
@@ -284,12 +288,8 @@ def _expects_tensor_core(source: str, optimised: str) -> bool:
     return fast and ANY_PRODUCT.search(optimised) is not None
 
 
-def redundancy(optimised: str) -> float:
-    """Of the products on the tensor cores, what is computed over what is needed; 1 without any.
-
-    `optimised` is Triton's code for GPUs (`ttgir`). Where a tile has fewer rows or columns than the compiler's
-    arrangement of the warps covers, several warps compute the same.
-    """
+def _redundancy(optimised: str) -> float:
+    """`Measurement.redundancy` from Triton's code for GPUs; 1 without products on the tensor cores."""
     layouts = {found["layout"]: found for found in WARPS.finditer(optimised)}
     computed = needed = 0.0
     for found in SHARED_PRODUCT.finditer(optimised):

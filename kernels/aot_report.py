@@ -47,7 +47,7 @@ class Row:
 
 COLUMNS = (
     *("family", "kernel", "case", "numbers", "card", "any alignment", "warps", "stages"),
-    *("registers", "spilled bytes", "shared bytes", "tensor-core instructions", "fault"),
+    *("registers", "spilled bytes", "shared bytes", "tensor-core instructions", "redundancy", "fault"),
 )
 
 
@@ -94,7 +94,12 @@ def from_json(
 ) -> dict[Configuration, Measurement]:
     """What `as_json` wrote of these configurations, where neither their source nor Triton has changed since."""
     names = [field.name for field in fields(Measurement)]
-    known = {record["digest"]: Measurement(**{name: record[name] for name in names}) for record in records}
+    known = {
+        record["digest"]: Measurement(**{name: record[name] for name in names})
+        for record in records
+        # An older program may have measured less.
+        if record.keys() >= set(names)
+    }
     digests = {configuration: configuration.digest for configuration in configurations} if known else {}
     return {configuration: known[digest] for configuration, digest in digests.items() if digest in known}
 
@@ -107,7 +112,10 @@ def as_csv(rows: Iterable[Row], measurements: Measurements) -> str:
     for row in rows:
         configuration, found = row.configuration, measurements[row.configuration]
         names = (row.family, configuration.kernel, row.case, row.precision, row.card, "" if row.divisible else "yes")
-        figures = (found.registers, found.local_bytes, found.shared_bytes, found.tensor_core_instructions)
+        figures = (
+            found.registers, found.local_bytes, found.shared_bytes, found.tensor_core_instructions,
+            f"{found.redundancy:.3g}",
+        )  # fmt: skip
         fault = "; ".join(found.faults(configuration.card, row.spill_allowed))
         writer.writerow((*names, configuration.warps, configuration.stages, *figures, fault))
     return file.getvalue()
@@ -153,8 +161,8 @@ def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str, t
         "No faults." if not broken else "**Faults**\n\n" + "\n".join(f"- {line}" for line in broken),
         "## Kernels",
         "The worst of all cases of a kernel whose sizes sixteen divides: most registers of a thread / most shared "
-        "memory of a block in KiB / tensor-core instructions in the code, the fewest and the most; bold where "
-        "registers spill.",
+        "memory of a block in KiB / tensor-core instructions in the code, the fewest and the most; ×, where several "
+        "warps compute the same products: what is computed over what is needed, at most; bold where registers spill.",
     ]
     for family in families:
         parts += [f"### {family}", _table([row for row in rows if row.family == family], measurements, cards)]
@@ -261,6 +269,9 @@ def _worst(found: Sequence[Measurement]) -> str:
     figures = f"{max(measurement.registers for measurement in found)} / {shared:.1f} / {instructions[0]}"
     if len(instructions) > 1:
         figures += f"–{instructions[-1]}"
+    redundancy = max(measurement.redundancy for measurement in found)
+    if redundancy > 1:
+        figures += f" ×{redundancy:.3g}"
     spilled = max(measurement.local_bytes for measurement in found)
     return f"{figures} **({spilled} bytes spilled)**" if spilled else figures
 

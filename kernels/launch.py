@@ -131,6 +131,11 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32" if allowed else "ieee"
 
 
+def numbers_of(tensor: Tensor) -> str:
+    """The row of the block tables: "16 bits", or how products of float32 are made, "tf32" or "ieee"."""
+    return "16 bits" if tensor.element_size() == 2 else dot_precision(tensor.dtype)
+
+
 @dataclass
 class _Recorder:
     card: Card

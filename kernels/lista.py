@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision
+from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision, numbers_of
 from cdt_fast.kernels.residual_linear import nonlinearity as apply_nonlinearity
 
 # A wider residual does not fit the registers of a block; `residual_linear` does the second half of such a step.
@@ -33,15 +33,18 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By the card's family and the bytes of a number, for both directions and every width. In 16 bits none of them spills;
-# 128 rows do, on sm_90 too. With 16 or 32 float32 rows and one stage, IEEE products spill more than 1 KB.
+# By the card's family and `numbers_of`, for both directions and every width. In 16 bits none of them spills; 128 rows
+# do, on sm_90 too. With 16 or 32 float32 rows and one stage, IEEE products spill more than 1 KB.
 BLOCKS = {
-    ("consumer", 2): Blocks(64, 32, warps=8, stages=3),
-    ("ampere", 2): Blocks(64, 32, warps=8, stages=4),
-    ("hopper", 2): Blocks(64, 64, warps=8, stages=3),
-    ("consumer", 4): Blocks(32, 16, warps=8, stages=2),
-    ("ampere", 4): Blocks(32, 32, warps=8, stages=2),
-    ("hopper", 4): Blocks(32, 32, warps=8, stages=2),
+    ("consumer", "16 bits"): Blocks(64, 32, warps=8, stages=3),
+    ("ampere", "16 bits"): Blocks(64, 32, warps=8, stages=4),
+    ("hopper", "16 bits"): Blocks(64, 64, warps=8, stages=3),
+    ("consumer", "tf32"): Blocks(32, 32, warps=8, stages=2),
+    ("ampere", "tf32"): Blocks(32, 32, warps=8, stages=2),
+    ("hopper", "tf32"): Blocks(32, 32, warps=8, stages=2),
+    ("consumer", "ieee"): Blocks(32, 16, warps=8, stages=2),
+    ("ampere", "ieee"): Blocks(32, 32, warps=8, stages=2),
+    ("hopper", "ieee"): Blocks(32, 32, warps=8, stages=2),
 }
 
 
@@ -213,7 +216,7 @@ def lista_step(
     """
     rows, atoms = codes.shape
     width = signal.shape[1]
-    blocks = blocks or BLOCKS[card_of(codes).family, codes.element_size()]
+    blocks = blocks or BLOCKS[card_of(codes).family, numbers_of(codes)]
     next_codes = torch.empty((rows, atoms), dtype=codes.dtype, device=codes.device)
     residual = torch.empty((rows if keep_residual else 0, width), dtype=codes.dtype, device=codes.device)
     Launch(
@@ -278,7 +281,7 @@ def lista_step_backward(
     """
     rows, atoms = output.shape
     width = dictionary.shape[0]
-    blocks = blocks or BLOCKS[card_of(output).family, output.element_size()]
+    blocks = blocks or BLOCKS[card_of(output).family, numbers_of(output)]
     grad_codes = torch.empty((rows if wants_codes else 0, atoms), dtype=output.dtype, device=output.device)
     grad_residual = torch.empty((rows, width), dtype=output.dtype, device=output.device)
     grad_update = torch.empty((rows if wants_update else 0, atoms), dtype=output.dtype, device=output.device)

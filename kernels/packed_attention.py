@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision
+from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision, numbers_of
 from cdt_fast.kernels.tiles import (
     LN_2,
     LOG2_E,
@@ -39,14 +39,25 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By family of cards and bytes of an element: the longest sequence, and the block that packs such sequences. With four
-# warps 16-bit tiles of 64 rows spill on cards without wgmma, with eight they do not. 128 rows spill on consumer cards,
-# and float32 does at 64 rows unless it is TF32: longer sequences are for `streaming_attention`. A third stage makes
-# sm_80 spill.
+# By family of cards and `numbers_of`: the longest sequence, and the block that packs such sequences. With four warps
+# 16-bit tiles of 64 rows spill on cards without wgmma, with eight they do not. 128 rows spill on consumer cards, and
+# IEEE float32 does at 64 rows: longer sequences are for `streaming_attention`. A third stage makes sm_80 spill.
 BLOCKS = {
-    "consumer": {2: [(64, Blocks(64, 32, 8, 3))], 4: [(32, Blocks(32, 32, 4, 2)), (64, Blocks(64, 32, 16, 2))]},
-    "ampere": {2: [(64, Blocks(64, 32, 8, 2))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))]},
-    "hopper": {2: [(64, Blocks(64, 64, 4, 3))], 4: [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))]},
+    "consumer": {
+        "16 bits": [(64, Blocks(64, 32, 8, 3))],
+        "tf32": [(32, Blocks(32, 64, 4, 2)), (64, Blocks(64, 16, 4, 2))],
+        "ieee": [(32, Blocks(32, 32, 4, 2)), (64, Blocks(64, 32, 16, 2))],
+    },
+    "ampere": {
+        "16 bits": [(64, Blocks(64, 32, 8, 2))],
+        "tf32": [(32, Blocks(32, 64, 4, 2)), (64, Blocks(64, 16, 4, 2))],
+        "ieee": [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))],
+    },
+    "hopper": {
+        "16 bits": [(64, Blocks(64, 64, 4, 3))],
+        "tf32": [(32, Blocks(32, 64, 4, 2)), (64, Blocks(64, 32, 4, 2))],
+        "ieee": [(32, Blocks(32, 32, 4, 3)), (64, Blocks(64, 32, 16, 2))],
+    },
 }
 
 
@@ -137,12 +148,12 @@ def packed_backward_kernel(
 
 def longest(z: Tensor) -> int:
     """The most tokens of a sequence that a tile holds on the card of `z`."""
-    return BLOCKS[card_of(z).family][z.element_size()][-1][0]
+    return BLOCKS[card_of(z).family][numbers_of(z)][-1][0]
 
 
 def blocks_for(z: Tensor) -> Blocks:
     """The row of `BLOCKS` for sequences like `z` `[sequences, tokens, width]` on the card that it is on."""
-    for most, blocks in BLOCKS[card_of(z).family][z.element_size()]:
+    for most, blocks in BLOCKS[card_of(z).family][numbers_of(z)]:
         if z.shape[1] <= most:
             return blocks
     raise ValueError(f"a tile holds sequences of up to {longest(z)} tokens, got {z.shape[1]}")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision
+from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision, numbers_of
 
 
 class Blocks(NamedTuple):
@@ -29,15 +29,18 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By the card's family and the bytes of a number. float32 tiles are smaller: twice the bytes, and IEEE products use
-# registers where tensor cores use none.
+# By the card's family and `numbers_of`. float32 tiles are smaller: twice the bytes, and IEEE products use registers
+# where tensor cores use none.
 BLOCKS = {
-    ("consumer", 2): Blocks(128, 128, 32, warps=8, stages=3),
-    ("ampere", 2): Blocks(128, 128, 32, warps=8, stages=4),
-    ("hopper", 2): Blocks(128, 256, 64, warps=8, stages=3),
-    ("consumer", 4): Blocks(64, 64, 32, warps=4, stages=2),
-    ("ampere", 4): Blocks(64, 64, 32, warps=4, stages=3),
-    ("hopper", 4): Blocks(64, 64, 32, warps=4, stages=3),
+    ("consumer", "16 bits"): Blocks(128, 128, 32, warps=8, stages=3),
+    ("ampere", "16 bits"): Blocks(128, 128, 32, warps=8, stages=4),
+    ("hopper", "16 bits"): Blocks(128, 256, 64, warps=8, stages=3),
+    ("consumer", "tf32"): Blocks(128, 64, 32, warps=8, stages=3),
+    ("ampere", "tf32"): Blocks(128, 128, 32, warps=8, stages=3),
+    ("hopper", "tf32"): Blocks(128, 128, 32, warps=8, stages=3),
+    ("consumer", "ieee"): Blocks(64, 64, 32, warps=4, stages=2),
+    ("ampere", "ieee"): Blocks(64, 64, 32, warps=4, stages=3),
+    ("hopper", "ieee"): Blocks(64, 64, 32, warps=4, stages=3),
 }
 
 # Rows of tiles that are worked on together, so that what they read of the weight is still in the L2 cache.
@@ -143,7 +146,7 @@ def residual_linear(
     rows, depth = x.shape
     columns = weight.shape[1]
     residual = residual.expand(rows, columns)
-    blocks = blocks or BLOCKS[card_of(x).family, x.element_size()]
+    blocks = blocks or BLOCKS[card_of(x).family, numbers_of(x)]
     output = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     Launch(
         residual_linear_kernel,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision
+from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision, numbers_of
 from cdt_fast.kernels.tiles import LN_2, LOG2_E, load_rows, store_rows
 
 
@@ -35,37 +35,43 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By family of cards and bytes of an element: the greatest width (of z and of the values), and the block. In 16 bits no
-# two warps compute the same products, but for the backward of wide heads on consumer cards and of 128 columns on
-# Hopper, where what avoids it spills or does not fit: the compiler gives each warp sixteen rows and all keys where
-# tiles are no wider than high, else all rows and no less than eight keys.
+# By family of cards and `numbers_of`: the greatest width (of z and of the values), and the block. On tensor cores no
+# two warps compute the same products, but where what avoids it spills or does not fit (256 columns; in 16 bits the
+# backward of 128 columns on Hopper): the compiler gives each warp sixteen rows and all keys where tiles are no wider
+# than high, else all rows and no less than eight keys.
 FORWARD_BLOCKS = {
     "consumer": {
-        2: [(64, Blocks(128, 64, 8, 2)), (128, Blocks(128, 64, 8, 2)), (256, Blocks(64, 64, 8, 1))],
-        4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 1)), (256, Blocks(16, 16, 8, 1))],
+        "16 bits": [(64, Blocks(128, 64, 8, 2)), (128, Blocks(128, 64, 8, 2)), (256, Blocks(64, 64, 8, 1))],
+        "tf32": [(64, Blocks(64, 32, 4, 2)), (128, Blocks(32, 32, 4, 1)), (256, Blocks(32, 32, 4, 1))],
+        "ieee": [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 1)), (256, Blocks(16, 16, 8, 1))],
     },
     "ampere": {
-        2: [(64, Blocks(128, 64, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
-        4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 2)), (256, Blocks(32, 16, 8, 1))],
+        "16 bits": [(64, Blocks(128, 64, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
+        "tf32": [(64, Blocks(64, 32, 4, 2)), (128, Blocks(64, 32, 4, 2)), (256, Blocks(32, 64, 8, 1))],
+        "ieee": [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 2)), (256, Blocks(32, 16, 8, 1))],
     },
     "hopper": {
-        2: [(64, Blocks(128, 64, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
-        4: [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 1)), (256, Blocks(32, 16, 8, 2))],
+        "16 bits": [(64, Blocks(128, 64, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
+        "tf32": [(64, Blocks(64, 32, 4, 2)), (128, Blocks(64, 32, 4, 2)), (256, Blocks(64, 32, 8, 2))],
+        "ieee": [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 1)), (256, Blocks(32, 16, 8, 2))],
     },
 }
 # At width 256 a single stage makes the consumer cards spill; two take 100,736 bytes of their 101,376.
 BACKWARD_BLOCKS = {
     "consumer": {
-        2: [(64, Blocks(64, 16, 4, 1)), (128, Blocks(32, 32, 4, 2)), (256, Blocks(32, 32, 8, 2))],
-        4: [(64, Blocks(32, 16, 8, 1)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 1))],
+        "16 bits": [(64, Blocks(64, 16, 4, 1)), (128, Blocks(32, 32, 4, 2)), (256, Blocks(32, 32, 8, 2))],
+        "tf32": [(64, Blocks(32, 64, 8, 1)), (128, Blocks(16, 32, 4, 1)), (256, Blocks(16, 16, 4, 1))],
+        "ieee": [(64, Blocks(32, 16, 8, 1)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 1))],
     },
     "ampere": {
-        2: [(64, Blocks(64, 32, 4, 3)), (128, Blocks(64, 64, 8, 2)), (256, Blocks(32, 64, 8, 1))],
-        4: [(64, Blocks(32, 16, 8, 2)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 2))],
+        "16 bits": [(64, Blocks(64, 32, 4, 3)), (128, Blocks(64, 64, 8, 2)), (256, Blocks(32, 64, 8, 1))],
+        "tf32": [(64, Blocks(32, 64, 8, 1)), (128, Blocks(32, 64, 8, 1)), (256, Blocks(16, 32, 8, 1))],
+        "ieee": [(64, Blocks(32, 16, 8, 2)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 2))],
     },
     "hopper": {
-        2: [(64, Blocks(64, 32, 4, 2)), (128, Blocks(64, 32, 8, 2)), (256, Blocks(32, 64, 8, 2))],
-        4: [(64, Blocks(32, 16, 8, 2)), (128, Blocks(16, 16, 8, 2)), (256, Blocks(16, 16, 8, 2))],
+        "16 bits": [(64, Blocks(64, 32, 4, 2)), (128, Blocks(64, 32, 8, 2)), (256, Blocks(32, 64, 8, 2))],
+        "tf32": [(64, Blocks(64, 32, 4, 1)), (128, Blocks(32, 64, 8, 1)), (256, Blocks(32, 32, 8, 1))],
+        "ieee": [(64, Blocks(32, 16, 8, 2)), (128, Blocks(16, 16, 8, 2)), (256, Blocks(16, 16, 8, 2))],
     },
 }
 WIDEST = 256
@@ -241,9 +247,9 @@ def streaming_backward_kernel(
         store_rows(grad_values, position, position < tokens, 0, value_sum, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
 
 
-def blocks_for(table: dict[str, dict[int, list[tuple[int, Blocks]]]], z: Tensor, width: int) -> Blocks:
+def blocks_for(table: dict[str, dict[str, list[tuple[int, Blocks]]]], z: Tensor, width: int) -> Blocks:
     """The row of a block table for tensors like `z` whose widths are at most `width`."""
-    for widest, blocks in table[card_of(z).family][z.element_size()]:
+    for widest, blocks in table[card_of(z).family][numbers_of(z)]:
         if width <= widest:
             return blocks
     raise ValueError(f"a block holds widths up to {WIDEST}, got {width}")

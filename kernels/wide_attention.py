@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision
+from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision, numbers_of
 from cdt_fast.kernels.streaming_attention import block_of_rows, from_row, load_norms, row_dots, weigh
 from cdt_fast.kernels.tiles import LN_2, load_rows, store_rows
 
@@ -34,16 +34,59 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By family of cards and bytes of an element.
+# By family of cards and `numbers_of`. As many columns as registers hold: for each chunk of them the scores are formed
+# anew.
 FORWARD_BLOCKS = {
-    "consumer": {2: Blocks(64, 64, 64, 128, 8, 2), 4: Blocks(32, 32, 32, 64, 8, 2)},
-    "ampere": {2: Blocks(64, 64, 64, 128, 8, 3), 4: Blocks(32, 32, 32, 64, 8, 2)},
-    "hopper": {2: Blocks(64, 64, 64, 256, 8, 3), 4: Blocks(32, 32, 32, 64, 8, 2)},
+    "consumer": {
+        "16 bits": Blocks(64, 64, 32, 256, 8, 2),
+        "tf32": Blocks(64, 32, 32, 256, 8, 1),
+        "ieee": Blocks(32, 32, 32, 256, 8, 2),
+    },
+    "ampere": {
+        "16 bits": Blocks(64, 64, 64, 256, 8, 2),
+        "tf32": Blocks(64, 32, 32, 256, 8, 1),
+        "ieee": Blocks(32, 32, 32, 256, 8, 2),
+    },
+    "hopper": {
+        "16 bits": Blocks(64, 64, 64, 256, 8, 3),
+        "tf32": Blocks(64, 32, 32, 256, 8, 2),
+        "ieee": Blocks(32, 32, 32, 256, 8, 2),
+    },
 }
 BACKWARD_BLOCKS = {
-    "consumer": {2: Blocks(64, 32, 64, 128, 8, 2), 4: Blocks(32, 16, 32, 64, 8, 1)},
-    "ampere": {2: Blocks(64, 32, 64, 128, 8, 3), 4: Blocks(32, 16, 32, 64, 8, 1)},
-    "hopper": {2: Blocks(64, 64, 64, 128, 8, 3), 4: Blocks(32, 16, 32, 64, 8, 1)},
+    "consumer": {
+        "16 bits": Blocks(32, 32, 64, 256, 8, 3),
+        "tf32": Blocks(32, 32, 32, 256, 4, 2),
+        "ieee": Blocks(32, 16, 32, 128, 8, 1),
+    },
+    "ampere": {
+        "16 bits": Blocks(64, 64, 32, 256, 8, 2),
+        "tf32": Blocks(32, 32, 32, 256, 4, 2),
+        "ieee": Blocks(32, 16, 32, 128, 8, 1),
+    },
+    "hopper": {
+        "16 bits": Blocks(64, 64, 64, 128, 8, 3),
+        "tf32": Blocks(32, 32, 32, 256, 4, 2),
+        "ieee": Blocks(32, 16, 32, 128, 8, 1),
+    },
+}
+# Of the gradient of the values alone, which leaves more registers.
+VALUES_BACKWARD_BLOCKS = {
+    "consumer": {
+        "16 bits": Blocks(64, 64, 32, 256, 8, 2),
+        "tf32": Blocks(32, 32, 32, 256, 4, 2),
+        "ieee": Blocks(32, 16, 32, 128, 8, 1),
+    },
+    "ampere": {
+        "16 bits": Blocks(64, 64, 32, 256, 8, 2),
+        "tf32": Blocks(32, 32, 32, 256, 4, 2),
+        "ieee": Blocks(32, 16, 32, 128, 8, 1),
+    },
+    "hopper": {
+        "16 bits": Blocks(64, 64, 64, 256, 8, 2),
+        "tf32": Blocks(32, 32, 32, 256, 4, 2),
+        "ieee": Blocks(32, 16, 32, 128, 8, 1),
+    },
 }
 
 
@@ -231,7 +274,7 @@ def wide_forward(
         "log_sum_exp": log_sum_exp, "lengths": lengths,
     }  # fmt: skip
     width = values.shape[-1]
-    blocks = blocks or FORWARD_BLOCKS[card_of(z).family][z.element_size()]
+    blocks = blocks or FORWARD_BLOCKS[card_of(z).family][numbers_of(z)]
     _launch(wide_forward_kernel, z, width, width, tensors, scale, blocks)
     return output, log_sum_exp
 
@@ -255,7 +298,7 @@ def wide_backward(
 
     Without the `remainder` of the output an error of its rounding reaches the gradient of `z`.
     """
-    blocks = blocks or BACKWARD_BLOCKS[card_of(z).family][z.element_size()]
+    family, numbers = card_of(z).family, numbers_of(z)
     norms = row_dots(z, z) if energy else None
     grad_z = torch.empty_like(z) if needs_z else None
     grad_values = torch.empty_like(values) if needs_values and values is not None else None
@@ -264,8 +307,10 @@ def wide_backward(
     if grad_z is not None:
         delta = row_dots(grad_output, output, remainder)
         tensors = {**shared, "values": z if values is None else values, "delta": delta, "grad_z": grad_z}
-        _launch(wide_backward_kernel, z, z.shape[-1], width, tensors, scale, blocks, TIED=values is None)
+        chosen = blocks or BACKWARD_BLOCKS[family][numbers]
+        _launch(wide_backward_kernel, z, z.shape[-1], width, tensors, scale, chosen, TIED=values is None)
     if grad_values is not None:
         tensors = {**shared, "grad_values": grad_values}
-        _launch(wide_values_backward_kernel, z, width, width, tensors, scale, blocks)
+        chosen = blocks or VALUES_BACKWARD_BLOCKS[family][numbers]
+        _launch(wide_values_backward_kernel, z, width, width, tensors, scale, chosen)
     return grad_z, grad_values

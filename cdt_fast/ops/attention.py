@@ -113,7 +113,7 @@ def _forward(
     come: in plain torch the attention, of a kernel the remainder of the output (else empty)."""
     kept = _room_to_keep(z, values, lengths, energy, keeps)
     remainder = kept if kept.dim() > 1 else None
-    if runs_on_triton("symmetric_attention", z):
+    if runs_on_triton("symmetric_attention", z, multiplies=True):
         from cdt_fast.kernels.packed_attention import longest, packed_forward
         from cdt_fast.kernels.streaming_attention import WIDEST, streaming_forward
         from cdt_fast.kernels.wide_attention import wide_forward
@@ -132,7 +132,7 @@ def _(
     z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     output = torch.empty_like(z if values is None else values)
-    log_sums = z.shape[:-1] if runs_on_triton("symmetric_attention", z) else (0,)
+    log_sums = z.shape[:-1] if runs_on_triton("symmetric_attention", z, multiplies=True) else (0,)
     log_sum_exp = z.new_empty(log_sums, dtype=torch.promote_types(z.dtype, torch.float32))
     return output, log_sum_exp, _room_to_keep(z, values, lengths, energy, keeps)
 
@@ -205,7 +205,7 @@ def _room_to_keep(z: Tensor, values: Tensor | None, lengths: Tensor | None, ener
     attention `[B, T, T]`, on a CPU, if it fits `KEPT_BYTES` or is no larger than input and output.
     """
     output = z if values is None else values
-    if runs_on_triton("symmetric_attention", z):
+    if runs_on_triton("symmetric_attention", z, multiplies=True):
         from cdt_fast.kernels.packed_attention import longest
 
         keeps = keeps and z.element_size() == 2 and z.shape[1] > longest(z)

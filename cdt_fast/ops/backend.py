@@ -22,8 +22,8 @@ class use_backend:
     The call sets it for the whole process; leaving a `with` block restores what was set before.
 
     Args:
-        backend: "auto" (a Triton kernel where one fits, else torch), "torch", or "triton" (an error where no kernel
-            can run).
+        backend: "auto" (a Triton kernel where one fits and is the faster one, else torch), "torch", or "triton" (an
+            error where no kernel can run).
 
     Raises:
         InputError: an unknown name, or "triton" where no kernel can run; the message says why.
@@ -47,13 +47,17 @@ class use_backend:
         _setting = self._previous
 
 
-def runs_on_triton(op: str, tensor: Tensor, refusal: Callable[[], str | None] | None = None) -> bool:
+def runs_on_triton(
+    op: str, tensor: Tensor, refusal: Callable[[], str | None] | None = None, *, multiplies: bool = False
+) -> bool:
     """Whether `op` runs its Triton kernels on tensors like `tensor`, else plain torch; the one place that decides.
 
     Args:
         op: the public name of the op, for the error.
         tensor: an argument, of the device and the dtype that the products run in.
         refusal: why the op's own kernels cannot take these arguments, or None where they can. Asked last.
+        multiplies: whether the kernels multiply matrices. Without tensor cores cuBLAS does it faster, and only "triton"
+            chooses the kernels.
 
     Raises:
         InputError: the backend is "triton" and a kernel cannot run; the message says why.
@@ -62,7 +66,7 @@ def runs_on_triton(op: str, tensor: Tensor, refusal: Callable[[], str | None] | 
         return False
     reason = kernels.refusal(tensor.device, tensor.dtype) or (None if refusal is None else refusal())
     if reason is None:
-        return True
+        return _setting == "triton" or not (multiplies and kernels.without_tensor_cores(tensor.dtype))
     if _setting == "triton":
         raise InputError(f"backend 'triton' cannot run {op} here: {reason}. 'auto' and 'torch' can")
     return False
@@ -83,4 +87,5 @@ def explain() -> str:
     from cdt_fast.kernels.launch import card_of
 
     card = card_of(torch.empty(0, device="cuda"))
-    return f"triton (blocks for {card.family} cards, {card.shared_memory // 1024} KiB of shared memory)"
+    without = "; products of float32 on torch, as TF32 is off" if kernels.without_tensor_cores(torch.float32) else ""
+    return f"triton (blocks for {card.family} cards, {card.shared_memory // 1024} KiB of shared memory{without})"

@@ -104,7 +104,7 @@ def _lista_step(
     """The next codes `[rows, m]` and the residual `[rows, n]`, which the dictionary's gradient needs; else `[0, n]`."""
     atoms = dictionary.to(codes.dtype)
     with torch.autocast(codes.device.type, enabled=False):
-        if runs_on_triton("lista_step", codes):
+        if runs_on_triton("lista_step", codes, multiplies=True):
             next_codes, residual = _step_on_triton(codes, signal, atoms, step, threshold, nonlinearity, keep_residual)
         else:
             residual = torch.addmm(signal, codes, atoms.mT, alpha=-1)
@@ -190,7 +190,7 @@ def _grad_tokens(
     wants_dictionary: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dH, dR and dU. The kernel's dH and dU are empty where not wanted; torch's dH is None, still to do."""
-    if runs_on_triton("lista_step", output):
+    if runs_on_triton("lista_step", output, multiplies=True):
         from cdt_fast.kernels import lista
 
         if atoms.shape[0] <= lista.WIDEST:

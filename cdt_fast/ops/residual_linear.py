@@ -94,7 +94,7 @@ def _residual_linear(
 ) -> Tensor:
     """`[rows, m]`, contiguous, in the dtype of x; weight and residual may have wider ones."""
     weight = weight.to(x.dtype)
-    if runs_on_triton("residual_linear", x):
+    if runs_on_triton("residual_linear", x, multiplies=True):
         from cdt_fast.kernels import residual_linear as kernels
 
         return kernels.residual_linear(x, weight, residual, alpha=alpha, nonlinearity=nonlinearity, threshold=threshold)

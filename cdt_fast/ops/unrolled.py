@@ -96,7 +96,7 @@ def unrolled_layer(
     scale = check_factor("scale", scale)
     dtype = compute_dtype(codes)
     rows = sequences(codes, dtype)
-    if runs_on_triton("unrolled_layer", rows):
+    if runs_on_triton("unrolled_layer", rows, multiplies=True):
         in_one = fused_refusal(rows, dictionary, next_shape[-1]) is None
     else:
         in_one = rows.shape[0] * rows.shape[1] ** 2 * max(4, rows.element_size()) <= HELD_SCORE_BYTES

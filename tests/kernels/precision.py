@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cdt_fast.kernels.launch import dot_precision
+
+TF32_EPSILON = 2.0**-10
 
 
 def assert_as_precise(name: str, given: Tensor, plain: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
@@ -18,11 +25,33 @@ def assert_as_precise(name: str, given: Tensor, plain: Tensor, exact: Tensor, te
     if not given.numel():
         return
     assert torch.isfinite(given).all(), f"{name} is not finite"
-    epsilon = torch.finfo(given.dtype).eps
+    epsilon = epsilon_of(given.dtype)
     mine, torchs = (tensor.cpu().double() - exact for tensor in (given, plain))
     for measure in (lambda error: error.square().mean().sqrt().item(), lambda error: error.abs().max().item()):
         bound = 1.5 * measure(torchs) + epsilon * (measure(exact) + (0.0 if terms is None else measure(terms)))
         assert measure(mine) <= bound, f"{name}: error {measure(mine):.3g}, torch's {measure(torchs):.3g}"
+
+
+def epsilon_of(dtype: torch.dtype) -> float:
+    """Of the numbers that are multiplied: TF32 has ten bits behind the first."""
+    return TF32_EPSILON if dot_precision(dtype) == "tf32" else torch.finfo(dtype).eps
+
+
+class TF32Products(TorchDispatchMode):
+    """Plain torch's products of float32 as tensor cores make them: of factors without the bits that TF32 has not."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+            args = [_cut(factor) for factor in args]
+        elif function.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.baddbmm):
+            args = [args[0], *(_cut(factor) for factor in args[1:])]
+        return function(*args, **(kwargs or {}))
+
+
+def _cut(factor: Tensor) -> Tensor:
+    if factor.dtype != torch.float32:
+        return factor
+    return (factor.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
 
 
 def poisoned(tensor: Tensor) -> Tensor:

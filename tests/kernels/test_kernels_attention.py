@@ -123,6 +123,9 @@ def test_repeats_are_bitwise_equal(kernel: str, shape: Shape, device: torch.devi
 # The block tables
 
 
+DTYPES = {"16 bits": torch.float16, "ieee": torch.float32, "tf32": torch.float32}
+
+
 def distinct(rows: list[Any]) -> list[Any]:
     return list(dict.fromkeys(rows))
 
@@ -133,26 +136,28 @@ def of_this_device(rows: list[tuple[str, Any]], device: torch.device) -> list[An
     return distinct([row for name, row in rows if family in (None, name)])
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_block_that_packs(size: int, device: torch.device) -> None:
-    rows = [(family, row) for family, sizes in packed.BLOCKS.items() for row in sizes[size]]
+@pytest.mark.parametrize("numbers", ["16 bits", "ieee"])
+def test_every_block_that_packs(numbers: str, device: torch.device) -> None:
+    rows = [(family, row) for family, every in packed.BLOCKS.items() for row in every[numbers]]
     for tokens, blocks in of_this_device(rows, device):
         for count in distinct([tokens, 20]):
             shape = Shape(blocks.rows // count + 1, count, 40, 2 * blocks.columns + 3)
-            inputs = Inputs.of(shape, device, torch.float16 if size == 2 else torch.float32, energy=True)
+            inputs = Inputs.of(shape, device, DTYPES[numbers], energy=True)
             assert_is_the_formula(run_packed(inputs, blocks), inputs)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_block_that_streams(size: int, device: torch.device) -> None:
+@pytest.mark.parametrize("numbers", ["16 bits", "ieee"])
+def test_every_block_that_streams(numbers: str, device: torch.device) -> None:
     rows = [
         (family, (width, forward, backward))
-        for family, sizes in streaming.FORWARD_BLOCKS.items()
-        for (width, forward), (_, backward) in zip(sizes[size], streaming.BACKWARD_BLOCKS[family][size], strict=True)
+        for family, every in streaming.FORWARD_BLOCKS.items()
+        for (width, forward), (_, backward) in zip(
+            every[numbers], streaming.BACKWARD_BLOCKS[family][numbers], strict=True
+        )
     ]
     for width, *blocks in of_this_device(rows, device):
         tokens = max(*blocks[0][:2], *blocks[1][:2]) + 3
-        inputs = Inputs.of(Shape(1, tokens, width), device, torch.float16 if size == 2 else torch.float32)
+        inputs = Inputs.of(Shape(1, tokens, width), device, DTYPES[numbers])
         assert_is_the_formula(run_streaming(inputs, *blocks), inputs)
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from emulator import Fault
 from emulator.formats import FORMATS
 from emulator.launch import Kernel
+from emulator.matrices import accumulate
 from emulator.memory import Argument
 from precision import assert_as_precise
 from torch import Tensor
@@ -303,6 +304,32 @@ def test_a_race_in_global_memory() -> None:
 
 
 # Products, on whatever tensor cores the card has
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("before", "product", "expected"),
+    [
+        (1.0, 2.0**-24, 1 + 2.0**-21),  # eight of them at once, beside the 24 bits of the 1 and one more
+        (1.0, 1.9 * 2.0**-25, 1.0),
+        (1.0, 1.5 * 2.0**-24, 1 + 2.0**-21),
+        (0.0, 1.5 * 2.0**-24, 12 * 2.0**-24),
+        (1.0, -(2.0**-24), 1 - 2.0**-21),
+        (2.0**24 - 1, 0.75, 2.0**24 + 2),  # 2²⁴ + 3 has 25 bits
+        (2.0**24, 0.2, 2.0**24),
+    ],
+)
+def test_tensor_cores_cut_off(before: float, product: float, expected: float, sign: int) -> None:
+    left, right = np.full((1, 16), sign, np.float32), np.full((16, 1), product, np.float32)
+    left[:, 8:] = 0
+    assert accumulate(left, right, np.array([[sign * before]], np.float32)) == sign * expected
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    left, right = np.ones((3, 16), np.float32), np.ones((16, 2), np.float32)
+    left[1, 9], left[2, 3] = np.nan, np.inf
+    found = accumulate(left, right, np.zeros((3, 2), np.float32))
+    assert np.array_equal(found, [[16, 16], [np.nan, np.nan], [np.inf, np.inf]], equal_nan=True)
 
 
 @triton.jit

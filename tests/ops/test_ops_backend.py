@@ -9,6 +9,7 @@ import torch
 
 from cdt_fast import kernels, ops
 from cdt_fast.errors import InputError
+from cdt_fast.kernels.aot_case import float32_products
 from cdt_fast.ops import backend
 
 
@@ -100,6 +101,20 @@ def test_a_kernel_is_refused_with_the_first_reason_there_is(monkeypatch: pytest.
         assert not backend.runs_on_triton("an_op", tensor, lambda: "too wide")
     with ops.use_backend("torch"):
         assert not backend.runs_on_triton("an_op", tensor)
+
+
+def test_float32_is_multiplied_by_kernels_only_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "unavailable", lambda: None)
+    monkeypatch.setattr(kernels, "refusal", lambda *_: None)
+    monkeypatch.setattr(kernels, "interpreting", lambda: False)
+    tensor = torch.zeros(2, 3)
+    for tf32 in (True, False):
+        with float32_products(tf32), ops.use_backend("auto"):
+            assert backend.runs_on_triton("an_op", tensor, multiplies=True) == tf32
+            assert backend.runs_on_triton("an_op", tensor)
+            assert backend.runs_on_triton("an_op", tensor.bfloat16(), multiplies=True)
+            with ops.use_backend("triton"):
+                assert backend.runs_on_triton("an_op", tensor, multiplies=True)
 
 
 @pytest.mark.parametrize(
