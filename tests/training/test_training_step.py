@@ -66,12 +66,14 @@ def test_a_step_on_the_kernels_never_waits_for_the_device(
 ) -> None:
     """The same with the launchers of the kernels, up to the launch itself."""
     pytest.importorskip("triton")
+    from cdt_fast.kernels.aot_case import float32_products
     from cdt_fast.kernels.launch import CARDS, recording
 
     monkeypatch.setattr(kernels, "refusal", lambda *_: None)
     config = tiny_config(**{"warmup_epochs": 0, **CASES[case]})
     trainer = meta_trainer(config, tmp_path / "run", monkeypatch, dtype)
-    with recording(CARDS["RTX 3090"]) as launches, never_waiting(monkeypatch):
+    # Without TF32 float32 is multiplied by torch.
+    with float32_products(True), recording(CARDS["RTX 3090"]) as launches, never_waiting(monkeypatch):
         take_two_epochs(trainer)
     names = {launch.kernel.__name__ for launch in launches}
     assert any("backward" in name for name in names), names
