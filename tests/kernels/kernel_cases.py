@@ -173,7 +173,8 @@ def floors(inputs: Inputs) -> list[Tensor]:
     values = z if inputs.values is None else inputs.values.cpu().double()
     scale, lengths = abs(inputs.scale), None if inputs.lengths is None else inputs.lengths.cpu()
     on_tensor_cores = inputs.z.dtype != torch.float32 or dot_precision(torch.float32) == "tf32"
-    logit = (2 + on_tensor_cores * z.shape[-1] / 8) * scale * z.square().sum(-1).amax() * torch.ones_like(z[..., 0])
+    cut_off = on_tensor_cores * z.shape[-1] / 8 * torch.finfo(torch.float32).eps / epsilon_of(torch.float32)
+    logit = (2 + cut_off) * scale * z.square().sum(-1).amax() * torch.ones_like(z[..., 0])
     eye = torch.eye(z.shape[-2], dtype=z.dtype).expand(*z.shape[:-1], -1)
     attention = symmetric_attention_reference(z, eye, scale=inputs.scale, lengths=lengths, energy=inputs.energy)
     grad_attention = upstream @ values.mT
