@@ -72,21 +72,9 @@ BACKWARD_BLOCKS = {
 }
 # Of the gradient of the values alone, which leaves more registers.
 VALUES_BACKWARD_BLOCKS = {
-    "consumer": {
-        "16 bits": Blocks(64, 64, 32, 256, 8, 2),
-        "tf32": Blocks(32, 32, 32, 256, 4, 2),
-        "ieee": Blocks(32, 16, 32, 128, 8, 1),
-    },
-    "ampere": {
-        "16 bits": Blocks(64, 64, 32, 256, 8, 2),
-        "tf32": Blocks(32, 32, 32, 256, 4, 2),
-        "ieee": Blocks(32, 16, 32, 128, 8, 1),
-    },
-    "hopper": {
-        "16 bits": Blocks(64, 64, 64, 256, 8, 2),
-        "tf32": Blocks(32, 32, 32, 256, 4, 2),
-        "ieee": Blocks(32, 16, 32, 128, 8, 1),
-    },
+    "consumer": {**BACKWARD_BLOCKS["consumer"], "16 bits": Blocks(64, 64, 32, 256, 8, 2)},
+    "ampere": BACKWARD_BLOCKS["ampere"],
+    "hopper": {**BACKWARD_BLOCKS["hopper"], "16 bits": Blocks(64, 64, 64, 256, 8, 2)},
 }
 
 

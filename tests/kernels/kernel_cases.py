@@ -9,6 +9,7 @@ import torch
 from precision import assert_as_precise, epsilon_of
 from torch import Tensor
 
+from cdt_fast import kernels
 from cdt_fast.kernels import packed_attention as packed
 from cdt_fast.kernels import streaming_attention as streaming
 from cdt_fast.kernels import wide_attention as wide
@@ -164,17 +165,18 @@ def floors(inputs: Inputs) -> list[Tensor]:
     """What the criterion allows beside the results' own sizes, as `terms` of which eps in float32 is the share.
 
     A logit rounds by a share of its size, in the product and in the log-sum-exp, and moves the weights by as much:
-    which order of summation is lucky is chance. Tensor cores cut off what they cannot hold, after every eight products
-    up to two units of the sum so far, which is half of the whole on average. And `dS = A (dOᵀV − dOᵀO)` is a difference
-    of two sums that are equal where a token sees itself alone, and it enters dZ twice; torch's softmax subtracts a
-    number from itself there.
+    which order of summation is lucky is chance. In float32, as the log-sum-exp is, it shows that tensor cores cut off
+    what they cannot hold: after every eight products up to two units of the sum so far, which is half of the whole on
+    average. And `dS = A (dOᵀV − dOᵀO)` is a difference of two sums that are equal where a token sees itself alone, and
+    it enters dZ twice; torch's softmax subtracts a number from itself there.
     """
     z, upstream = inputs.z.cpu().double(), inputs.grad_output.cpu().double()
     values = z if inputs.values is None else inputs.values.cpu().double()
     scale, lengths = abs(inputs.scale), None if inputs.lengths is None else inputs.lengths.cpu()
     on_tensor_cores = inputs.z.dtype != torch.float32 or dot_precision(torch.float32) == "tf32"
+    on_tensor_cores = on_tensor_cores and not kernels.interpreting()
     cut_off = on_tensor_cores * z.shape[-1] / 8 * torch.finfo(torch.float32).eps / epsilon_of(torch.float32)
-    logit = (2 + cut_off) * scale * z.square().sum(-1).amax() * torch.ones_like(z[..., 0])
+    logit = 2 * scale * z.square().sum(-1).amax() * torch.ones_like(z[..., 0])
     eye = torch.eye(z.shape[-2], dtype=z.dtype).expand(*z.shape[:-1], -1)
     attention = symmetric_attention_reference(z, eye, scale=inputs.scale, lengths=lengths, energy=inputs.energy)
     grad_attention = upstream @ values.mT
@@ -185,7 +187,7 @@ def floors(inputs: Inputs) -> list[Tensor]:
     share = epsilon_of(torch.float32) / epsilon_of(inputs.z.dtype)
     grad_z = share * (difference + moved_z + (moved[1] if inputs.values is None else 0.0))
     # The log-sum-exp is float32 whatever the inputs are.
-    return [share * moved[0], logit, grad_z, share * moved[1]]
+    return [share * moved[0], (1 + cut_off / 2) * logit, grad_z, share * moved[1]]
 
 
 def assert_is_the_formula(given: Results, inputs: Inputs, missing: tuple[int, ...] = ()) -> None:

@@ -14,8 +14,8 @@ from .ptx import Fault
 
 ROWS = 8
 ROW_BYTES = 16
-# Of 8 factors of TF32 or 16 of 16 bits, those that are summed at once; and the bits that are kept of the largest. Found
-# by experiment on an A100: Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores" (2021).
+# Of 8 factors of TF32 or 16 of 16 bits, those that are summed at once; and the bits that are kept of the largest. Those
+# of an A100, taken for every card: Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores" (2021).
 DEPTH_OF_A_SUM = {8: 4, 16: 8}
 SUMMED_BITS = 25
 LEAST_UNIT = -126  # whose inverse is a float32
