@@ -39,7 +39,7 @@ kernels-report: .venv/installed
 gpu:
 	status=0; $(MAKE) gpu-tests || status=$$?; $(MAKE) gpu-bench && exit $$status
 
-# The tests of the kernels, compiled: some 1,800 specialisations, which take one core a quarter of an hour or more. With
+# The tests of the kernels, compiled: some 1,800 specializations, which take one core a quarter of an hour or more. With
 # pytest-xdist they are compiled side by side, a worker for every two cores; none of pyproject's options, which need
 # pytest-benchmark.
 gpu-tests: gpu-install

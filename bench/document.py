@@ -40,7 +40,7 @@ empty where nothing was measured. Why goals for a CPU were missed is in [speed.m
 _METHOD = """\
 ## How it is measured
 
-- Every time is forward and backward together; in the suite "step" also the optimiser and the multipliers.
+- Every time is forward and backward together; in the suite "step" also the optimizer and the multipliers.
 - Before it is timed, a way must agree with the formula; one that differs by more than rounding, or cannot run, has the
   reason in place of figures.
 - The ways take turns, one round after the other. A ratio is the median over the rounds of two times of the same round:

@@ -22,7 +22,7 @@ from cdt_fast.bench.case import Step
 from cdt_fast.bench.memory import NotMeasured, resident_peak
 from cdt_fast.bench.suites.cross_entropy import KNOWN, Shape, fused, make_inputs
 from cdt_fast.tables import as_markdown
-from cdt_fast.training.allocator import keep_freed_memory
+from cdt_fast.training.allocator import disable_malloc_trim
 
 DEPTHS = (2, 8, 16)
 VOCABULARIES = (2048, 32768)
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, default=DEPTHS[0], help=f"with --way: L+1 ({DEPTHS[0]})")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARIES[0], help=f"with --way: V ({VOCABULARIES[0]})")
     options = parser.parse_args()
-    keep_freed_memory()
+    disable_malloc_trim()
     if options.way is None:
         _print_table()
     else:

@@ -14,7 +14,7 @@ import torch
 
 import cdt_fast
 from cdt_fast import kernels, models
-from cdt_fast.ops.products import cpu_has_bf16_products
+from cdt_fast.ops.shared.products import cpu_has_bf16_products
 
 
 def processor_name() -> str:

@@ -2,7 +2,7 @@
 
     python -m cdt_fast.bench.memory --suite step --case NAME --way cdt_fast [--size cpu]
 
-Inputs, parameters, gradients and the optimiser's state that one step leaves for the next are not counted: they are
+Inputs, parameters, gradients and the optimizer's state that one step leaves for the next are not counted: they are
 there before it begins, whichever way it is done. What a step allocates on top, at its peak, is.
 
 On a GPU the CUDA allocator says it. On a CPU each way has a process of its own, with freed memory kept as in the
@@ -28,7 +28,7 @@ import torch
 from cdt_fast.bench.baselines.compiled import name_of
 from cdt_fast.bench.case import Case, Step, Unavailable, Way
 from cdt_fast.bench.suites import SIZES, SUITES
-from cdt_fast.training.allocator import keep_freed_memory
+from cdt_fast.training.allocator import disable_malloc_trim
 
 _STATUS = Path("/proc/self/status")
 _MARK = Path("/proc/self/clear_refs")
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--way", required=True, help="name of the way")
     parser.add_argument("--size", choices=SIZES, default="cpu", help="shapes of the suite (cpu)")
     options = parser.parse_args()
-    keep_freed_memory()
+    disable_malloc_trim()
     answer: dict[str, int | str | None] = {"peak_bytes": None, "reason": ""}
     try:
         way = find(options.suite, options.case, options.way, options.size, torch.device("cpu"))

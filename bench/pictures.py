@@ -50,14 +50,14 @@ def _ratios(cases: Sequence[Case]) -> Any:
     """A line a case, a mark a way: how many times as fast as the baseline, which is the line at 1."""
     from matplotlib import pyplot, ticker
 
-    from cdt_fast.runs.figures import COLOURS, GREY
+    from cdt_fast.training.figures import COLORS, GRAY
 
-    ours, *others = [COLOURS[1], *(colour for colour in COLOURS if colour != COLOURS[1])]
+    ours, *others = [COLORS[1], *(color for color in COLORS if color != COLORS[1])]
     peers = list(dict.fromkeys(n for case in cases for n, way in _timed(case).items() if way["role"] == "peer"))
     titles = _without_common_start([case["case"] for case in cases])
     width = _AXIS + _LETTER * max(map(len, titles))
     figure, axis = pyplot.subplots(figsize=(width, 1.2 + _LINE * len(cases)), layout="constrained")
-    axis.axvline(1.0, color=GREY, linewidth=1, zorder=0)
+    axis.axvline(1.0, color=GRAY, linewidth=1, zorder=0)
     for place, case in enumerate(cases):
         for name, way in _timed(case).items():
             if way["over_eager"] is None or way["role"] == "eager":
@@ -83,7 +83,7 @@ def _ratios(cases: Sequence[Case]) -> Any:
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=12))
     axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_xlabel("times as fast as the baseline, the grey line", fontsize="small")
+    axis.set_xlabel("times as fast as the baseline, the gray line", fontsize="small")
     axis.tick_params(axis="x", labelsize="small")
     axis.grid(axis="y", alpha=0.25)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -107,7 +107,7 @@ def _lines(cases: Sequence[Case], fits: Sequence[Mapping[str, Any]]) -> Any:
     """A panel a series, a line a way, both axes logarithmic."""
     from matplotlib import pyplot, ticker
 
-    from cdt_fast.runs.figures import COLOURS
+    from cdt_fast.training.figures import COLORS
 
     series = list(dict.fromkeys(case["series"] for case in cases))
     columns = min(3, len(series))
@@ -118,7 +118,7 @@ def _lines(cases: Sequence[Case], fits: Sequence[Mapping[str, Any]]) -> Any:
     for axis, title in zip(axes.flat, series, strict=False):
         members = [case for case in cases if case["series"] == title]
         varied = members[0]["varied"]
-        for colour, way in zip(COLOURS, members[0]["ways"], strict=False):
+        for color, way in zip(COLORS, members[0]["ways"], strict=False):
             points = [
                 (case["shape"][varied], 1e3 * _timed(case)[way]["median_seconds"])
                 for case in members
@@ -128,7 +128,7 @@ def _lines(cases: Sequence[Case], fits: Sequence[Mapping[str, Any]]) -> Any:
                 fit for fit in fits if (fit["series"], fit["way"], fit["figure"]) == (title, way, "median_seconds")
             ]
             label = f"{way}: {varied}^{fitted[0]['exponent']:.2f}" if len(fitted) == 1 else way
-            axis.plot(*zip(*sorted(points), strict=True), "o-", color=colour, label=label) if points else None
+            axis.plot(*zip(*sorted(points), strict=True), "o-", color=color, label=label) if points else None
         sizes = sorted({case["shape"][varied] for case in members})
         axis.set(xscale="log", yscale="log", xlabel=varied, ylabel="ms")
         axis.set_title(title, fontsize="small")

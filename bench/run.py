@@ -27,7 +27,7 @@ from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.files import write_json
-from cdt_fast.training.allocator import keep_freed_memory
+from cdt_fast.training.allocator import disable_malloc_trim
 
 # On two cores the whole bench then takes less than an hour, most of which are preparation, compilation and memory.
 ROUNDS = {"cpu": Rounds(5, 15, 8.0, of_slow=3), "cuda": Rounds(10, 50, 5.0, of_slow=5)}
@@ -50,7 +50,7 @@ def run_command(options: argparse.Namespace) -> int:
         command += f" --repeats {options.repeats}"
     if options.case:
         command += f" --case {shlex.quote(options.case)}"
-    kept = device.type == "cpu" and keep_freed_memory()
+    kept = device.type == "cpu" and disable_malloc_trim()
     machine = {**describe(device, "freed memory kept" if kept else "as it comes"), "command": command}
     every, missing = _cases(suites, device, size)
     chosen = {name: [case for case in cases if (options.case or "") in case.name] for name, cases in every.items()}

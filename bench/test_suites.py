@@ -16,12 +16,12 @@ import torch
 
 from cdt_fast.bench.case import Case, Unavailable
 from cdt_fast.bench.measure import Gate
-from cdt_fast.training.allocator import keep_freed_memory
+from cdt_fast.training.allocator import disable_malloc_trim
 
 
 def test_way(named: tuple[str, str, str], case: Case, device: torch.device, benchmark: Any) -> None:
     suite, name, way_name = named
-    keep_freed_memory()
+    disable_malloc_trim()
     way = next(way for way in case.ways if way.name == way_name)
     try:
         step, difference, _ = Gate(case).open(way)

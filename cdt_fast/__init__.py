@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cdt_fast import models, ops
-    from cdt_fast.descent import DescentConstraints
+    from cdt_fast.constraints.descent import DescentConstraints
+    from cdt_fast.constraints.feasibility import FeasibilityReport
     from cdt_fast.errors import InputError, MissingExtra
-    from cdt_fast.feasibility import FeasibilityReport
     from cdt_fast.models.layer_losses import attach_layer_losses, predicted_overhead
 
 __version__ = "0.1.0"
@@ -33,8 +33,8 @@ __all__ = [
 # Where each public name is; None: a module of that name. Imported when it is asked for: torch alone takes a second or
 # two, for which `cdt-fast --help` need not wait.
 _PLACES = {
-    "DescentConstraints": "cdt_fast.descent",
-    "FeasibilityReport": "cdt_fast.feasibility",
+    "DescentConstraints": "cdt_fast.constraints.descent",
+    "FeasibilityReport": "cdt_fast.constraints.feasibility",
     "InputError": "cdt_fast.errors",
     "MissingExtra": "cdt_fast.errors",
     "attach_layer_losses": "cdt_fast.models.layer_losses",

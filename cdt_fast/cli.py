@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from cdt_fast.cli_settings import TASKS, add_settings, check_effect
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import write_json
-from cdt_fast.runs.config import CONFIGS, SECTIONS, RunConfig
+from cdt_fast.training.config import CONFIGS, SECTIONS, RunConfig
 from cdt_fast.training.memory import is_out_of_memory, memory_hint
 
 BAD_INPUT = 2
@@ -208,9 +208,9 @@ def _experiments() -> str:
 
 def _reproduce(options: argparse.Namespace) -> int:
     from cdt_fast import experiments
-    from cdt_fast.runs.config import converted
-    from cdt_fast.runs.folder import RunFolder
     from cdt_fast.training import launch
+    from cdt_fast.training.config import converted
+    from cdt_fast.training.run_folder import RunFolder
 
     again = "the same command"
     launch.check_single_process("reproduce trains one run after the other; launch each with cdt-fast train")
@@ -244,8 +244,8 @@ def _train(options: argparse.Namespace) -> int:
             given[section][key] = value
     if options.source is not None:
         given["data"]["source"] = options.source
-    from cdt_fast.runs.folder import RunFolder
     from cdt_fast.training import launch
+    from cdt_fast.training.run_folder import RunFolder
 
     if options.resume is not None:
         if options.config or options.out or any(given.values()):
@@ -301,7 +301,7 @@ def _make_absolute(config: RunConfig) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from cdt_fast.runs.folder import RunFolder
+    from cdt_fast.training.run_folder import RunFolder
 
     run, config = RunFolder.open(options.folder)
     if options.gammas is not None:
@@ -311,9 +311,9 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> int:
-    from cdt_fast.evaluation import evaluate_run
-    from cdt_fast.runs import report
-    from cdt_fast.runs.evaluated import EvaluatedRun
+    from cdt_fast.training import report
+    from cdt_fast.training.results import EvaluatedRun
+    from cdt_fast.video.evaluation import evaluate_run
 
     evaluation = evaluate_run(run, config)
     write_json(run.evaluation, evaluation)
@@ -335,8 +335,8 @@ def _evaluate_run(run: Any, config: RunConfig, json_file: str | None = None) -> 
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from cdt_fast.runs import report
-    from cdt_fast.runs.evaluated import EvaluatedRun, check_comparable
+    from cdt_fast.training import report
+    from cdt_fast.training.results import EvaluatedRun, check_comparable
 
     runs = EvaluatedRun.open_all(options.folders)
     check_comparable(runs)
@@ -351,8 +351,8 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _print_tables(runs: list[Any]) -> None:
-    from cdt_fast.runs import report
     from cdt_fast.tables import as_text
+    from cdt_fast.training import report
 
     for table in report.tables(runs):
         print("\n" + as_text(table))
@@ -360,9 +360,9 @@ def _print_tables(runs: list[Any]) -> None:
 
 
 def _denoise(options: argparse.Namespace) -> int:
-    from cdt_fast.denoise import denoise_video
-    from cdt_fast.runs.building import load_model
-    from cdt_fast.runs.folder import RunFolder
+    from cdt_fast.training.building import load_model
+    from cdt_fast.training.run_folder import RunFolder
+    from cdt_fast.video.denoising import denoise_video
 
     run, config = RunFolder.open(options.folder)
     written = denoise_video(
@@ -383,14 +383,14 @@ def _denoise(options: argparse.Namespace) -> int:
 
 
 def _fetch(options: argparse.Namespace) -> int:
-    from cdt_fast.data import fetch
+    from cdt_fast.fetch import fetch
 
     print(fetch(options.name, options.to))
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
-    from cdt_fast.data import check, describe_check
+    from cdt_fast.video.data import check, describe_check
 
     found = check(options.source)
     if options.json is not None:

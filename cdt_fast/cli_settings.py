@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cdt_fast.errors import InputError
-from cdt_fast.runs.config import CONFIGS, SECTIONS, RunConfig
+from cdt_fast.training.config import CONFIGS, SECTIONS, RunConfig
 
 
 @dataclass(frozen=True)

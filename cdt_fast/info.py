@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import cdt_fast
-from cdt_fast.data.cache import default_cache_dir
-from cdt_fast.ops.backend import explain
-from cdt_fast.ops.products import cpu_has_bf16_products
+from cdt_fast.ops.shared.backend import explain
+from cdt_fast.ops.shared.products import cpu_has_bf16_products
+from cdt_fast.video.data.cache import default_cache_dir
 
 # Package and the extra that brings it.
 OPTIONAL = {

@@ -1,7 +1,7 @@
 """Triton kernels and their launchers, a file a kernel family; installed as `cdt_fast.kernels`.
 
 A kernel's module needs Triton, and nothing else of `cdt_fast` but what is in this folder. Importing the package itself
-needs neither Triton nor a GPU, and asks neither; `unavailable` and `refusal` do, when they are called.
+needs neither Triton nor a GPU, and asks neither; `unavailable_reason` and `unsupported_reason` ask when called.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def interpreting() -> bool:
 
 
 @_constant
-def unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """Why no kernel can run on this machine, or None where kernels can."""
-    return _unavailable()
+    return _unavailable_reason()
 
 
 @functools.cache
-def _unavailable() -> str | None:
+def _unavailable_reason() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     import triton
@@ -67,9 +67,9 @@ def _unavailable() -> str | None:
     return None
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel can run on tensors of this device and dtype, or None where kernels can."""
-    reason = unavailable()
+    reason = unavailable_reason()
     if reason is not None:
         return reason
     expected = "cpu" if interpreting() else "cuda"

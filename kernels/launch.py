@@ -15,7 +15,7 @@ from cdt_fast.kernels import interpreting
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuSpec:
     """What decides the shape of a block on a GPU.
 
     Attributes:
@@ -36,11 +36,11 @@ class Card:
 
 # The targets that the kernels are compiled for without a GPU, by the name of a card.
 CARDS = {
-    "A100": Card(80, 166_912),
-    "RTX 3090": Card(86, 101_376),
-    "RTX 4090": Card(89, 101_376),
-    "H200": Card(90, 232_448),
-    "RTX 5090": Card(120, 101_376),
+    "A100": GpuSpec(80, 166_912),
+    "RTX 3090": GpuSpec(86, 101_376),
+    "RTX 4090": GpuSpec(89, 101_376),
+    "H200": GpuSpec(90, 232_448),
+    "RTX 5090": GpuSpec(120, 101_376),
 }
 
 
@@ -98,7 +98,7 @@ def _device_of(arguments: Mapping[str, Any]) -> contextlib.AbstractContextManage
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def card_of(tensor: Tensor) -> Card:
+def card_of(tensor: Tensor) -> GpuSpec:
     """The card that the tensor is on; under Triton's interpreter that of an RTX 3090, whose blocks are the smallest."""
     if _recorder is not None:
         return _recorder.card
@@ -106,9 +106,9 @@ def card_of(tensor: Tensor) -> Card:
 
 
 @functools.cache
-def _card(device: torch.device) -> Card:
+def _card(device: torch.device) -> GpuSpec:
     properties = torch.cuda.get_device_properties(device)
-    return Card(10 * properties.major + properties.minor, properties.shared_memory_per_block_optin)
+    return GpuSpec(10 * properties.major + properties.minor, properties.shared_memory_per_block_optin)
 
 
 def ceil_div(count: int, size: int) -> int:
@@ -131,14 +131,14 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "tf32" if allowed else "ieee"
 
 
-def numbers_of(tensor: Tensor) -> str:
+def math_mode(tensor: Tensor) -> str:
     """The row of the block tables: "16 bits", or how products of float32 are made, "tf32" or "ieee"."""
     return "16 bits" if tensor.element_size() == 2 else dot_precision(tensor.dtype)
 
 
 @dataclass
 class _Recorder:
-    card: Card
+    card: GpuSpec
     launches: list[Launch]
 
 
@@ -146,7 +146,7 @@ _recorder: _Recorder | None = None
 
 
 @contextlib.contextmanager
-def recording(card: Card) -> Iterator[list[Launch]]:
+def recording(card: GpuSpec) -> Iterator[list[Launch]]:
     """Collect the launches that the launchers would make on `card`, and make none: call them with meta tensors."""
     global _recorder
     before, _recorder = _recorder, _Recorder(card, [])

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision, numbers_of
+from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision, math_mode
 
 
 class Blocks(NamedTuple):
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By the card's family and `numbers_of`. float32 tiles are smaller: twice the bytes, and IEEE products use registers
+# By the card's family and `math_mode`. float32 tiles are smaller: twice the bytes, and IEEE products use registers
 # where tensor cores use none.
 BLOCKS = {
     ("consumer", "16 bits"): Blocks(128, 128, 32, warps=8, stages=3),
@@ -146,7 +146,7 @@ def residual_linear(
     rows, depth = x.shape
     columns = weight.shape[1]
     residual = residual.expand(rows, columns)
-    blocks = blocks or BLOCKS[card_of(x).family, numbers_of(x)]
+    blocks = blocks or BLOCKS[card_of(x).family, math_mode(x)]
     output = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     Launch(
         residual_linear_kernel,

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision
-from cdt_fast.kernels.packed_attention import tile_scores
 from cdt_fast.kernels.residual_linear import nonlinearity
+from cdt_fast.kernels.symmetric_attention_packed import tile_scores
 from cdt_fast.kernels.tiles import (
     bad_rows,
     finite,

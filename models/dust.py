@@ -12,9 +12,9 @@ from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.models.pretrained import PretrainedModel
-from cdt_fast.ops.checks import check_factor, check_shape, check_tensor, check_together, compute_dtype
-from cdt_fast.ops.depths import weights_of_depths
-from cdt_fast.ops.shrinkage import NONLINEARITIES
+from cdt_fast.ops.shared.checks import check_factor, check_shape, check_tensor, check_together, compute_dtype
+from cdt_fast.ops.shared.depths import weights_of_depths
+from cdt_fast.ops.soft_threshold import NONLINEARITIES
 
 READOUTS = ("own", "next", "shared")
 INITIAL_CODES = ("analysis", "zero")
@@ -108,7 +108,7 @@ class DUST(PretrainedModel):
         return [reconstruction for reconstruction, _ in self._depths(noisy, self.layers, read_all=True)]
 
     def layer_losses(
-        self, noisy: Tensor, clean: Tensor, layer_weights: Tensor | Sequence[float] | None = None
+        self, noisy: Tensor, clean: Tensor, depth_weights: Tensor | Sequence[float] | None = None
     ) -> tuple[Tensor, Tensor]:
         """`(total, per_layer)` of all depths against `clean` `[..., T, n]`.
 
@@ -118,7 +118,7 @@ class DUST(PretrainedModel):
         self._check(noisy)
         check_tensor("clean", clean, 2, "[..., T, n]")
         check_shape("clean", clean, tuple(noisy.shape), "as noisy")
-        weights = weights_of_depths(layer_weights, self.layers + 1)
+        weights = weights_of_depths(depth_weights, self.layers + 1)
         depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean))
         # The first depths have no layer of their own to form their error in.
         alone = [reconstruction for reconstruction, error in depths if error is None]

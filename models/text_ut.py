@@ -13,7 +13,7 @@ from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.pretrained import PretrainedModel
-from cdt_fast.ops.checks import (
+from cdt_fast.ops.shared.checks import (
     check_factor,
     check_lengths,
     check_shape,
@@ -53,11 +53,11 @@ class TextUT(PretrainedModel):
     Attributes:
         embedding: `nn.Embedding`, `[vocabulary, width of the embeddings]`; `get_input_embeddings()` is the same.
         projection: `nn.Linear` to d, or None.
-        attention_weight: W, parameter `[k, d]` if tied, else `[layers, k, d]`; Xavier initialisation.
-        feedforward_weight: V, parameter `[d, d]` if tied, else `[layers, d, d]`; Xavier initialisation.
+        attention_weight: W, parameter `[k, d]` if tied, else `[layers, k, d]`; Xavier initialization.
+        feedforward_weight: V, parameter `[d, d]` if tied, else `[layers, d, d]`; Xavier initialization.
         residual_bias: R of "bias", parameter `[d]` if tied, else `[layers, d]`, else None; starts at zero.
         position_embedding: parameter `[positions, d]`, or None.
-        head: `nn.Linear` from d to the classes; Xavier initialisation, no bias at the start.
+        head: `nn.Linear` from d to the classes; Xavier initialization, no bias at the start.
 
     Raises:
         InputError: an argument out of its range, or embeddings of an unknown kind.
@@ -105,9 +105,9 @@ class TextUT(PretrainedModel):
             None if self.positions is None else nn.Parameter(torch.zeros(self.positions, self.width, dtype=dtype))
         )
         self.head = nn.Linear(self.width, self.classes, dtype=dtype)
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         matrices = [self.head.weight, *([] if self.projection is None else [self.projection.weight])]
         for weight in (self.attention_weight, self.feedforward_weight):
             # One matrix at a time: the fans of a stack would count the layers in.
@@ -167,7 +167,7 @@ class TextUT(PretrainedModel):
         self,
         tokens: Tensor,
         labels: Tensor,
-        layer_weights: Tensor | Sequence[float] | None = None,
+        depth_weights: Tensor | Sequence[float] | None = None,
         *,
         lengths: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -180,10 +180,10 @@ class TextUT(PretrainedModel):
         Args:
             tokens, lengths, attention_mask: as `forward`.
             labels: `[...]` int64 in [0, classes), or −100 for a text that does not count.
-            layer_weights: `w`, L+1 numbers, or None.
+            depth_weights: `w`, L+1 numbers, or None.
 
         Raises:
-            InputError: as `forward`; `labels` or `layer_weights` have a wrong shape or dtype; on the CPU a label
+            InputError: as `forward`; `labels` or `depth_weights` have a wrong shape or dtype; on the CPU a label
                 outside the classes.
         """
         states = [states() for states in self._depths(tokens, self.layers, lengths, attention_mask)]
@@ -191,7 +191,7 @@ class TextUT(PretrainedModel):
             raise InputError(f"labels must be an int64 tensor with one class a text, got {describe(labels)}")
         check_shape("labels", labels, tuple(states[0].shape[:-1]), "one class a text")
         return ops.layerwise_cross_entropy(
-            states, self.head.weight, labels, self.head.bias, layer_weights=layer_weights
+            states, self.head.weight, labels, self.head.bias, depth_weights=depth_weights
         )
 
     def _depths(

@@ -18,7 +18,7 @@ from cdt_fast.checks import check_choice, check_integer, check_number, check_pos
 from cdt_fast.errors import InputError, require
 from cdt_fast.files import read_json
 from cdt_fast.models.pretrained import PretrainedModel
-from cdt_fast.ops.checks import check_shape, check_tensor, check_together
+from cdt_fast.ops.shared.checks import check_shape, check_tensor, check_together
 
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
 
@@ -132,15 +132,15 @@ class DenoisingViT(PretrainedModel):
         """Load a model that `save_pretrained` wrote, or take the weights of a transformers ViT, on the CPU.
 
         Of a transformers ViT the embeddings, blocks and final layer norm are taken; the readout is new. Its patch
-        embedding becomes one of grey patches with values in [0, 1]: a grey value stands for the same value in all
-        channels, so the channels' weights are summed, and the ViT's normalisation of the pixels is folded in. Position
+        embedding becomes one of gray patches with values in [0, 1]: a gray value stands for the same value in all
+        channels, so the channels' weights are summed, and the ViT's normalization of the pixels is folded in. Position
         embeddings are interpolated (bicubic) where the grid is another one than the ViT was trained with.
 
         Args:
             folder: a folder of this package's or of transformers' (safetensors), or a name on the Hugging Face hub.
             grid: rows and columns of patches of a frame; None: as the ViT was trained. Only for a transformers ViT,
                 as are the others.
-            pixel_mean, pixel_std: the normalisation of the ViT's pixels, `(value − mean) / std`, in all channels.
+            pixel_mean, pixel_std: the normalization of the ViT's pixels, `(value − mean) / std`, in all channels.
             download: fetch a name from the hub if it is not on this machine; otherwise nothing leaves the machine.
 
         Raises:
@@ -206,7 +206,7 @@ class DenoisingViT(PretrainedModel):
         return [self._read(states, noisy) for states in self._states(noisy, self.layers)]
 
     def layer_losses(
-        self, noisy: Tensor, clean: Tensor, layer_weights: Tensor | Sequence[float] | None = None
+        self, noisy: Tensor, clean: Tensor, depth_weights: Tensor | Sequence[float] | None = None
     ) -> tuple[Tensor, Tensor]:
         """`(total, per_layer)` of all depths against `clean` `[..., T, n]`; a loss is the mean over the pixels.
 
@@ -214,13 +214,13 @@ class DenoisingViT(PretrainedModel):
         those here. Used as `total, losses = model.layer_losses(noisy, clean, constraints.weights())`.
 
         Raises:
-            InputError: a wrong shape, dtype or device, or `layer_weights` are not one number a depth.
+            InputError: a wrong shape, dtype or device, or `depth_weights` are not one number a depth.
         """
         self._check(noisy)
         check_tensor("clean", clean, 2, "[..., T, n]")
         check_shape("clean", clean, tuple(noisy.shape), "as noisy")
         total, per_layer = ops.layerwise_reconstruction_loss(
-            self.reconstructions(noisy), clean, layer_weights=layer_weights
+            self.reconstructions(noisy), clean, depth_weights=depth_weights
         )
         return total / self.patch_size, per_layer / self.patch_size
 

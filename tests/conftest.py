@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import TINY, scrolling_clip
 
 from cdt_fast import cli
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.run_folder import RunFolder
+from tests.tiny import TINY, scrolling_clip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,7 +27,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 grey frames of 32x32 pixels in a .npy file; read only."""
+    """60 gray frames of 32x32 pixels in a .npy file; read only."""
     path = tmp_path_factory.mktemp("clips") / "clip.npy"
     np.save(path, scrolling_clip())
     return path
@@ -95,9 +95,9 @@ class TrainedRuns:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, clip: Path, tiny_config: Callable[..., RunConfig]) -> TrainedRuns:
-    from cdt_fast.evaluation import evaluate_run
     from cdt_fast.files import write_json
     from cdt_fast.training.loop import train
+    from cdt_fast.video.evaluation import evaluate_run
 
     folder = tmp_path_factory.mktemp("runs")
     paths = []

@@ -14,14 +14,15 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from tiny import scrolling_clip, tiny_arguments
 
-from cdt_fast import cli, evaluation
-from cdt_fast.descent import PRESETS
+from cdt_fast import cli
+from cdt_fast.constraints.descent import PRESETS
 from cdt_fast.files import read_json
-from cdt_fast.runs import figures
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training import figures
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video import evaluation
+from tests.tiny import scrolling_clip, tiny_arguments
 
 Call = Callable[..., Any]
 
@@ -81,7 +82,7 @@ def test_help_tells_every_default(call: Call) -> None:
     for shown in (
         f"T, frames of a window ({defaults.data.window})",
         f"L ({defaults.model.layers})",
-        f"optimiser steps ({defaults.training.steps})",
+        f"optimizer steps ({defaults.training.steps})",
         "train with descent constraints (yes)",
     ):
         assert shown in text
@@ -162,7 +163,7 @@ def videos(folder: Path) -> Iterator[tuple[str, Path, str]]:
         Image.fromarray(frames[index, : 32 - index // 20]).save(folder / "mixed" / f"{index:02}.png")
     yield "mixed sizes", folder / "mixed", "one size"
     np.save(folder / "flat.npy", np.full((60, 32, 32), 7, dtype=np.uint8))
-    yield "flat", folder / "flat.npy", "flat grey"
+    yield "flat", folder / "flat.npy", "flat gray"
 
 
 def test_unusable_frames_are_one_line_and_leave_no_run(call: Call, tmp_path: Path) -> None:

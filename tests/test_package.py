@@ -36,7 +36,7 @@ def test_the_only_top_level_name_of_the_wheel_is_cdt_fast(tmp_path: Path) -> Non
 
 def test_import_needs_no_optional_package() -> None:
     block = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL!r}));"
-    modules = "cdt_fast, cdt_fast.cli, cdt_fast.data, cdt_fast.training.loop, cdt_fast.runs.report"
+    modules = "cdt_fast, cdt_fast.cli, cdt_fast.video.data, cdt_fast.training.loop, cdt_fast.training.report"
     result = python(f"{block} import {modules}")
     assert result.returncode == 0, result.stderr
 
@@ -72,9 +72,13 @@ def test_public_names_come_when_they_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("blocked", "call", "extra"),
     [
-        ("av", "from cdt_fast.data import open_source; open_source('x.mp4')", "cdt-fast[video]"),
-        ("PIL", "from cdt_fast.data import open_source; list(open_source('frames').frames())", "cdt-fast[video]"),
-        ("matplotlib", "from cdt_fast.runs.figures import write_figures; write_figures('.', [])", "cdt-fast[report]"),
+        ("av", "from cdt_fast.video.data import open_source; open_source('x.mp4')", "cdt-fast[video]"),
+        ("PIL", "from cdt_fast.video.data import open_source; list(open_source('frames').frames())", "cdt-fast[video]"),
+        (
+            "matplotlib",
+            "from cdt_fast.training.figures import write_figures; write_figures('.', [])",
+            "cdt-fast[report]",
+        ),
     ],
 )
 def test_a_missing_extra_is_named(blocked: str, call: str, extra: str, tmp_path: Path) -> None:
@@ -102,10 +106,10 @@ def test_public_names_and_arguments() -> None:
     ]
     assert parameters(ops.residual_linear) == ["x", "weight", "residual", "alpha", "nonlinearity", "threshold"]
     assert parameters(ops.layerwise_cross_entropy) == [
-        *("hidden_states", "weight", "targets", "bias", "layer_weights", "ignore_index", "reduction"),
+        *("hidden_states", "weight", "targets", "bias", "depth_weights", "ignore_index", "reduction"),
         *("label_smoothing", "softcap", "chunk_tokens", "inner_fraction", "generator"),
     ]
-    assert parameters(ops.layerwise_reconstruction_loss)[:3] == ["reconstructions", "target", "layer_weights"]
+    assert parameters(ops.layerwise_reconstruction_loss)[:3] == ["reconstructions", "target", "depth_weights"]
     assert parameters(ops.use_backend) == ["backend"]
     assert parameters(models.DUST) == [
         *("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale"),

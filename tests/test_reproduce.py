@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import tomli_w
-from tiny import TINY
 
 from cdt_fast import cli, experiments
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
 from cdt_fast.training import loop
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.run_folder import RunFolder
+from tests.tiny import TINY
 
 Call = Callable[..., Any]
 RUNS = ("plain-0", "plain-1", "constrained-0", "constrained-1")

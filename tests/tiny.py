@@ -22,7 +22,7 @@ TINY: dict[str, dict[str, Any]] = {
         "rate": 0.3,
         "reference": "auto",
         "coupling": "chain",
-        "normalise": False,
+        "normalize": False,
         "margin": 0.0,
         "betas": [0.0, 0.999],
         "dual": "adam",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cdt_fast.ops.attention import symmetric_attention_reference
+from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 
 
 def attend(z: Tensor, values: Tensor | None, lengths: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as uncompiled
 
 from cdt_fast.bench.baselines.compiled import compiled
-from cdt_fast.ops.checks import padding_mask
+from cdt_fast.ops.shared.checks import padding_mask
 
 
 def prepare(z: Tensor, lengths: Tensor | None, mode: str = "default") -> Callable[[Tensor, Tensor | None], Tensor]:

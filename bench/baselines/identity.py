@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cdt_fast.bench.baselines.written_out import dictionaries_of
 from cdt_fast.models import DUST
-from cdt_fast.ops.reconstruction import layerwise_reconstruction_loss_reference
-from cdt_fast.ops.shrinkage import shrink_reference
+from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
+from cdt_fast.ops.soft_threshold import shrink_reference
 
 
 def identity_losses(model: DUST, noisy: Tensor, clean: Tensor) -> Tensor:

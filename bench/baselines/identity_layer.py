@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.shrinkage import soft_threshold_reference
+from cdt_fast.ops.soft_threshold import soft_threshold_reference
 
 
 def identity_layer(

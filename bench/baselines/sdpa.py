@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.checks import padding_mask
+from cdt_fast.ops.shared.checks import padding_mask
 
 
 def attend(z: Tensor, values: Tensor | None, lengths: Tensor | None) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from cdt_fast.models import DUST
-from cdt_fast.ops.reconstruction import layerwise_reconstruction_loss_reference
-from cdt_fast.ops.unrolled import unrolled_layer_reference
+from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
+from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
 
 
 def written_out_losses(model: DUST, noisy: Tensor, clean: Tensor) -> Tensor:
@@ -39,8 +39,8 @@ def dictionaries_of(model: DUST) -> tuple[list[Tensor], list[Tensor]]:
     return dictionaries, [dictionaries[0], *dictionaries]
 
 
-def written_out_step(model: DUST, noisy: Tensor, clean: Tensor, layer_weights: Tensor) -> Tensor:
+def written_out_step(model: DUST, noisy: Tensor, clean: Tensor, depth_weights: Tensor) -> Tensor:
     """Forward and backward of the weighted loss; gradients are added to the parameters."""
     losses = written_out_losses(model, noisy, clean)
-    (layer_weights.to(losses) * losses).sum().backward()
+    (depth_weights.to(losses) * losses).sum().backward()
     return losses.detach()

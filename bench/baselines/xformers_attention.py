@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cdt_fast.bench.baselines.support import imported, require_gpu
-from cdt_fast.ops.checks import padding_mask
+from cdt_fast.ops.shared.checks import padding_mask
 
 
 def prepare(z: Tensor, lengths: Tensor | None) -> Callable[[Tensor, Tensor | None], Tensor]:

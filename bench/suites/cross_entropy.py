@@ -14,7 +14,7 @@ from cdt_fast.bench.baselines import cce, compiled, eager_cross_entropy, liger, 
 from cdt_fast.bench.baselines.depths import Depths, Loss, a_depth_at_a_time, all_depths_then_backward, flattened
 from cdt_fast.bench.case import Case, Step, Way
 from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, formula_dtype, name_of, normal, peer, seeded
-from cdt_fast.ops.cross_entropy import layerwise_cross_entropy_reference
+from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
 
 
 class Shape(NamedTuple):
@@ -202,7 +202,7 @@ def fused(depths: Depths, work: str) -> Step:
 
     def known() -> list[Tensor]:
         total, losses = ops.layerwise_cross_entropy(
-            depths.hidden, depths.head, depths.targets, layer_weights=depths.weights
+            depths.hidden, depths.head, depths.targets, depth_weights=depths.weights
         )
         return [losses, *torch.autograd.grad(total, leaves)]
 
@@ -215,7 +215,7 @@ def fused(depths: Depths, work: str) -> Step:
             depths.hidden,
             depths.head,
             depths.targets,
-            layer_weights=depths.weights,
+            depth_weights=depths.weights,
             inner_fraction=FRACTION,
             generator=generator.manual_seed(2),
         )

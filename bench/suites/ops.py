@@ -14,11 +14,11 @@ from cdt_fast.bench.baselines import compiled
 from cdt_fast.bench.baselines.identity_layer import identity_layer
 from cdt_fast.bench.case import Case, Step, Way
 from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, formula_dtype, name_of, normal, peer, seeded
-from cdt_fast.ops.lista import lista_step_reference
-from cdt_fast.ops.reconstruction import layerwise_reconstruction_loss_reference
+from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
+from cdt_fast.ops.lista_step import lista_step_reference
 from cdt_fast.ops.residual_linear import residual_linear_reference
-from cdt_fast.ops.shrinkage import soft_threshold_reference
-from cdt_fast.ops.unrolled import unrolled_layer_reference
+from cdt_fast.ops.soft_threshold import soft_threshold_reference
+from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
 
 
 class Shape(NamedTuple):
@@ -269,7 +269,7 @@ def loss(shape: Shape) -> Work:
 
     def ours(inputs: Inputs) -> list[Tensor]:
         target, weights = inputs.others
-        total, _ = ops.layerwise_reconstruction_loss(inputs.leaves, target, layer_weights=weights)
+        total, _ = ops.layerwise_reconstruction_loss(inputs.leaves, target, depth_weights=weights)
         return [total.to(target.dtype)]
 
     return Work(

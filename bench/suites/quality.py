@@ -16,10 +16,10 @@ from cdt_fast import DescentConstraints
 from cdt_fast.bench.baselines.written_out import written_out_losses
 from cdt_fast.bench.case import Case, Step, Way
 from cdt_fast.bench.suites.training_step import Losses, fused, weighted
-from cdt_fast.data.demo import demo_clip
-from cdt_fast.data.noise import add_noise
-from cdt_fast.data.patches import to_patches
 from cdt_fast.models import DUST
+from cdt_fast.video.data.demo import demo_clip
+from cdt_fast.video.data.noise import add_noise
+from cdt_fast.video.data.patches import to_patches
 
 _NOISE = 0.5
 

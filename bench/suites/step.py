@@ -1,4 +1,4 @@
-"""The whole training step of a model: forward, backward, optimiser and multipliers.
+"""The whole training step of a model: forward, backward, optimizer and multipliers.
 
 The ways of a case differ in nothing but how they compute the per-depth losses. Beside the constrained step against
 eager torch and its compiler stands the constrained step of `cdt_fast` against its own unconstrained one, which reads

@@ -157,7 +157,7 @@ class VideoWork:
 
     def last_loss(self, model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
-        return ops.layerwise_reconstruction_loss([model(noisy)], clean, layer_weights=weights[-1:])
+        return ops.layerwise_reconstruction_loss([model(noisy)], clean, depth_weights=weights[-1:])
 
 
 @dataclass(frozen=True)

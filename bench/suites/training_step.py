@@ -1,4 +1,4 @@
-"""One optimiser step as the training loop takes it, with losses that are computed in whichever way."""
+"""One optimizer step as the training loop takes it, with losses that are computed in whichever way."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cdt_fast import DescentConstraints
 from cdt_fast.bench.baselines.support import require_gpu
 from cdt_fast.bench.case import Step, Unavailable
 from cdt_fast.bench.suites.trained import Formula, Trained
-from cdt_fast.duals import DualWork
-from cdt_fast.ops.products import cpu_has_bf16_products
+from cdt_fast.constraints.duals import DualAction
+from cdt_fast.ops.shared.products import cpu_has_bf16_products
 from cdt_fast.training import step as training
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.optimizer import build_optimizer
@@ -89,7 +89,7 @@ class TrainingStep:
         gradients = [parameter.grad for parameter in self._model.parameters()]
         return [self._losses.per_layer, *(gradient for gradient in gradients if gradient is not None)]
 
-    def _on(self, inputs: Tensor, targets: Tensor, *, work: DualWork | None) -> None:
+    def _on(self, inputs: Tensor, targets: Tensor, *, work: DualAction | None) -> None:
         self._step.run([(inputs, targets)], [self._count], self._count, work)
 
 

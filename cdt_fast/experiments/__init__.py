@@ -11,8 +11,8 @@ from typing import Any
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
-from cdt_fast.runs.config import CONFIGS, SECTIONS, RunConfig, read_toml
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.config import CONFIGS, SECTIONS, RunConfig, read_toml
+from cdt_fast.training.run_folder import RunFolder
 
 FOLDER = Path(__file__).parent
 

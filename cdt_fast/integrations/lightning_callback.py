@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.descent import DescentConstraints
+from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
     LossSums,
@@ -35,13 +35,13 @@ class DescentCallback(_Callback):
     """Descent constraints for a transformers model inside of a LightningModule.
 
     The training step returns the loss of that model, called with `labels`. It is the Lagrangian `Σ_l w_l ℓ_l` where ℓ_l
-    is the mean over all items (tokens or rows whose label is not −100) of an optimiser step: of all the micro-batches
+    is the mean over all items (tokens or rows whose label is not −100) of an optimizer step: of all the micro-batches
     that `accumulate_grad_batches` gathers and of all ranks, however unequal their numbers. As that number is not known
     before the last micro-batch, a loss is divided by the items of a micro-batch of the previous step, and one factor
-    sets the gradients right just before they are clipped and the optimiser steps. A term of its own that a training
+    sets the gradients right just before they are clipped and the optimizer steps. A term of its own that a training
     step adds to the loss is scaled by that factor too, which is near 1.
 
-    Multipliers move once an optimiser step, slacks restart each epoch. Every `log_every_n_steps` the callback logs, for
+    Multipliers move once an optimizer step, slacks restart each epoch. Every `log_every_n_steps` the callback logs, for
     each depth d that is read, `layer_loss_d` (mean since the last log, over all ranks), `multiplier_d`, `violation_d`
     (where there is a constraint), and `feasible` (1 or 0). In validation the loss of the model is that of its last
     layer, and `val_layer_loss_d`, `val_violation_d` and `val_feasible` are logged. The checkpoint holds the state of
@@ -56,7 +56,7 @@ class DescentCallback(_Callback):
     Raises:
         MissingExtra: lightning is not installed.
         InputError: from the start of training: there is no such model, or `attach_layer_losses` does not take it; the
-            constraints do not fit it; the module optimises manually, has several optimisers, or runs under DeepSpeed.
+            constraints do not fit it; the module optimizes manually, has several optimizers, or runs under DeepSpeed.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DescentCallback(_Callback):
         self._logged: LossSums | None = None
         self._evaluated: LossSums | None = None
         self._items: Tensor | None = None  # what a micro-batch is divided by: items of the previous step, a micro-batch
-        self._count: Tensor | None = None  # of this rank, in this optimiser step
+        self._count: Tensor | None = None  # of this rank, in this optimizer step
 
     @property
     def constraints(self) -> DescentConstraints:
@@ -139,8 +139,8 @@ class DescentCallback(_Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
             raise InputError(
-                f"descent constraints need automatic optimisation with one optimiser, got automatic_optimization = "
-                f"{pl_module.automatic_optimization} and {len(trainer.optimizers)} optimisers"
+                f"descent constraints need automatic optimization with one optimizer, got automatic_optimization = "
+                f"{pl_module.automatic_optimization} and {len(trainer.optimizers)} optimizers"
             )
         if type(trainer.strategy).__name__.startswith("DeepSpeed"):
             raise InputError("descent constraints do not go with DeepSpeed; use strategy='ddp' or FSDP2")
@@ -187,7 +187,7 @@ class DescentCallback(_Callback):
             self.constraints.epoch_end()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        # The only hook between the last backward of an optimiser step and the clipping of its gradients, which AMP has
+        # The only hook between the last backward of an optimizer step and the clipping of its gradients, which AMP has
         # unscaled by now. (on_before_zero_grad comes before the first backward of a step, too.)
         if self._items is None or self._count is None:
             raise InputError("the training step did not call the model with labels; its output.loss is what is trained")

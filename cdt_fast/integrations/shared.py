@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.descent import DescentConstraints
+from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import LayerLosses
 from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cdt_fast.descent import DescentConstraints
+from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
     LossSums,
@@ -46,8 +46,8 @@ def with_descent(trainer_class: Any) -> Any:
     and has two more attributes, `constraints` and `layer_losses` (the handle of `attach_layer_losses`).
 
     In training the loss is the Lagrangian `Σ_l w_l ℓ_l`, where ℓ_l is the mean over all items (tokens or rows whose
-    label is not −100) of an optimiser step: of its micro-batches and, whatever `average_tokens_across_devices` says,
-    of all ranks. Multipliers move once an optimiser step, slacks restart each epoch. Whenever the Trainer logs its
+    label is not −100) of an optimizer step: of its micro-batches and, whatever `average_tokens_across_devices` says,
+    of all ranks. Multipliers move once an optimizer step, slacks restart each epoch. Whenever the Trainer logs its
     loss, it logs too, for each depth d that is read, `layer_loss_d` (mean since the last log, over all ranks),
     `multiplier_d`, `violation_d` (where there is a constraint), and `feasible` (1 or 0). Checkpoints hold the state of
     the constraints, and `resume_from_checkpoint` continues it.
@@ -87,7 +87,7 @@ class _DescentTrainer(Trainer):
     layer_losses: LayerLosses
     constraints: DescentConstraints
     _reads: dict[str, Any] | None = None  # arguments of attach_layer_losses, known once the Trainer is constructed
-    _items: Tensor | None = None  # of an optimiser step, over all ranks, divided by their number
+    _items: Tensor | None = None  # of an optimizer step, over all ranks, divided by their number
     _evaluated: LossSums | None = None
 
     def __init__(
@@ -181,7 +181,7 @@ class _DescentTrainer(Trainer):
             if not count:
                 raise InputError(
                     f"no label counted since step {self._globalstep_last_logged}: all are -100. Look at what masks "
-                    "them (the prompt, a maximal length, a template that is not recognised)"
+                    "them (the prompt, a maximal length, a template that is not recognized)"
                 )
             taps = self.layer_losses.taps
             self._entries = {**entries_of(self.constraints, taps, losses), **multipliers_of(self.constraints, taps)}
@@ -225,7 +225,7 @@ class _DescentTrainer(Trainer):
 
 
 def _stepper(constraints: DescentConstraints) -> TrainerCallback:
-    """A callback that steps the multipliers after the optimiser, before the Trainer logs or saves."""
+    """A callback that steps the multipliers after the optimizer, before the Trainer logs or saves."""
     from transformers import TrainerCallback
 
     class DescentStepper(TrainerCallback):

@@ -9,7 +9,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_INT = 2**31 - 1
 
 
-def keep_freed_memory() -> bool:
+def disable_malloc_trim() -> bool:
     """Make glibc reuse the memory of freed tensors in place of returning it to the system at once.
 
     A training step frees and allocates the same large tensors again and again. By default each of 32 MiB and more is

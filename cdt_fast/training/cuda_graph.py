@@ -13,7 +13,7 @@ from torch import Tensor
 from cdt_fast.errors import InputError
 
 # Calls of a kind that run eagerly before it is captured: they load and compile its kernels, allocate the workspaces of
-# the libraries and the state of the optimiser, none of which may happen while a stream is being captured.
+# the libraries and the state of the optimizer, none of which may happen while a stream is being captured.
 EAGER_CALLS = 3
 
 Result = TypeVar("Result")
@@ -81,7 +81,7 @@ class CapturedStep(Generic[Result]):
     to step it changes in place, in tensors that were there at the first call; and it sets gradients to None before its
     backward, so that they come from the memory of the graph.
 
-        step = CapturedStep(function)       # function(noisy, clean, *, update): forward, backward, optimiser
+        step = CapturedStep(function)       # function(noisy, clean, *, update): forward, backward, optimizer
         losses = step(noisy, clean, update=True)
 
     Args:

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 
 from cdt_fast.errors import InputError
-from cdt_fast.runs.config import RunConfig
+from cdt_fast.training.config import RunConfig
 
 
 def prepare_device(config: RunConfig, accelerator: Accelerator) -> None:

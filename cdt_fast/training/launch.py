@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from cdt_fast.errors import InputError
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.run_folder import RunFolder
 
 
 def is_first_process() -> bool:

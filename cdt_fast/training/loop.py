@@ -13,21 +13,21 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from cdt_fast.duals import DualWork
+from cdt_fast.constraints.duals import DualAction
+from cdt_fast.constraints.feasibility import FeasibilityReport
 from cdt_fast.errors import InputError
-from cdt_fast.feasibility import FeasibilityReport
-from cdt_fast.runs.building import build_constraints, check_settings, describe_data, load_data, samples_a_step
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
-from cdt_fast.tasks import build_task, mean_depth_losses, notes_before
-from cdt_fast.training.allocator import keep_freed_memory
+from cdt_fast.training.allocator import disable_malloc_trim
+from cdt_fast.training.building import build_constraints, check_settings, describe_data, load_data, samples_per_step
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
+from cdt_fast.training.config import RunConfig
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.device import prepare_device
 from cdt_fast.training.interruption import Interrupted, signals_noted
 from cdt_fast.training.metrics import metrics_writer
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
+from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.step import TrainingStep
+from cdt_fast.training.tasks import build_task, mean_depth_losses, notes_before
 
 # Spreads the seeds of runs apart, so that no two count through the same seeds of noise.
 _SEED_SPACING = 2_654_435_761
@@ -48,12 +48,12 @@ def train(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: 
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
         InputError: settings, data or checkpoint cannot be used; another process trains the run; losses are not finite.
     """
-    keep_freed_memory()
+    disable_malloc_trim()
     check_settings(config)
     accelerator = Accelerator(cpu=config.training.device == "cpu")
     prepare_device(config, accelerator)
     progress = progress and accelerator.is_main_process
-    with run.held(accelerator.is_main_process):
+    with run.lock(accelerator.is_main_process):
         state = load_checkpoint(run.checkpoint) if resume and run.checkpoint.exists() else None
         data = load_data(config, progress)
         if progress:
@@ -66,7 +66,7 @@ def train(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: 
                 print(note, file=sys.stderr)
         if resume and accelerator.is_main_process:
             run.remove_leftovers()
-            run.forget_metrics_after(trainer.step)
+            run.truncate_metrics(trainer.step)
         trainer.run(progress)
 
 
@@ -104,7 +104,7 @@ class Trainer:
         self.optimizer, self.schedule = build_optimizer(
             trained, self.task.lr, training.weight_decay, self._relative_rate, on_device=on_device
         )
-        self.steps_an_epoch = self.task.steps_an_epoch
+        self.steps_per_epoch = self.task.steps_per_epoch
         self.constraints = build_constraints(config, data, self.device, self.task.layers)
         self.constrained = config.constraints.constrained
         self.unconstrained_weights = torch.eye(self.task.layers + 1, device=self.device)[-1]
@@ -186,7 +186,7 @@ class Trainer:
             self._captured(*chain.from_iterable(batches), counts=counts, tokens=items, work=work)
         self._timed_samples += sum(map(len, micro_batches))
         self.schedule.step()
-        if self.constrained and (self.step + 1) % self.steps_an_epoch == 0:
+        if self.constrained and (self.step + 1) % self.steps_per_epoch == 0:
             self.constraints.epoch_end()
 
     def _device_step(self) -> TrainingStep:
@@ -200,7 +200,7 @@ class Trainer:
             ranks=self.accelerator.num_processes,
         )
 
-    def _step_on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], tokens: int, work: DualWork | None) -> None:
+    def _step_on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], tokens: int, work: DualAction | None) -> None:
         """A step on noisy and clean tokens of one micro-batch after the other, all there at once."""
         self._device_step().run(zip(buffers[::2], buffers[1::2], strict=True), counts, tokens, work)
 
@@ -209,8 +209,8 @@ class Trainer:
 
         A sample has the same seed however the step is cut into micro-batches and spread over ranks.
         """
-        epoch, position = divmod(self.step, self.steps_an_epoch)
-        together = samples_a_step(self.config)
+        epoch, position = divmod(self.step, self.steps_per_epoch)
+        together = samples_per_step(self.config)
         seed = self.config.training.seed
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % _SEEDS)
         order = torch.randperm(self.task.training_samples, generator=generator).tolist()
@@ -234,7 +234,7 @@ class Trainer:
         samples, self._timed_samples = self._timed_samples, 0
         entry: dict[str, Any] = {
             "step": self.step,
-            "epoch": self.step / self.steps_an_epoch,
+            "epoch": self.step / self.steps_per_epoch,
             "loss": losses,
             "lr": self.task.lr * self._relative_rate(self.step),
             f"{self.task.samples}_per_second": samples / seconds,

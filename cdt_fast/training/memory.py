@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cdt_fast.runs.config import RunConfig
+from cdt_fast.training.config import RunConfig
 
 # How torch's allocator of the CPU, which has no error of its own, and some libraries of CUDA put it.
 _WORDS = ("can't allocate memory", "out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cdt_fast.errors import require
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.run_folder import RunFolder
 
 
 @contextmanager

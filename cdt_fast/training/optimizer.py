@@ -1,4 +1,4 @@
-"""The primal optimiser and its schedule, on a GPU with their numbers where the arithmetic is."""
+"""The primal optimizer and its schedule, on a GPU with their numbers where the arithmetic is."""
 
 from __future__ import annotations
 

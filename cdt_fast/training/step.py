@@ -1,4 +1,4 @@
-"""One optimiser step: forward, backward, clipping, update, sums for the log, duals. The host only hands work out."""
+"""One optimizer step: forward, backward, clipping, update, sums for the log, duals. The host only hands work out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cdt_fast.descent import DescentConstraints
-from cdt_fast.duals import DualWork
+from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.duals import DualAction
 from cdt_fast.models import DUST
 
 
@@ -38,7 +38,7 @@ class ReconstructionLosses(nn.Module):
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What the device does in one optimiser step. Nothing here waits for it, nor changes anything on the host.
+    """What the device does in one optimizer step. Nothing here waits for it, nor changes anything on the host.
 
     Attributes:
         losses: its forward `(inputs, targets, weights)` gives `(total, per_layer)`, or a wrapper of it.
@@ -63,7 +63,7 @@ class TrainingStep:
         batches: Iterable[tuple[Tensor, Tensor]],
         counts: Sequence[int],
         tokens: int,
-        work: DualWork | None,
+        work: DualAction | None,
     ) -> None:
         """Take the step.
 
@@ -93,4 +93,4 @@ class TrainingStep:
             nn.utils.clip_grad_norm_(parameters, self.clip)
         self.optimizer.step()
         if self.constraints is not None and work is not None:
-            self.constraints.carry_out(work)
+            self.constraints.apply(work)

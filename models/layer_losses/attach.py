@@ -30,7 +30,7 @@ def attach_layer_losses(
 
     With weights, `loss` is `Σ_l w_l sums_l / N`, in one fused pass, and the sums are detached; without, `loss` is the
     model's own, that of the last layer, and the sums are differentiable. N is `num_items_in_batch` where the forward
-    is given that, else the count. Weights are those of the handle, or the forward's argument `layer_weights=`.
+    is given that, else the count. Weights are those of the handle, or the forward's argument `depth_weights=`.
 
     A mixture of experts that returns the loss of its routers (`output_router_logits`) has it added to `loss`, times the
     model's own factor and whatever the weights, as in its own forward.

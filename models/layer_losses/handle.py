@@ -26,7 +26,7 @@ from cdt_fast.models.layer_losses.patch import Patch
 from cdt_fast.models.layer_losses.structure import check_head, check_logits, check_readout
 from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
 from cdt_fast.ops import layerwise_cross_entropy
-from cdt_fast.ops.depths import weights_of_depths
+from cdt_fast.ops.shared.depths import weights_of_depths
 
 MARK = "_cdt_fast_layer_losses"
 _IGNORED_KEYS = "keys_to_ignore_at_inference"
@@ -143,7 +143,7 @@ class LayerLosses:
     def _forward(self, patch: Patch, *args: Any, **kwargs: Any) -> Any:
         """The forward of the model."""
         kwargs.update(zip(patch.names, args, strict=False))
-        weights = kwargs.pop("layer_weights", None)
+        weights = kwargs.pop("depth_weights", None)
         labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
         if not self._attached or (labels is None and shifted is None):
             return patch.original(**kwargs)
@@ -265,7 +265,7 @@ class LayerLosses:
             weight,
             this.targets,
             bias,
-            layer_weights=weights,
+            depth_weights=weights,
             ignore_index=IGNORED,
             reduction="sum",
             softcap=parts.softcap,

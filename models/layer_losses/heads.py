@@ -54,14 +54,14 @@ def effective_linear(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     A low-rank adapter adds `s · B A`, a sharded weight is gathered.
 
     Raises:
-        InputError: the weight is quantised, or the adapter is no plain product of two matrices.
+        InputError: the weight is quantized, or the adapter is no plain product of two matrices.
     """
     base: Any = getattr(linear, "base_layer", linear)
     weight, bias = _whole(base.weight), None if base.bias is None else _whole(base.bias)
     if not weight.is_floating_point() or weight.dim() != 2:
         raise InputError(
             f"the head's weight must be a floating-point matrix, got {tuple(weight.shape)} {weight.dtype} in "
-            f"{type(base).__name__}: leave the head out of the quantisation"
+            f"{type(base).__name__}: leave the head out of the quantization"
         )
     if base is linear or getattr(linear, "disable_adapters", False) or getattr(linear, "merged", False):
         return weight, bias

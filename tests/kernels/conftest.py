@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _kernels_can_run() -> None:
-    reason = kernels.unavailable()
+    reason = kernels.unavailable_reason()
     if reason is not None:
         pytest.skip(f"{reason}; TRITON_INTERPRET=1 or --emulate runs the kernels on the CPU")
 
@@ -59,7 +59,7 @@ def device(emulated: bool) -> torch.device:
 @pytest.fixture(autouse=True)
 def _triton() -> Iterator[None]:
     """Every op runs on its kernels or raises; a comparison with plain torch asks for that itself."""
-    if kernels.unavailable() is not None:
+    if kernels.unavailable_reason() is not None:
         yield
         return
     with ops.use_backend("triton"):
@@ -76,6 +76,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`dtype`: the dtypes that the kernels take here; the interpreter cannot multiply bfloat16."""
     if "dtype" in metafunc.fixturenames:
         dtypes = [torch.float32, torch.float16]
-        if kernels.unavailable() is None and not kernels.interpreting():
+        if kernels.unavailable_reason() is None and not kernels.interpreting():
             dtypes.append(torch.bfloat16)
         metafunc.parametrize("dtype", dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from precision import assert_as_precise, epsilon_of
 from torch import Tensor
 
 from cdt_fast import kernels
-from cdt_fast.kernels import packed_attention as packed
-from cdt_fast.kernels import streaming_attention as streaming
-from cdt_fast.kernels import wide_attention as wide
+from cdt_fast.kernels import symmetric_attention_packed as packed
+from cdt_fast.kernels import symmetric_attention_streaming as streaming
+from cdt_fast.kernels import symmetric_attention_wide as wide
 from cdt_fast.kernels.launch import dot_precision
-from cdt_fast.ops.attention import symmetric_attention_reference
-from cdt_fast.ops.checks import padding_mask
+from cdt_fast.ops.shared.checks import padding_mask
+from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
+from tests.kernels.precision import assert_as_precise, epsilon_of
 
 # Between an input and the ends of its buffer. Odd, so that no row is aligned; sixteen times a size keeps them aligned.
 MARGINS = (3, 64)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models
-from cdt_fast.descent import DescentConstraints
-from cdt_fast.duals import DualWork
+from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.duals import DualAction
 from cdt_fast.training.cuda_graph import CapturedStep
 from cdt_fast.training.optimizer import build_optimizer
 from cdt_fast.training.step import ReconstructionLosses, TrainingStep
@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[type[models.DUST], dict[str, Any]]] = {
 }
 CONSTRAINTS: dict[str, dict[str, Any] | None] = {
     "unconstrained": None,
-    "adam": {"reference": "auto", "normalise": True, "dual": "adam", "warmup_steps": 4},
+    "adam": {"reference": "auto", "normalize": True, "dual": "adam", "warmup_steps": 4},
     "pi": {"reference": 0.5, "dual": "pi", "resilience": "decay", "dual_every": 3, "warmup_steps": 6},
     "ascent": {"reference": 0.5, "dual": "ascent", "coupling": "absolute", "slack_cost": 5.0},
 }
@@ -74,7 +74,7 @@ class Steps:
         self.generator = torch.Generator(device).manual_seed(0)
         self.taken = 0
 
-    def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], work: DualWork | None) -> None:
+    def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], work: DualAction | None) -> None:
         self.step.run(zip(buffers[::2], buffers[1::2], strict=True), counts, sum(counts), work)
 
     def _tokens(self, sequences: tuple[int, ...]) -> Iterator[Tensor]:
@@ -100,7 +100,7 @@ class Steps:
             self.taken += 1
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, the optimiser's state, the duals and the sums of the losses, as copies."""
+        """Weights, the optimizer's state, the duals and the sums of the losses, as copies."""
         found: dict[str, Tensor] = {"logged_sums": self.logged_sums, **self.network.state_dict()}
         for number, parameter in enumerate(self.network.parameters()):
             found |= {f"{number}.{name}": value for name, value in self.optimizer.state[parameter].items()}

@@ -10,10 +10,10 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
-from cdt_fast.runs.building import load_data
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.building import load_data
+from cdt_fast.training.config import RunConfig
 from cdt_fast.training.loop import Trainer
+from cdt_fast.training.run_folder import RunFolder
 
 # Of the sections' settings all but these are the defaults.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from kernel_cases import normal, poisoned
-from precision import assert_as_precise
 from torch import Tensor
 
 from cdt_fast.kernels import unrolled_layer as unrolled
-from cdt_fast.ops.checks import padding_mask
-from cdt_fast.ops.shrinkage import shrink_reference
+from cdt_fast.ops.shared.checks import padding_mask
+from cdt_fast.ops.soft_threshold import shrink_reference
+from tests.kernels.kernel_cases import normal, poisoned
+from tests.kernels.precision import assert_as_precise
 
 SMALL = unrolled.Blocks(rows=32, atoms=16, columns=16, warps=4, stages=1)
 OUTPUTS = ("next codes", "next projection", "errors")

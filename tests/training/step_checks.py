@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cdt_fast.runs.building import load_data
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.building import load_data
+from cdt_fast.training.config import RunConfig
 from cdt_fast.training.loop import Trainer
+from cdt_fast.training.run_folder import RunFolder
 
 
 class HostWaits(AssertionError):

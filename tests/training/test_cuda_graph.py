@@ -11,21 +11,21 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
-from graph_fakes import EagerGraphs, TapeGraphs
-from tiny import tiny_arguments
 from torch import Tensor
 
-from cdt_fast.descent import DescentConstraints
-from cdt_fast.duals import DualWork
+from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.duals import DualAction
 from cdt_fast.errors import InputError
-from cdt_fast.runs.building import load_data
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.building import load_data
 from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.config import RunConfig
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.device import prepare_device
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
+from cdt_fast.training.run_folder import RunFolder
+from tests.graph_fakes import EagerGraphs, TapeGraphs
+from tests.tiny import tiny_arguments
 
 Config = Callable[..., RunConfig]
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
@@ -103,7 +103,7 @@ def test_the_tape_shows_a_step_that_counts_on_the_host() -> None:
 SETTINGS = {"batch": 3, "steps": 30, "validate_every": 5, "checkpoint_every": 15, "lr": 1e-3, "warmup_steps": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "warm-up, adam": {"rate": 0.9},
-    "tied, fixed reference": {"tied": True, "reference": 0.01, "normalise": True, "resilience": "decay"},
+    "tied, fixed reference": {"tied": True, "reference": 0.01, "normalize": True, "resilience": "decay"},
     "every second step": {"dual_every": 2, "dual": "pi", "reference": 0.01, "warmup_epochs": 2},
     "unconstrained": {"constrained": False, "clip": None, "weight_decay": 0.1},
     "accumulation": {"batch": 2, "accumulate": 2, "stride": 3, "dual": "ascent", "reference": 0.01},
@@ -168,7 +168,7 @@ def test_a_captured_training_continues_bit_for_bit(tiny_config: Config, tmp_path
     same_state(second, whole)
 
 
-def test_a_checkpoint_goes_on_where_the_optimiser_works_elsewhere() -> None:
+def test_a_checkpoint_goes_on_where_the_optimizer_works_elsewhere() -> None:
     """Written where the rate is a tensor of the device, read where it is a number, and back."""
     parameters = [torch.nn.Parameter(torch.arange(3.0)) for _ in range(2)]
     built = [
@@ -209,12 +209,12 @@ def test_the_parts_of_a_step_are_the_step(reference: float | str | None, dual_ev
         whole.step()
         works.append(apart.count_step())
         apart.accumulate(sums, 2)
-        apart.carry_out(works[-1])
+        apart.apply(works[-1])
         there = apart.state_dict()
         for name, value in whole.state_dict().items():
             assert torch.equal(value, there[name]) if isinstance(value, Tensor) else value == there[name], name
-    assert works[:4] == [DualWork.MEASURE if reference == "auto" else DualWork.CLEAR] * 4
-    assert works[4:10] == [DualWork.UPDATE if (step + 1) % dual_every == 0 else DualWork.WAIT for step in range(6)]
+    assert works[:4] == [DualAction.MEASURE if reference == "auto" else DualAction.CLEAR] * 4
+    assert works[4:10] == [DualAction.UPDATE if (step + 1) % dual_every == 0 else DualAction.WAIT for step in range(6)]
     assert whole.multipliers.max() > 0
 
 

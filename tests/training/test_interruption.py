@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_arguments
 from torch import Tensor
-from training_cases import Killed, train_until_killed
 
 from cdt_fast.errors import InputError
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
 from cdt_fast.training import loop
 from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.config import RunConfig
 from cdt_fast.training.loop import Interrupted, Trainer, train
+from cdt_fast.training.run_folder import RunFolder
+from tests.tiny import tiny_arguments
+from tests.training.training_cases import Killed, train_until_killed
 
 Config = Callable[..., RunConfig]
 
@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "checkpoint_every": 4,
         "log_every": 7,
     },
-    "dual_every": {"steps": 27, "dual_every": 3, "dual": "pi", "normalise": True, "reference": 1.0, "log_every": 4},
+    "dual_every": {"steps": 27, "dual_every": 3, "dual": "pi", "normalize": True, "reference": 1.0, "log_every": 4},
     "plain": {"constrained": False, "steps": 12, "validate_every": 5, "checkpoint_every": 4, "log_every": 7},
 }
 
@@ -298,7 +298,7 @@ def test_a_signal_before_the_first_step_leaves_no_run(
 def test_a_signal_after_the_training_says_so(
     call: Callable[..., Any], clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cdt_fast.evaluation.evaluate", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("cdt_fast.video.evaluation.evaluate", lambda *_: signal.raise_signal(signal.SIGTERM))
     answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
     assert answer.status == 143
     assert answer.err.splitlines()[-1].endswith(
@@ -311,7 +311,7 @@ def test_a_signal_after_the_training_says_so(
 def test_a_signal_while_a_video_is_written_leaves_nothing(
     call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cdt_fast.denoise._denoised_window", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("cdt_fast.video.denoising._denoised_window", lambda *_: signal.raise_signal(signal.SIGTERM))
     answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4")
     assert answer.status == 143
     assert not os.listdir(tmp_path)

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from cdt_fast.runs.config import RunConfig
-from cdt_fast.runs.folder import RunFolder
+from cdt_fast.training.config import RunConfig
 from cdt_fast.training.loop import Trainer, train
+from cdt_fast.training.run_folder import RunFolder
 
 
 class Killed(BaseException):

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from cdt_fast import kernels
 from cdt_fast.kernels import launch as launchers
-from cdt_fast.kernels.launch import Card
+from cdt_fast.kernels.launch import GpuSpec
 
 from .instructions import translate
 from .machine import Step, Threads
@@ -69,7 +69,7 @@ class Kernel:
 class _Driver:
     """What Triton asks a driver for before it compiles and launches."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: GpuSpec) -> None:
         self.card = card
 
     def get_current_device(self) -> int:
@@ -85,7 +85,7 @@ class _Driver:
         return torch.device("cpu")
 
 
-def install(card: Card) -> None:
+def install(card: GpuSpec) -> None:
     """From now on, in this process, kernels are compiled for `card` and run here, on tensors of the CPU."""
     driver.set_active(_Driver(card))  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def install(card: Card) -> None:
         self.module = self.function = Kernel(self.asm["ptx"])
         self._run = _launcher(self.module, list(self.src.signature.values()), self.metadata.shared)
 
-    def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
             return f"the tensors are on {device} and the kernels are emulated on the CPU"
         if dtype not in kernels.DTYPES:
@@ -105,8 +105,8 @@ def install(card: Card) -> None:
         return None
 
     CompiledKernel._init_handles = prepare
-    kernels._unavailable = lambda: None  # type: ignore[assignment]
-    kernels.refusal = refusal
+    kernels._unavailable_reason = lambda: None  # type: ignore[assignment]
+    kernels.unsupported_reason = unsupported_reason
     launchers._card = lambda device: card  # type: ignore[assignment]
 
 

@@ -138,7 +138,7 @@ def multiply_in_groups(
         right: descriptors.
         keeps: whether to add to what the targets hold.
         columns: N.
-        across: of the factors in shared memory, whether neighbours lie across the summation rather than along it.
+        across: of the factors in shared memory, whether neighbors lie across the summation rather than along it.
     """
     group = 4 * WARP
     if threads.program.threads % group or not threads.whole_blocks:

@@ -103,14 +103,14 @@ class Memory(ABC):
         """The first of `size` bytes in `views`, and in `accesses`; a Fault for bytes that are not there."""
 
     def load(self, addresses: Array, size: int, count: int, who: Who, what: str = "load") -> list[Array]:
-        """`count` neighbouring integers of `size` bytes each."""
+        """`count` neighboring integers of `size` bytes each."""
         places, marks = self._checked(addresses, size * count, who, what)
         if self.accesses is not None and self.accesses.read(*_units(marks, size * count, who)):
             raise Fault(f"{what} of what another warp writes, without a barrier between them")
         return [self.views[size][places // size + one] for one in range(count)]
 
     def store(self, addresses: Array, values: list[Array], size: int, who: Who, what: str = "store") -> None:
-        """Neighbouring integers of `size` bytes each, one of each of `values`."""
+        """Neighboring integers of `size` bytes each, one of each of `values`."""
         total = size * len(values)
         places, marks = self._checked(addresses, total, who, what)
         view = self.views[size]

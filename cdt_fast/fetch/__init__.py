@@ -1,0 +1,127 @@
+"""Download the public data sets of surveillance video that results are reported on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+
+from cdt_fast.errors import InputError
+from cdt_fast.fetch.download import download, file_sha256
+from cdt_fast.fetch.unpack import unpack
+
+_NO_LICENSE = "carries no license: it is for research use as granted by its authors; never redistribute it"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set that can be fetched.
+
+    Attributes:
+        name: what to call it, and the folder it is unpacked to.
+        url: where its authors offer the archive.
+        sha256: sum of the archive, in hexadecimal.
+        terms: what its use is bound to, as the end of a sentence that begins with the title.
+        title: its full name.
+    """
+
+    name: str
+    title: str
+    url: str
+    sha256: str
+    terms: str
+
+
+DATASETS: dict[str, Dataset] = {
+    dataset.name: dataset
+    for dataset in (
+        Dataset(
+            name="avenue",
+            title="CUHK Avenue",
+            url="http://www.cse.cuhk.edu.hk/leojia/projects/detectabnormal/Avenue_Dataset.zip",
+            sha256="fc9cb8432a11ca79c18aa180c72524011411b69d3b0ff27c8816e41c0de61531",
+            terms=_NO_LICENSE,
+        ),
+        Dataset(
+            name="ucsd",
+            title="UCSD Anomaly Detection (Ped1 and Ped2)",
+            url="http://www.svcl.ucsd.edu/projects/anomaly/UCSD_Anomaly_Dataset.tar.gz",
+            sha256="2329af326951f5097fdd114c50e853957d3e569493a49d22fc082a9fd791915b",
+            terms=_NO_LICENSE,
+        ),
+        Dataset(
+            name="shanghaitech",
+            title="ShanghaiTech Campus",
+            url="http://101.32.75.151:8181/dataset/shanghaitech.tar.gz",
+            sha256="c13a827043b259ccf8493c9d9130486872992153a9d714fe229e523cd4c94116",
+            terms="is offered by its authors for research; read their terms before any other use",
+        ),
+    )
+}
+
+
+def fetch(
+    name: str,
+    folder: str | os.PathLike[str],
+    *,
+    url: str | None = None,
+    sha256: str | None = None,
+    keep_archive: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Download and unpack a data set, or say that it is there already.
+
+    An interrupted download goes on where it stopped when it is called again. The unpacked folder appears only when it
+    is whole. Messages go to stderr.
+
+    Args:
+        name: a key of `DATASETS`.
+        folder: where to put it; the data set becomes `<folder>/<name>`.
+        url: another address of the archive, such as a mirror.
+        sha256: the sum of another archive at `url`; by default the one published for the data set.
+        keep_archive: keep the archive beside the unpacked folder.
+        progress: show a bar on stderr.
+
+    Returns:
+        The unpacked folder, which `find_clips` and `load_video` take (of ucsd: one of its two subfolders).
+
+    Raises:
+        InputError: no such data set, the download fails, its sum is wrong, the archive cannot be unpacked, or the
+            disk is full.
+    """
+    dataset = DATASETS.get(name)
+    if dataset is None:
+        raise InputError(f"{name}: no such data set; expected one of {', '.join(DATASETS)}")
+    place = Path(folder) / name
+    if place.exists():
+        _say(f"{name}: already at {place}")
+        return place
+    _say(f"{dataset.title} {dataset.terms}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{place.parent}: the folder cannot be made ({error.strerror})") from error
+    address = url or dataset.url
+    archive = place.parent / (Path(urllib.parse.urlsplit(address).path).name or f"{name}.archive")
+    _obtain(archive, address, sha256 or dataset.sha256, progress)
+    unpack(archive, place)
+    if not keep_archive:
+        archive.unlink()
+    _say(f"{name}: unpacked to {place}")
+    return place
+
+
+def _obtain(archive: Path, url: str, sha256: str, progress: bool) -> None:
+    if not archive.exists():
+        download(url, archive, sha256, progress=progress)
+        return
+    found = file_sha256(archive)
+    if found != sha256.lower():
+        raise InputError(f"{archive}: has sha256 {found}, expected {sha256.lower()}; move it away and fetch again")
+    _say(f"{archive}: already downloaded")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

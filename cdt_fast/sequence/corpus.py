@@ -1,0 +1,153 @@
+"""Texts and instructions as their settings name them: read, and divided into what trains, chooses and measures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cdt_fast.errors import InputError
+from cdt_fast.sequence.data.instructions import Instruction, read_alpaca
+from cdt_fast.sequence.data.rows import FORMATS
+from cdt_fast.sequence.data.text import NLI_LABELS, TextData, TextSplits, read_imdb, read_mnli, read_table, split_text
+from cdt_fast.sequence.settings import LanguageDataSettings, TextDataSettings
+from cdt_fast.training.config import RunConfig
+
+_PARTS = (("train",), ("dev", "validation", "valid", "val"), ("test",))  # names of the files of each part
+_NLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
+_SPLIT_SEED = 20_260_117  # one division for every run, so that runs with other seeds are measured on the same texts
+
+
+@dataclass(frozen=True)
+class InstructionSplits:
+    """Instructions that a model is trained on, chosen by and measured on; how many had no answer."""
+
+    train: list[Instruction]
+    validation: list[Instruction]
+    test: list[Instruction]
+    left_out: int = 0
+
+
+def load_corpus(config: RunConfig) -> TextSplits | InstructionSplits:
+    """The texts or instructions of the settings.
+
+    Raises:
+        InputError: the source cannot be read, lacks a column, or holds too little.
+    """
+    source = Path(config.data.source)
+    if not source.exists():
+        raise InputError(f"{source}: no such file or folder")
+    return _texts(source, config.data) if config.task == "text" else _instructions(source, config.data)
+
+
+def describe(data: TextSplits | InstructionSplits, source: str) -> str:
+    """How much there is, in a line."""
+    counts = f"{len(data.train):,} to train on, {len(data.validation):,} to choose by, {len(data.test):,} to measure on"
+    if isinstance(data, InstructionSplits):
+        noted = f"; {data.left_out:,} without an answer left out" if data.left_out else ""
+        return f"{source}: instructions: {counts}{noted}"
+    left_out = sum(part.left_out for part in (data.train, data.validation, data.test))
+    noted = f"; {left_out:,} rows without a class left out" if left_out else ""
+    return f"{source}: {'texts' if data.train.seconds is None else 'pairs'}: {counts}; classes: " + (
+        ", ".join(data.train.names) + noted
+    )
+
+
+def digest(part: TextData | Sequence[Instruction]) -> str:
+    """A fingerprint of texts with their classes, or of instructions with their answers, in their order."""
+    if isinstance(part, TextData):
+        content: Any = [part.texts, part.seconds, [part.names[label] for label in part.labels]]
+    else:
+        content = [[entry.instruction, entry.input, entry.output] for entry in part]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _texts(source: Path, data: TextDataSettings) -> TextSplits:
+    if source.is_file():
+        return split_text(_table(source, data, None), data.validation, data.test, seed=_SPLIT_SEED)
+    if any((folder / "train" / "pos").is_dir() for folder in (source, source / "aclImdb")):
+        train, test = read_imdb(source), read_imdb(source, "test")
+        return _completed(train, None, test, data)
+    mnli = source / "MNLI" if (source / "MNLI").is_dir() else source
+    if (mnli / "dev_matched.tsv").is_file():
+        return _completed(read_mnli(mnli), None, read_mnli(mnli, "dev_matched"), data)
+    train_file, validation_file, test_file = (_file_of(source, names) for names in _PARTS)
+    if train_file is None:
+        raise InputError(f"{source}: holds neither train.tsv (or .csv, .json, .jsonl) nor the folders of IMDb or MNLI")
+    train = _table(train_file, data, None)
+    validation, test = (
+        None if file is None else _table(file, data, train.names) for file in (validation_file, test_file)
+    )
+    return _completed(train, validation, test, data)
+
+
+def _file_of(folder: Path, names: Sequence[str]) -> Path | None:
+    found = [path for name in names for ending in FORMATS if (path := folder / f"{name}.{ending}").is_file()]
+    if len(found) > 1:
+        raise InputError(f"{folder}: holds both {found[0].name} and {found[1].name}; leave one of them there")
+    return found[0] if found else None
+
+
+def _completed(
+    train: TextData, validation: TextData | None, test: TextData | None, data: TextDataSettings
+) -> TextSplits:
+    """The parts that are not there are taken from the training texts."""
+    shares = 0.0 if validation is not None else data.validation, 0.0 if test is not None else data.test
+    taken = split_text(train, *shares, seed=_SPLIT_SEED)
+    return TextSplits(taken.train, validation or taken.validation, test or taken.test)
+
+
+def _table(path: Path, data: TextDataSettings, names: Sequence[str] | None) -> TextData:
+    """A file with the columns that the settings name, or those of MNLI where they are there."""
+    given = (data.text_column, data.second_column, data.label_column)
+    columns = _first_line(path, data)
+    # GLUE's own files of MNLI do not quote; others with its columns do.
+    quoting = data.quoting if data.quoting is not None else not columns.issuperset((*_NLI_COLUMNS, "pairID"))
+    if not any(given) and columns.issuperset(_NLI_COLUMNS):
+        text, second, label = _NLI_COLUMNS
+        return read_table(
+            path, text, label, second, names=names or NLI_LABELS, unlabeled=("-",), format=data.format, quoting=quoting
+        )
+    text, second, label = (_column(name, data.header) for name in given)
+    return read_table(
+        path,
+        "text" if text is None else text,
+        "label" if label is None else label,
+        second,
+        names=names,
+        format=data.format,
+        quoting=quoting,
+        header=data.header,
+    )
+
+
+def _first_line(path: Path, data: TextDataSettings) -> set[str]:
+    """The fields of the first line of a TSV file with a header; of any other none, as MNLI comes in no other form."""
+    if not data.header or (data.format or path.suffix.removeprefix(".")) != "tsv":
+        return set()
+    with path.open("rb") as file:
+        return set(file.readline().decode(errors="replace").strip().split("\t"))
+
+
+def _column(name: str | None, header: bool) -> str | int | None:
+    if name is None or header:
+        return name
+    try:
+        return int(name)
+    except ValueError:
+        raise InputError(f"without a header columns are numbers from 0, got {name!r}") from None
+
+
+def _instructions(source: Path, data: LanguageDataSettings) -> InstructionSplits:
+    every, left_out = read_alpaca(source, seed=_SPLIT_SEED)
+    counts = [max(1, round(share * len(every))) for share in (data.validation, data.test)]
+    if sum(counts) >= len(every):
+        raise InputError(
+            f"{source}: has {len(every):,} with an answer; {counts[0]:,} to choose by (--validation) and "
+            f"{counts[1]:,} to measure on (--test) leave none to train on"
+        )
+    first, second = counts[0], sum(counts)
+    return InstructionSplits(every[second:], every[:first], every[first:second], left_out)

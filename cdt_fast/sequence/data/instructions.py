@@ -1,0 +1,73 @@
+"""Instructions with their answers, in Alpaca's form."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cdt_fast.errors import InputError
+from cdt_fast.sequence.data.rows import column, read_rows
+
+_TASK = "Below is an instruction that describes a task"
+_REQUEST = "Write a response that appropriately completes the request."
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What is asked, the input it is asked about ("" for none), and the answer."""
+
+    instruction: str
+    input: str
+    output: str
+
+    @property
+    def prompt(self) -> str:
+        """What stands before the answer, in the words of Stanford Alpaca."""
+        if self.input:
+            return (
+                f"{_TASK}, paired with an input that provides further context. {_REQUEST}\n\n"
+                f"### Instruction:\n{self.instruction}\n\n### Input:\n{self.input}\n\n### Response:\n"
+            )
+        return f"{_TASK}. {_REQUEST}\n\n### Instruction:\n{self.instruction}\n\n### Response:\n"
+
+
+def read_alpaca(path: str | os.PathLike[str], *, seed: int | None = 0) -> tuple[list[Instruction], int]:
+    """Instructions from a JSON list (or JSONL) of objects with `instruction`, `output` and maybe `input`.
+
+    Args:
+        path: the file.
+        seed: of the order; None: as in the file.
+
+    Returns:
+        The instructions, and how many were left out for want of an answer: the original file has some.
+
+    Raises:
+        InputError: the file cannot be read, an entry is broken or asks nothing, or none has an answer.
+    """
+    path = Path(path)
+    instructions: list[Instruction] = []
+    left_out = 0
+    for where, row in read_rows(path):
+        asked = _string(path, where, "instruction", column(path, where, row, "instruction"))
+        if not asked:
+            raise InputError(f"{path}, {where}: 'instruction' is empty")
+        answer = _string(path, where, "output", column(path, where, row, "output"))
+        about = _string(path, where, "input", row.get("input") or "")
+        if answer:
+            instructions.append(Instruction(asked, about, answer))
+        else:
+            left_out += 1
+    if not instructions:
+        raise InputError(f"{path}: holds no instruction with an answer")
+    if seed is not None:
+        random.Random(seed).shuffle(instructions)
+    return instructions, left_out
+
+
+def _string(path: Path, where: str, name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{path}, {where}: {name!r} must be a text, got {value!r}")
+    return value.strip()

@@ -1,0 +1,171 @@
+"""Networks that read rows of tokens and whose every depth can be read: `TextUT`, and transformers' models."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_json, replaced_atomically, write_json
+from cdt_fast.models import TextUT
+from cdt_fast.models.layer_losses import attach_layer_losses
+from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, find_parts
+from cdt_fast.sequence.perturbation import word_embeddings
+from cdt_fast.sequence.tokenizers import Reader
+
+
+class Network(Protocol):
+    """A model, how it reads its batches, and how it is kept.
+
+    Inputs are `[planes, B, T]` as `readers.stacked` gives them; targets are int64, `[B]` classes or `[B, T]` labels of
+    tokens, those of −100 not counting.
+
+    Attributes:
+        model: the module whose weights train.
+        layers: L, the depths that are read less one.
+        padding_id, special_ids: of the ids that it reads; see `Reader`.
+    """
+
+    model: nn.Module
+    layers: int
+    padding_id: int
+    special_ids: Sequence[int]
+
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`(total, per_layer)`: the losses of the depths `[L+1]`, means over what counts, and their weighted sum."""
+        ...
+
+    def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        """The logits of every depth, `[B, classes]` or `[B, T, vocabulary]`."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the model and what turns texts into ids to `folder`, in place of what is there."""
+        ...
+
+
+class UnrolledNetwork:
+    """A `TextUT`; see `Network`."""
+
+    def __init__(self, model: TextUT, reader: Reader) -> None:
+        self.model: nn.Module = model
+        self._model, self._reader = model, reader
+        self.layers, self.padding_id, self.special_ids = model.layers, reader.padding_id, reader.special_ids
+
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._model.layer_losses(inputs[0], targets, weights, lengths=inputs[1].sum(-1))
+
+    def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        return self._model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
+
+    def save(self, folder: Path) -> None:
+        with _replaced_folder(folder) as temporary:
+            self._model.save_pretrained(temporary)
+            self._reader.save(temporary)
+
+
+class PretrainedNetwork:
+    """A classifier or causal language model of transformers with layer losses attached; see `Network`.
+
+    Args:
+        model: the model, maybe with a low-rank adapter around it.
+        save_reader: writes what turns texts into ids.
+        padding_id, special_ids: as in `Network`.
+        taps, inner_fraction: as in `attach_layer_losses`; the last depth is among the taps.
+
+    Raises:
+        InputError: as `attach_layer_losses`, or the last depth is not among the taps.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        save_reader: Callable[[Path], None],
+        padding_id: int,
+        special_ids: Sequence[int],
+        taps: Sequence[int] | None = None,
+        inner_fraction: float = 1.0,
+    ) -> None:
+        self.model, self._save_reader = model, save_reader
+        # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
+        self.padding_id = padding_id if padding_id < vocabulary_size(model) else 0
+        self.special_ids = special_ids
+        self._parts = find_parts(model)
+        # Logits of all tokens are asked for where they are used, and there alone.
+        self._handle = attach_layer_losses(
+            model, taps, inner_fraction=inner_fraction, keep_logits=self._parts.kind != LANGUAGE_MODEL
+        )
+        self.layers, last = self._handle.layers, len(self._parts.layers)
+        if self._handle.taps[-1] != last or self.layers < 1:
+            raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")
+
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        output = self.model(**self._named(inputs), labels=targets, depth_weights=weights)
+        return output.loss, output.layer_loss_sums / output.layer_loss_count
+
+    def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        parts, states = self._parts, []
+
+        def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if isinstance(arguments[0], list):  # the states of all depths, on their way to the losses
+                states.extend(arguments[0])
+
+        hook = parts.head.register_forward_pre_hook(note)
+        try:
+            self.model(**self._named(inputs), labels=targets)
+        finally:
+            hook.remove()
+        if parts.kind == LANGUAGE_MODEL:
+            return [self._read(state) for state in states]
+        return [parts.head(state) for state in states]
+
+    def _read(self, state: Tensor) -> Tensor:
+        """The logits of a depth of a language model."""
+        for module in self._parts.tail:
+            state = module(state)
+        logits = self._parts.head(state) * self._parts.scale
+        cap = self._parts.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _named(self, inputs: Tensor) -> dict[str, Any]:
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        named: dict[str, Any] = dict(zip(names, inputs.unbind(), strict=False))
+        return {**named, "use_cache": False} if self._parts.kind == LANGUAGE_MODEL else named
+
+    def save(self, folder: Path) -> None:
+        with _replaced_folder(folder) as temporary:
+            # One file, so that it is replaced in one move.
+            self.model.save_pretrained(temporary, max_shard_size="1000TB")
+            if not (temporary / "config.json").exists():  # of an adapter
+                self._parts.model.config.save_pretrained(temporary)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+            # Layer losses that are attached write this into the config; the saved model has none attached.
+            config = read_json(temporary / "config.json")
+            config.pop("keys_to_ignore_at_inference", None)
+            write_json(temporary / "config.json", config)
+            self._save_reader(temporary)
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """How many word embeddings a model has."""
+    table: Any = word_embeddings(model).weight
+    return table.shape[0]
+
+
+@contextmanager
+def _replaced_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder whose files are moved to `folder` once the block has ended without an error."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".model-", suffix=".tmp", dir=folder.parent) as name:
+        temporary = Path(name)
+        yield temporary
+        # What says that there is a model comes last.
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
+            with replaced_atomically(folder / path.name) as target:
+                shutil.copyfile(path, target)

@@ -1,0 +1,190 @@
+"""Texts as rows of token ids: by the words of a vocabulary, by byte pairs, or by a pretrained model's tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cdt_fast.errors import InputError, require
+from cdt_fast.sequence.data.vocabulary import Vocabulary
+
+END, PADDING = "<|end|>", "<|padding|>"  # of `learned_tokenizer`
+_LONGEST = 10**6  # tokenizers say "no limit" by an absurdly large number
+_LONGEST_REASON = 240  # characters of another library's message
+
+
+class Reader(Protocol):
+    """Turns texts into rows, each int64 `[planes, T]`: ids, ones, and where the model has them the token types.
+
+    Attributes:
+        size: the number of ids.
+        padding_id: the id that fills up.
+        special_ids: the ids that no perturbation of words may touch.
+    """
+
+    size: int
+    padding_id: int
+    special_ids: Sequence[int]
+
+    def encode(self, texts: Sequence[str], seconds: Sequence[str] | None, longest: int) -> list[Tensor]:
+        """A row a text, or a pair of texts, cut to `longest` tokens."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_reader` reads."""
+        ...
+
+
+def stacked(rows: Sequence[Tensor], padding_id: int) -> Tensor:
+    """`[planes, B, T]`: rows `[planes, t]` side by side, filled up on the right with `padding_id` and zeros."""
+    longest = max(row.shape[1] for row in rows)
+    batch = rows[0].new_zeros(rows[0].shape[0], len(rows), longest)
+    batch[0] = padding_id
+    for number, row in enumerate(rows):
+        batch[:, number, : row.shape[1]] = row
+    return batch
+
+
+class WordReader:
+    """By the words of a vocabulary; see `Reader`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.size, self.padding_id = len(vocabulary), 0
+        self.special_ids: Sequence[int] = vocabulary.special_ids
+
+    def encode(self, texts: Sequence[str], seconds: Sequence[str] | None, longest: int) -> list[Tensor]:
+        ids, lengths = self.vocabulary.encode(texts, seconds, longest=longest)
+        rows = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
+        return [torch.stack([row, torch.ones_like(row)]) for row in rows]
+
+    def save(self, folder: Path) -> None:
+        self.vocabulary.save(folder / "vocabulary.json")
+
+
+class TokenizerReader:
+    """By the tokenizer of a pretrained model; see `Reader`.
+
+    Raises:
+        InputError: the tokenizer knows no words, or has no token to fill up with.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        # Of a folder without a tokenizer's files transformers makes one that reads every word as unknown.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise InputError(f"{tokenizer.name_or_path}: holds no tokenizer (tokenizer.json, or the files of its kind)")
+        if tokenizer.pad_token_id is None:
+            if tokenizer.eos_token_id is None:
+                raise InputError(f"{tokenizer.name_or_path}: the tokenizer has neither a padding nor an end token")
+            tokenizer.pad_token = tokenizer.eos_token
+        self.tokenizer: Any = tokenizer
+        self.size, self.padding_id = len(tokenizer), int(self.tokenizer.pad_token_id)
+        self.special_ids: Sequence[int] = tuple(tokenizer.all_special_ids)
+
+    def encode(self, texts: Sequence[str], seconds: Sequence[str] | None, longest: int) -> list[Tensor]:
+        if self.tokenizer.model_max_length < _LONGEST:
+            longest = min(longest, self.tokenizer.model_max_length)
+        pair = None if seconds is None else list(seconds)
+        encoded = self.tokenizer(list(texts), pair, truncation=True, max_length=longest)
+        planes = [encoded["input_ids"], encoded["attention_mask"]]
+        if "token_type_ids" in encoded:
+            planes.append(encoded["token_type_ids"])
+        return [torch.tensor(row, dtype=torch.int64) for row in zip(*planes, strict=True)]
+
+    def save(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+
+def learned_tokenizer(texts: Iterable[str], size: int) -> TokenizerReader:
+    """Byte pairs learned from texts: the end, what fills up, the 256 bytes, and the pairs that are most frequent.
+
+    The same texts give the same tokens, whatever their order, and no text is beyond them.
+
+    Args:
+        texts: the training texts alone.
+        size: at most so many tokens, ≥ 258; at 258 every byte of UTF-8 is a token of its own.
+    """
+    transformers = pretrained_library()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return TokenizerReader(
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
+    )
+
+
+@contextlib.contextmanager
+def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
+    """Arguments of `from_pretrained` for the model `name`; what fails inside says how to give a folder instead.
+
+    Raises:
+        InputError: the model is not there, cannot be fetched, or cannot be read.
+    """
+    try:
+        yield {"local_files_only": not download}
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            reason = "holds no config.json; expected a folder that save_pretrained has written"
+        elif Path(name).is_dir():
+            reason = f"cannot be loaded as a transformers model ({_short(error)})"
+        elif download:
+            reason = f"cannot be fetched from the hub; give the path of a local folder instead ({_short(error)})"
+        else:
+            reason = "is no folder here and not in the hub's cache; give the path of a local folder, or --download"
+        raise InputError(f"{name}: {reason}") from error
+
+
+def _short(error: Exception) -> str:
+    """The beginning of a message: transformers likes to list all the models it has."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} …"
+
+
+def pretrained_library() -> Any:
+    """The package transformers, without its own reports and bars on stderr.
+
+    Raises:
+        MissingExtra: it is not installed.
+    """
+    transformers = require("transformers", "transformers", "a pretrained model")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def load_tokenizer(name: str, download: bool) -> TokenizerReader:
+    """The tokenizer of a pretrained model in a folder or on the hub.
+
+    Raises:
+        InputError: there is none.
+        MissingExtra: transformers is not installed.
+    """
+    transformers = pretrained_library()
+    with from_hub(name, download) as where:
+        return TokenizerReader(transformers.AutoTokenizer.from_pretrained(name, **where))
+
+
+def load_reader(folder: Path) -> Reader:
+    """The reader that a run saved beside its model.
+
+    Raises:
+        InputError: there is none.
+    """
+    words = folder / "vocabulary.json"
+    return WordReader(Vocabulary.load(words)) if words.exists() else load_tokenizer(str(folder), download=False)

@@ -1,0 +1,28 @@
+"""Video as clean windows of frames, patches, noise; and a generated demo clip."""
+
+from cdt_fast.video.data.cache import load_clip
+from cdt_fast.video.data.check import check, describe_check
+from cdt_fast.video.data.demo import demo_clip
+from cdt_fast.video.data.frames import open_source
+from cdt_fast.video.data.noise import add_noise
+from cdt_fast.video.data.patches import from_patches, to_patches
+from cdt_fast.video.data.source import FrameSource
+from cdt_fast.video.data.trees import Clip, find_clips
+from cdt_fast.video.data.windows import VideoData, Windows, load_video
+
+__all__ = [
+    "Clip",
+    "FrameSource",
+    "VideoData",
+    "Windows",
+    "add_noise",
+    "check",
+    "demo_clip",
+    "describe_check",
+    "find_clips",
+    "from_patches",
+    "load_clip",
+    "load_video",
+    "open_source",
+    "to_patches",
+]

@@ -1,0 +1,69 @@
+"""What every kind of clip offers: its frames in order, checked while they pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from cdt_fast.errors import InputError
+
+MINIMUM_FRAMES = 2
+
+
+class FrameSource(ABC):
+    """A clip on the disk.
+
+    Attributes:
+        name: file or folder name, with its suffix.
+        path: where it lies.
+        frame_rate: frames a second as the file states it, None where it states none (frame folders, arrays).
+    """
+
+    def __init__(self, path: Path, frame_rate: Fraction | None = None) -> None:
+        self.name = path.resolve().name
+        self.path = path
+        self.frame_rate = frame_rate
+
+    @property
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files that the frames come from."""
+
+    @abstractmethod
+    def _read(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Each frame in order, with what to call it in a message ("frame 3" or "frame 003.png")."""
+
+    def frames(self) -> Iterator[np.ndarray]:
+        """The frames in order: uint8 [h, w, 3] RGB or, from gray sources, [h, w].
+
+        Raises:
+            InputError: a frame cannot be read, has another size than the first, or there are fewer than two frames.
+        """
+        count = 0
+        first_size: tuple[int, int] | None = None
+        for label, frame in self._read():
+            size = (frame.shape[1], frame.shape[0])
+            first_size = first_size or size
+            if size != first_size:
+                raise InputError(
+                    f"{self.path}: {label} is {size[0]}x{size[1]} pixels and the first frame is "
+                    f"{first_size[0]}x{first_size[1]}; all frames of a clip must have one size"
+                )
+            count += 1
+            yield frame
+        require_frames(self.path, count)
+
+
+def require_frames(path: Path, count: int) -> None:
+    """Refuse a clip of fewer than two frames.
+
+    Raises:
+        InputError: there are fewer than `MINIMUM_FRAMES`.
+    """
+    if count < MINIMUM_FRAMES:
+        found = "no frames" if count == 0 else "only one frame"
+        raise InputError(f"{path}: {found} found; a clip needs at least {MINIMUM_FRAMES} frames")

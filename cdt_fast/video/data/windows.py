@@ -1,0 +1,184 @@
+"""Windows of frames for training, validation and test."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cdt_fast.errors import InputError
+from cdt_fast.video.data.cache import load_clip
+from cdt_fast.video.data.demo import DEMO_FRAME_RATE, demo_clip
+from cdt_fast.video.data.frames import open_source
+from cdt_fast.video.data.splits import ClipLength, Part, split_clips
+from cdt_fast.video.data.trees import find_clips
+
+_LEVELS = 256
+_FRAMES_A_BLOCK = 64
+
+
+class WindowName(NamedTuple):
+    """Which window this is, the same in every run: its clip, and its first frame counted from the clip's start."""
+
+    clip: str
+    first_frame: int
+
+
+class Windows:
+    """Windows of `window` consecutive frames, each within one part of one clip.
+
+    Args:
+        clips: frames of every clip by name, uint8 [frames, size, size].
+        parts: the parts that windows are taken from.
+        window: T, frames a window.
+        stride: frames from the start of a window to the start of the next.
+    """
+
+    def __init__(
+        self, clips: Sequence[tuple[str, np.ndarray]], parts: Sequence[Part], window: int, stride: int
+    ) -> None:
+        self.window = window
+        self._clips = clips
+        self._starts = [
+            (part.clip, first) for part in parts for first in range(part.start, part.stop - window + 1, stride)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def name(self, index: int) -> WindowName:
+        """The identity of a window: 0 ≤ index < len, or from the end with a negative index."""
+        clip, first = self._starts[index]
+        return WindowName(self._clips[clip][0], first)
+
+    def batch(self, indices: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """A copy of the windows with these indices.
+
+        Returns:
+            uint8 [b, T, size, size], 0..255.
+
+        Raises:
+            IndexError: there is no such window.
+        """
+        chosen = [self._starts[int(index)] for index in indices]
+        size = self._clips[0][1].shape[-1]
+        result = np.empty((len(chosen), self.window, size, size), dtype=np.uint8)
+        for row, (clip, first) in zip(result, chosen, strict=True):
+            row[:] = self._clips[clip][1][first : first + self.window]
+        return torch.from_numpy(result)
+
+
+@dataclass(frozen=True)
+class VideoData:
+    """A data set ready for training.
+
+    Attributes:
+        train, validation, test: windows; no frame is in two of them.
+        sigma: standard deviation of the training frames, scaled to [0, 1].
+        frame_rate: frames a second, None where the clips do not state one and the same.
+        clips: names of all clips, in order.
+        size: height and width of a frame in pixels.
+        method: "clip" when the splits are of whole clips, "time" when each clip is divided.
+        notes: what was left out, a line each.
+    """
+
+    train: Windows
+    validation: Windows
+    test: Windows
+    sigma: float
+    frame_rate: Fraction | None
+    clips: tuple[str, ...]
+    size: int
+    method: str
+    notes: tuple[str, ...]
+
+    def describe(self) -> str:
+        """What was loaded, for a person, in a few lines."""
+        rate = "unknown" if self.frame_rate is None else f"{float(self.frame_rate):.4g} a second"
+        number = f"{len(self.clips)} clip{'' if len(self.clips) == 1 else 's'}"
+        lines = [
+            f"{number}, split by {self.method}; frames {self.size}x{self.size}, rate {rate}",
+            f"windows of {self.train.window} frames: {len(self.train)} training, {len(self.validation)} validation, "
+            f"{len(self.test)} test",
+            f"sigma {self.sigma:.6f} (standard deviation of the training frames in [0, 1])",
+        ]
+        return "\n".join([*lines, *self.notes])
+
+
+def load_video(
+    source: str | os.PathLike[str],
+    *,
+    window: int = 20,
+    size: int = 160,
+    stride: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> VideoData:
+    """Decode, pre-process and split video into windows.
+
+    Args:
+        source: anything `find_clips` takes, or the word "demo" for the generated clip (a folder of that name is
+            "./demo").
+        window: T, frames a window.
+        size: height and width of a frame in pixels.
+        stride: frames between the starts of training windows; by default `window`, so that they do not overlap.
+            Validation and test windows never overlap.
+        cache_dir: where decoded clips are kept; see `cache.default_cache_dir`.
+        progress: show a bar on stderr while decoding.
+
+    Raises:
+        InputError: a setting is not usable, a clip cannot be read, there are too few frames for the windows, or the
+            training frames are one flat gray.
+    """
+    stride = window if stride is None else stride
+    for name, value in (("window", window), ("size", size), ("stride", stride)):
+        if not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value}; expected a whole number, at least 1")
+    if source == "demo":
+        clips = [("demo", demo_clip(size=size))]
+        lengths = [ClipLength("demo", len(clips[0][1]))]
+        rates = {DEMO_FRAME_RATE}
+    else:
+        found = find_clips(source)
+        clips = [(clip.name, load_clip(clip, size, cache_dir, progress)) for clip in found]
+        lengths = [
+            ClipLength(clip.name, len(frames), clip.split) for clip, (_, frames) in zip(found, clips, strict=True)
+        ]
+        rates = {open_source(clip.path).frame_rate for clip in found}
+    splits = split_clips(lengths, window)
+    return VideoData(
+        train=Windows(clips, splits.train, window, stride),
+        validation=Windows(clips, splits.validation, window, window),
+        test=Windows(clips, splits.test, window, window),
+        sigma=_standard_deviation(clips, splits.train),
+        frame_rate=rates.pop() if len(rates) == 1 else None,
+        clips=tuple(name for name, _ in clips),
+        size=size,
+        method=splits.method,
+        notes=tuple(splits.notes),
+    )
+
+
+def _standard_deviation(clips: Sequence[tuple[str, np.ndarray]], parts: Sequence[Part]) -> float:
+    # A count of each gray level makes the sums whole numbers: exact, and the same whatever the order of frames.
+    counts = np.zeros(_LEVELS, dtype=np.int64)
+    for part in parts:
+        for start in range(part.start, part.stop, _FRAMES_A_BLOCK):
+            block = clips[part.clip][1][start : min(start + _FRAMES_A_BLOCK, part.stop)]
+            counts += np.bincount(block.reshape(-1), minlength=_LEVELS)
+    number = int(counts.sum())
+    total = sum(level * int(count) for level, count in enumerate(counts))
+    squares = sum(level * level * int(count) for level, count in enumerate(counts))
+    variance = Fraction(number * squares - total * total, number * number)
+    if variance == 0:
+        raise InputError(
+            f"{clips[parts[0].clip][0]}: all training frames are one flat gray, level {total // number}; there is "
+            "nothing to learn to denoise"
+        )
+    return math.sqrt(variance) / (_LEVELS - 1)

@@ -1,0 +1,115 @@
+"""Compile every kernel for every card, here, without a GPU: `python -m cdt_fast.kernels.aot`.
+
+With `--json FILE` a run that was cut off goes on where it was: what the file holds of the same source is not compiled
+again. The exit status is 1 where something does not compile, asks for more shared memory than the card has, multiplies
+without tensor cores, computes in double precision, or spills registers in bfloat16 or float16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+from cdt_fast import files, kernels
+from cdt_fast.kernels.aot.case import PRECISIONS
+from cdt_fast.kernels.aot.cases import FAMILIES
+from cdt_fast.kernels.aot.compile import Configuration, Measurement, measure
+from cdt_fast.kernels.aot.report import Row, as_csv, as_json, as_markdown, faults, from_json
+from cdt_fast.kernels.launch import CARDS
+
+PROCESSES = 2
+SAVED_TOGETHER = 100  # configurations that a run which is cut off loses at most
+
+
+def rows(
+    families: Sequence[str], precisions: Sequence[str], cards: Sequence[str], without_divisibility: bool
+) -> list[Row]:
+    """Every configuration that the cases reach, not yet compiled: one row a case, launch and card."""
+    found = []
+    for family, precision, card in itertools.product(families, precisions, cards):
+        for case in FAMILIES[family](PRECISIONS[precision].dtype):
+            for launch in case.launches(PRECISIONS[precision], CARDS[card]):
+                configuration = Configuration.of(launch, CARDS[card])
+                row = Row(family, case.name, precision, card, case.aligned, True, configuration)
+                found.append(row)
+                # Flags do not meet alignment: the cases that stand for a size are enough.
+                if without_divisibility and case.flop is not None:
+                    found.append(replace(row, divisible=False, configuration=configuration.without_divisibility()))
+    return found
+
+
+def compile_all(configurations: Sequence[Configuration], processes: int) -> dict[Configuration, Measurement]:
+    """Compile each once, in several processes, and say on stderr how far it is."""
+    measurements: dict[Configuration, Measurement] = {}
+    # Spawned: a fork would take over the threads that torch and LLVM have started here.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(measure, configuration): configuration for configuration in configurations}
+        for count, future in enumerate(as_completed(futures), 1):
+            configuration = futures[future]
+            result = measurements[configuration] = future.result()
+            what = f"{configuration.kernel} sm_{configuration.card.capability}"
+            outcome = result.error or (
+                f"{result.registers} registers, {result.local_bytes} bytes spilled, {result.shared_bytes} shared"
+            )
+            print(f"{count}/{len(futures)} {what}: {outcome}, {result.seconds:.1f} s", file=sys.stderr)
+    return measurements
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 1 where a configuration has a fault."""
+    parser = argparse.ArgumentParser(prog="python -m cdt_fast.kernels.aot", description=__doc__)
+    parser.add_argument("--card", choices=CARDS, nargs="+", default=list(CARDS), help="default: all")
+    parser.add_argument("--family", choices=FAMILIES, nargs="+", default=list(FAMILIES), help="default: all")
+    parser.add_argument("--precision", choices=PRECISIONS, nargs="+", default=list(PRECISIONS), help="default: all")
+    parser.add_argument(
+        "--without-divisibility",
+        action="store_true",
+        help="also compile the cases that stand for a size for pointers and sizes of any alignment",
+    )
+    parser.add_argument("--processes", type=int, default=PROCESSES, help=f"default: {PROCESSES}")
+    parser.add_argument(
+        "--json", type=Path, help="write every figure to this file, and take from it what it holds of the same source"
+    )
+    parser.add_argument("--csv", type=Path, help="write a line a configuration to this file")
+    parser.add_argument("--markdown", type=Path, help="write the summary to this file; put the one of --csv beside it")
+    options = parser.parse_args(arguments)
+    if kernels.interpreting():
+        parser.error("TRITON_INTERPRET is set, and what the interpreter runs cannot be compiled: unset it")
+
+    begin = time.perf_counter()
+    found = rows(options.family, options.precision, options.card, options.without_divisibility)
+    configurations = list(dict.fromkeys(row.configuration for row in found))
+    records = files.read_json(options.json) if options.json and options.json.exists() else []
+    measurements = from_json(records, configurations)
+    missing = [configuration for configuration in configurations if configuration not in measurements]
+    for start in range(0, len(missing), SAVED_TOGETHER):
+        measurements |= compile_all(missing[start : start + SAVED_TOGETHER], options.processes)
+        if options.json:
+            files.write_text(options.json, as_json(found, measurements))
+    print(
+        f"{len(missing)} of {len(configurations)} configurations compiled in {time.perf_counter() - begin:.0f} s",
+        file=sys.stderr,
+    )
+    if options.csv:
+        files.write_text(options.csv, as_csv(found, measurements))
+    if options.markdown:
+        given = sys.argv[1:] if arguments is None else arguments
+        command = shlex.join(("python", "-m", "cdt_fast.kernels.aot", *given))
+        table = options.csv.name if options.csv else None
+        files.write_text(options.markdown, as_markdown(found, measurements, command, table))
+    broken = faults(found, measurements)
+    for line in broken:
+        print(line)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A case of the ahead-of-time compilation: one call of one launcher, in one precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdt_fast.kernels.launch import GpuSpec, Launch, recording
+
+
+class Precision(NamedTuple):
+    """A dtype of the tensors, and whether products of float32 tiles may use TF32."""
+
+    dtype: torch.dtype
+    tf32: bool
+
+
+PRECISIONS = {
+    "bfloat16": Precision(torch.bfloat16, False),
+    "float16": Precision(torch.float16, False),
+    "float32, TF32": Precision(torch.float32, True),
+    "float32, IEEE": Precision(torch.float32, False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one launcher.
+
+    Attributes:
+        name: what sets it apart in its family.
+        call: calls the launcher, and returns what it returns.
+        inputs: the tensors that the launcher reads.
+        flop: sums and products of its matrix products, at least; None where the case is about a flag, and its speed is
+            that of another case.
+        aligned: whether sixteen divides the sizes. Where it does not, loads are narrow and registers may spill.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    inputs: tuple[Tensor | None, ...] = ()
+    flop: int | None = None
+    aligned: bool = True
+
+    def launches(self, precision: Precision, card: GpuSpec) -> list[Launch]:
+        """The launches that the call makes on the card."""
+        with float32_products(precision.tf32), recording(card) as launches:
+            self.call()
+        return launches
+
+    def traffic(self, card: GpuSpec) -> int:
+        """Bytes that cross the memory's bus at least: every input once and every output once."""
+        with recording(card):
+            outputs = self.call()
+        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors((self.inputs, outputs)))
+
+
+@contextlib.contextmanager
+def float32_products(tf32: bool) -> Iterator[None]:
+    """Let products of float32 tiles use TF32, or not, through the setting that `dot_precision` reads."""
+    settings = torch.backends.cuda.matmul
+    # torch 2.9 has a setting of its own for it, and refuses the older one once that one has been set.
+    name = "fp32_precision" if hasattr(settings, "fp32_precision") else "allow_tf32"
+    before = getattr(settings, name)
+    setattr(settings, name, tf32 if name == "allow_tf32" else "tf32" if tf32 else "ieee")
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for element in value:
+            yield from _tensors(element)

@@ -1,0 +1,304 @@
+"""Compile what a launcher would launch for a card that is not here, and read the machine code that comes out.
+
+A `Configuration` is what Triton specializes a kernel on: the types of the arguments, the integers that are one, the
+pointers and integers that sixteen divides, the constants, the warps and stages. `measure` compiles one and reports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cdt_fast.kernels.launch import GpuSpec, Launch
+
+Path = tuple[int, ...]  # the position of an argument; of a tuple's element: that and the position inside
+DIVISOR = 16
+POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+# Products on the tensor cores: mma.sync, wgmma of sm_90, tcgen05 of sm_100.
+TENSOR_CORE = re.compile(r"\b(?:UTC)?[HIQO]G?MMA\b")
+LOCAL_MEMORY = re.compile(r"\b(?:STL|LDL)\b")
+RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
+# Of a product in Triton's own language: the precision that was asked for, and the type of its left factor.
+PRODUCT = re.compile(r"tt\.dot (?P<options>.*?): tensor<[\dx]*x(?P<type>\w+)[,>]")
+# And after the optimization, where wgmma and tcgen05 have operations of their own.
+# How the warps share a product of mma.sync or wgmma (the version), and the products of that layout: rows and columns.
+WARPS = re.compile(
+    r"(?P<layout>#\w+) = #ttg\.nvidia_mma<\{versionMajor = (?P<version>\d)"
+    r".*?warpsPerCTA = \[(?P<rows>\d+), (?P<columns>\d+)\].*?instrShape = \[\d+, (?P<width>\d+)"
+)
+SHARED_PRODUCT = re.compile(
+    r"\b(?:tt\.dot|ttng\.warp_group_dot) .*: .*<\d+x(?P<depth>\d+)x.* \* .*"
+    r"-> tensor<(?P<rows>\d+)x(?P<columns>\d+)xf32, (?P<layout>#\w+)>"
+)
+ANY_PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One kernel with everything that decides its machine code; it can be sent to another process.
+
+    Attributes:
+        module, kernel: where the `@triton.jit` function is found.
+        signature: the type of each argument in Triton's spelling; "constexpr" for a constant.
+        constants: the constants, by position.
+        divisible: the positions of the pointers and integers that sixteen divides.
+        warps, stages: warps of a block, and stages of the software pipeline.
+        card: what it is compiled for.
+    """
+
+    module: str
+    kernel: str
+    signature: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[Path, Any], ...]
+    divisible: tuple[Path, ...]
+    warps: int
+    stages: int
+    card: GpuSpec
+
+    @classmethod
+    def of(cls, launch: Launch, card: GpuSpec) -> Configuration:
+        """What Triton would compile for the launch on the card, specialized as its own launch would be."""
+        parameters = launch.kernel.params
+        given = {**launch.arguments, **launch.constants}
+        unknown = given.keys() - {parameter.name for parameter in parameters}
+        if unknown:
+            raise TypeError(f"{launch.kernel.__name__} takes no argument named {', '.join(sorted(unknown))}")
+        signature, constants, divisible = [], [], []
+        for position, parameter in enumerate(parameters):
+            if parameter.name not in given and not parameter.has_default:
+                raise TypeError(f"{launch.kernel.__name__} needs the argument {parameter.name}")
+            value = given.get(parameter.name, parameter.default)
+            if parameter.is_constexpr:
+                kind: Any = "constexpr"
+                constants.append(((position,), value))
+            else:
+                kind = _kind(value, specialize=not parameter.do_not_specialize)
+                for path, element, element_kind in _leaves(value, kind, (position,)):
+                    if element_kind == "constexpr":
+                        constants.append((path, element))
+                    elif (
+                        not parameter.do_not_specialize
+                        and not parameter.do_not_specialize_on_alignment
+                        and _is_divisible(element)
+                    ):
+                        divisible.append(path)
+            signature.append((parameter.name, kind))
+        function = launch.kernel.fn
+        return cls(
+            function.__module__,
+            function.__name__,
+            tuple(signature),
+            tuple(constants),
+            tuple(divisible),
+            launch.warps,
+            launch.stages,
+            card,
+        )
+
+    def without_divisibility(self) -> Configuration:
+        """The same kernel for views that start anywhere: loads are narrow, and most are not pipelined."""
+        return replace(self, divisible=())
+
+    @property
+    def named_constants(self) -> dict[str, Any]:
+        """The constants that the launcher chose, by name: not the arguments that happen to be one or None."""
+        names = [name for name, _ in self.signature]
+        kernel = getattr(importlib.import_module(self.module), self.kernel)
+        return {names[path[0]]: value for path, value in self.constants if kernel.params[path[0]].is_constexpr}
+
+    @property
+    def digest(self) -> str:
+        """What changes whenever the machine code may: source of the kernel, specialization, card, version of Triton."""
+        options = (self.warps, self.stages, self.card.capability, triton.__version__)
+        return hashlib.sha256(f"{self.source().hash()} {options}".encode()).hexdigest()[:16]
+
+    def source(self) -> ASTSource:
+        """The kernel as Triton's compiler takes it."""
+        return ASTSource(
+            fn=getattr(importlib.import_module(self.module), self.kernel),
+            signature=dict(self.signature),
+            constexprs=dict(self.constants),
+            attrs={path: [["tt.divisibility", DIVISOR]] for path in self.divisible},
+        )
+
+    def compile(self) -> Any:
+        """The compiled kernel, from Triton's cache where it is there; raises what Triton raises."""
+        return triton.compile(
+            self.source(),
+            target=GPUTarget("cuda", self.card.capability, 32),
+            options={"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True},
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the machine code of a configuration takes.
+
+    Attributes:
+        registers: registers of a thread.
+        local_bytes: local memory of a thread: what did not fit into registers.
+        local_instructions: loads and stores of it in the code.
+        shared_bytes: shared memory of a block.
+        tensor_core_instructions: matrix instructions in the code.
+        redundancy: of the products on the tensor cores, as often as they are written down, what is computed over what
+            is needed: several warps compute the same where a tile is smaller than what they cover together.
+        expects_tensor_core: whether a product in the source can only be fast there: 16-bit factors, or TF32.
+        double_instructions: lines of the intermediate code that compute in double precision.
+        seconds: what compiling and reading took.
+        error: the compiler's message where it failed; everything else is then zero.
+    """
+
+    registers: int = 0
+    local_bytes: int = 0
+    local_instructions: int = 0
+    shared_bytes: int = 0
+    tensor_core_instructions: int = 0
+    redundancy: float = 1.0
+    expects_tensor_core: bool = False
+    double_instructions: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+    def faults(self, card: GpuSpec, spill_allowed: bool) -> list[str]:
+        """What is wrong with it on the card, a line each; local memory counts unless it is allowed."""
+        if self.error is not None:
+            return [f"does not compile: {self.error}"]
+        faults = []
+        if self.local_bytes and not spill_allowed:
+            faults.append(f"spills {self.local_bytes} bytes a thread")
+        if self.shared_bytes > card.shared_memory:
+            faults.append(f"needs {self.shared_bytes} bytes of shared memory of {card.shared_memory}")
+        if self.expects_tensor_core and not self.tensor_core_instructions:
+            faults.append("has products and no tensor-core instruction")
+        if self.double_instructions:
+            faults.append(f"has {self.double_instructions} double-precision instructions")
+        return faults
+
+
+def measure(configuration: Configuration) -> Measurement:
+    """Compile the configuration and read its code; a compiler's failure is a result here, not an exception."""
+    begin = time.perf_counter()
+    try:
+        compiled = configuration.compile()
+        registers, local_bytes = _resources(compiled.asm["cubin"])
+        code = _cuobjdump(compiled.asm["cubin"], "-sass")
+    # Whatever stops a compilation belongs into its row: Triton raises its own types, MLIR RuntimeError, ptxas others.
+    except Exception as error:
+        message = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+        return Measurement(
+            error=f"{type(error).__name__}: {message.strip()}"[:300], seconds=time.perf_counter() - begin
+        )
+    return Measurement(
+        registers=registers,
+        local_bytes=local_bytes,
+        local_instructions=len(LOCAL_MEMORY.findall(code)),
+        shared_bytes=compiled.metadata.shared,
+        tensor_core_instructions=len(TENSOR_CORE.findall(code)),
+        redundancy=_redundancy(compiled.asm["ttgir"]),
+        expects_tensor_core=_expects_tensor_core(compiled.asm["ttir"], compiled.asm["ttgir"]),
+        double_instructions=sum(".f64" in line for line in compiled.asm["ptx"].splitlines()),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _kind(value: Any, specialize: bool) -> Any:
+    """The type of a run-time argument in Triton's spelling; a tuple of them for a tuple."""
+    if value is None or (specialize and type(value) is int and value == 1):
+        return "constexpr"
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        if -(2**31) <= value < 2**31:
+            return "i32"
+        return "u64" if value >= 2**63 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, tuple):
+        # Triton specializes what a tuple holds whatever is said of the argument.
+        return tuple(_kind(element, specialize=True) for element in value)
+    raise TypeError(f"a kernel takes no argument of type {type(value).__name__}")
+
+
+def _leaves(value: Any, kind: Any, path: Path) -> Iterator[tuple[Path, Any, str]]:
+    if isinstance(kind, tuple):
+        for position, (element, element_kind) in enumerate(zip(value, kind, strict=True)):
+            yield from _leaves(element, element_kind, (*path, position))
+    else:
+        yield path, value, kind
+
+
+def _is_divisible(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        # A meta tensor has no address; allocations start on a multiple of 512 bytes.
+        return value.storage_offset() * value.element_size() % DIVISOR == 0
+    return type(value) is int and value % DIVISOR == 0
+
+
+def _cuobjdump(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory of a thread."""
+    printed = _cuobjdump(cubin, "-res-usage")
+    found = RESOURCES.search(printed)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage printed no registers: {printed}")
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def _expects_tensor_core(source: str, optimized: str) -> bool:
+    """Whether a product of 16-bit or TF32 factors is there, and is left once what nobody reads has been taken out."""
+    fast = any(
+        product["type"] in ("f16", "bf16") or "inputPrecision = tf32" in product["options"]
+        for product in PRODUCT.finditer(source)
+    )
+    return fast and ANY_PRODUCT.search(optimized) is not None
+
+
+def _redundancy(optimized: str) -> float:
+    """`Measurement.redundancy` from Triton's code for GPUs; 1 without products on the tensor cores."""
+    layouts = {found["layout"]: found for found in WARPS.finditer(optimized)}
+    computed = needed = 0.0
+    for found in SHARED_PRODUCT.finditer(optimized):
+        layout = layouts.get(found["layout"])
+        if layout is None:
+            continue
+        rows, columns, size = int(found["rows"]), int(found["columns"]), int(found["depth"])
+        width = 8 if layout["version"] == "2" else int(layout["width"])
+        covered = max(rows, 16 * int(layout["rows"])) * max(columns, width * int(layout["columns"]))
+        computed += covered * size
+        needed += rows * columns * size
+    return computed / needed if needed else 1.0

@@ -1,0 +1,280 @@
+"""What the ahead-of-time compilation found: JSON to go on from, CSV of every figure, Markdown for people."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from cdt_fast.kernels.aot.case import PRECISIONS
+from cdt_fast.kernels.aot.cases import FAMILIES
+from cdt_fast.kernels.aot.compile import Configuration, Measurement
+from cdt_fast.kernels.launch import CARDS
+
+Measurements = Mapping[Configuration, Measurement]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One launch of one case on one card.
+
+    Attributes:
+        family, case, precision, card: their names.
+        aligned: whether the case's sizes are multiples of sixteen.
+        divisible: whether the code may rely on what sixteen divides.
+        configuration: what is compiled for it.
+    """
+
+    family: str
+    case: str
+    precision: str
+    card: str
+    aligned: bool
+    divisible: bool
+    configuration: Configuration
+
+    @property
+    def spill_allowed(self) -> bool:
+        """float32 tiles and odd sizes and addresses may be slow; what training runs on by default may not."""
+        return not (self.aligned and self.divisible) or PRECISIONS[self.precision].dtype == torch.float32
+
+
+COLUMNS = (
+    *("family", "kernel", "case", "numbers", "card", "any alignment", "warps", "stages"),
+    *("registers", "spilled bytes", "shared bytes", "tensor-core instructions", "redundancy", "fault"),
+)
+
+
+class Ceiling(NamedTuple):
+    """What a card can do at most: dense bfloat16 products summed in float32 (TFLOP/s), and its memory (GB/s)."""
+
+    tera_flop: float
+    giga_bytes: float
+
+    def floor(self, flop: float, traffic: float) -> tuple[float, str]:
+        """The microseconds below which it cannot be, and what holds it there."""
+        compute, memory = flop / self.tera_flop * 1e-6, traffic / self.giga_bytes * 1e-3
+        return (compute, "compute") if compute > memory else (memory, "memory")
+
+
+# As NVIDIA publishes them: the white papers of GA102 (version 2), Ada and Blackwell RTX for the GeForce cards, the data
+# sheet of the H200 (half of its figure with sparsity). An H200 was measured at 790 TFLOP/s and 4,300 GB/s.
+CEILINGS = {
+    "RTX 3090": Ceiling(71, 936),
+    "RTX 4090": Ceiling(165, 1008),
+    "RTX 5090": Ceiling(209, 1792),
+    "H200": Ceiling(989, 4800),
+}
+
+
+def faults(rows: Iterable[Row], measurements: Measurements) -> list[str]:
+    """Every fault, a line each, with what has it."""
+    return [
+        f"{row.family}, {row.case}, {row.precision}, {row.card}"
+        f"{'' if row.divisible else ', any alignment'}: {row.configuration.kernel} {fault}"
+        for row in rows
+        for fault in measurements[row.configuration].faults(row.configuration.card, row.spill_allowed)
+    ]
+
+
+def as_json(rows: Iterable[Row], measurements: Measurements) -> str:
+    """A list of objects, one a row that is measured, with everything that was measured."""
+    measured = (row for row in rows if row.configuration in measurements)
+    return json.dumps([_record(row, measurements[row.configuration]) for row in measured], indent=1, default=str)
+
+
+def from_json(
+    records: Iterable[Mapping[str, Any]], configurations: Iterable[Configuration]
+) -> dict[Configuration, Measurement]:
+    """What `as_json` wrote of these configurations, where neither their source nor Triton has changed since."""
+    names = [field.name for field in fields(Measurement)]
+    known = {
+        record["digest"]: Measurement(**{name: record[name] for name in names})
+        for record in records
+        # An older program may have measured less.
+        if record.keys() >= set(names)
+    }
+    digests = {configuration: configuration.digest for configuration in configurations} if known else {}
+    return {configuration: known[digest] for configuration, digest in digests.items() if digest in known}
+
+
+def as_csv(rows: Iterable[Row], measurements: Measurements) -> str:
+    """A line a row: what it is, and the figures that people look for."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        configuration, found = row.configuration, measurements[row.configuration]
+        names = (row.family, configuration.kernel, row.case, row.precision, row.card, "" if row.divisible else "yes")
+        figures = (
+            found.registers, found.local_bytes, found.shared_bytes, found.tensor_core_instructions,
+            f"{found.redundancy:.3g}",
+        )  # fmt: skip
+        fault = "; ".join(found.faults(configuration.card, row.spill_allowed))
+        writer.writerow((*names, configuration.warps, configuration.stages, *figures, fault))
+    return file.getvalue()
+
+
+def _record(row: Row, measurement: Measurement) -> dict[str, object]:
+    configuration = row.configuration
+    return {
+        "family": row.family,
+        "case": row.case,
+        "precision": row.precision,
+        "card": row.card,
+        "divisible": row.divisible,
+        "digest": configuration.digest,
+        "kernel": configuration.kernel,
+        "constants": configuration.named_constants,
+        "warps": configuration.warps,
+        "stages": configuration.stages,
+        **asdict(measurement),
+        "faults": measurement.faults(configuration.card, row.spill_allowed),
+    }
+
+
+def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str, table: str | None = None) -> str:
+    """The document: the command that made it, a summary, a table a family, the floors; `table` is the CSV beside it."""
+    families, cards = list(dict.fromkeys(row.family for row in rows)), list(dict.fromkeys(row.card for row in rows))
+    broken = faults(rows, measurements)
+    parts = [
+        "# The kernels, compiled for every card",
+        f"Made by `{command}` with Triton {triton.__version__}, without a GPU: do not edit. `make kernels-report` "
+        "makes it for every card and dtype. "
+        f"{f'Every configuration is a line of [{table}]({table}). ' if table else ''}"
+        "The launchers are called with tensors that have a shape and no memory, and what they would launch is "
+        "compiled for the card; the figures are read from the machine code. They say that a kernel fits, not how "
+        "fast it is.",
+        "## Summary",
+        _summary(rows, measurements, cards),
+        "A configuration is one kernel with one choice of types, flags and block shape. Shared memory is that of a "
+        "block, in bytes; a spill is local memory, in bytes a thread. Odd sizes are those that sixteen does not "
+        "divide: their loads are narrow, and they may spill, as float32 may. *Any alignment* is the same code for "
+        "views whose address and strides sixteen need not divide: its loads are narrow and mostly not pipelined, and "
+        "the only claim is that it compiles and fits.",
+        "No faults." if not broken else "**Faults**\n\n" + "\n".join(f"- {line}" for line in broken),
+        "## Kernels",
+        "The worst of all cases of a kernel whose sizes sixteen divides: most registers of a thread / most shared "
+        "memory of a block in KiB / tensor-core instructions in the code, the fewest and the most; ×, where several "
+        "warps compute the same products: what is computed over what is needed, at most; bold where registers spill.",
+    ]
+    for family in families:
+        parts += [f"### {family}", _table([row for row in rows if row.family == family], measurements, cards)]
+    parts += [
+        "## Floors",
+        "The least time that the work can take in bfloat16, from published figures: sums and products over the dense "
+        "rate of the tensor cores, bytes (every input once, every output once) over the memory's bandwidth, whichever "
+        "is larger. *Intensity* is the ratio of the two, in FLOP a byte.",
+        _floors(families),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(rows: Sequence[Row], measurements: Measurements, cards: Sequence[str]) -> str:
+    head = (
+        "card",
+        "",
+        "configurations",
+        "do not compile",
+        "spill, 16 bits",
+        "spill, 16 bits, odd sizes",
+        "spill, float32",
+        "most shared memory",
+        "the card's",
+    )
+    lines = []
+    for card in cards:
+        for divisible in (True, False):
+            here = {row.configuration: row for row in rows if row.card == card and row.divisible == divisible}
+            if not here:
+                continue
+            found = [measurements[configuration] for configuration in here]
+            lines.append(
+                (
+                    card,
+                    "" if divisible else "any alignment",
+                    str(len(here)),
+                    str(sum(measurement.error is not None for measurement in found)),
+                    _spills(here.values(), measurements, 2, True),
+                    _spills(here.values(), measurements, 2, False),
+                    _spills(here.values(), measurements, 4),
+                    f"{max(measurement.shared_bytes for measurement in found):,}",
+                    f"{CARDS[card].shared_memory:,}",
+                )
+            )
+    return _lines(head, lines)
+
+
+def _spills(rows: Iterable[Row], measurements: Measurements, item_bytes: int, aligned: bool | None = None) -> str:
+    """How many configurations of numbers of that many bytes, aligned or not or all, spill, and the most bytes."""
+    spilled = [
+        measurements[row.configuration].local_bytes
+        for row in rows
+        if PRECISIONS[row.precision].dtype.itemsize == item_bytes
+        and aligned in (None, row.aligned)
+        and measurements[row.configuration].local_bytes
+    ]
+    return f"{len(spilled)} (up to {max(spilled)} bytes)" if spilled else "0"
+
+
+def _floors(families: Sequence[str]) -> str:
+    head = ("work", "GFLOP", "MB", "intensity", *(f"{card}, µs" for card in CEILINGS))
+    lines = []
+    for family in families:
+        for case in FAMILIES[family](torch.bfloat16):
+            if case.flop is None:
+                continue
+            traffic = case.traffic(CARDS["RTX 3090"])
+            floors = (ceiling.floor(case.flop, traffic) for ceiling in CEILINGS.values())
+            lines.append(
+                (
+                    f"{family}: {case.name}",
+                    f"{case.flop / 1e9:.1f}",
+                    f"{traffic / 1e6:.1f}",
+                    f"{case.flop / traffic:.0f}",
+                    *(f"{microseconds:.0f} ({bound})" for microseconds, bound in floors),
+                )
+            )
+    return _lines(head, lines)
+
+
+def _table(rows: Sequence[Row], measurements: Measurements, cards: Sequence[str]) -> str:
+    """A line a kernel and its numbers, with the worst of its cases on each card."""
+    kernels: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
+    for row in rows:
+        if row.divisible and row.aligned:
+            found = kernels.setdefault((row.configuration.kernel, row.precision), {})
+            found.setdefault(row.card, []).append(measurements[row.configuration])
+    lines = [
+        (f"`{kernel}`", precision, *(_worst(found.get(card, [])) for card in cards))
+        for (kernel, precision), found in kernels.items()
+    ]
+    return _lines(("kernel", "numbers", *cards), lines)
+
+
+def _worst(found: Sequence[Measurement]) -> str:
+    if not found:
+        return "–"
+    failed = sum(measurement.error is not None for measurement in found)
+    if failed:
+        return f"**{failed} of {len(found)} do not compile**"
+    instructions = sorted({measurement.tensor_core_instructions for measurement in found})
+    shared = max(measurement.shared_bytes for measurement in found) / 1024
+    figures = f"{max(measurement.registers for measurement in found)} / {shared:.1f} / {instructions[0]}"
+    if len(instructions) > 1:
+        figures += f"–{instructions[-1]}"
+    redundancy = max(measurement.redundancy for measurement in found)
+    if redundancy > 1:
+        figures += f" ×{redundancy:.3g}"
+    spilled = max(measurement.local_bytes for measurement in found)
+    return f"{figures} **({spilled} bytes spilled)**" if spilled else figures
+
+
+def _lines(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))

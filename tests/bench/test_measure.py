@@ -1,0 +1,208 @@
+"""The gate, the turns, the floor and the fits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cdt_fast.bench import measure as measuring
+from cdt_fast.bench.case import Case, Step, Way
+from cdt_fast.bench.ceilings import Ceilings, floor_seconds, shares_of_floor
+from cdt_fast.bench.clock import Rounds, calls_a_reading, turns
+from cdt_fast.bench.fits import fit_exponent, fit_series
+from cdt_fast.bench.measure import Refused, disagreement, measure, median_ratio
+from tests.bench.bench_cases import case_of, fails, steady, unavailable
+
+CPU = torch.device("cpu")
+
+
+def no_memory(case: Case, way: Way, step: Step) -> str:
+    return "not asked for"
+
+
+def measured(case: Case, rounds: Rounds | int = 3) -> dict[str, dict[str, object]]:
+    rounds = Rounds.exactly(rounds) if isinstance(rounds, int) else rounds
+    return measure(case, CPU, rounds, Ceilings(CPU, "toy"), no_memory)["ways"]
+
+
+def test_what_differs_fails_or_is_missing_is_reported_and_not_timed() -> None:
+    ways = measured(
+        case_of(
+            Way("eager", "eager", steady(1.0)),
+            Way("wrong", "peer", steady(1.01)),
+            Way("fails", "peer", fails),
+            Way("missing", "peer", unavailable),
+            Way("ours", "ours", steady(1.0005)),
+        )
+    )
+    assert [way["status"] for way in ways.values()] == ["timed", "wrong", "failed", "unavailable", "timed"]
+    assert ways["wrong"]["reason"] == "differs from the formula by 1.0e-02, more than 1e-03: not timed"
+    assert ways["fails"]["reason"] == "RuntimeError: no such kernel and a second line"
+    assert ways["missing"]["reason"] == "no such package"
+    assert all("median_seconds" not in ways[name] for name in ("wrong", "fails", "missing"))
+    assert len(ways["ours"]["seconds"]) == 3  # type: ignore[arg-type]
+    assert ways["ours"]["over_best_peer"] is None  # none was timed
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_gate_refuses_what_is_not_finite(bad: float) -> None:
+    assert disagreement([torch.tensor([bad, 1.0])], [torch.ones(2)]) == math.inf
+
+
+def test_the_gate_compares_every_tensor_against_its_own_size() -> None:
+    large, small = torch.full((4,), 1e6), torch.full((4,), 1e-6)
+    assert disagreement([large, 1.1 * small], [large, small]) == pytest.approx(0.1)
+    assert disagreement([torch.zeros(2)], [torch.zeros(2)]) == 0.0
+    assert disagreement([torch.full((2,), 1e-9)], [torch.zeros(2)]) == math.inf
+
+
+@pytest.mark.parametrize("found", [[torch.ones(3), torch.ones(3)], [torch.ones(1)], []])
+def test_the_gate_refuses_other_shapes(found: list[torch.Tensor]) -> None:
+    with pytest.raises(Refused, match="other shapes"):
+        disagreement(found, [torch.ones(3)])
+
+
+def test_a_way_with_its_own_formula_is_held_to_that() -> None:
+    twos = lambda: [torch.full((3,), 2.0)]  # noqa: E731
+    case = case_of(Way("eager", "eager", steady(2.0), twos), Way("ours", "ours", steady(2.0)))
+    assert [way["status"] for way in measured(case).values()] == ["timed", "wrong"]
+
+
+def test_a_formula_that_fails_lets_no_way_through() -> None:
+    def too_large() -> list[torch.Tensor]:
+        raise MemoryError("too large")
+
+    (way,) = measured(case_of(Way("eager", "eager", steady(1.0)), expected=too_large)).values()
+    assert (way["status"], way["reason"]) == (
+        "wrong",
+        "nothing to compare with: the formula gave MemoryError: too large",
+    )
+
+
+def test_a_way_that_fails_while_it_is_timed_drops_out() -> None:
+    def prepare() -> Step:
+        calls = iter([True] * 3)
+
+        def step() -> list[torch.Tensor]:
+            if not next(calls, False):
+                raise RuntimeError("used up")
+            return [torch.ones(3)]
+
+        return step
+
+    ways = measured(case_of(Way("eager", "eager", steady(1.0)), Way("ours", "ours", prepare)), rounds=50)
+    assert ways["eager"]["status"] == "timed"
+    assert (ways["ours"]["status"], ways["ours"]["reason"]) == ("failed", "RuntimeError: used up")
+
+
+def test_every_way_takes_its_turn_once_a_round_and_first_in_turn() -> None:
+    assert list(turns(["a", "b", "c"], 4)) == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+    assert list(turns([], 2)) == [[], []]
+    assert list(turns(["a", "b", "c"], 3, {"b": 1})) == [["a", "b", "c"], ["c", "a"], ["a", "c"]]
+
+
+def test_as_many_rounds_as_fit_and_no_fewer_than_the_least() -> None:
+    rounds = Rounds(least=5, most=15, budget=8.0)
+    assert [rounds.fitting(one) for one in (100.0, 1.7, 1.0, 0.8, 0.0)] == [5, 5, 8, 10, 15]
+    assert [Rounds.exactly(3).fitting(one) for one in (100.0, 1e-6)] == [3, 3]
+
+
+def test_a_way_is_slow_against_eager_and_against_the_budget() -> None:
+    rounds = Rounds(least=5, most=15, budget=8.0, of_slow=2)
+    assert rounds.is_slow(4.0, 0.4)
+    assert not rounds.is_slow(4.0, 2.0)  # eager takes long, too
+    assert not rounds.is_slow(0.5, 0.01)  # short enough
+    assert not Rounds.exactly(5).is_slow(4.0, 0.4)  # so many were asked for
+
+
+def test_a_slow_peer_takes_part_in_the_first_rounds_alone() -> None:
+    def lasting(seconds: float) -> Callable[[], Step]:
+        def step() -> list[torch.Tensor]:
+            time.sleep(seconds)
+            return [torch.ones(3)]
+
+        return lambda: step
+
+    ways = [Way("eager", "eager", lasting(0.006)), Way("slow", "peer", lasting(0.1)), Way("ours", "ours", lasting(0.1))]
+    found = measured(case_of(*ways, flop=1.0, moved=1.0), Rounds(3, 3, 0.05, of_slow=2))
+    assert {name: len(way["seconds"]) for name, way in found.items()} == {"eager": 3, "slow": 2, "ours": 3}  # type: ignore[arg-type]
+    assert found["slow"]["over_eager"] == pytest.approx(0.06, abs=0.055)
+    assert found["ours"]["over_best_peer"] is not None
+    assert "share_of_floor" in found["slow"]
+
+
+def test_nothing_is_probed_where_no_way_can_run() -> None:
+    ceilings = Ceilings(CPU, "toy")
+    case = case_of(Way("eager", "eager", unavailable), flop=1.0, moved=1.0)
+    found = measure(case, CPU, Rounds.exactly(2), ceilings, no_memory)
+    assert found["floor_seconds"] is None
+    assert ceilings.as_dict() == {"flop_per_second": {}, "bytes_per_second": {}}
+
+
+def test_the_ways_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def way(name: str, role: str) -> Way:
+        def step() -> list[torch.Tensor]:
+            called.append(name)
+            return [torch.ones(3)]
+
+        return Way(name, role, lambda: step)
+
+    monkeypatch.setattr(measuring, "calls_a_reading", lambda once: 1)
+    measured(case_of(way("eager", "eager"), way("ours", "ours")), rounds=3)
+    assert called == ["eager"] * 2 + ["ours"] * 2 + ["eager", "ours", "ours", "eager", "eager", "ours"]
+
+
+def test_a_drift_cancels_in_the_ratio() -> None:
+    # The machine slows down fourfold; ours takes half of eager's time in every round.
+    assert median_ratio([1.0, 2.0, 4.0], [0.5, 1.0, 2.0]) == 2.0
+    assert median_ratio([1.0, 9.0, 4.0], [0.5, 3.0, 1.0]) == 3.0
+
+
+def test_short_steps_are_called_several_times_a_reading() -> None:
+    assert calls_a_reading(1.0) == 1
+    assert calls_a_reading(0.001) == 5
+    assert calls_a_reading(0.0) == 100
+
+
+def test_the_floor_is_the_larger_of_compute_and_copy() -> None:
+    assert floor_seconds(flop=8.0, moved=2.0, flop_rate=4.0, byte_rate=2.0) == 2.0
+    assert floor_seconds(flop=8.0, moved=6.0, flop_rate=4.0, byte_rate=2.0) == 3.0
+    # Two rounds: in the second the machine is half as fast, the probes too.
+    shares = shares_of_floor([4.0, 8.0], 8.0, 2.0, product=(4.0, [1.0, 2.0]), copy=(2.0, [1.0, 2.0]))
+    assert shares == [0.5, 0.5]
+
+
+def test_ceilings_are_of_the_fastest_product() -> None:
+    ceilings = Ceilings(CPU, "toy")
+    product = ceilings.product("float32")
+    rates = ceilings.as_dict()["flop_per_second"]["float32"]
+    assert len(rates) == 4
+    assert product.rate == max(rates.values()) == rates[product.name]
+    assert ceilings.copy().work == 2 * 2**20
+    assert ceilings.product("float32") is product
+
+
+def test_the_exponent_of_synthetic_figures() -> None:
+    sizes = [10, 20, 40, 80]
+    assert fit_exponent(sizes, [3e-4 * size**1.5 for size in sizes]) == pytest.approx((1.5, 1.0))
+    assert fit_exponent(sizes, [2.0] * 4) == (0.0, 1.0)
+    exponent, explained = fit_exponent(sizes, [1.0, 2.2, 3.6, 8.8])
+    assert exponent == pytest.approx(1.0, abs=0.05)
+    assert 0.97 < explained < 0.999
+
+
+def test_a_series_needs_three_measured_sizes() -> None:
+    def case(size: int, status: bool) -> dict[str, object]:
+        figures = {"median_seconds": 2.0 * size} if status else {}
+        return {"series": "s", "varied": "T", "shape": {"T": size, "n": 1}, "ways": {"a": figures, "b": {}}}
+
+    assert fit_series([case(1, True), case(2, True), case(4, False)]) == []
+    (fit,) = fit_series([case(4, True), case(2, True), case(1, True)])
+    assert (fit["way"], fit["figure"], fit["sizes"]) == ("a", "median_seconds", [1, 2, 4])
+    assert fit["exponent"] == pytest.approx(1.0)

@@ -1,0 +1,882 @@
+"""The constraints against autograd, a closed-form toy problem, torch's own Adam, and themselves under accumulation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cdt_fast.constraints.descent import REFERENCE_MEASUREMENTS, DescentConstraints
+from cdt_fast.errors import InputError
+
+DUALS = ("ascent", "adam", "pi")
+RESILIENCES = ("slack", "decay", None)
+COUPLINGS = ("chain", "detach", "absolute")
+MODES = ("constraint", "anchor")
+
+
+def feed(constraints: DescentConstraints, *losses: list[float]) -> None:
+    """One step a list of mean losses."""
+    for values in losses:
+        constraints.record(torch.tensor(values, dtype=torch.float64) * 4, 4)
+        constraints.step()
+
+
+def set_multipliers(constraints: DescentConstraints, values: list[float]) -> None:
+    constraints.multipliers.copy_(torch.tensor(values, dtype=torch.float64))
+
+
+# The Lagrangian and its weights
+
+
+def lagrangian(
+    losses: Tensor, multipliers: Tensor, rates: list[float], reference: float | None, coupling: str, mode: str
+) -> Tensor:
+    """MATH.md §2 with its variants, written out term by term."""
+    total = losses[-1]
+    if reference is not None and mode == "constraint":
+        total = total + multipliers[0] * (losses[0] - reference)
+    bound = reference
+    for layer, rate in enumerate(rates, start=1):
+        before = losses[layer - 1]
+        if layer == 1 and mode == "anchor":
+            before = torch.tensor(reference, dtype=torch.float64)
+        if coupling == "detach":
+            before = before.detach()
+        if coupling == "absolute":
+            assert bound is not None
+            bound = bound * (1 - rate)
+            total = total + multipliers[layer] * (losses[layer] - bound)
+        else:
+            total = total + multipliers[layer] * (losses[layer] - (1 - rate) * before)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("coupling", "mode", "reference"),
+    [*itertools.product(COUPLINGS, MODES, [1.7]), ("chain", "constraint", None), ("detach", "constraint", None)],
+)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_weights_are_the_gradient_of_the_lagrangian(
+    coupling: str, mode: str, reference: float | None, data: st.DataObject
+) -> None:
+    layers = data.draw(st.integers(1, 5))
+    rates = data.draw(st.lists(st.floats(0, 0.9), min_size=layers, max_size=layers))
+    values = data.draw(st.lists(st.floats(0, 100), min_size=layers + 1, max_size=layers + 1))
+    if reference is None or mode == "anchor":
+        values[0] = 0.0  # no such constraint, so no update ever moves its multiplier
+    constraints = DescentConstraints(layers, rates, reference, coupling=coupling, reference_mode=mode)
+    set_multipliers(constraints, values)
+
+    losses = torch.linspace(2, 1, layers + 1, dtype=torch.float64, requires_grad=True)
+    total = lagrangian(losses, constraints.multipliers.clone(), rates, reference, coupling, mode)
+    (gradient,) = torch.autograd.grad(total, losses)
+    torch.testing.assert_close(constraints.weights(), gradient, rtol=1e-13, atol=1e-13)
+
+
+def test_weights_are_new_and_outside_autograd() -> None:
+    constraints = DescentConstraints(2, 0.1, 1.0)
+    weights = constraints.weights()
+    feed(constraints, [2.0, 2.0, 2.0])
+    assert weights.tolist() == [0.0, 0.0, 1.0]
+    assert constraints.weights().tolist() != [0.0, 0.0, 1.0]
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize(("coupling", "mode"), [*itertools.product(COUPLINGS, MODES)])
+def test_ascent_follows_the_gradient_of_the_lagrangian_in_the_multipliers(coupling: str, mode: str) -> None:
+    rates, reference = [0.1, 0.3, 0.2], 1.7
+    constraints = DescentConstraints(
+        3, rates, reference, coupling=coupling, reference_mode=mode, dual="ascent", dual_lr=0.5, resilience=None
+    )
+    start = [0.0 if mode == "anchor" else 2.0, 3.0, 4.0, 5.0]
+    set_multipliers(constraints, start)
+    feed(constraints, [2.0, 1.9, 1.1, 1.2])
+    multipliers = torch.tensor(start, dtype=torch.float64, requires_grad=True)
+    losses = torch.tensor([2.0, 1.9, 1.1, 1.2], dtype=torch.float64)
+    (violation,) = torch.autograd.grad(lagrangian(losses, multipliers, rates, reference, coupling, mode), multipliers)
+    torch.testing.assert_close(constraints.multipliers, multipliers.detach() + 0.5 * violation)
+
+
+@pytest.mark.parametrize(
+    ("coupling", "mode", "scale"),
+    [
+        ("chain", "constraint", [1.7, 2.0, 1.9]),
+        ("detach", "constraint", [1.7, 2.0, 1.9]),
+        ("chain", "anchor", [math.inf, 1.7, 1.9]),
+        ("absolute", "constraint", [1.7, 1.7 * 0.9, 1.7 * 0.9 * 0.7]),
+    ],
+)
+def test_normalize_divides_the_violation_in_the_dual_step_only(coupling: str, mode: str, scale: list[float]) -> None:
+    options: dict[str, Any] = {"dual": "ascent", "dual_lr": 1.0, "coupling": coupling, "reference_mode": mode}
+    raw = DescentConstraints(2, [0.1, 0.3], 1.7, **options)
+    relative = DescentConstraints(2, [0.1, 0.3], 1.7, normalize=True, **options)
+    for constraints in (raw, relative):
+        feed(constraints, [2.0, 1.9, 1.8])
+    torch.testing.assert_close(relative.multipliers, raw.multipliers / torch.tensor(scale, dtype=torch.float64))
+    assert raw.multipliers[1:].min() > 0
+    set_multipliers(relative, raw.multipliers.tolist())
+    assert torch.equal(relative.weights(), raw.weights())
+
+
+@pytest.mark.parametrize("coupling", ["chain", "detach", "absolute"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_margin_lowers_every_bound_in_training_and_none_in_the_report(coupling: str, mode: str) -> None:
+    rates, losses = [0.1, 0.3], torch.tensor([2.0, 1.9, 1.8], dtype=torch.float64, requires_grad=True)
+    options: dict[str, Any] = {"coupling": coupling, "reference_mode": mode}
+    with_margin = DescentConstraints(2, rates, 1.7, margin=0.2, dual="ascent", dual_lr=1.0, resilience=None, **options)
+    start = torch.tensor([0.0 if mode == "anchor" else 2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    set_multipliers(with_margin, start.tolist())
+    before = [losses[0], losses[1]] if coupling == "chain" else [losses[0].detach(), losses[1].detach()]
+    bounds = [torch.tensor(1.7), 0.9 * (torch.tensor(1.7) if mode == "anchor" else before[0]), 0.7 * before[1]]
+    if coupling == "absolute":
+        bounds[1:] = [torch.tensor(1.7 * 0.9), torch.tensor(1.7 * 0.9 * 0.7)]
+    violations = [loss - 0.8 * bound for loss, bound in zip(losses, bounds, strict=True)]
+    total = losses[-1] + sum(multiplier * g for multiplier, g in zip(start, violations, strict=True))
+    weights, moves = torch.autograd.grad(total, (losses, start))
+    if mode == "anchor":
+        moves[0] = 0.0
+    torch.testing.assert_close(with_margin.weights(), weights)
+    assert (
+        with_margin.report(losses.detach()).violation
+        == DescentConstraints(2, rates, 1.7, **options).report(losses.detach()).violation
+    )
+    feed(with_margin, losses.tolist())
+    torch.testing.assert_close(with_margin.multipliers, (start + moves).detach())
+
+
+def test_without_a_reference_depth_0_has_no_multiplier() -> None:
+    constraints = DescentConstraints(2, 0.1)
+    feed(constraints, *[[100.0, 200.0, 300.0]] * 5)
+    assert constraints.multipliers[0] == 0
+    assert constraints.multipliers[1:].min() > 0
+    assert constraints.slacks[0] == 0
+
+
+# The rules
+
+
+def test_adam_is_torchs_adam() -> None:
+    torch.manual_seed(0)
+    constraints = DescentConstraints(2, 0.0, 1.0, dual="adam", dual_lr=0.03, betas=(0.9, 0.99), resilience="decay")
+    multipliers = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = torch.optim.Adam([multipliers], lr=0.03, betas=(0.9, 0.99), maximize=True, eps=1e-8)
+    for _ in range(200):
+        losses = 1 + torch.rand(3, dtype=torch.float64)
+        violation = losses - torch.cat([torch.ones(1, dtype=torch.float64), losses[:-1]])
+        constraints.record(losses, 1)
+        constraints.step()
+        multipliers.grad = violation - multipliers.detach()
+        optimizer.step()
+        multipliers.data.clamp_(min=0)
+        torch.testing.assert_close(constraints.multipliers, multipliers.detach(), rtol=0, atol=1e-12)
+    assert constraints.multipliers.max() > 0.1
+
+
+@pytest.mark.parametrize("dual", DUALS)
+def test_multipliers_stay_non_negative(dual: str) -> None:
+    constraints = DescentConstraints(2, 0.1, 1.0, dual=dual, dual_lr=0.5)
+    feed(constraints, [3.0, 3.0, 3.0], *[[0.5, 0.1, 0.01]] * 20)
+    assert constraints.multipliers.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_both_halves_of_a_dual_update_read_the_old_state() -> None:
+    constraints = DescentConstraints(1, 0.0, 1.0, dual="ascent", dual_lr=0.1, slack_cost=2.0, slack_lr=0.25)
+    feed(constraints, [3.0, 3.0])
+    assert constraints.multipliers.tolist() == pytest.approx([0.2, 0.0])
+    assert constraints.slacks.tolist() == [0.0, 0.0]  # not 0.25 · 0.2: λ was still 0
+    feed(constraints, [3.0, 3.0])
+    assert constraints.slacks.tolist() == pytest.approx([0.25 * 0.2, 0.0])
+    feed(constraints, [3.0, 3.0])
+    assert constraints.multipliers.tolist() == pytest.approx([0.4 + 0.1 * (2 - 0.05), 0.0])
+    assert constraints.slacks.tolist() == pytest.approx([0.05 - 0.25 * (2 * 0.05 - 0.4), 0.0])
+
+
+def test_slack_lr_defaults_to_a_tenth_of_the_way() -> None:
+    constraints = DescentConstraints(1, 0.0, 1.0, dual="ascent", slack_cost=4.0)
+    set_multipliers(constraints, [2.0, 0.0])
+    feed(constraints, [1.0, 1.0])
+    assert constraints.slacks.tolist() == pytest.approx([0.1 * 2.0 / 4.0, 0.0])
+
+
+def test_a_slack_that_overshoots_is_projected() -> None:
+    constraints = DescentConstraints(1, 0.0, 1.0, dual="ascent", slack_cost=1.0, slack_lr=1.5)
+    constraints.slacks.fill_(2.0)
+    feed(constraints, [1.0, 1.0])
+    assert constraints.slacks.tolist() == [0.0, 0.0]
+
+
+# The toy problem of MATH.md §2: bounds of 1000 on three constraint functions + 1000, the objective last.
+
+
+def run_toy(constraints: DescentConstraints, steps: int, *, feasible: bool = False) -> tuple[Tensor, Tensor]:
+    """min ½‖x − (1, 2, 0)‖²  s.t.  x₁ ≤ −1, x₁ ≥ 1 (both left out if feasible), x₂ ≤ 1. Return x and the peak of λ."""
+    target = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64)
+    point = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    peak = torch.zeros(4, dtype=torch.float64)
+    for _ in range(steps):
+        first, second, _ = point
+        violations = torch.stack([first + 1, 1 - first, second - 1])
+        if feasible:
+            violations = violations * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+        losses = torch.cat([violations + 1000, 0.5 * (point - target).square().sum().view(1)])
+        (gradient,) = torch.autograd.grad(constraints.weights() @ losses, point)
+        with torch.no_grad():
+            point -= 0.05 * gradient
+        constraints.record(losses, 1)
+        constraints.step()
+        peak = torch.maximum(peak, constraints.multipliers)
+    return point.detach(), peak
+
+
+def toy_constraints(**options: Any) -> DescentConstraints:
+    return DescentConstraints(3, 0.0, 1000.0, coupling="absolute", slack_cost=0.5, **options)
+
+
+TOY_POINT = torch.tensor([0.5, 5 / 3, 0.0], dtype=torch.float64)
+TOY_MULTIPLIERS = torch.tensor([0.75, 0.25, 1 / 3, 0.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("dual", "resilience"), [(dual, resilience) for dual in DUALS for resilience in ("slack", "decay")]
+)
+def test_infeasible_toy_comes_to_rest_at_the_resilient_solution(dual: str, resilience: str) -> None:
+    constraints = toy_constraints(dual=dual, resilience=resilience)
+    point, _ = run_toy(constraints, 1500)
+    torch.testing.assert_close(point, TOY_POINT, rtol=0, atol=1e-4)
+    torch.testing.assert_close(constraints.multipliers, TOY_MULTIPLIERS, rtol=0, atol=1e-4)
+    expected = TOY_MULTIPLIERS / 0.5 if resilience == "slack" else torch.zeros(4, dtype=torch.float64)
+    torch.testing.assert_close(constraints.slacks, expected, rtol=0, atol=2e-4)
+
+
+def test_infeasible_toy_decoupled_decay_rests_elsewhere() -> None:
+    """Why the decay is inside the gradient of Adam: the same problem with AdamW on the multipliers."""
+    target = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64)
+    point = torch.zeros(3, dtype=torch.float64)
+    multipliers = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([multipliers], lr=0.01, betas=(0.0, 0.999), weight_decay=1 / 0.5, maximize=True)
+    for _ in range(3000):
+        first, second, _ = point
+        multipliers.grad = torch.stack([first + 1, 1 - first, second - 1])
+        held = multipliers.detach().clone()
+        point = point - 0.05 * (point - target + torch.stack([held[0] - held[1], held[2], 0 * held[2]]))
+        optimizer.step()
+        multipliers.data.clamp_(min=0)
+    assert (multipliers.detach() - TOY_MULTIPLIERS[:3]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dual", DUALS)
+def test_infeasible_toy_without_resilience_sends_the_multipliers_off(dual: str) -> None:
+    peaks = [run_toy(toy_constraints(dual=dual, resilience=None), steps)[1][:2].min() for steps in (500, 1000)]
+    assert peaks[1] > 1.8 * peaks[0] > 5
+
+
+def test_feasible_toy_dual_momentum_overshoots() -> None:
+    peaks = {}
+    for name, options in {
+        "momentum": {"dual": "adam", "betas": (0.9, 0.999), "dual_lr": 0.05},
+        "default": {"dual": "adam", "dual_lr": 0.05},
+    }.items():
+        _, peak = run_toy(toy_constraints(resilience=None, **options), 800, feasible=True)
+        peaks[name] = float(peak[2])
+    assert peaks["momentum"] > 1.9
+    assert 1 < peaks["default"] < 1.5
+
+
+def test_feasible_toy_is_solved_without_resilience_and_controller_damps() -> None:
+    peaks = []
+    for gain in (0.0, 1.0):
+        constraints = toy_constraints(dual="pi", dual_lr=0.05, proportional_gain=gain, resilience=None)
+        point, peak = run_toy(constraints, 1500, feasible=True)
+        assert point.tolist() == pytest.approx([1.0, 1.0, 0.0], abs=1e-5)
+        assert constraints.multipliers.tolist() == pytest.approx([0.0, 0.0, 1.0, 0.0], abs=1e-5)
+        peaks.append(float(peak[2]))
+    assert peaks[0] > 1.1 > 1.01 > peaks[1]
+
+
+def test_controller_with_decay_is_stable_at_a_large_gain() -> None:
+    """The decay once entered the proportional part, and λ grew to 10¹⁵⁴ at κ_p κ = 2."""
+    constraints = toy_constraints(dual="pi", resilience="decay", proportional_gain=1.0)
+    _, peak = run_toy(constraints, 300)
+    assert peak.max() < 2
+
+
+# Warm-up, windows, epochs, accumulation
+
+
+def test_warmup_keeps_the_constraints_off() -> None:
+    constraints = DescentConstraints(2, 0.1, 1.0, warmup_steps=3)
+    for _ in range(3):
+        assert constraints.weights().tolist() == [0.0, 0.0, 1.0]
+        feed(constraints, [5.0, 5.0, 5.0])
+    assert constraints.multipliers.tolist() == [0.0, 0.0, 0.0]
+    assert constraints.weights().tolist() == [0.0, 0.0, 1.0]
+    feed(constraints, [5.0, 5.0, 5.0])
+    assert constraints.multipliers.min() > 0
+
+
+def test_warmup_losses_do_not_leak_into_the_first_update() -> None:
+    constraints = DescentConstraints(1, 0.0, 1.0, dual="ascent", dual_lr=1.0, warmup_steps=3, dual_every=2)
+    feed(constraints, *[[100.0, 100.0]] * 3, [2.0, 2.0])
+    assert constraints.multipliers.tolist() == [0.0, 0.0]
+    feed(constraints, [4.0, 4.0])
+    assert constraints.multipliers.tolist() == [2.0, 0.0]
+
+
+def test_dual_every_updates_from_all_losses_of_the_window() -> None:
+    constraints = DescentConstraints(1, 0.0, 1.0, dual="ascent", dual_lr=1.0, resilience=None, dual_every=3)
+    seen = []
+    for loss, count in [(2.0, 1), (3.0, 2), (5.0, 5)] * 2:
+        constraints.record(torch.full((2,), loss * count, dtype=torch.float64), count)
+        constraints.step()
+        seen.append(float(constraints.multipliers[0]))
+    mean = (2.0 + 3.0 * 2 + 5.0 * 5) / 8
+    assert seen == pytest.approx([0.0, 0.0, mean - 1, mean - 1, mean - 1, 2 * (mean - 1)])
+
+
+def test_epoch_end_restarts_the_slacks_and_nothing_else() -> None:
+    constraints = DescentConstraints(2, 0.1, 1.0)
+    feed(constraints, *[[5.0, 5.0, 5.0]] * 10)
+    multipliers = constraints.multipliers.clone()
+    assert constraints.slacks.min() > 0
+    constraints.epoch_end()
+    assert constraints.slacks.tolist() == [0.0, 0.0, 0.0]
+    assert torch.equal(constraints.multipliers, multipliers)
+
+
+@pytest.mark.parametrize(("dual", "resilience"), [*itertools.product(DUALS, RESILIENCES)])
+def test_accumulation_is_exact_for_unequal_counts(dual: str, resilience: str | None) -> None:
+    """1 × 8 against 3 + 1 + 2 + 2 items, through a model: the mean of the micro-batch means would not do."""
+
+    def train(sizes: list[int]) -> tuple[DescentConstraints, Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        constraints = DescentConstraints(3, 0.2, 0.5, dual=dual, dual_lr=0.05, resilience=resilience)
+        for _ in range(60):
+            inputs, target = torch.randn(2, 8, 4, dtype=torch.float64)
+            weights = constraints.weights()
+            for part, wanted in zip(inputs.split(sizes), target.split(sizes), strict=True):
+                hidden = [part]
+                for layer in model:
+                    hidden.append(hidden[-1] + 0.1 * layer(hidden[-1]).tanh())
+                sums = torch.stack([(each - wanted).square().mean(1).sum() for each in hidden])
+                ((weights @ sums) / 8).backward()
+                constraints.record(sums, torch.tensor(len(part)))
+            optimizer.step()
+            optimizer.zero_grad()
+            constraints.step()
+        return constraints, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    whole, whole_parameters = train([8])
+    parts, parts_parameters = train([3, 1, 2, 2])
+    assert whole.multipliers.max() > 0.1
+    torch.testing.assert_close(parts.weights(), whole.weights(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(parts.multipliers, whole.multipliers, rtol=0, atol=1e-12)
+    torch.testing.assert_close(parts_parameters, whole_parameters, rtol=0, atol=1e-12)
+
+
+# The reference
+
+
+def test_auto_reference_is_the_mean_of_the_first_measurements() -> None:
+    constraints = DescentConstraints(1, 0.0, "auto", dual="ascent", dual_lr=1.0, resilience=None, warmup_steps=5)
+    values = [1.0 + 0.1 * index for index in range(REFERENCE_MEASUREMENTS)]
+    for value in values[:-1]:
+        feed(constraints, [value, value - 0.5])
+    assert constraints.multipliers.tolist() == [0.0, 0.0]
+    assert constraints.report([9.0, 1.0]).violation[0] is None
+    feed(constraints, [values[-1], 0.0])
+    mean = sum(values) / len(values)
+    assert float(constraints.reference_level) == pytest.approx(mean, rel=1e-12)
+    assert constraints.multipliers.tolist() == pytest.approx([values[-1] - mean, 0.0])
+    feed(constraints, [500.0, 0.0])
+    assert float(constraints.reference_level) == pytest.approx(mean, rel=1e-12)
+    assert constraints.report([9.0, 1.0]).violation[0] == pytest.approx(9.0 - mean)
+
+
+@pytest.mark.parametrize(("coupling", "mode"), [("chain", "anchor"), ("detach", "constraint"), ("absolute", "anchor")])
+def test_only_the_constraints_that_need_the_auto_reference_wait_for_it(coupling: str, mode: str) -> None:
+    waiting = {("chain", "anchor"): [1], ("detach", "constraint"): [0]}.get((coupling, mode), [1, 2])
+    constraints = DescentConstraints(2, 0.1, "auto", coupling=coupling, reference_mode=mode, dual="ascent")
+    losses = [2.0, 3.0, 4.0]
+    feed(constraints, *[losses] * (REFERENCE_MEASUREMENTS - 1))
+    exists = [depth for depth in range(3) if depth or mode == "constraint"]
+    active = [depth for depth in range(3) if constraints.multipliers[depth] > 0]
+    assert active == [depth for depth in exists if depth not in waiting]
+    feed(constraints, losses, [3.0, 4.0, 5.0])
+    assert [depth for depth in range(3) if constraints.multipliers[depth] > 0] == exists
+
+
+def test_adam_takes_a_late_constraint_for_a_new_one() -> None:
+    constraints = DescentConstraints(1, 0.0, "auto", dual_lr=0.01, resilience=None)
+    feed(constraints, *[[2.0, 3.0]] * REFERENCE_MEASUREMENTS)
+    feed(constraints, [3.0, 3.0])
+    # The 20th measurement, with a violation of zero, was its first update, so this is its second.
+    assert float(constraints.multipliers[0]) == pytest.approx(0.01 / math.sqrt(0.001 / (1 - 0.999**2)), rel=1e-6)
+
+
+def test_anchor_bounds_the_first_layer_by_the_reference() -> None:
+    constraints = DescentConstraints(2, 0.1, 1.0, dual="ascent", dual_lr=1.0, reference_mode="anchor")
+    feed(constraints, [1000.0, 1.5, 1.0])
+    assert constraints.multipliers.tolist() == pytest.approx([0.0, 0.6, 0.0])
+    assert constraints.weights().tolist() == pytest.approx([0.0, 0.6, 1.0])
+
+
+# Losses that are not finite
+
+
+@pytest.mark.parametrize(("dual", "resilience"), [*itertools.product(DUALS, RESILIENCES)])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_loss_leaves_no_trace(dual: str, resilience: str | None, broken: float) -> None:
+    clean, hit = (DescentConstraints(2, 0.1, "auto", dual=dual, resilience=resilience) for _ in range(2))
+    for step in range(30):
+        for constraints in (clean, hit):
+            feed(constraints, [2.0 + step % 3, 3.0, 4.0])
+        if step % 4 == 0:
+            feed(hit, [2.0, broken, 4.0])
+    assert int(hit.skipped_updates) == 8
+    assert int(clean.skipped_updates) == 0
+    assert torch.equal(hit.multipliers, clean.multipliers)
+    assert torch.equal(hit.slacks, clean.slacks)
+    assert torch.equal(hit.reference_level, clean.reference_level)
+    for constraints in (clean, hit):
+        feed(constraints, [2.0, 3.0, 4.0])
+    assert torch.equal(hit.multipliers, clean.multipliers)
+
+
+def test_a_loss_that_no_constraint_reads_counts_too() -> None:
+    constraints = DescentConstraints(2, 0.1, 1.0, reference_mode="anchor")
+    feed(constraints, [math.nan, 2.0, 2.0])
+    assert int(constraints.skipped_updates) == 1
+    assert constraints.multipliers.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_overflows_on_the_way_is_skipped_too() -> None:
+    constraints = DescentConstraints(2, 0.1, 1.0, dual="ascent", normalize=True)
+    feed(constraints, [2.0, 0.0, 1.0])  # g_2 relative to a loss of zero
+    constraints.record(torch.zeros(3, dtype=torch.float64), torch.tensor(0))
+    constraints.step()
+    adam = DescentConstraints(2, 0.1, 1.0, dual="adam", resilience=None)
+    feed(adam, [1e200, 1.0, 1.0])
+    assert int(constraints.skipped_updates) == 2
+    assert int(adam.skipped_updates) == 1
+    assert constraints.multipliers.tolist() == adam.multipliers.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_constraint_that_is_absent_is_no_overflow() -> None:
+    """Without a reference its entry is NaN here."""
+    constraints = DescentConstraints(2, 0.1, dual="ascent", normalize=True)
+    feed(constraints, [2.0, 2.0, 2.0])
+    assert int(constraints.skipped_updates) == 0
+    assert constraints.multipliers[1:].min() > 0
+
+
+# No waiting for the device, no new storage
+
+
+class NoHostSync(TorchDispatchMode):
+    """Refuses what would make the host wait for a value on the device."""
+
+    FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self.FORBIDDEN, f"host synchronization: {name}"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_probe_for_host_synchronization_works() -> None:
+    value = torch.ones(())
+    for read in (float, bool, torch.Tensor.item):
+        with pytest.raises(AssertionError, match="host synchronization"), NoHostSync():
+            read(value)
+
+
+EVERY_KIND = [
+    {"dual": dual, "resilience": resilience, "coupling": coupling, "reference_mode": mode}
+    for dual, resilience, coupling, mode in itertools.product(DUALS, RESILIENCES, COUPLINGS, MODES)
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: "-".join(map(str, kind.values())))
+def test_nothing_waits_for_the_device(kind: dict[str, Any], device: str) -> None:
+    constraints = DescentConstraints(
+        3, 0.1, "auto", normalize=True, warmup_steps=2, dual_every=2, device=device, **kind
+    )
+    losses, count = torch.rand(4, device=device), torch.tensor(3, device=device)
+    with NoHostSync():
+        for _ in range(REFERENCE_MEASUREMENTS * 2 + 4):
+            constraints.weights()
+            constraints.record(losses, 2)
+            constraints.record(losses, count)
+            constraints.step()
+        constraints.epoch_end()
+    assert constraints.weights().device.type == device
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_waits_for_cuda() -> None:
+    every = [DescentConstraints(3, 0.1, "auto", normalize=True, device="cuda", **kind) for kind in EVERY_KIND]
+    losses, count = torch.rand(4, device="cuda"), torch.tensor(2, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for constraints, _ in itertools.product(every, range(3)):
+            constraints.weights()
+            constraints.record(losses, 2)
+            constraints.record(losses, count)
+            constraints.step()
+            constraints.epoch_end()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: "-".join(map(str, kind.values())))
+def test_the_state_keeps_its_storage(kind: dict[str, Any]) -> None:
+    constraints = DescentConstraints(3, 0.1, "auto", **kind)
+
+    def storages() -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in constraints._tensors().items()}
+
+    before, saved = storages(), constraints.state_dict()
+    feed(constraints, *[[2.0, 3.0, 4.0, 5.0]] * 25, [2.0, math.nan, 4.0, 5.0])
+    constraints.epoch_end()
+    constraints.load_state_dict(saved)
+    assert storages() == before
+    assert torch.equal(constraints.multipliers, torch.zeros(4, dtype=torch.float64))
+
+
+def test_the_state_goes_where_the_first_losses_are_and_stays() -> None:
+    constraints = DescentConstraints(1)
+    assert constraints.device.type == "cpu"
+    constraints.record(torch.ones(2, device="meta"), 1)
+    assert constraints.device.type == "meta"
+    assert constraints.weights().device.type == "meta"
+    with pytest.raises(InputError, match=r"loss_sums is on cpu; expected meta"):
+        constraints.record(torch.ones(2), 1)
+    assert DescentConstraints(1, device="meta").multipliers.device.type == "meta"
+    with pytest.raises(InputError, match=r"on meta; expected cpu"):
+        DescentConstraints(1, device="cpu").record(torch.ones(2, device="meta"), 1)
+
+
+def test_dtype() -> None:
+    assert DescentConstraints(1).weights().dtype == torch.float64
+    constraints = DescentConstraints(1, 0.0, 1.0, dtype=torch.float32)
+    feed(constraints, [2.0, 2.0])
+    assert constraints.weights().dtype == torch.float32
+    assert constraints.multipliers[0] > 0
+
+
+def test_low_precision_losses_are_accumulated_in_double() -> None:
+    constraints = DescentConstraints(1, 0.0, 1.0, dual="ascent", dual_lr=1.0, resilience=None)
+    for _ in range(1000):
+        constraints.record(torch.full((2,), 1.5, dtype=torch.bfloat16), 1)
+    constraints.step()
+    assert constraints.multipliers.tolist() == [0.5, 0.0]
+
+
+# Saving and restoring
+
+
+def random_losses() -> Iterator[tuple[Tensor, int]]:
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        count = int(torch.randint(1, 9, (), generator=generator))
+        yield count * (1 + torch.rand(4, dtype=torch.float64, generator=generator)), count
+
+
+@pytest.mark.parametrize(("dual", "resilience"), [*itertools.product(DUALS, RESILIENCES)])
+@pytest.mark.parametrize("stop", [7, 23, 61])  # in the warm-up, before and after the automatic reference is fixed
+def test_a_restored_run_continues_bit_for_bit(dual: str, resilience: str | None, stop: int) -> None:
+    def make() -> DescentConstraints:
+        return DescentConstraints(
+            3, [0.1, 0.2, 0.3], "auto", dual=dual, resilience=resilience, smoothing=0.5, warmup_steps=9, dual_every=2
+        )
+
+    def run(constraints: DescentConstraints, losses: Iterator[tuple[Tensor, int]], first: int, last: int) -> None:
+        for micro_batch in range(first, last):  # two micro-batches a step, so an odd stop is inside an accumulation
+            constraints.record(*next(losses))
+            if micro_batch % 2:
+                constraints.step()
+
+    straight, stopped, restored = make(), make(), make()
+    losses = random_losses()
+    run(straight, losses, 0, 121)
+    losses = random_losses()
+    run(stopped, losses, 0, stop)
+    state = stopped.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    restored.load_state_dict({**load_tensors(save_tensors(tensors)), **json.loads(json.dumps(rest, allow_nan=False))})
+    run(restored, losses, stop, 121)
+    for name, expected in straight.state_dict().items():
+        actual = restored.state_dict()[name]
+        same = torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected
+        assert same, name
+    assert straight.multipliers.max() > 0
+
+
+def test_a_state_dict_is_a_copy() -> None:
+    constraints = DescentConstraints(1, 0.1, 1.0)
+    state = constraints.state_dict()
+    feed(constraints, [2.0, 2.0])
+    assert state["multipliers"].tolist() == [0.0, 0.0]
+
+
+DIFFERENT: dict[str, Any] = {
+    "layers": 4,
+    "rate": 0.2,
+    "reference": 2.0,
+    "dual": "ascent",
+    "dual_lr": 0.5,
+    "betas": (0.5, 0.999),
+    "resilience": None,
+    "slack_cost": 3.0,
+    "slack_lr": 0.01,
+    "coupling": "detach",
+    "reference_mode": "anchor",
+    "normalize": True,
+    "margin": 0.1,
+    "warmup_steps": 1,
+    "dual_every": 2,
+    "dtype": torch.float32,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_state_of_other_settings_is_refused(name: str) -> None:
+    options: dict[str, Any] = {"layers": 3, "rate": 0.1, "reference": 1.0}
+    saved = DescentConstraints(**{**options, name: DIFFERENT[name]}).state_dict()
+    here = DescentConstraints(**options)
+    feed(here, [2.0, 2.0, 2.0, 2.0])
+    before = here.multipliers.clone()
+    with pytest.raises(InputError, match=f"the saved state has {'first_beta' if name == 'betas' else name} = "):
+        here.load_state_dict(saved)
+    assert torch.equal(here.multipliers, before)
+
+
+def test_a_damaged_state_is_refused() -> None:
+    constraints = DescentConstraints(2)
+    state = constraints.state_dict()
+    with pytest.raises(InputError, match=r"lacks \['slacks'\] and has the unknown \['odd'\]"):
+        constraints.load_state_dict({**{name: state[name] for name in state if name != "slacks"}, "odd": 1})
+    for wrong in (torch.zeros(7), [0.0, 0.0, 0.0]):
+        with pytest.raises(InputError, match=r"the saved multipliers is .* expected a tensor of shape \[3\]"):
+            constraints.load_state_dict({**state, "multipliers": wrong})
+
+
+# The report
+
+
+def test_report_of_a_feasible_solution() -> None:
+    report = DescentConstraints(2, [0.1, 0.2], 1.0).report([1.0, 0.8, 0.6])
+    assert report.feasible
+    assert report.violation == pytest.approx([0.0, -0.1, -0.04])
+    assert report.relative_violation == pytest.approx([0.0, -0.1, -0.05])
+    assert report.ratio == pytest.approx([0.8, 0.75])
+    assert (report.worst_layer, report.worst_violation) == (0, 0.0)
+    assert str(report) == (
+        "Feasible on held-out data: all 3 constraints hold; the tightest, depth 0 (the reference), has 0.00% to spare."
+    )
+
+
+def test_report_of_an_infeasible_solution() -> None:
+    report = DescentConstraints(3, 0.1, 1.0).report(torch.tensor([1.05, 0.9, 0.9, 0.95]))
+    assert not report.feasible
+    assert report.violation == pytest.approx([0.05, -0.045, 0.09, 0.14], abs=1e-6)
+    assert report.relative_violation == pytest.approx([0.05, -0.045 / 1.05, 0.1, 0.14 / 0.9], abs=1e-6)
+    assert report.worst_layer == 3
+    assert report.worst_violation == pytest.approx(0.14 / 0.9, abs=1e-6)
+    assert str(report) == (
+        "Infeasible on held-out data: 3 of 4 constraints violated; the worst, layer 3, exceeds its bound by 0.14 "
+        "(15.56%)."
+    )
+
+
+def test_report_tolerance_is_relative() -> None:
+    constraints = DescentConstraints(1, 0.0)
+    assert constraints.report([100.0, 104.0], tolerance=0.05).feasible
+    assert not constraints.report([100.0, 104.0], tolerance=0.03).feasible
+    assert not constraints.report([100.0, 104.0]).feasible
+    assert "exceeds its bound by 4 (4.00%), within the tolerance of 5.00%" in str(constraints.report([100, 104], 0.05))
+
+
+def test_report_leaves_out_what_is_no_constraint() -> None:
+    report = DescentConstraints(2, 0.1).report([1.0, 0.8, 0.6])
+    assert report.violation[0] is None
+    assert report.relative_violation[0] is None
+    assert report.feasible
+    anchored = DescentConstraints(2, 0.1, 1.0, reference_mode="anchor").report([9.0, 0.8, 0.6])
+    assert anchored.violation == [None, pytest.approx(-0.1), pytest.approx(-0.12)]
+    assert anchored.relative_violation == [None, pytest.approx(-0.1), pytest.approx(-0.15)]
+    absolute = DescentConstraints(2, 0.5, 8.0, coupling="absolute").report([9.0, 3.0, 3.0])
+    assert absolute.violation == pytest.approx([1.0, -1.0, 1.0])
+    assert absolute.relative_violation == pytest.approx([1 / 8, -1 / 4, 1 / 2])
+    assert absolute.worst_layer == 2
+
+
+def test_report_before_the_auto_reference_is_fixed() -> None:
+    report = DescentConstraints(2, 0.1, "auto", coupling="absolute").report([1.0, 0.5, 0.2])
+    assert not report.feasible
+    assert report.violation == [None, None, None]
+    assert (report.worst_layer, report.worst_violation) == (None, None)
+    assert str(report) == "Not known to be feasible on held-out data: no constraint has a bound yet."
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_that_are_not_finite_are_infeasible(broken: float, depth: int, mode: str) -> None:
+    losses = [1.0, 0.5, 0.2]
+    losses[depth] = broken
+    report = DescentConstraints(2, 0.1, 1.0, reference_mode=mode).report(losses)
+    assert not report.feasible
+    assert str(report) == "Infeasible on held-out data: not every loss is finite."
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_report_of_losses_of_zero() -> None:
+    report = DescentConstraints(2, 0.1, 1.0).report([0.0, 0.0, 0.1])
+    assert report.relative_violation == [-1.0, 0.0, math.inf]
+    assert report.worst_layer == 2
+    assert not report.feasible
+    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["worst_violation"] is None
+
+
+def test_report_as_dict_holds_every_field() -> None:
+    stored = json.loads(json.dumps(DescentConstraints(2, 0.1).report([1.0, 0.8, 0.6]).as_dict(), allow_nan=False))
+    assert stored == {
+        "feasible": True,
+        "finite": True,
+        "violation": [None, pytest.approx(-0.1), pytest.approx(-0.12)],
+        "relative_violation": [None, pytest.approx(-0.1), pytest.approx(-0.15)],
+        "ratio": [pytest.approx(0.8), pytest.approx(0.75)],
+        "worst_layer": 1,
+        "worst_violation": pytest.approx(-0.1),
+        "tolerance": 0.0,
+    }
+
+
+# Presets and errors
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "reference", "mode", "betas", "resilience", "coupling"),
+    [
+        ("paper-video", 0.25, 6.5, "constraint", (0.9, 0.999), "slack", "chain"),
+        ("paper-text", 0.1, 0.9, "anchor", (0.9, 0.999), "slack", "chain"),
+        ("paper-llm", 0.05, 12.0, "anchor", (0.9, 0.999), "slack", "chain"),
+        ("safe", 0.05, "auto", "constraint", (0.0, 0.999), "decay", "detach"),
+    ],
+)
+def test_presets(
+    name: str, rate: float, reference: Any, mode: str, betas: tuple[float, float], resilience: str, coupling: str
+) -> None:
+    state = DescentConstraints.preset(name, 2).state_dict()
+    assert state["rate"] == f"{rate}, {rate}"
+    assert (state["reference"], state["reference_mode"]) == (reference, mode)
+    assert (state["dual"], state["first_beta"], state["second_beta"]) == ("adam", *betas)
+    assert (state["resilience"], state["coupling"]) == (resilience, coupling)
+    assert state["normalize"] == (name == "safe")
+    assert state["warmup_steps"] == 0
+
+
+def test_overrides_win_over_a_preset() -> None:
+    state = DescentConstraints.preset("paper-video", 2, rate=[0.1, 0.2], dual="pi", warmup_steps=7).state_dict()
+    assert (state["rate"], state["dual"], state["warmup_steps"], state["reference"]) == ("0.1, 0.2", "pi", 7, 6.5)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"layers": 0}, "layers must be an integer >= 1, got 0"),
+    ({"layers": 2.0}, "layers must be an integer >= 1, got 2.0"),
+    ({"layers": True}, "layers must be an integer >= 1, got True"),
+    ({"rate": 1.0}, r"rate must be a number in \[0, 1\), or a sequence of 3 of them, one a layer, got 1.0"),
+    ({"rate": -0.1}, "rate must be .*, got -0.1"),
+    ({"rate": "0.1"}, "rate must be .*, got '0.1'"),
+    ({"rate": [0.1, 0.2]}, "rate has 2 entries; expected a number, or a sequence of 3, one a layer"),
+    ({"rate": [0.1, 0.2, math.nan]}, r"rate\[2\] must be a number in \[0, 1\), got nan"),
+    ({"reference": 0.0}, 'reference must be a finite number > 0, "auto" or None, got 0.0'),
+    ({"reference": math.inf}, "reference must be .*, got inf"),
+    ({"reference": "first"}, "reference must be .*, got 'first'"),
+    ({"reference": None, "coupling": "absolute"}, 'reference is None; coupling="absolute" needs one'),
+    ({"reference": None, "reference_mode": "anchor"}, 'reference is None; reference_mode="anchor" needs one'),
+    ({"dual": "sgd"}, "dual must be one of 'ascent', 'adam', 'pi', got 'sgd'"),
+    ({"dual_lr": 0}, "dual_lr must be a finite number > 0, got 0"),
+    ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
+    ({"betas": 0.9}, "betas must be .*, got 0.9"),
+    ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a number in \[0, 1\), got 1.0"),
+    ({"proportional_gain": -1}, "proportional_gain must be a finite number >= 0, got -1"),
+    ({"smoothing": 1.0}, r"smoothing must be a number in \[0, 1\), got 1.0"),
+    ({"resilience": "slacks"}, "resilience must be one of 'slack', 'decay', None, got 'slacks'"),
+    ({"slack_cost": 0.0}, "slack_cost must be a finite number > 0, got 0.0"),
+    ({"slack_lr": -1.0}, "slack_lr must be a finite number > 0, got -1.0"),
+    ({"slack_lr": 4.0, "slack_cost": 0.5}, "slack_lr is 4.0; expected less than 2 / slack_cost = 4"),
+    (
+        {"dual": "ascent", "resilience": "decay", "dual_lr": 1.0, "slack_cost": 0.5},
+        r'dual_lr is 1.0; expected less than 2 × slack_cost = 1 with resilience="decay"',
+    ),
+    ({"coupling": "none"}, "coupling must be one of 'chain', 'detach', 'absolute', got 'none'"),
+    ({"reference_mode": "hold"}, "reference_mode must be one of 'constraint', 'anchor', got 'hold'"),
+    ({"margin": 1.0}, r"margin must be a number in \[0, 1\), got 1.0"),
+    ({"warmup_steps": -1}, "warmup_steps must be an integer >= 0, got -1"),
+    ({"dual_every": 0}, "dual_every must be an integer >= 1, got 0"),
+    ({"dtype": torch.float16}, "dtype must be one of torch.float32, torch.float64, got torch.float16"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_wrong_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        DescentConstraints(**{"layers": 3, "reference": 1.0, **options})
+
+
+def test_wrong_preset() -> None:
+    with pytest.raises(InputError, match="preset must be one of paper-video, paper-text, paper-llm, safe, got 'paper'"):
+        DescentConstraints.preset("paper", 3)
+
+
+@pytest.mark.parametrize(
+    ("loss_sums", "count", "message"),
+    [
+        (torch.zeros(2), 1, r"loss_sums is \(2,\); expected a tensor of shape \(3,\), a sum per depth"),
+        ([1.0, 1.0, 1.0], 1, "loss_sums is list; expected a tensor"),
+        (torch.zeros(3), 0, "count must be a number > 0, got 0"),
+        (torch.zeros(3), -2.0, "count must be .*, got -2.0"),
+        (torch.zeros(3), math.nan, "count must be .*, got nan"),
+        (torch.zeros(3), "8", "count must be .*, got '8'"),
+        (torch.zeros(3), torch.ones(2), r"count has shape \(2,\); expected one element"),
+    ],
+)
+def test_wrong_records(loss_sums: Any, count: Any, message: str) -> None:
+    constraints = DescentConstraints(2)
+    with pytest.raises(InputError, match=message):
+        constraints.record(loss_sums, count)
+    with pytest.raises(InputError, match="nothing was recorded since the last step"):
+        constraints.step()
+
+
+def test_step_needs_a_record_every_time() -> None:
+    constraints = DescentConstraints(2, dual_every=3)
+    feed(constraints, [1.0, 1.0, 1.0])
+    with pytest.raises(InputError, match=r"nothing was recorded since the last step\(\); expected record"):
+        constraints.step()
+
+
+def test_wrong_report() -> None:
+    with pytest.raises(InputError, match=r"losses has shape \(2,\); expected \(3,\), one a depth"):
+        DescentConstraints(2).report([1.0, 1.0])
+    with pytest.raises(InputError, match=r"tolerance must be a finite number >= 0, got -0.1"):
+        DescentConstraints(2).report([1.0, 1.0, 1.0], tolerance=-0.1)

@@ -1,0 +1,63 @@
+"""Two processes that hold unequal shares of each batch against one process that holds it all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cdt_fast.constraints.descent import DescentConstraints
+
+RANKS = 2
+SHARES = ((5, 1), (2, 6), (7, 3))  # items of the two ranks in the micro-batches of a step
+
+
+def make() -> DescentConstraints:
+    return DescentConstraints(2, 0.1, "auto", warmup_steps=3, dual_lr=0.05)
+
+
+def items(step: int, micro_batch: int, rank: int) -> Tensor:
+    """The losses of one rank's items, (items, 3), different for every argument."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + rank)
+    scale = torch.tensor([2.0, 2.1, 1.5], dtype=torch.float64) * (1 + rank)
+    return scale + torch.rand(SHARES[micro_batch][rank], 3, dtype=torch.float64, generator=generator)
+
+
+def train(constraints: DescentConstraints, ranks: tuple[int, ...]) -> Tensor:
+    """Forty steps; return the multipliers after each, (40, 3)."""
+    history = []
+    for step in range(40):
+        for micro_batch in range(len(SHARES)):
+            losses = torch.cat([items(step, micro_batch, rank) for rank in ranks])
+            constraints.record(losses.sum(0), len(losses))
+        if step == 30:
+            # One rank alone meets a NaN: all must skip, or they drift apart.
+            broken = torch.full((3,), torch.nan if 1 in ranks else 1.0, dtype=torch.float64)
+            constraints.record(broken, 1)
+        constraints.step()
+        history.append(constraints.multipliers.clone())
+    return torch.stack(history)
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    constraints = make()
+    history = train(constraints, (rank,))
+    torch.save((history, constraints.reference_level, constraints.skipped_updates), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS))
+    alone = make()
+    history = train(alone, (0, 1))
+    assert history[-1].max() > 0.1
+    assert history[10, 1] > 0
+    for shared, other in zip(first, second, strict=True):
+        assert torch.equal(shared, other)
+    torch.testing.assert_close(first[0], history, rtol=0, atol=1e-12)
+    torch.testing.assert_close(first[1], alone.reference_level, rtol=0, atol=1e-12)
+    assert int(first[2]) == 1

@@ -1,0 +1,384 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import http.server
+import importlib
+import io
+import os
+import re
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cdt_fast.errors import InputError
+from cdt_fast.fetch import DATASETS, fetch
+from cdt_fast.fetch.download import download
+from cdt_fast.fetch.unpack import unpack
+
+download_module = importlib.import_module("cdt_fast.fetch.download")  # the package has a function by this name
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves one file, with the faults that are asked for; keeps the range of each request."""
+
+    daemon_threads = True
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content = content
+        self.etag: str | None = '"one"'
+        self.ranges = True
+        self.drops: list[int] = []
+        self.statuses: list[int] = []
+        self.requests: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/set.zip"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Dropped connections are part of the tests."""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        server = self.server
+        asked = self.headers.get("Range")
+        server.requests.append(asked)
+        if server.statuses:
+            self.send_error(server.statuses.pop(0))
+            return
+        start = 0
+        if asked and server.ranges and self.headers.get("If-Range") in (None, server.etag):
+            [number] = re.findall(r"bytes=(\d+)-", asked)
+            start = int(number)
+            if start >= len(server.content):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(server.content)}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(server.content) - 1}/{len(server.content)}")
+        else:
+            self.send_response(200)
+        if server.etag:
+            self.send_header("ETag", server.etag)
+        self.send_header("Content-Length", str(len(server.content) - start))
+        self.end_headers()
+        body = server.content[start:]
+        self.wfile.write(body[: server.drops.pop(0)] if server.drops else body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def zipped(**files: bytes) -> bytes:
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return memory.getvalue()
+
+
+FILES = {"Set/readme.txt": b"hello", "Set/training_videos/01.avi": os.urandom(200_000)}
+ARCHIVE = zipped(**FILES)
+SUM = hashlib.sha256(ARCHIVE).hexdigest()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server(ARCHIVE)
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(download_module, "FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return tmp_path / "set.zip"
+
+
+def get(server: Server, target: Path, sha256: str = SUM) -> None:
+    download(server.url, target, sha256, progress=False)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def interrupt(server: Server, target: Path, at: int) -> None:
+    """Leave a part of `at` bytes, as an earlier call that was stopped would."""
+    server.drops = [at] + [0] * 20
+    with pytest.raises(InputError, match=f"stopped after {at} bytes"):
+        get(server, target)
+    server.drops = []
+    server.requests.clear()
+
+
+def test_a_download(server, target):
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+    assert names(target.parent) == ["set.zip"]
+    assert server.requests == [None]
+
+
+def test_a_dropped_connection_goes_on_where_it_stopped(server, target):
+    server.drops = [50_000, 70_000]
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+    assert server.requests == [None, "bytes=50000-", "bytes=120000-"]
+
+
+def test_a_later_call_goes_on_where_the_last_one_stopped(server, target):
+    interrupt(server, target, 60_000)
+    assert names(target.parent) == ["set.zip.part", "set.zip.part.json"]
+    get(server, target)
+    assert server.requests == ["bytes=60000-"]
+    assert target.read_bytes() == ARCHIVE
+
+
+@pytest.mark.parametrize("drops", [[], [80_000, 90_000]])
+def test_a_server_that_ignores_ranges(server, target, drops):
+    interrupt(server, target, 60_000)
+    server.ranges = False
+    server.drops = drops
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+
+
+def test_a_server_without_etag(server, target):
+    server.etag = None
+    server.drops = [50_000]
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+    assert server.requests == [None, "bytes=50000-"]
+
+
+def test_a_file_that_changed_on_the_server_is_begun_anew(server, target):
+    interrupt(server, target, 60_000)
+    server.content = zipped(other=b"changed" * 9000)
+    server.etag = '"two"'
+    get(server, target, hashlib.sha256(server.content).hexdigest())
+    assert target.read_bytes() == server.content
+    assert server.requests == ["bytes=60000-"]
+
+
+def test_a_part_that_is_whole_already(server, target):
+    target.with_name("set.zip.part").write_bytes(ARCHIVE)
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+    assert names(target.parent) == ["set.zip"]
+
+
+def test_a_part_that_is_too_long_is_begun_anew(server, target):
+    target.with_name("set.zip.part").write_bytes(ARCHIVE + b"more")
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+    assert server.requests[-1] is None
+
+
+def test_a_wrong_sum_removes_the_part(server, target):
+    with pytest.raises(InputError) as caught:
+        get(server, target, "0" * 64)
+    assert SUM in str(caught.value)
+    assert "0" * 64 in str(caught.value)
+    assert names(target.parent) == []
+
+
+def test_passing_errors_of_the_server_are_retried(server, target):
+    server.statuses = [503, 500, 429]
+    get(server, target)
+    assert len(server.requests) == 4
+
+
+def test_retries_are_bounded(server, target):
+    server.statuses = [503] * 99
+    with pytest.raises(InputError, match=r"stopped after 0 bytes .*503"):
+        get(server, target)
+    assert len(server.requests) == download_module.ATTEMPTS_WITHOUT_PROGRESS
+
+
+@pytest.mark.parametrize("status", [404, 403])
+def test_a_refusal_is_not_retried(server, target, status):
+    server.statuses = [status]
+    with pytest.raises(InputError, match=f"{server.url}.*{status}"):
+        get(server, target)
+    assert len(server.requests) == 1
+
+
+def test_no_server(server, target):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(InputError, match="refused") as caught:
+        get(server, target)
+    assert server.url in str(caught.value)
+
+
+def test_a_server_that_goes_silent(server, target, monkeypatch):
+    monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(download_module, "ATTEMPTS_WITHOUT_PROGRESS", 2)
+    monkeypatch.setattr(Handler, "do_GET", lambda self: threading.Event().wait(0.5))
+    with pytest.raises(InputError, match="timed out"):
+        get(server, target)
+
+
+def test_a_full_disk_keeps_the_part(server, target, monkeypatch):
+    class Disk(io.FileIO):
+        def write(self, data) -> int:
+            super().write(data[:1000])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    part_file = download_module._PartFile
+    with monkeypatch.context() as patch:
+        patch.setattr(part_file, "open", lambda self, *_: Disk(self.path, "w"))
+        with pytest.raises(InputError, match="No space left") as caught:
+            get(server, target)
+    part = target.with_name("set.zip.part")
+    assert str(part) in str(caught.value)
+    assert part.read_bytes() == ARCHIVE[:1000]
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/set.zip", "set.zip"])
+def test_other_addresses_are_refused(target, url):
+    with pytest.raises(InputError, match="expected an address"):
+        download(url, target, SUM)
+
+
+def test_fetch_unpacks_and_removes_the_archive(server, tmp_path, capsys):
+    place = fetch("avenue", tmp_path / "data", url=server.url, sha256=SUM.upper(), progress=False)
+    assert place == tmp_path / "data" / "avenue"
+    assert {name: (place / name).read_bytes() for name in FILES} == FILES
+    assert names(tmp_path / "data") == ["avenue"]
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "no license" in said.err
+    assert "research use" in said.err
+    assert "never redistribute" in said.err
+    assert fetch("avenue", tmp_path / "data", progress=False) == place
+    assert f"already at {place}" in capsys.readouterr().err
+    assert len(server.requests) == 1
+
+
+def test_fetch_keeps_the_archive_when_asked_and_uses_it_again(server, tmp_path):
+    settings = {"url": server.url, "sha256": SUM, "progress": False, "keep_archive": True}
+    place = fetch("ucsd", tmp_path, **settings)
+    assert names(tmp_path) == ["set.zip", "ucsd"]
+    place.rename(tmp_path / "moved")
+    fetch("ucsd", tmp_path, **settings)
+    assert len(server.requests) == 1
+
+
+def test_fetch_checks_the_published_sum_of_a_mirror(server, tmp_path):
+    with pytest.raises(InputError, match=DATASETS["ucsd"].sha256):
+        fetch("ucsd", tmp_path, url=server.url, progress=False)
+    assert names(tmp_path) == []
+
+
+def test_fetch_refuses_an_archive_with_another_sum(tmp_path):
+    (tmp_path / "set.zip").write_bytes(b"something")
+    with pytest.raises(InputError, match=r"set\.zip: has sha256"):
+        fetch("ucsd", tmp_path, url="http://127.0.0.1:9/set.zip", progress=False)
+    assert names(tmp_path) == ["set.zip"]
+
+
+def test_fetch_of_an_unknown_name_lists_the_known_ones(tmp_path):
+    with pytest.raises(InputError, match=r"kinetics.*avenue, ucsd, shanghaitech"):
+        fetch("kinetics", tmp_path)
+
+
+def test_every_data_set_has_a_sum_and_terms():
+    for name, dataset in DATASETS.items():
+        assert name == dataset.name
+        assert re.fullmatch("[0-9a-f]{64}", dataset.sha256)
+        assert dataset.url.startswith("http")
+        assert dataset.terms
+
+
+def tarred(path: Path, mode: str, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for member, content in members:
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_tars_are_unpacked_without_their_links(tmp_path, mode):
+    link, folder = tarfile.TarInfo("Set/link"), tarfile.TarInfo("Set/empty")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    folder.type = tarfile.DIRTYPE
+    members = [
+        (tarfile.TarInfo("./Set/a.txt"), b"a"),
+        (link, b""),
+        (folder, b""),
+        (tarfile.TarInfo("Set/b/c.txt"), b"c"),
+    ]
+    unpack(tarred(tmp_path / "set.tar", mode, *members), tmp_path / "out")
+    unpacked = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*"))
+    assert unpacked == ["Set", "Set/a.txt", "Set/b", "Set/b/c.txt", "Set/empty"]
+    assert (tmp_path / "out" / "Set" / "b" / "c.txt").read_bytes() == b"c"
+
+
+@pytest.mark.parametrize("name", ["../escaped.txt", "Set/../../escaped.txt", "/tmp/escaped.txt", "..\\escaped.txt"])
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_entries_outside_the_folder_are_refused(tmp_path, name, kind):
+    path = tmp_path / f"set.{kind}"
+    if kind == "zip":
+        path.write_bytes(zipped(**{"Set/a.txt": b"a", name: b"bad"}))
+    else:
+        tarred(path, "w:gz", (tarfile.TarInfo("Set/a.txt"), b"a"), (tarfile.TarInfo(name), b"bad"))
+    with pytest.raises(InputError, match="outside the folder") as caught:
+        unpack(path, tmp_path / "out")
+    assert str(path) in str(caught.value)
+    assert names(tmp_path) == [path.name]
+
+
+def test_damaged_archives_leave_nothing_behind(tmp_path):
+    whole = tarred(tmp_path / "set.tar.gz", "w:gz", *((tarfile.TarInfo(f"{n}"), os.urandom(5000)) for n in range(20)))
+    whole.write_bytes(whole.read_bytes()[:60_000])
+    damaged = bytearray(ARCHIVE)
+    damaged[100_000] ^= 1
+    (tmp_path / "set.zip").write_bytes(damaged)
+    (tmp_path / "set.txt").write_bytes(b"no archive")
+    for name in ("set.tar.gz", "set.zip", "set.txt"):
+        with pytest.raises(InputError, match=re.escape(name)):
+            unpack(tmp_path / name, tmp_path / "out")
+    assert names(tmp_path) == ["set.tar.gz", "set.txt", "set.zip"]
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path):
+    (tmp_path / "set.zip").write_bytes(ARCHIVE)
+    (tmp_path / ".out.unpacking").mkdir()
+    (tmp_path / ".out.unpacking" / "half.avi").write_bytes(b"half")
+    unpack(tmp_path / "set.zip", tmp_path / "out")
+    assert names(tmp_path) == ["out", "set.zip"]
+    assert names(tmp_path / "out") == ["Set"]
+
+
+def test_a_full_disk_while_unpacking_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "set.zip").write_bytes(ARCHIVE)
+    monkeypatch.setattr("cdt_fast.fetch.unpack.shutil.copyfileobj", full)
+    with pytest.raises(InputError, match="No space left"):
+        unpack(tmp_path / "set.zip", tmp_path / "out")
+    assert names(tmp_path) == ["set.zip"]

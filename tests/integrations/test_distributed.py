@@ -1,0 +1,188 @@
+"""Two processes on CPUs against one, through the Trainer, a plain loop under DDP and one under FSDP2."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cdt_fast import DescentConstraints, attach_layer_losses
+from cdt_fast.integrations import with_descent
+from tests.integrations.integration_cases import (
+    ASCENT,
+    LEARNING_RATE,
+    assert_same_weights,
+    expected_run,
+    language_model,
+    rows,
+    stacked,
+)
+
+RANKS = 2
+KINDS = ("trainer", "ddp", "fsdp2", "lightning")  # Lightning last: it ends the process group
+STEPS = [[0, 1, 2, 3], [4, 5, 6, 7]] * 2  # rows of an optimizer step; row i has i % 4 + 1 labels that count
+
+
+def by_trainer(rank: int, folder: str) -> tuple[Any, Any]:
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    model = language_model()
+    arguments = TrainingArguments(
+        f"{folder}/out",
+        use_cpu=True,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=len(STEPS),
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = with_descent(InOrder)(
+        model,
+        arguments,
+        train_dataset=rows(),
+        eval_dataset=rows(),
+        optimizers=(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), None),
+        constraints=ASCENT,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses = [[entry[f"layer_loss_{depth}"] for depth in range(3)] for entry in logged]
+    metrics = trainer.evaluate()
+    found = {
+        "multipliers": trainer.constraints.multipliers.clone(),
+        "losses": torch.tensor(losses, dtype=torch.float64),
+        "evaluated": torch.tensor([metrics[f"eval_layer_loss_{depth}"] for depth in range(3)]).double(),
+    }
+    return trainer.model, found
+
+
+def by_lightning(rank: int, folder: str) -> tuple[Any, Any]:
+    import lightning  # type: ignore[import-not-found]
+
+    from cdt_fast.integrations import DescentCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = language_model()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+    module, descent = Module(), DescentCallback(ASCENT)
+    lightning.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=RANKS,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,  # its own shuffles
+        callbacks=[descent],
+    ).fit(module, torch.utils.data.DataLoader(rows()[rank::RANKS], batch_size=1))  # type: ignore[arg-type]
+    return module.model, {"multipliers": descent.constraints.multipliers.clone()}
+
+
+def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
+    model = language_model()
+    if kind == "ddp":
+        wrapped: Any = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    handle = attach_layer_losses(wrapped)
+    constraints = DescentConstraints(handle.layers, **ASCENT)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
+    data = rows()
+    for step in STEPS:
+        mine = step[:1] if rank == 0 else step[1:]  # one row here, three there
+        batch = stacked([data[index] for index in mine])
+        items = (batch["labels"][:, 1:] != -100).sum()
+        dist.all_reduce(items)
+        handle.weights = constraints.weights()
+        output = wrapped(**batch, num_items_in_batch=items / RANKS)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        constraints.record(output.layer_loss_sums, output.layer_loss_count)
+        constraints.step()
+    return model, {"multipliers": constraints.multipliers}
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    # What torchrun sets; with the group made from a file there is no port that another process could hold.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    results = {}
+    for kind in KINDS:
+        if kind == "lightning" and importlib.util.find_spec("lightning") is None:
+            continue
+        ways = {"trainer": by_trainer, "lightning": by_lightning}
+        model, found = ways[kind](rank, folder) if kind in ways else by_loop(rank, kind)
+        whole = {}
+        for name, parameter in model.named_parameters():
+            gather = getattr(parameter.detach(), "full_tensor", parameter.detach)
+            whole[name.removeprefix("module.")] = gather().clone()
+        results[kind] = (found, whole)
+    torch.save(results, f"{folder}/{rank}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if not dist.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
+    assert (folder / "out" / "checkpoint-2" / "descent_constraints.safetensors").exists()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_are_one(kind: str, results: list[dict[str, Any]]) -> None:
+    if kind not in results[0]:
+        pytest.skip(f"the package {kind!r} is not installed")
+    multipliers, losses, weights = expected_run(STEPS)
+    model = language_model()
+    for rank in range(RANKS):
+        found, of_rank = results[rank][kind]
+        assert torch.equal(found["multipliers"], results[0][kind][0]["multipliers"])
+        torch.testing.assert_close(found["multipliers"], multipliers[-1], rtol=0, atol=1e-6)
+        model.load_state_dict(of_rank)
+        assert_same_weights(model, weights, 1e-6)
+    assert multipliers[-1].min() > 0
+    if kind == "trainer":
+        found = results[1][kind][0]
+        torch.testing.assert_close(found["losses"], losses, rtol=0, atol=1e-6)
+        after = expected_run([*STEPS, list(range(8))])[1][-1]  # losses of all rows at the weights that it ended with
+        torch.testing.assert_close(found["evaluated"], after, rtol=0, atol=1e-6)

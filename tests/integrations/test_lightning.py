@@ -1,0 +1,193 @@
+"""DescentCallback against the loop written out, its checkpoint, its validation and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdt_fast import DescentConstraints, InputError
+from cdt_fast.integrations import DescentCallback
+from tests.integrations.integration_cases import (
+    ASCENT,
+    LEARNING_RATE,
+    RATE,
+    assert_same_weights,
+    eager_losses,
+    expected_run,
+    language_model,
+    rows,
+    stacked,
+)
+
+lightning: Any = pytest.importorskip("lightning", reason="the package 'lightning' is not installed")
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.model = language_model()
+        self.settings = settings
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        if self.settings.get("adam"):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+class OwnLoss(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(input_ids=batch["input_ids"]).logits.mean()
+
+
+class History(lightning.Callback):
+    def __init__(self, descent: Any) -> None:
+        self.descent = descent
+        self.multipliers: list[torch.Tensor] = []
+        self.logged: list[list[float]] = []
+        self.slacks: list[bool] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.slacks.append(bool(self.descent.constraints.slacks.any()))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.multipliers.append(self.descent.constraints.multipliers.clone())
+        self.logged.append([float(trainer.logged_metrics.get(f"layer_loss_{depth}", 0)) for depth in range(3)])
+
+
+def loader(count: int) -> Any:
+    return torch.utils.data.DataLoader(rows(count), batch_size=1)  # type: ignore[arg-type]
+
+
+def fit(
+    folder: Path, descent: Any, module: Any, count: int = 5, epochs: int = 2, validate: bool = False, **changes: Any
+) -> tuple[Any, History]:
+    resume = changes.pop("ckpt_path", None)
+    history = History(descent)
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": epochs,
+        "accumulate_grad_batches": 2,
+        "log_every_n_steps": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+        "callbacks": [descent, history],
+    }
+    trainer = lightning.Trainer(**{**settings, **changes})
+    trainer.fit(module, loader(count), loader(3) if validate else None, ckpt_path=resume)
+    return trainer, history
+
+
+def test_it_is_the_loop_written_out(tmp_path: Path) -> None:
+    # Five rows: the last step of an epoch has one micro-batch where the others have two.
+    descent, module = DescentCallback(ASCENT), Module()
+    _, history = fit(tmp_path, descent, module)
+    multipliers, losses, weights = expected_run([[0, 1], [2, 3], [4]] * 2, count=5)
+    stepped = [1, 3, 4, 6, 8, 9]
+    torch.testing.assert_close(torch.stack(history.multipliers)[stepped], multipliers, rtol=0, atol=1e-7)
+    torch.testing.assert_close(torch.tensor(history.logged)[stepped].double(), losses, rtol=0, atol=1e-5)
+    assert_same_weights(module.model, weights)
+
+
+def test_gradients_are_clipped_after_they_are_set_right(tmp_path: Path) -> None:
+    clip = 0.1
+    module = Module()
+    fit(tmp_path, DescentCallback(ASCENT), module, count=2, epochs=1, gradient_clip_val=clip)
+    model = language_model()
+    eager_losses(model, stacked(rows(2)))[-1].backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= LEARNING_RATE * parameter.grad
+    assert_same_weights(module.model, dict(model.named_parameters()))
+
+
+def test_slacks_restart_each_epoch_and_the_model_is_given_back(tmp_path: Path) -> None:
+    descent, module = DescentCallback(DescentConstraints(2, RATE, dual_lr=0.1)), Module()
+    _, history = fit(tmp_path, descent, module, count=3, accumulate_grad_batches=1)
+    assert history.slacks == [False, False, True, False, True, True]  # λ moves first, then u
+    assert "layer_loss_sums" not in module.model(**stacked(rows(1)))
+    with pytest.raises(InputError, match="while the trainer runs"):
+        _ = descent.layer_losses
+
+
+def test_validation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
+    module = Module()
+    trainer, _ = fit(tmp_path, DescentCallback(ASCENT), module, count=2, epochs=1, validate=True)
+    module.model.eval()
+    with torch.no_grad():
+        losses = eager_losses(module.model, stacked(rows(3)))
+        plain = sum(eager_losses(module.model, stacked([row]))[-1] for row in rows(3)) / 3
+    found = torch.tensor([float(trainer.callback_metrics[f"val_layer_loss_{depth}"]) for depth in range(3)])
+    torch.testing.assert_close(found.double(), losses, rtol=0, atol=1e-5)
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(float(plain), abs=1e-5)
+    assert float(trainer.callback_metrics["val_feasible"]) == 0.0
+
+
+def test_training_after_a_validation_alone(tmp_path: Path) -> None:
+    descent, module = DescentCallback(ASCENT), Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, callbacks=[descent]
+    )
+    trainer.validate(module, loader(2), verbose=False)
+    fit(tmp_path, descent, module, count=2, epochs=1)
+    assert descent.constraints.multipliers.any()
+
+
+@pytest.mark.parametrize("dual_every", [1, 2])
+def test_resume_is_bit_equal(dual_every: int, tmp_path: Path) -> None:
+    settings = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_lr": 0.3, "dual_every": dual_every}
+    whole, module = DescentCallback(settings), Module(adam=True)
+    fit(tmp_path, whole, module, epochs=3)
+    first = DescentCallback(settings)
+    trainer, _ = fit(tmp_path, first, Module(adam=True), epochs=2)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    resumed, again = DescentCallback(settings), Module(adam=True)
+    fit(tmp_path, resumed, again, epochs=3, ckpt_path=tmp_path / "saved.ckpt")
+    ours, theirs = whole.constraints.state_dict(), resumed.constraints.state_dict()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name], name
+    for mine, other in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["callbacks"]["DescentCallback"]
+    assert saved["items"] > 0
+
+
+def test_a_failed_training_gives_the_model_back(tmp_path: Path) -> None:
+    class Fails(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            raise RuntimeError("a step that fails")
+
+    module = Fails()
+    with pytest.raises(RuntimeError, match="a step that fails"):
+        fit(tmp_path, DescentCallback(ASCENT), module)
+    assert "layer_loss_sums" not in module.model(**stacked(rows(1)))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model must name.*\['model'\]"):
+        fit(tmp_path, DescentCallback(ASCENT, model="network"), Module())
+    with pytest.raises(InputError, match="layers = 7; expected 2"):
+        fit(tmp_path, DescentCallback(DescentConstraints(7)), Module())
+    module = Module()
+    module.automatic_optimization = False
+    with pytest.raises(InputError, match="automatic"):
+        fit(tmp_path, DescentCallback(ASCENT), module, accumulate_grad_batches=1)
+    with pytest.raises(InputError, match="with labels"):
+        fit(tmp_path, DescentCallback(ASCENT), OwnLoss())
+    with pytest.raises(InputError, match="no model before"):
+        _ = DescentCallback(ASCENT).constraints

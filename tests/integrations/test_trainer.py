@@ -1,0 +1,287 @@
+"""with_descent(Trainer) against the loop written out, its checkpoints, its logs and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from cdt_fast import DescentConstraints, InputError
+from cdt_fast.integrations import with_descent
+from tests.integrations.integration_cases import (
+    ASCENT,
+    LEARNING_RATE,
+    RATE,
+    REFERENCE,
+    adapted,
+    assert_same_weights,
+    assert_trained_as_written_out,
+    eager_losses,
+    expected_run,
+    language_model,
+    rows,
+    stacked,
+)
+
+STATE_FILE = "descent_constraints.safetensors"
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **{**settings, **changes})
+
+
+def trainer_for(folder: Path, constraints: Any = ASCENT, kind: Any = InOrder, count: int = 5, **changes: Any) -> Any:
+    """Plain gradient descent, as in the loop written out."""
+    names = inspect.signature(TrainingArguments).parameters
+    settings = {name: changes.pop(name) for name in list(changes) if name in names}
+    model = changes.pop("model", None) or language_model()
+    optimizers = (torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), None)
+    given = {"train_dataset": rows(count), "eval_dataset": rows(count), "optimizers": optimizers, **changes}
+    return with_descent(kind)(model, arguments(folder, **settings), constraints=constraints, **given)
+
+
+def logged(trainer: Any, name: str) -> torch.Tensor:
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return torch.tensor([[entry[f"{name}_{depth}"] for depth in range(3)] for entry in entries], dtype=torch.float64)
+
+
+def test_it_is_the_loop_written_out(tmp_path: Path) -> None:
+    # Five rows: the last step of an epoch has one micro-batch where the others have two.
+    trainer = trainer_for(tmp_path)
+    trainer.train()
+    multipliers, losses, weights = expected_run([[0, 1], [2, 3], [4]] * 2, count=5)
+    assert multipliers.min() > 0
+    torch.testing.assert_close(logged(trainer, "multiplier"), multipliers, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logged(trainer, "layer_loss"), losses, rtol=0, atol=1e-10)
+    assert_same_weights(trainer.model, weights)
+    before = torch.cat([torch.zeros(1, 3, dtype=torch.float64), multipliers[:-1]])
+    factor = 1 - RATE
+    lagrangians = (before[:, 0] - factor * before[:, 1]) * losses[:, 0]
+    lagrangians += (before[:, 1] - factor * before[:, 2]) * losses[:, 1] + (1 + before[:, 2]) * losses[:, 2]
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    torch.testing.assert_close(torch.tensor(found).double(), lagrangians, rtol=0, atol=1e-4)  # 4.48 rounds its log
+    violations = losses[:, 1:] - factor * losses[:, :-1]
+    torch.testing.assert_close(logged(trainer, "violation")[:, 0], losses[:, 0] - REFERENCE, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logged(trainer, "violation")[:, 1:], violations, rtol=0, atol=1e-10)
+    assert all(entry["feasible"] == 0 for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_an_adapter_on_the_head_is_trained_as_the_loop_written_out_trains_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"]}
+    trainer = trainer_for(tmp_path, model=adapted(**options))
+    trainer.train()
+    assert_trained_as_written_out(trainer, options, [[0, 1], [2, 3], [4]] * 2, count=5)
+
+
+def test_logs_hold_the_losses_since_the_last_log(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, logging_steps=3)
+    trainer.train()
+    _, losses, _ = expected_run([[0, 1], [2, 3], [4]] * 2, count=5)
+    counts = torch.tensor([[3.0], [7.0], [1.0]], dtype=torch.float64)  # labels of the rows of a step
+    means = (losses.view(2, 3, 3) * counts).sum(1) / counts.sum()
+    torch.testing.assert_close(logged(trainer, "layer_loss"), means, rtol=0, atol=1e-10)
+
+
+def test_warm_up_trains_the_last_layer_alone(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, {**ASCENT, "warmup_steps": 2}, max_steps=2)
+    trainer.train()
+    model = language_model()
+    for step in ([0, 1], [2, 3]):
+        model.zero_grad()
+        eager_losses(model, stacked([rows()[index] for index in step]))[-1].backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
+    assert_same_weights(trainer.model, dict(model.named_parameters()))
+    assert not trainer.constraints.multipliers.any()
+
+
+def test_evaluation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, max_steps=2)
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.model.eval()
+    with torch.no_grad():
+        losses = eager_losses(trainer.model, stacked(rows(5)))
+        of_batches = [eager_losses(trainer.model, stacked(rows(5)[start : start + 2]))[-1] for start in (0, 2, 4)]
+    found = torch.tensor([metrics[f"eval_layer_loss_{depth}"] for depth in range(3)]).double()
+    torch.testing.assert_close(found, losses, rtol=0, atol=1e-6)
+    # The Trainer's own mean: batches by their rows.
+    plain = (2 * of_batches[0] + 2 * of_batches[1] + of_batches[2]) / 5
+    assert metrics["eval_loss"] == pytest.approx(plain.item(), abs=1e-6)
+    assert metrics["eval_violation_1"] == pytest.approx((losses[1] - (1 - RATE) * losses[0]).item(), abs=1e-6)
+    assert metrics["eval_feasible"] == 0.0
+    assert trainer.predict(rows(3)).predictions.shape == (3, 6, 50)
+
+
+class StopsEpoch(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step == 3
+
+
+class SlacksAtEpochs(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+        self.constraints: Any = None
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(bool(self.constraints.slacks.any()))
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(bool(self.constraints.slacks.any()))
+
+
+def test_slacks_restart_each_epoch(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, {"rate": RATE, "dual_lr": 0.1}, gradient_accumulation_steps=1, max_steps=6, count=3)
+    slacks = SlacksAtEpochs()
+    slacks.constraints = trainer.constraints
+    trainer.add_callback(slacks)
+    trainer.train()
+    assert slacks.seen == [False, False, True, True, False, True, True, True]  # λ moves first, then u
+
+
+def test_slacks_restart_after_an_epoch_that_was_cut_short(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, {"rate": RATE, "dual_lr": 0.1}, gradient_accumulation_steps=1, max_steps=5, count=4)
+    slacks = SlacksAtEpochs()
+    slacks.constraints = trainer.constraints
+    trainer.add_callback(StopsEpoch())
+    trainer.add_callback(slacks)
+    trainer.train()
+    assert slacks.seen == [False, False, True, True, False, True, True]
+
+
+SAVED = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_lr": 0.3}
+
+
+# After step 1 and 4 in the middle of an epoch, after step 3 at its end.
+@pytest.mark.parametrize(("step", "dual_every"), [(1, 1), (3, 1), (4, 1), (3, 2)])
+def test_resume_is_bit_equal(step: int, dual_every: int, tmp_path: Path) -> None:
+    constraints = {**SAVED, "dual_every": dual_every}
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "optimizers": (None, None)}
+    settings |= {"kind": Trainer, "count": 6}
+    whole = trainer_for(tmp_path / "whole", constraints, **settings)
+    whole.train()
+    folder = tmp_path / "whole" / f"checkpoint-{step}"
+    assert not [path for path in folder.iterdir() if path.suffix == ".pkl"]
+    resumed = trainer_for(tmp_path / "resumed", constraints, **settings)
+    resumed.train(resume_from_checkpoint=str(folder))
+    for (name, first), second in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(first, second), name
+    ours, theirs = whole.constraints.state_dict(), resumed.constraints.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name], name
+    assert whole.constraints.multipliers.any()
+
+
+def test_resume_without_a_state_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer.train()
+    (tmp_path / "checkpoint-1" / STATE_FILE).unlink()
+    with pytest.raises(InputError, match="without descent constraints"):
+        trainer_for(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_taps_and_inner_fraction_reach_the_model(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, {"rate": 0.1}, taps=[0, 2], inner_fraction=0.5, max_steps=1)
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert {"layer_loss_0", "layer_loss_2", "violation_2", "multiplier_2"} <= entry.keys()
+    assert "layer_loss_1" not in entry
+    assert trainer.constraints.layers == 1
+
+
+def test_a_model_made_anew_starts_again(tmp_path: Path) -> None:
+    trainer = with_descent(InOrder)(
+        model_init=language_model, args=arguments(tmp_path), train_dataset=rows(5), constraints=ASCENT
+    )
+    results = []
+    for _ in range(2):
+        trainer.train()
+        results.append((trainer.constraints.multipliers.clone(), trainer.model.lm_head.weight.detach().clone()))
+    assert results[0][0].any()
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_step_without_labels_is_left_out_and_a_log_without_any_is_refused(tmp_path: Path) -> None:
+    data = rows(4)
+    for row in data[2:]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    trainer = trainer_for(tmp_path, train_dataset=data, max_steps=2, logging_steps=2)
+    trainer.train()
+    _, _, weights = expected_run([[0, 1]])
+    assert_same_weights(trainer.model, weights)
+    assert int(trainer.constraints.skipped_updates) == 1
+    trainer = trainer_for(tmp_path, train_dataset=data[2:], max_steps=1)
+    with pytest.raises(InputError, match="all are -100"):
+        trainer.train()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    class OwnLoss(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    with pytest.raises(InputError, match="OwnLoss"):
+        with_descent(OwnLoss)
+    with pytest.raises(InputError, match="Trainer"):
+        with_descent(dict)
+    with pytest.raises(InputError, match="layers = 7; expected 2"):
+        trainer_for(tmp_path, DescentConstraints(7))
+    with pytest.raises(InputError, match="DescentConstraints"):
+        trainer_for(tmp_path, 0.1)
+    with pytest.raises(InputError, match="label_smoothing_factor"):
+        trainer_for(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(InputError, match="compute_loss_func"):
+        trainer_for(tmp_path, compute_loss_func=lambda *args, **kwargs: None)
+    data = [{name: value for name, value in row.items() if name != "labels"} for row in rows(4)]
+    with pytest.raises(InputError, match="labels"):
+        trainer_for(tmp_path, train_dataset=data).train()
+
+
+def test_a_forward_that_was_replaced_is_told(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path)
+    trainer.model.forward = type(trainer.model).forward.__get__(trainer.model)
+    with pytest.raises(InputError, match="replaced"):
+        trainer.train()
+
+
+def test_importing_loads_no_trainer_and_a_missing_one_is_named() -> None:
+    code = (
+        "import sys; import cdt_fast, cdt_fast.integrations; "
+        "print([name for name in ('transformers', 'lightning', 'trl') if name in sys.modules]); "
+        "sys.modules['transformers'] = None; sys.modules['lightning.pytorch'] = None\n"
+        "from cdt_fast.integrations import DescentCallback, with_descent\n"
+        "for call in (lambda: with_descent(object), lambda: DescentCallback({})):\n"
+        "    try:\n        call()\n    except cdt_fast.MissingExtra as error:\n        print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *others = result.stdout.splitlines()
+    assert first == "[]"
+    assert ["'transformers'" in others[0], "'lightning'" in others[1]] == [True, True]

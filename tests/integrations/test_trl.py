@@ -1,0 +1,96 @@
+"""with_descent(SFTTrainer) against the loop written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdt_fast import InputError
+from cdt_fast.integrations import with_descent
+from tests.integrations.integration_cases import (
+    ASCENT,
+    LEARNING_RATE,
+    adapted,
+    assert_same_weights,
+    assert_trained_as_written_out,
+    expected_run,
+    language_model,
+    rows,
+)
+
+trl: Any = pytest.importorskip("trl", reason="the package 'trl' is not installed")
+datasets: Any = pytest.importorskip("datasets", reason="the package 'datasets' is not installed")
+
+
+def trainer_for(folder: Path, **changes: Any) -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    class InOrder(trl.SFTTrainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    model = changes.pop("model", None) or language_model()
+    data = datasets.Dataset.from_list(
+        [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in rows()]
+    )
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+    return with_descent(InOrder)(
+        model=model,
+        args=trl.SFTConfig(str(folder), **{**settings, **changes}),
+        processing_class=tokenizer,
+        train_dataset=data,
+        eval_dataset=data,
+        optimizers=(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), None),
+        constraints=ASCENT,
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_it_is_the_loop_written_out(checkpointing: bool, tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, gradient_checkpointing=checkpointing)
+    trainer.train()
+    multipliers, losses, weights = expected_run([[0, 1], [2, 3], [4, 5], [6, 7]])
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found = torch.tensor([[entry[f"layer_loss_{depth}"] for depth in range(3)] for entry in logged]).double()
+    torch.testing.assert_close(found, losses, rtol=0, atol=1e-6)
+    torch.testing.assert_close(trainer.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-7)
+    assert_same_weights(trainer.model, weights)
+    metrics = trainer.evaluate()
+    after = expected_run([[0, 1], [2, 3], [4, 5], [6, 7], list(range(8))])[1][-1]
+    found = torch.tensor([metrics[f"eval_layer_loss_{depth}"] for depth in range(3)]).double()
+    torch.testing.assert_close(found, after, rtol=0, atol=1e-6)
+
+
+def test_another_loss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="loss_type"):
+        trainer_for(tmp_path, loss_type="dft")
+    with pytest.raises(InputError, match="DPOTrainer"):
+        with_descent(trl.DPOTrainer)
+
+
+def test_a_copy_of_the_head_is_trained_as_the_loop_written_out_trains_it(tmp_path: Path) -> None:
+    # A low-rank adapter on the head SFTTrainer refuses by itself.
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    trainer = trainer_for(tmp_path, model=adapted(**options))
+    trainer.train()
+    assert_trained_as_written_out(trainer, options, [[0, 1], [2, 3], [4, 5], [6, 7]])

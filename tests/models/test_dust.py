@@ -1,0 +1,480 @@
+"""DUST and VideoUT against the same network written out, depth by depth, with every readout and both starts."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdt_fast import models, ops
+from cdt_fast.bench.baselines.written_out import written_out_losses, written_out_step
+from cdt_fast.errors import InputError
+from cdt_fast.models.dictionary import squared_spectral_norm
+
+PATCH, CODES, LAYERS = 9, 20, 3
+WEIGHTS = (0.7, -0.4, 0.0, 1.3)
+KINDS = (models.DUST, models.VideoUT)
+
+
+def built(kind: type[models.DUST], seed: int = 0, layers: int = LAYERS, **options: Any) -> models.DUST:
+    """A float64 model whose parameters have left their initial values, each layer's in its own direction."""
+    model = kind(PATCH, CODES, layers, **options).double()
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+    return model
+
+
+def pictures(*leading: int, seed: int = 1, tokens: int = 5) -> tuple[Tensor, Tensor]:
+    """Noisy and clean patches."""
+    source = torch.Generator().manual_seed(seed)
+    clean = torch.rand(*leading, tokens, PATCH, generator=source, dtype=torch.float64)
+    return clean + 0.1 * torch.randn(clean.shape, generator=source, dtype=torch.float64), clean
+
+
+def written_out_reconstructions(model: models.DUST, noisy: Tensor) -> list[Tensor]:
+    """The docstring of DUST, every code formed, every layer of four products, each depth read on its own."""
+    layers = model.layers
+    dictionaries = [model.dictionary] * layers if model.tied else [model.dictionary[index] for index in range(layers)]
+    if model.readout == "own":
+        readouts = [dictionaries[0], *dictionaries]
+    elif model.readout == "next":
+        readouts = [*dictionaries, dictionaries[-1]]
+    else:
+        assert model.readout_dictionary is not None
+        readouts = [model.readout_dictionary] * (layers + 1)
+    codes = model.step * (noisy @ dictionaries[0])
+    if model.initial_codes == "zero":
+        codes = torch.zeros_like(codes)
+    results = [codes @ readouts[0].T]
+    for dictionary, readout in zip(dictionaries, readouts[1:], strict=True):
+        projection = codes @ dictionary.T
+        scores = model.scale * (projection @ projection.transpose(-1, -2))
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
+        mixed = (weights / weights.sum(-1, keepdim=True)) @ codes
+        update = mixed + model.step * ((noisy - mixed @ dictionary.T) @ dictionary)
+        if isinstance(model, models.VideoUT):
+            codes = torch.where(update > 0, update, 0.0)
+        else:
+            threshold = model.sparsity * model.step
+            codes = torch.where(update.abs() > threshold, update - threshold * torch.sign(update), 0.0)
+        results.append(codes @ readout.T)
+    return results
+
+
+def written_out(model: models.DUST, noisy: Tensor, clean: Tensor) -> Tensor:
+    return torch.stack(
+        [(depth - clean).square().sum() / clean[..., 0].numel() for depth in written_out_reconstructions(model, noisy)]
+    )
+
+
+def parameter_gradients(model: models.DUST, total: Tensor) -> list[Tensor | None]:
+    return list(torch.autograd.grad(total, list(model.parameters()), allow_unused=True))
+
+
+def assert_same(given: Any, expected: Any) -> None:
+    """Equal to 1e-10 of the largest value."""
+    for one, other in zip(given, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.shape == other.shape
+            assert (one - other).abs().max() <= 1e-10 * other.abs().max()
+
+
+CONFIGURATIONS = list(itertools.product(KINDS, [True, False], ["analysis", "zero"], ["own", "next", "shared"]))
+
+
+@pytest.mark.parametrize(("kind", "tied", "initial_codes", "readout"), CONFIGURATIONS)
+@pytest.mark.parametrize("leading", [(), (2,), (2, 3)])
+def test_equals_the_network_written_out(
+    kind: type[models.DUST], tied: bool, initial_codes: str, readout: str, leading: tuple[int, ...]
+) -> None:
+    model = built(kind, tied=tied, initial_codes=initial_codes, readout=readout, scale=0.8)
+    noisy, clean = pictures(*leading)
+    expected = written_out_reconstructions(model, noisy)
+    given = model.reconstructions(noisy)
+    assert len(given) == LAYERS + 1
+    assert_same(given[1:], expected[1:])
+    if initial_codes == "zero":
+        assert (given[0] == 0).all()
+    else:
+        assert_same(given[:1], expected[:1])
+    assert_same([model(noisy, depth=depth) for depth in range(LAYERS + 1)][1:], expected[1:])
+    assert_same([model(noisy, depth=0) + 1, model(noisy)], [expected[0] + 1, expected[-1]])
+
+    losses = written_out(model, noisy, clean)
+    weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+    total, per_layer = model.layer_losses(noisy, clean, weights)
+    assert not per_layer.requires_grad
+    assert_same([per_layer, total], [losses, torch.dot(weights, losses)])
+    assert_same(parameter_gradients(model, total), parameter_gradients(model, torch.dot(weights, losses)))
+
+    total, per_layer = model.layer_losses(noisy, clean)
+    losses = written_out(model, noisy, clean)
+    assert_same([per_layer, total], [losses, losses.sum()])
+    assert_same(
+        parameter_gradients(model, per_layer[1] - 2 * per_layer[2]),
+        parameter_gradients(model, losses[1] - 2 * losses[2]),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("readout", ["own", "next", "shared"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_layer_and_one_token(kind: type[models.DUST], readout: str, tied: bool) -> None:
+    model = built(kind, layers=1, readout=readout, tied=tied)
+    noisy, _ = pictures(2, tokens=1)
+    assert_same(model.reconstructions(noisy), written_out_reconstructions(model, noisy))
+
+
+@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
+@pytest.mark.parametrize("readout", ["own", "next", "shared"])
+def test_every_depth_s_gradient_of_every_parameter(initial_codes: str, readout: str) -> None:
+    model = built(models.DUST, initial_codes=initial_codes, readout=readout)
+    noisy, _ = pictures(2)
+    for depth in range(LAYERS + 1):
+        given, expected = model(noisy, depth=depth), written_out_reconstructions(model, noisy)[depth]
+        if not given.requires_grad:
+            assert (initial_codes, depth) == ("zero", 0)
+            continue
+        one, other = (parameter_gradients(model, result.square().sum()) for result in (given, expected))
+        # The written-out network reaches unused layers of the stacked parameter with zeros, as we do.
+        assert_same(one, other)
+
+
+def test_the_gradient_of_the_noisy_input() -> None:
+    noisy, clean = pictures(2)
+    for kind, readout in itertools.product(KINDS, ("own", "next", "shared")):
+        model = built(kind, readout=readout)
+        noisy.requires_grad_()
+        total, _ = model.layer_losses(noisy, clean, WEIGHTS)
+        (given,) = torch.autograd.grad(total, noisy)
+        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+        (expected,) = torch.autograd.grad(torch.dot(weights, written_out(model, noisy, clean)), noisy)
+        assert_same([given], [expected])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("readout", ["own", "next", "shared"])
+@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
+def test_an_early_exit_is_that_reconstruction(kind: type[models.DUST], readout: str, initial_codes: str) -> None:
+    model = built(kind, readout=readout, initial_codes=initial_codes).float()
+    noisy, _ = pictures(3)
+    every = model.reconstructions(noisy.float())
+    for depth in range(LAYERS + 1):
+        assert (model(noisy.float(), depth=depth) - every[depth]).abs().max() < 1e-5
+    assert torch.equal(model(noisy.float()), model(noisy.float(), depth=LAYERS))
+
+
+def test_sparsity_zero_is_a_network_without_a_nonlinearity_at_every_layer() -> None:
+    model = built(models.DUST, sparsity=0.0)
+    noisy, clean = pictures(2)
+    noisy[0] = 0.0  # codes of exactly zero, where the gradient of S_0 is 1 in the first layer as in the others
+    total, per_layer = model.layer_losses(noisy, clean)
+    assert_same([per_layer], [written_out(model, noisy, clean)])
+    total.backward()
+    assert model.dictionary.grad is not None
+
+    def linear(dictionary: Tensor) -> Tensor:
+        codes = model.step * noisy @ dictionary[0]
+        losses = [(codes @ dictionary[0].T - clean).square().sum()]
+        for atoms in dictionary:
+            projection = codes @ atoms.T
+            attention = torch.softmax(projection @ projection.mT, -1)
+            codes = attention @ codes + model.step * (noisy - attention @ projection) @ atoms
+            losses.append((codes @ atoms.T - clean).square().sum())
+        return torch.stack(losses).sum() / clean[..., 0].numel()
+
+    (expected,) = torch.autograd.grad(linear(model.dictionary), model.dictionary)
+    assert_same([model.dictionary.grad], [expected])
+
+
+# The baseline of the benchmarks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_baseline_of_the_benchmarks_is_the_same_network(kind: type[models.DUST], tied: bool) -> None:
+    model = built(kind, tied=tied)
+    noisy, clean = pictures(2)
+    expected = written_out(model, noisy, clean)
+    assert_same([written_out_losses(model, noisy, clean)], [expected])
+    weights = torch.tensor(WEIGHTS)
+    losses = written_out_step(model, noisy, clean, weights)
+    assert not losses.requires_grad
+    assert_same([losses], [expected])
+    assert model.dictionary.grad is not None
+    total, _ = model.layer_losses(noisy, clean, weights)
+    assert_same([model.dictionary.grad], parameter_gradients(model, total))
+
+
+# Attributes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_model_has_the_paper_s_shapes_and_step(kind: type[models.DUST]) -> None:
+    model = kind()
+    assert model.dictionary.shape == (5, 256, 1024)
+    assert model.readout_dictionary is None
+    assert abs(1 / model.step - 14.97) < 0.005
+    assert 1 / model.step == pytest.approx(squared_spectral_norm(model.dictionary[0]).item(), rel=1e-6)
+    assert (model.dictionary == model.dictionary[0]).all()
+    assert model.threshold == (0.2 * model.step if kind is models.DUST else 0.0)
+    assert model.nonlinearity == ("soft_threshold" if kind is models.DUST else "relu")
+
+
+def test_shapes_and_parameters_of_every_readout() -> None:
+    assert built(models.DUST, tied=True).dictionary.shape == (PATCH, CODES)
+    assert built(models.DUST).dictionary.shape == (LAYERS, PATCH, CODES)
+    shared = built(models.DUST, readout="shared")
+    assert shared.readout_dictionary is not None
+    assert shared.readout_dictionary.shape == (PATCH, CODES)
+    assert [name for name, _ in shared.named_parameters()] == ["dictionary", "readout_dictionary"]
+    fresh = models.DUST(PATCH, CODES, 2, readout="shared")
+    assert fresh.readout_dictionary is not None
+    assert torch.equal(fresh.readout_dictionary, fresh.dictionary[0])
+    assert fresh.readout_dictionary.data_ptr() != fresh.dictionary.data_ptr()
+
+
+def test_step_and_threshold() -> None:
+    model = models.DUST(PATCH, CODES, 2, sparsity=0.5)
+    assert model.threshold == 0.5 * model.step
+    assert model.step == pytest.approx(1 / squared_spectral_norm(model.dictionary.double())[0].item(), rel=1e-6)
+    given = models.DUST(PATCH, CODES, 2, step=0.125, sparsity=0.5)
+    assert (given.step, given.threshold) == (0.125, 0.0625)
+
+
+def test_spectral_ratio_says_when_the_dictionaries_have_outgrown_the_step() -> None:
+    model = models.DUST(PATCH, CODES, LAYERS).double()
+    assert (model.spectral_ratio() - 1).abs().max() < 1e-6
+    with torch.no_grad():
+        model.dictionary[1] *= 2
+    assert model.spectral_ratio().shape == (LAYERS,)
+    assert (model.spectral_ratio() - torch.tensor([1.0, 4.0, 1.0], dtype=torch.float64)).abs().max() < 1e-5
+    assert not model.spectral_ratio().requires_grad
+    tied = models.DUST(PATCH, CODES, LAYERS, tied=True)
+    assert tied.spectral_ratio().shape == ()
+
+
+def test_the_default_dtype_is_the_models() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert models.DUST(PATCH, CODES, 1).dictionary.dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert models.DUST(PATCH, CODES, 1).dictionary.dtype == torch.float32
+
+
+# Dtypes, modes, repeats, compilation
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("readout", ["own", "next", "shared"])
+@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
+def test_autocast_is_as_precise_as_the_eager_network_under_autocast(
+    dtype: torch.dtype, readout: str, initial_codes: str
+) -> None:
+    weights = torch.tensor([1.0, 0.5, 0.5, 1.0])
+    squares: dict[str, list[float]] = {"ours": [0.0, 0.0], "eager": [0.0, 0.0]}
+    sizes = [0.0, 0.0]
+    for seed in range(6):
+        model = built(models.DUST, seed=seed, readout=readout, initial_codes=initial_codes, sparsity=0.02)
+        noisy, clean = pictures(16, seed=seed, tokens=20)
+        losses = written_out(model, noisy, clean)
+        exact = [losses, parameter_gradients(model, torch.dot(weights.double(), losses))[0]]
+        model, noisy, clean = model.float(), noisy.float(), clean.float()
+        for name in squares:
+            with torch.autocast("cpu", dtype=dtype):
+                if name == "ours":
+                    total, per_layer = model.layer_losses(noisy, clean, weights)
+                else:
+                    per_layer = written_out(model, noisy, clean)
+                    total = torch.dot(weights, per_layer)
+            gradient = parameter_gradients(model, total)[0]
+            assert gradient is not None
+            assert gradient.dtype == torch.float32
+            assert per_layer.dtype == torch.float32
+            for index, (given, true) in enumerate(zip((per_layer, gradient), exact, strict=True)):
+                assert true is not None
+                squares[name][index] += (given.double() - true).square().sum().item()
+        sizes = [size + true.square().sum().item() for size, true in zip(sizes, exact, strict=True) if true is not None]
+    for index, size in enumerate(sizes):
+        floor = torch.finfo(dtype).eps * size**0.5
+        assert squares["ours"][index] ** 0.5 <= 1.5 * squares["eager"][index] ** 0.5 + floor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_narrow_model_runs_forward_and_backward(kind: type[models.DUST], dtype: torch.dtype) -> None:
+    model, (noisy, clean) = built(kind).to(dtype), pictures(2)
+    total, per_layer = model.layer_losses(noisy.to(dtype), clean.to(dtype), WEIGHTS)
+    total.backward()
+    assert per_layer.dtype == torch.float32
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(reconstruction.dtype == dtype for reconstruction in model.reconstructions(noisy.to(dtype)))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Any) -> None:
+    model, (noisy, clean) = built(models.DUST), pictures(2)
+    expected = model.layer_losses(noisy, clean, WEIGHTS)
+    with mode():
+        given = model.layer_losses(noisy, clean, WEIGHTS)
+        assert not model(noisy, depth=2).requires_grad
+    assert not given[0].requires_grad
+    assert all(torch.equal(one, other) for one, other in zip(given, expected, strict=True))
+
+
+@pytest.mark.parametrize("frozen", ["dictionary", "readout_dictionary"])
+def test_a_frozen_parameter_gets_no_gradient_and_changes_no_other(frozen: str) -> None:
+    model, (noisy, clean) = built(models.DUST, readout="shared"), pictures(2)
+    model.layer_losses(noisy, clean, WEIGHTS)[0].backward()
+    full = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    getattr(model, frozen).requires_grad_(False)
+    model.layer_losses(noisy, clean, WEIGHTS)[0].backward()
+    for name, parameter in model.named_parameters():
+        if name == frozen:
+            assert parameter.grad is None
+        else:
+            assert_same([parameter.grad], [full[name]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
+    model, (noisy, clean) = built(models.DUST).to(dtype), pictures(8, tokens=20)
+
+    def run() -> list[Tensor | None]:
+        total, per_layer = model.layer_losses(noisy.to(dtype), clean.to(dtype), WEIGHTS)
+        return [total, per_layer, *parameter_gradients(model, total)]
+
+    first = run()
+    for _ in range(3):
+        assert all(
+            one is not None and other is not None and torch.equal(one, other)
+            for one, other in zip(run(), first, strict=True)
+        )
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
+@pytest.mark.parametrize("readout", ["own", "next", "shared"])
+def test_layer_losses_are_the_loss_of_the_reconstructions(readout: str, initial_codes: str, weighted: bool) -> None:
+    model, (noisy, clean) = built(models.DUST, readout=readout, initial_codes=initial_codes), pictures(2)
+    weights = torch.tensor(WEIGHTS, dtype=torch.float64) if weighted else None
+    total, per_layer = model.layer_losses(noisy, clean, weights)
+    reconstructions = model.reconstructions(noisy)
+    expected_total, expected = ops.layerwise_reconstruction_loss(reconstructions, clean, depth_weights=weights)
+    assert_same([total, per_layer], [expected_total, expected])
+    assert per_layer.requires_grad == expected.requires_grad == (not weighted)
+    assert_same(parameter_gradients(model, total), parameter_gradients(model, expected_total))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options", [{"tied": True}, {"readout": "next"}, {"readout": "shared", "initial_codes": "zero"}]
+)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_torch_compile_sees_one_graph(kind: type[models.DUST], options: dict[str, Any], weighted: bool) -> None:
+    model, (noisy, clean) = built(kind, **options), pictures(2)
+    weights = torch.tensor(WEIGHTS) if weighted else None  # on the CPU, as from a constraint, with a zero in it
+    torch._dynamo.reset()
+    compiled = torch.compile(model.layer_losses, fullgraph=True, backend="aot_eager")
+    results = []
+    for losses in (compiled, model.layer_losses):
+        total, per_layer = losses(noisy, clean, weights)
+        results.append([total, per_layer, *parameter_gradients(model, total)])
+    assert_same(*results)
+
+
+@pytest.mark.slow
+def test_torch_compile_gives_the_same_numbers() -> None:
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        pytest.skip("no C++ compiler, which torch.compile needs on a CPU")
+    model = models.DUST(PATCH, CODES, 2)
+    noisy, clean = (tensor.float() for tensor in pictures(2))
+    weights = torch.tensor(WEIGHTS[:3])
+    expected_total, expected = model.layer_losses(noisy, clean, weights)
+    (gradient,) = torch.autograd.grad(expected_total, model.dictionary)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.layer_losses, fullgraph=False)
+    total, per_layer = compiled(noisy, clean, weights)
+    (given,) = torch.autograd.grad(total, model.dictionary)
+    for one, other in ((total, expected_total), (per_layer, expected), (given, gradient)):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+# Errors and empty inputs
+
+
+@pytest.mark.parametrize("depth", [-1, LAYERS + 1, 1.0, "1"])
+def test_a_depth_that_is_not_there(depth: Any) -> None:
+    with pytest.raises(InputError, match=rf"depth must be a whole number from 0 to {LAYERS}, got {depth!r}"):
+        built(models.DUST)(pictures(2)[0], depth=depth)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_size": 0}, "patch_size must be an integer >= 1, got 0"),
+        ({"code_size": -4}, "code_size must be an integer >= 1, got -4"),
+        ({"layers": 0}, "layers must be an integer >= 1, got 0"),
+        ({"layers": 2.5}, "layers must be an integer >= 1, got 2.5"),
+        ({"code_size": "64"}, "code_size must be an integer >= 1, got '64'"),
+        ({"step": 0}, "step must be above 0, got 0"),
+        ({"step": -0.5}, "step must be above 0, got -0.5"),
+        ({"step": float("nan")}, "step must be a finite number, got nan"),
+        ({"sparsity": -0.1}, "sparsity must be a finite number >= 0, got -0.1"),
+        ({"sparsity": float("inf")}, "sparsity must be a finite number >= 0, got inf"),
+        ({"scale": None}, "scale must be a finite number, got None"),
+        ({"nonlinearity": "gelu"}, "nonlinearity must be one of 'soft_threshold', 'relu', got 'gelu'"),
+        ({"initial_codes": "noise"}, "initial_codes must be one of 'analysis', 'zero', got 'noise'"),
+        ({"readout": "last"}, "readout must be one of 'own', 'next', 'shared', got 'last'"),
+    ],
+)
+def test_settings_out_of_their_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        models.DUST(**{"patch_size": PATCH, "code_size": CODES, **options})
+
+
+@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
+@pytest.mark.parametrize(
+    ("noisy", "message"),
+    [
+        (torch.zeros(PATCH), r"noisy must be .*\[\.\.\., T, n\], got \(9,\) float32"),
+        (torch.zeros(2, 5, 8), r"noisy must have shape \(2, 5, 9\).*patch_size\), got \(2, 5, 8\)"),
+        (torch.zeros(2, 5, PATCH, dtype=torch.uint8), r"noisy must be a floating-point tensor .*uint8"),
+        (None, r"noisy must be a floating-point tensor .* got None"),
+        (torch.zeros(2, 5, PATCH, dtype=torch.float64), r"dictionary is torch.float32 but noisy is torch.float64"),
+        (torch.zeros(2, 5, PATCH, device="meta"), r"dictionary is on cpu but noisy is on meta"),
+    ],
+)
+def test_inputs_that_do_not_fit(noisy: Any, message: str, initial_codes: str) -> None:
+    model = models.DUST(PATCH, CODES, 2, initial_codes=initial_codes)
+    for call in (model, model.reconstructions, lambda given: model.layer_losses(given, torch.zeros(2, 5, PATCH))):
+        with pytest.raises(InputError, match=message):
+            call(noisy)
+
+
+def test_a_clean_signal_or_weights_that_do_not_fit() -> None:
+    model, (noisy, clean) = built(models.DUST), pictures(2)
+    with pytest.raises(InputError, match=r"clean must have shape \(2, 5, 9\) \(as noisy\), got \(2, 4, 9\)"):
+        model.layer_losses(noisy, clean[:, :4])
+    with pytest.raises(InputError, match=r"depth_weights must have shape \(4,\).*got \(3,\)"):
+        model.layer_losses(noisy, clean, [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("shape", [(0, 5, PATCH), (2, 0, PATCH), (0, PATCH)])
+@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
+def test_empty_batches_and_sequences(shape: tuple[int, ...], initial_codes: str) -> None:
+    model = models.DUST(PATCH, CODES, 2, initial_codes=initial_codes)
+    noisy = torch.zeros(shape)
+    assert [reconstruction.shape for reconstruction in model.reconstructions(noisy)] == [shape] * 3
+    with pytest.raises(InputError, match="at least one token that counts"):
+        model.layer_losses(noisy, noisy)

@@ -1,0 +1,327 @@
+"""Losses and gradients of all depths of a transformers model against the eager loop over its hidden states."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cdt_fast.models.layer_losses import attach_layer_losses
+from tests.models.layer_loss_cases import (
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    LAYERS,
+    WEIGHTS,
+    classifier,
+    eager_sums,
+    expected,
+    gradients,
+    language_model,
+    rows,
+    tokens,
+)
+
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def check(model: Any, inputs: dict[str, Tensor], answer: tuple[Any, ...], tolerance: dict[str, Any] = EXACT) -> Any:
+    sums, loss, count, gradient = answer
+    output = model(**inputs)
+    assert not output.layer_loss_sums.requires_grad
+    assert output.layer_loss_count == count
+    torch.testing.assert_close(output.layer_loss_sums, sums, **tolerance)
+    torch.testing.assert_close(output.loss.detach(), loss, **tolerance)
+    found = gradients(model, output.loss)
+    for name, of_parameter in gradient.items():
+        torch.testing.assert_close(
+            found[name], of_parameter, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+    return output
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_language_models(name: str) -> None:
+    model, inputs, family = language_model(name), tokens(), LANGUAGE_MODELS[name]
+    answer = expected(model, family, inputs, WEIGHTS, True)
+    tolerance = EXACT if family.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    plain = model(**inputs)
+    handle = attach_layer_losses(model)
+    assert (handle.taps, handle.layers, handle.kind) == ((0, 1, 2, 3), LAYERS, "causal language model")
+    handle.weights = WEIGHTS
+    output = check(model, inputs, answer, tolerance)
+    torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=0)
+    handle.keep_logits = False
+    assert check(model, inputs, answer, tolerance).logits is None
+    handle.weights = None
+    output = model(**inputs)
+    # transformers computes its own loss in float32.
+    torch.testing.assert_close(output.loss, plain.loss, rtol=1e-6, atol=0, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifiers(name: str) -> None:
+    model, inputs = classifier(name), rows(name)
+    answer = expected(model, CLASSIFIERS[name], inputs, WEIGHTS, False)
+    plain = model(**inputs)
+    handle = attach_layer_losses(model)
+    handle.weights = WEIGHTS
+    output = check(model, inputs, answer)
+    torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=1e-14)
+    handle.weights = None
+    torch.testing.assert_close(model(**inputs).loss, plain.loss, rtol=1e-6, atol=0, check_dtype=False)
+
+
+def test_sums_are_differentiable_without_weights() -> None:
+    model, inputs = language_model(), tokens()
+    attach_layer_losses(model)
+    for depth in range(LAYERS + 1):
+        weights = [float(depth == other) for other in range(LAYERS + 1)]
+        _, loss, _, gradient = expected(model, LANGUAGE_MODELS["llama"], inputs, weights, True)
+        output = model(**inputs)
+        loss_of_depth = output.layer_loss_sums[depth] / output.layer_loss_count
+        torch.testing.assert_close(loss_of_depth.detach(), loss, **EXACT)
+        torch.testing.assert_close(gradients(model, loss_of_depth), gradient, **EXACT)
+
+
+@pytest.mark.parametrize("taps", [[0, 3], [1], [0, 2], [-3, -1], range(1, 4)])
+@pytest.mark.parametrize("kind", ["language model", "classifier"])
+def test_taps(taps: Any, kind: str) -> None:
+    shifted = kind == "language model"
+    model, inputs = (language_model(), tokens()) if shifted else (classifier(), rows())
+    family = LANGUAGE_MODELS["llama"] if shifted else CLASSIFIERS["bert"]
+    weights = torch.zeros(LAYERS + 1, dtype=torch.float64)
+    weights[list(taps)] = torch.tensor([0.7, -0.4, 1.1], dtype=torch.float64)[: len(taps)]
+    sums, *rest = expected(model, family, inputs, weights.tolist(), shifted)
+    handle = attach_layer_losses(model, taps)
+    handle.weights = weights[list(taps)]
+    check(model, inputs, (sums[list(taps)], *rest))
+    handle.weights = None
+    output = model(**inputs)
+    torch.testing.assert_close(output.loss, sums[-1] / output.layer_loss_count, **EXACT)
+    assert output.hidden_states is None
+
+
+@pytest.mark.parametrize("make", [language_model, classifier])
+def test_float32_and_bfloat16_autocast(make: Any) -> None:
+    shifted = make is language_model
+    model, inputs = make().float(), tokens() if shifted else rows()
+    family = LANGUAGE_MODELS["llama"] if shifted else CLASSIFIERS["bert"]
+    answer = expected(model, family, inputs, WEIGHTS, shifted)
+    handle = attach_layer_losses(model)
+    handle.weights = WEIGHTS
+    check(model, inputs, answer, {"rtol": 1e-5, "atol": 1e-5})
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**inputs)
+    assert output.layer_loss_sums.dtype == torch.float32
+    torch.testing.assert_close(output.layer_loss_sums, answer[0], rtol=0.03, atol=0)
+    half = model.to(torch.bfloat16)(**inputs)
+    torch.testing.assert_close(half.layer_loss_sums, answer[0], rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    shifted = name in LANGUAGE_MODELS
+    model = language_model(name) if shifted else classifier(name)
+    inputs = tokens() if shifted else rows(name)
+    families = LANGUAGE_MODELS if shifted else CLASSIFIERS
+    answer = expected(model, families[name], inputs, WEIGHTS, shifted)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.train()  # layers are checkpointed in training alone
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    handle = attach_layer_losses(model)
+    handle.weights = WEIGHTS
+    seen: list[int] = []
+    layer = handle._parts.layers[1]
+    layer.register_forward_hook(lambda *_: seen.append(handle._pass is not None))
+    check(model, inputs, answer)
+    assert sum(seen) == 1, "one run within the forward; a second one, in the backward, is not noted"
+
+
+def test_dropout_of_the_readout_draws_at_every_depth() -> None:
+    model, inputs = classifier("distilbert", seq_classif_dropout=0.5), rows("distilbert")
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    handle = attach_layer_losses(model)
+    model.dropout.train()
+    torch.manual_seed(5)
+    output = model(**inputs)
+    torch.manual_seed(5)
+    losses = {}
+    for depth in [LAYERS, 0, 1, 2]:  # the model's own readout comes first, as without the handle
+        features = model.dropout(torch.relu(model.pre_classifier(states[depth][:, 0])))
+        losses[depth] = torch.nn.functional.cross_entropy(model.classifier(features), inputs["labels"], reduction="sum")
+    torch.testing.assert_close(output.layer_loss_sums, torch.stack([losses[depth] for depth in range(4)]), **EXACT)
+    handle.remove()
+
+
+def test_batch_of_one_and_number_of_items() -> None:
+    model, inputs = language_model(), {name: value[1:2] for name, value in tokens().items()}
+    sums, loss, count, gradient = expected(model, LANGUAGE_MODELS["llama"], inputs, WEIGHTS, True)
+    attach_layer_losses(model).weights = WEIGHTS
+    check(model, inputs, (sums, loss, count, gradient))
+    for items in (24, torch.tensor(24)):
+        output = model(**inputs, num_items_in_batch=items)
+        torch.testing.assert_close(output.loss.detach(), loss * count / 24, **EXACT)
+    image = {name: value[:1] for name, value in rows("vit").items()}
+    vit = classifier("vit")
+    attach_layer_losses(vit)
+    assert vit(**image).layer_loss_count == 1
+
+
+def test_all_ignored_with_a_number_of_items_is_zero() -> None:
+    model, inputs = language_model(), tokens()
+    attach_layer_losses(model).weights = WEIGHTS
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    output = model(**inputs, num_items_in_batch=torch.tensor(9))
+    assert output.layer_loss_count == 0
+    assert not output.layer_loss_sums.any()
+    assert all(not gradient.any() for gradient in gradients(model, output.loss).values())
+
+
+def test_shifted_labels_are_taken_as_they_are() -> None:
+    model, inputs = language_model(), tokens()
+    attach_layer_losses(model)
+    sums = model(**inputs).layer_loss_sums
+    shifted = torch.nn.functional.pad(inputs.pop("labels"), (0, 1), value=-100)[:, 1:]
+    torch.testing.assert_close(model(**inputs, shift_labels=shifted).layer_loss_sums, sums, rtol=0, atol=0)
+
+
+def test_weights_of_the_call_go_before_those_of_the_handle() -> None:
+    model, inputs = classifier(), rows()
+    handle = attach_layer_losses(model)
+    handle.weights = own = torch.tensor(WEIGHTS)
+    other = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    output = model(**inputs, depth_weights=other)
+    torch.testing.assert_close(output.loss.detach(), other @ output.layer_loss_sums / 3, **EXACT)
+    own.mul_(2)  # taken as it is: a change in place counts
+    torch.testing.assert_close(
+        model(**inputs).loss.detach(),
+        2 * torch.tensor(WEIGHTS).double() @ output.layer_loss_sums / 3,
+        rtol=1e-6,
+        atol=0,
+    )
+
+
+def test_evaluation_has_the_last_loss_and_logits() -> None:
+    model, inputs = language_model(), tokens()
+    plain = model(**inputs)
+    handle = attach_layer_losses(model, inner_fraction=0.3, generator=torch.Generator().manual_seed(0))
+    handle.weights = WEIGHTS
+    model.train()
+    assert model(**inputs).logits is None
+    with handle.evaluation(), torch.no_grad():
+        output = model(**inputs)
+    torch.testing.assert_close(output.loss, plain.loss, rtol=1e-6, atol=0, check_dtype=False)
+    torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=0)
+    exact = eager_sums(model, LANGUAGE_MODELS["llama"], inputs, True)
+    torch.testing.assert_close(output.layer_loss_sums, exact.detach(), **EXACT)
+    assert model(**inputs).logits is None
+
+
+def test_a_fraction_of_the_tokens_is_unbiased_and_seeded() -> None:
+    model, inputs = language_model(), tokens()
+    exact = eager_sums(model, LANGUAGE_MODELS["llama"], inputs, True).detach()
+    generator = torch.Generator()
+    attach_layer_losses(model.train(), inner_fraction=0.25, generator=generator)
+    with torch.no_grad():
+        drawn = torch.stack([model(**inputs).layer_loss_sums for _ in range(200)])
+        first, second = (model(**inputs).layer_loss_sums for _ in range(2) if generator.manual_seed(3))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(drawn[:, -1], exact[-1].expand(200), **EXACT)
+    assert drawn[:, 0].std() > 0
+    error = (drawn.mean(0) - exact)[:-1].abs()
+    assert (error < 4 * drawn.std(0)[:-1] / 200**0.5).all()
+
+
+def test_outputs_stay_outputs_of_transformers() -> None:
+    model, inputs = language_model(), tokens()
+    kind = type(model(**inputs))
+    attach_layer_losses(model)
+    output = model(**inputs)
+    assert isinstance(output, kind)
+    assert list(output)[-2:] == ["layer_loss_sums", "layer_loss_count"]
+    assert output[0] is output["loss"] is output.loss
+    leaves, structure = tree_flatten(output)
+    again = tree_unflatten(leaves, structure)
+    assert again.layer_loss_sums is output.layer_loss_sums
+    as_tuple = model(**inputs, return_dict=False)
+    assert isinstance(as_tuple, tuple)
+    torch.testing.assert_close(as_tuple[-2], output.layer_loss_sums)
+    assert "layer_loss_sums" not in model(input_ids=inputs["input_ids"])
+    positional = model(inputs["input_ids"], inputs["attention_mask"], labels=inputs["labels"])
+    torch.testing.assert_close(positional.loss, output.loss, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [language_model, classifier])
+def test_remove_gives_the_model_back(make: Any) -> None:
+    model, inputs = make(), tokens() if make is language_model else rows()
+    plain = model(**inputs)
+    names = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    state, settings = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    handle = attach_layer_losses(model)
+    handle.weights = WEIGHTS
+    model(**inputs).loss.backward()
+    handle.remove()
+    handle.remove()
+    assert names == {name: sorted(vars(module)) for name, module in model.named_modules()}
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert settings == model.config.to_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    output = model(**inputs)
+    assert list(output) == list(plain)
+    assert torch.equal(output.logits, plain.logits)
+    attach_layer_losses(model)
+
+
+def test_a_wrapper_put_on_later_survives_remove() -> None:
+    model, inputs = language_model(), tokens()
+    handle = attach_layer_losses(model)
+    patched = model.forward
+    model.forward = lambda **kwargs: patched(**kwargs)
+    handle.remove()
+    assert "layer_loss_sums" not in model(**inputs)
+
+
+def test_a_deep_copy_stands_alone() -> None:
+    model, inputs = language_model(), tokens()
+    handle = attach_layer_losses(model)
+    handle.weights = WEIGHTS
+    before = model(**inputs).layer_loss_sums
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(copied(**inputs).layer_loss_sums, before, rtol=0, atol=0)
+    assert model(**inputs).layer_loss_sums[0] != before[0]
+
+
+def test_nothing_is_kept_after_the_forward() -> None:
+    model, inputs = language_model(), tokens()
+    handle = attach_layer_losses(model, [2])
+    layers = handle._parts.layers
+    assert [len(layer._forward_pre_hooks) for layer in layers] == [0, 0, 1]
+    states: list[weakref.ref[Tensor]] = []
+    layers[2].register_forward_pre_hook(lambda module, args: states.append(weakref.ref(args[0])))
+    with torch.no_grad():
+        model(**inputs)
+    gc.collect()
+    assert [state() for state in states] == [None]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = layers[2].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**inputs)
+    hook.remove()
+    assert handle._pass is None
+    assert "layer_loss_sums" not in model(input_ids=inputs["input_ids"])
+    assert model(**inputs).layer_loss_sums.shape == (1,)

@@ -1,0 +1,284 @@
+"""Layer losses of a model in a trainer, compiled; what they cost; what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses import attach_layer_losses, predicted_overhead
+from tests.models.layer_loss_cases import (
+    LANGUAGE_MODELS,
+    LAYERS,
+    VOCABULARY,
+    WEIGHTS,
+    classifier,
+    expected,
+    gradients,
+    language_model,
+    rows,
+    tokens,
+)
+
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class PeakBytes(TorchDispatchMode):
+    """Bytes of the storages that operations made and that were alive together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.alive:
+                    self.alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+def test_memory_does_not_grow_with_depth_times_vocabulary() -> None:
+    vocabulary, length = 4096, 256
+    peaks = {}
+    for layers in (2, 6):
+        model = language_model(num_hidden_layers=layers, vocab_size=vocabulary).float().train()
+        inputs = tokens(2, length)
+        handle = attach_layer_losses(model)
+        handle.weights = [1.0] * (layers + 1)
+        for name, weights in (("all", None), ("last", [0.0] * layers + [1.0])):
+            with PeakBytes() as bytes_of:
+                model(**inputs, depth_weights=weights).loss.backward()
+            peaks[layers, name] = bytes_of.peak
+            model.zero_grad()
+    logits = 4 * 2 * length * vocabulary
+    grown = (peaks[6, "all"] - peaks[2, "all"]) - (peaks[6, "last"] - peaks[2, "last"])
+    # Beside its gradient [N, d] a depth costs nothing; the logits of one are 128 times as large.
+    assert grown < 0.1 * logits, (peaks, logits)
+    assert peaks[6, "all"] < 12 * logits
+
+
+def test_predicted_overhead_of_llama_8b() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert round(predicted_overhead(model), 1) == 3.2
+    assert round(predicted_overhead(model, inner_fraction=1 / 8), 1) == 1.3
+    assert round(predicted_overhead(model, range(0, 33, 4), 1 / 8), 2) == 1.07
+    assert predicted_overhead(model, [-1]) == 1.0
+    with pytest.raises(InputError, match="causal language model"):
+        predicted_overhead(classifier())
+
+
+def test_trainer(tmp_path: Path) -> None:
+    model = classifier(max_position_embeddings=16).float()
+    handle = attach_layer_losses(model)
+    handle.weights = WEIGHTS
+    data: Any = [{name: value[row] for name, value in rows(batch=8).items()} for row in range(7)]
+    seen: dict[str, Any] = {}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen["predictions"] = prediction.predictions
+        return {"rows": len(prediction.predictions)}
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=0.01,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=data, compute_metrics=metrics
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    with handle.evaluation():
+        last = trainer.evaluate()["eval_loss"]
+    assert seen["predictions"].shape == (7, 3)
+    assert trainer.evaluate()["eval_loss"] < before
+    assert last != pytest.approx(trainer.evaluate()["eval_loss"])
+
+
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    model, inputs = language_model(num_hidden_layers=1), tokens()
+    answer = expected(model, LANGUAGE_MODELS["llama"], inputs, [0.5, 1.2], True)
+    attach_layer_losses(model, keep_logits=False).weights = [0.5, 1.2]
+    output = torch.compile(model, backend="eager")(**inputs)
+    torch.testing.assert_close(output.layer_loss_sums, answer[0], **EXACT)
+    torch.testing.assert_close(gradients(model, output.loss), answer[-1], **EXACT)
+
+
+def test_import_loads_no_transformers() -> None:
+    code = "import sys, cdt_fast.models.layer_losses; sys.exit('transformers' in sys.modules or 'peft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_refused_twice() -> None:
+    model = language_model()
+    attach_layer_losses(model)
+    with pytest.raises(InputError, match=r"LlamaForCausalLM has layer losses already.*remove"):
+        attach_layer_losses(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2), "for a Linear: supported are"),
+        (None, "for a NoneType: supported are"),
+        ("AutoModel BertConfig", "for a BertModel: supported are"),
+        ("AutoModelForMaskedLM BertConfig", "for a BertForMaskedLM: supported are"),
+        ("AutoModelForTokenClassification BertConfig", "for a BertForTokenClassification: supported are"),
+        ("AutoModelForCausalLM BertConfig", "for a BertLMHeadModel: its head is unknown; supported are"),
+        (
+            "AutoModelForSequenceClassification T5Config",
+            "T5ForSequenceClassification, which has an encoder and a decoder",
+        ),
+        (
+            "AutoModelForSequenceClassification AlbertConfig",
+            "AlbertForSequenceClassification: it holds 0 lists of 3 layers",
+        ),
+    ],
+)
+def test_unknown_models(model: Any, message: str) -> None:
+    if isinstance(model, str):
+        head, config = model.split()
+        small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 20}
+        if config == "T5Config":
+            small = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "vocab_size": 20}
+        settings = {**small, "num_hidden_layers": 3, "num_labels": 3}
+        model = getattr(transformers, head).from_config(getattr(transformers, config)(**settings))
+    with pytest.raises(InputError, match=message):
+        attach_layer_losses(model)
+
+
+@pytest.mark.parametrize("where", ["between its last layer and its head", "after its head"])
+def test_something_unknown_in_the_forward(where: str) -> None:
+    model, inputs = language_model(), tokens()
+    if where == "after its head":
+        forward = model.forward
+
+        def doubled(**kwargs: Any) -> Any:
+            output = forward(**kwargs)
+            output.logits = 2 * output.logits
+            return output
+
+        model.forward = doubled
+    else:
+        model.model.register_forward_hook(raised)
+    handle = attach_layer_losses(model)
+    with pytest.raises(InputError, match=f"LlamaForCausalLM: it computes something {where}"):
+        model(**inputs)
+    assert handle._pass is None
+
+
+def raised(module: nn.Module, args: Any, output: Any) -> Any:
+    output.last_hidden_state = output.last_hidden_state + 1.0
+    return output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_labels": 1}, "num_labels=1"),
+        ({"problem_type": "multi_label_classification"}, "multi_label_classification"),
+        ({"problem_type": "regression"}, "regression"),
+    ],
+)
+def test_losses_that_are_no_cross_entropy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"BertForSequenceClassification.*{message}"):
+        attach_layer_losses(classifier(**changes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"taps": []}, "taps must be a list"),
+        ({"taps": 2}, "taps must be a list"),
+        ({"taps": [0.5]}, "taps must be an integer"),
+        ({"taps": [LAYERS + 1]}, r"between 0 and 3.*got 4"),
+        ({"taps": [-LAYERS - 2]}, "taps must be an integer >= -4, got -5"),
+        ({"taps": [2, 1]}, "increasing"),
+        ({"taps": [3, -1]}, "increasing"),
+        ({"inner_fraction": 0.0}, "inner_fraction must be"),
+        ({"inner_fraction": "half"}, "inner_fraction must be"),
+    ],
+)
+def test_arguments_out_of_range(arguments: dict[str, Any], message: str) -> None:
+    model = language_model()
+    with pytest.raises(InputError, match=message):
+        attach_layer_losses(model, **arguments)
+    attach_layer_losses(model)  # nothing half-attached stays
+
+
+def test_fraction_of_a_classifier() -> None:
+    with pytest.raises(InputError, match="inner_fraction must be 1 for a classifier"):
+        attach_layer_losses(classifier(), inner_fraction=0.5)
+
+
+@pytest.mark.parametrize("make", [language_model, classifier])
+def test_labels_that_cannot_be_used(make: Any) -> None:
+    model, inputs = make(), tokens() if make is language_model else rows()
+    handle = attach_layer_losses(model)
+    labels = inputs.pop("labels")
+    classes = VOCABULARY if make is language_model else 3
+    for wrong in (classes, -1):
+        bad = labels.clone()
+        bad[1] = wrong
+        with pytest.raises(InputError, match=rf"labels must be in \[0, {classes}\) or -100, got {wrong}"):
+            model(**inputs, labels=bad)
+    with pytest.raises(InputError, match="labels hold nothing to learn from"):
+        model(**inputs, labels=torch.full_like(labels, -100))
+    with pytest.raises(InputError, match="labels must be an integer tensor"):
+        model(**inputs, labels=labels.double())
+    with pytest.raises(InputError, match="labels must be an integer tensor"):
+        model(**inputs, labels=labels.tolist())
+    with pytest.raises(InputError, match="labels"):
+        model(**inputs, labels=labels[:-1])
+    assert handle._pass is None
+    wrong_weights: list[Any] = [[1.0], "one", torch.ones(3)]
+    for weights in wrong_weights:
+        with pytest.raises(InputError, match="depth_weights"):
+            handle.weights = weights
+        with pytest.raises(InputError, match="depth_weights"):
+            model(**inputs, labels=labels, depth_weights=weights)
+
+
+def test_one_token_a_sequence_has_nothing_to_predict() -> None:
+    model, inputs = language_model(), {name: value[1:, :1] for name, value in tokens().items()}
+    attach_layer_losses(model)
+    with pytest.raises(InputError, match="nothing to learn from"):
+        model(**inputs)
+
+
+def test_a_layer_that_is_skipped() -> None:
+    model, inputs = language_model("opt-projected", layerdrop=1.0), tokens()
+    attach_layer_losses(model)
+    with pytest.raises(InputError, match=r"layer 1 did not run.*layerdrop"):
+        model.train()(**inputs)

@@ -1,0 +1,282 @@
+"""DenoisingViT against transformers' own forward on whole pictures, in float64, and the readout written out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdt_fast import DescentConstraints, models
+from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.models.vit import interpolated_positions
+from cdt_fast.video.data import to_patches
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {"patch_size": 16, "grid": (2, 3), "layers": 2, "width": 12, "heads": 3}
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def disturbed(module: torch.nn.Module, seed: int = 3) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            parameter += 0.3 * normal(seed + number, *parameter.shape).to(parameter.dtype)
+
+
+def made(**options: Any) -> models.DenoisingViT:
+    torch.manual_seed(0)
+    model = models.DenoisingViT(**{**SMALL, **options}).double().eval()
+    disturbed(model)
+    return model
+
+
+def frames(rows: int = 8, columns: int = 12, count: int = 5) -> Tensor:
+    return torch.rand(count, 1, rows, columns, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def states_of(vit: Any, pictures: Tensor, **options: Any) -> list[Tensor]:
+    """The states of all depths as transformers computes them from whole pictures, not normed, the embeddings first."""
+    recorded: list[Tensor] = []
+    blocks = vit.layers if hasattr(vit, "layers") else vit.encoder.layer
+
+    def record(_: Any, arguments: tuple[Any, ...], output: Any) -> None:
+        recorded.extend([arguments[0]] if not recorded else [])
+        recorded.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [block.register_forward_hook(record) for block in blocks]
+    vit(pictures, **options)
+    for handle in handles:
+        handle.remove()
+    return recorded
+
+
+def read_by_hand(model: models.DenoisingViT, states: Tensor) -> Tensor:
+    norm = model.vit.layernorm
+    centered = states - states.mean(-1, keepdim=True)
+    normed = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + norm.eps) * norm.weight + norm.bias
+    return torch.einsum("btd,nd->btn", normed[:, 1:], model.readout.weight) + model.readout.bias
+
+
+@pytest.mark.parametrize("options", [{}, {"feedforward_width": 7, "activation": "relu", "bias": False, "layers": 3}])
+def test_every_depth_is_the_readout_of_what_transformers_computes_from_pictures(options: dict[str, Any]) -> None:
+    model, pictures = made(**options), frames()
+    patches = to_patches(pictures, 4, "space")
+    expected = [read_by_hand(model, states) for states in states_of(model.vit, pictures)]
+    found = model.reconstructions(patches)
+    assert len(found) == len(expected) == model.layers + 1
+    for depth, (one, other) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+        assert torch.equal(model(patches, depth), one)
+    assert torch.equal(model(patches), found[-1])
+    folded = patches.reshape(5, 1, 6, 16)
+    torch.testing.assert_close(model(folded), found[-1].reshape(folded.shape), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(model(patches[0]), found[-1][0], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, -1.0, 2.0], [0.0, 0.0, 1.0]])
+def test_a_loss_is_the_mean_over_the_pixels(weights: list[float] | None) -> None:
+    model, pictures = made(), frames()
+    clean = to_patches(pictures, 4, "space")
+    noisy = clean + 0.1 * normal(8, *clean.shape)
+    expected = torch.stack([((image - clean) ** 2).mean() for image in model.reconstructions(noisy)])
+    factors = torch.tensor([1.0, 1.0, 1.0] if weights is None else weights, dtype=torch.float64)
+    used = [parameter for name, parameter in model.named_parameters() if "mask_token" not in name]
+    wanted = torch.autograd.grad((factors * expected).sum(), used)
+    total, per_layer = model.layer_losses(noisy, clean, weights)
+    torch.testing.assert_close(per_layer, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(total, (factors * expected).sum(), rtol=1e-12, atol=1e-13)
+    assert per_layer.requires_grad == (weights is None)
+    for found, want in zip(torch.autograd.grad(total, used), wanted, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
+
+
+def saved_vit(folder: Path, channels: int = 3, image: int | list[int] = 12, **options: Any) -> Any:
+    configuration = transformers.ViTConfig(
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=20,
+        image_size=image,
+        patch_size=4,
+        num_channels=channels,
+        layer_norm_eps=1e-6,
+        **options,
+    )
+    vit = transformers.ViTModel(configuration)
+    disturbed(vit)
+    vit.save_pretrained(folder)
+    return vit.double().eval()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("normalization", [(0.5, 0.5), (0.3, 0.2)])
+def test_a_pretrained_vit_sees_gray_patches_as_it_saw_gray_pictures(
+    tmp_path: Path, channels: int, normalization: tuple[float, float]
+) -> None:
+    mean, std = normalization
+    vit = saved_vit(tmp_path, channels)
+    model = models.DenoisingViT.from_pretrained(tmp_path, pixel_mean=mean, pixel_std=std).double().eval()
+    assert (model.patch_size, model.grid, model.layers, model.feedforward_width) == (16, (3, 3), 2, 20)
+    pictures = frames(12, 12)
+    states = states_of(vit, ((pictures - mean) / std).expand(-1, channels, -1, -1))
+    for found, want in zip(model.reconstructions(to_patches(pictures, 4, "space")), states, strict=True):
+        torch.testing.assert_close(found, read_by_hand(model, want), rtol=1e-5, atol=1e-5)  # stored in float32
+
+
+def test_position_embeddings_are_interpolated_as_transformers_does(tmp_path: Path) -> None:
+    vit = saved_vit(tmp_path)
+    model = models.DenoisingViT.from_pretrained(tmp_path, grid=(2, 5)).double().eval()
+    pictures = frames(8, 20)
+    states = states_of(vit, ((pictures - 0.5) / 0.5).expand(-1, 3, -1, -1), interpolate_pos_encoding=True)
+    found = model(to_patches(pictures, 4, "space"))
+    torch.testing.assert_close(found, read_by_hand(model, states[-1]), rtol=1e-5, atol=1e-5)
+
+
+def test_positions_of_a_grid_that_is_no_square() -> None:
+    row, column = torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")
+    positions = torch.cat((torch.tensor([[9.0, 9.0]]), torch.stack((row, column), -1).reshape(24, 2))).unsqueeze(0)
+    assert interpolated_positions(positions, (4, 6), (4, 6)) is positions
+    found = interpolated_positions(positions, (4, 6), (8, 6))
+    assert found.shape == (1, 49, 2)
+    assert torch.equal(found[0, 0], torch.tensor([9.0, 9.0]))
+    inside = found[0, 1:].reshape(8, 6, 2)
+    torch.testing.assert_close(inside[..., 1], torch.arange(6.0).expand(8, 6))
+    assert (inside[1:, :, 0] > inside[:-1, :, 0]).all()
+
+
+def test_a_round_trip_is_bit_for_bit_the_same(tmp_path: Path) -> None:
+    model, patches = made(feedforward_width=7).float(), torch.rand(2, 6, 16)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model"] == "DenoisingViT"
+    for load in (models.DenoisingViT.from_pretrained, models.load_pretrained):
+        loaded = load(tmp_path)
+        assert isinstance(loaded, models.DenoisingViT)
+        assert loaded.config == model.config
+        assert torch.equal(loaded.eval()(patches), model(patches))
+    with pytest.raises(InputError, match="of this package"):
+        models.DenoisingViT.from_pretrained(tmp_path, grid=(3, 3))
+    with pytest.raises(InputError, match="expected a DUST"):
+        models.DUST.from_pretrained(tmp_path)
+
+
+RENAMED = {
+    "attention.q_proj": "attention.attention.query",
+    "attention.k_proj": "attention.attention.key",
+    "attention.v_proj": "attention.attention.value",
+    "attention.o_proj": "attention.output.dense",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+    "layernorm_before": "layernorm_before",
+    "layernorm_after": "layernorm_after",
+}
+
+
+@pytest.mark.parametrize("version", ["newer", "older"])
+def test_a_folder_that_another_version_of_transformers_wrote(tmp_path: Path, version: str) -> None:
+    from safetensors.torch import save_file
+
+    model, patches = made().float(), torch.rand(2, 6, 16)
+    model.save_pretrained(tmp_path)
+    weights = dict(model.state_dict())
+    for layer in range(2):
+        for new, old in RENAMED.items():
+            for kind in ("weight", "bias"):
+                names = (f"vit.layers.{layer}.{new}.{kind}", f"vit.encoder.layer.{layer}.{old}.{kind}")
+                value = weights.pop(names[0] if names[0] in weights else names[1])
+                weights[names[0] if version == "newer" else names[1]] = value
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(models.DenoisingViT.from_pretrained(tmp_path).eval()(patches), model(patches))
+
+
+def test_a_copy_runs_on_its_own_weights() -> None:
+    model, patches = made(), torch.rand(2, 6, 16, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    before = model(patches)
+    disturbed(twin)
+    assert torch.equal(model(patches), before)
+    assert not torch.equal(twin(patches), before)
+
+
+def test_constrained_steps_lower_every_depth() -> None:
+    torch.manual_seed(1)
+    model = models.DenoisingViT(**SMALL)
+    clean = to_patches(frames().float(), 4, "space")
+    constraints = DescentConstraints(2, rate=0.05)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    first = model.layer_losses(clean, clean)[1].detach()
+    losses = first
+    for _ in range(40):
+        optimizer.zero_grad()
+        total, losses = model.layer_losses(clean, clean, constraints.weights())
+        total.backward()
+        optimizer.step()
+        constraints.record(losses, 1)
+        constraints.step()
+    assert losses[-1] < 0.6 * first[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"patch_size": 15}, "square"),
+        ({"grid": (2,)}, "grid"),
+        ({"grid": (2, 0)}, "columns"),
+        ({"layers": 0}, "layers"),
+        ({"heads": 5}, "multiple of heads"),
+        ({"feedforward_width": 0}, "feedforward_width"),
+        ({"activation": "none"}, "activation"),
+        ({"epsilon": 0.0}, "epsilon"),
+    ],
+)
+def test_a_bad_argument_is_named(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        models.DenoisingViT(**{**SMALL, **options})
+
+
+def test_a_bad_input_is_named() -> None:
+    model = made()
+    for noisy in (torch.rand(1, 6, 15).double(), torch.rand(1, 5, 16).double(), torch.rand(6, 16)):
+        with pytest.raises(InputError, match=r"noisy|readout"):
+            model(noisy)
+    noisy = torch.rand(1, 6, 16).double()
+    with pytest.raises(InputError, match="from 0 to 2"):
+        model(noisy, 3)
+    with pytest.raises(InputError, match="clean"):
+        model.layer_losses(noisy, noisy[:, :5])
+    with pytest.raises(InputError, match="depth_weights"):
+        model.layer_losses(noisy, noisy, [1.0])
+
+
+def test_what_cannot_be_loaded_says_how_to_pass_a_folder(tmp_path: Path) -> None:
+    for name in ("nobody/no-such-vit", str(tmp_path), str(tmp_path / "gone")):
+        with pytest.raises(InputError, match=r"give a folder with the config\.json and model\.safetensors"):
+            models.DenoisingViT.from_pretrained(name)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(InputError, match="of type 'bert', expected 'vit'"):
+        models.DenoisingViT.from_pretrained(tmp_path)
+
+
+def test_a_vit_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved_vit(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop(next(name for name in weights if name.endswith("position_embeddings")))
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 weights .*position_embeddings"):
+        models.DenoisingViT.from_pretrained(tmp_path)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"cdt-fast\[transformers\]"):
+        models.DenoisingViT(**SMALL)

@@ -1,0 +1,897 @@
+"""Layerwise cross-entropy: the formula, what the weights switch off, ignored tokens, sampling, dtypes and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cdt_fast import ops
+from cdt_fast.errors import InputError
+from cdt_fast.ops.layerwise_cross_entropy import chunks, layerwise_cross_entropy_reference, sweep
+from cdt_fast.ops.layerwise_cross_entropy import kept as kept_logits
+from cdt_fast.ops.layerwise_cross_entropy import operator as operators
+from tests.ops.ops_cases import (
+    LOW_DTYPES,
+    assert_as_precise_as_torch,
+    assert_close,
+    assert_equal,
+    generator,
+    gradients,
+    laid_out,
+    leaf,
+    normal,
+)
+
+DEPTHS, WIDTH, VOCABULARY = 3, 5, 7
+WEIGHTS = [0.5, -0.25, 2.0]
+
+module = importlib.import_module("cdt_fast.ops.layerwise_cross_entropy")  # the name in `ops` is the function
+
+
+def tensors(*shape: int, depths: int = DEPTHS) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Hidden states, weight, targets, bias; a third of the targets is ignored."""
+    targets = torch.randint(VOCABULARY, shape, generator=generator(1))
+    targets[torch.rand(shape, generator=generator(2)) < 0.33] = -100
+    targets.view(-1)[0] = 3
+    hidden = [leaf(normal(10 + depth, *shape, WIDTH)) for depth in range(depths)]
+    return hidden, leaf(normal(3, VOCABULARY, WIDTH)), targets, leaf(normal(4, VOCABULARY))
+
+
+def written(
+    hidden: list[Tensor],
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The losses from exponentials alone, with the target distribution spelled out."""
+    losses = []
+    kept = targets.reshape(-1) != -100
+    wanted = torch.full((int(kept.sum()), len(weight)), label_smoothing / len(weight), dtype=weight.dtype)
+    wanted[torch.arange(len(wanted)), targets.reshape(-1)[kept]] += 1 - label_smoothing
+    for depth in hidden:
+        logits = torch.einsum("nd,vd->nv", depth.reshape(-1, depth.shape[-1])[kept], weight)
+        logits = logits if bias is None else logits + bias
+        if softcap is not None:
+            decay = torch.exp(-2 * logits / softcap)
+            logits = softcap * (1 - decay) / (1 + decay)
+        probabilities = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
+        summed = -(wanted * torch.log(probabilities)).sum()
+        losses.append(summed / kept.sum() if reduction == "mean" else summed)
+    return torch.stack(losses)
+
+
+FLAGS = [
+    dict(zip(("reduction", "label_smoothing", "softcap"), values, strict=True))
+    for values in itertools.product(("mean", "sum"), (0.0, 0.1), (None, 2.0))
+]
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 13, 100])
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("kept", [True, False])
+def test_losses_and_gradients_are_the_formula(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, flags: dict[str, Any], chunk_tokens: int | None
+) -> None:
+    if not kept:
+        recompute(monkeypatch)
+    hidden, weight, targets, bias = tensors(11)
+    expected = written(hidden, weight, targets, bias, **flags)
+    assert_close([layerwise_cross_entropy_reference(hidden, weight, targets, bias, **flags)], [expected])
+    leaves = [*hidden, weight, bias]
+
+    total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias, chunk_tokens=chunk_tokens, **flags)
+    factors = normal(5, DEPTHS)
+    assert_close([per_layer, total], [expected, expected.sum()])
+    assert_close(gradients([per_layer], leaves, [factors]), torch.autograd.grad(expected, leaves, factors, True))
+
+    total, per_layer = ops.layerwise_cross_entropy(
+        hidden, weight, targets, bias, depth_weights=WEIGHTS, chunk_tokens=chunk_tokens, **flags
+    )
+    expected_total = torch.dot(torch.tensor(WEIGHTS, dtype=torch.float64), expected)
+    assert not per_layer.requires_grad
+    assert_close([per_layer, total], [expected, expected_total])
+    upstream = torch.tensor(-3.0, dtype=torch.float64)
+    assert_close(gradients([total], leaves, [upstream]), torch.autograd.grad(-3 * expected_total, leaves))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 3), (2, 1, 4), ()])
+@pytest.mark.parametrize("depths", [1, 2])
+def test_shapes(shape: tuple[int, ...], depths: int) -> None:
+    hidden, weight, targets, _ = tensors(*shape, depths=depths)
+    expected = written(hidden, weight, targets, None)
+    leaves = [*hidden, weight]
+    for weights in (None, [1.0] * depths):
+        total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights)
+        assert_close([per_layer, total], [expected, expected.sum()])
+        found = gradients([total], leaves, [torch.ones_like(total)])
+        assert_close(found, torch.autograd.grad(expected.sum(), leaves, retain_graph=True))
+
+
+def test_the_flags_mean_what_they_mean_in_torch() -> None:
+    hidden, weight, targets, bias = tensors(11)
+    expected = [
+        torch.nn.functional.cross_entropy(depth @ weight.T + bias, targets, ignore_index=-100, label_smoothing=0.3)
+        for depth in hidden
+    ]
+    _, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias, label_smoothing=0.3)
+    assert_close(per_layer, expected)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 1.0, 30.0])
+def test_large_logits(softcap: float) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    hidden = [leaf(1e4 * depth.detach()) for depth in hidden]
+    for cap in (None, softcap):
+        expected = layerwise_cross_entropy_reference(hidden, weight, targets, bias, softcap=cap)
+        total, per_layer = ops.layerwise_cross_entropy(
+            hidden, weight, targets, bias, softcap=cap, depth_weights=[1.0] * DEPTHS
+        )
+        assert_close([per_layer], [expected])
+        one = torch.ones_like(total)
+        assert_close(
+            gradients([total], [*hidden, weight], [one]), torch.autograd.grad(expected.sum(), [*hidden, weight])
+        )
+
+
+# The gradients of logits that are kept until the backward
+
+
+@pytest.mark.parametrize("vocabulary", [4, VOCABULARY])
+@pytest.mark.parametrize("group_bytes", [0, 700, 2**20])
+@pytest.mark.parametrize("few_rows", [0, 128])
+@pytest.mark.parametrize("kept_depths", [1, 2, 3])
+def test_kept_logits_give_what_logits_computed_again_give(
+    monkeypatch: pytest.MonkeyPatch, kept_depths: int, few_rows: int, group_bytes: int, vocabulary: int
+) -> None:
+    recompute(monkeypatch)
+    hidden, weight, targets, bias = tensors(2, 9)
+    leaves = [*hidden, weight, bias]
+    targets = torch.where(targets >= vocabulary, targets - vocabulary, targets)
+    head = (weight[:vocabulary], targets, bias[:vocabulary])
+    factors = normal(5, DEPTHS)
+    known = WEIGHTS if kept_depths == DEPTHS else None
+
+    def run(zero: bool, **options: Any) -> list[Tensor | None]:
+        total, per_layer = ops.layerwise_cross_entropy(hidden, *head, **options)
+        upstream = factors * torch.tensor([1.0, 0.0 if zero else 1.0, 1.0])
+        result = total if options.get("depth_weights") else per_layer
+        return [per_layer, *gradients([result], leaves, [upstream if result.dim() else torch.tensor(2.0).double()])]
+
+    flags = [
+        {"label_smoothing": 0.1, "softcap": 2.0, "depth_weights": known},
+        {"reduction": "sum", "inner_fraction": 0.5},
+    ]
+    for options, zero in itertools.product(flags, (False, True)):
+        expected = run(zero, **options, generator=generator(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "depths_kept", lambda *_: kept_depths)
+            patch.setattr(kept_logits, "FEW_ROWS", few_rows)
+            patch.setitem(chunks.CHUNK_BYTES, "cpu", group_bytes)
+            direct = run(zero, **options, generator=generator(3))
+            by_the_operator(patch)
+            assert_equal(run(zero, **options, generator=generator(3)), direct)
+        assert_close(direct, expected)
+
+
+def test_a_frozen_depth_among_kept_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    hidden[1].requires_grad_(False)
+    for few_rows in (0, 128):
+        monkeypatch.setattr(kept_logits, "FEW_ROWS", few_rows)
+        total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias)
+        leaves = [hidden[0], hidden[2], weight, bias]
+        expected = written(hidden, weight, targets, bias)
+        assert_close(gradients([total], leaves, [torch.ones_like(total)]), torch.autograd.grad(expected.sum(), leaves))
+
+
+def test_how_many_depths_keep_their_logits() -> None:
+    def kept(rows: int, depths: int = 4, given: int | None = None, known: bool = False) -> int:
+        return chunks.depths_kept([rows] * depths, given, 1024, torch.float32, known)
+
+    # A row takes 4 KiB: 4096 of them a chunk, eight times as many where they would be computed again.
+    assert [kept(1024), kept(1025), kept(8192), kept(8193), kept(32768), kept(32769)] == [4, 4, 4, 3, 1, 0]
+    assert [kept(1024, known=True), kept(1025, known=True)] == [4, 0]
+    assert [kept(4, given=16), kept(5, given=16)] == [4, 0]
+    assert kept(1024, 1000) == 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_a_sweep_along_columns_is_the_one_along_rows(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], dtype: torch.dtype
+) -> None:
+    results = []
+    for few in (2**14, 0):
+        monkeypatch.setattr(sweep, "FEW_NUMBERS", few)
+        hidden, weight, targets, bias = tensors(40)
+        leaves = [leaf(tensor.to(dtype)) for tensor in (*hidden, weight, bias)]
+        for chunk_tokens in (None, 9):
+            total, per_layer = ops.layerwise_cross_entropy(
+                leaves[:DEPTHS], leaves[-2], targets, leaves[-1], chunk_tokens=chunk_tokens, **flags
+            )
+            results.append([per_layer, *gradients([total], leaves, [torch.ones_like(total)])])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for one, other in zip(results[:2], results[2:], strict=True):
+        assert_close(one, other, tolerance)
+
+
+# Weights
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "numpy", "float32", "trained"])
+def test_weights_of_any_kind_and_depths_that_they_switch_off(kind: str) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    numbers = [0.3, 0.0, -1.5]
+    weights: Any = {
+        "tensor": torch.tensor(numbers, dtype=torch.float64),
+        "list": numbers,
+        "numpy": np.array(numbers),
+        "float32": torch.tensor(numbers),
+        "trained": torch.tensor(numbers, requires_grad=True),
+    }[kind]
+    total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights)
+    expected = written(hidden, weight, targets, bias)
+    factors = torch.as_tensor(weights).detach().double()
+    if kind == "list":
+        factors = torch.tensor(numbers, dtype=torch.float64)
+    assert_close([per_layer, total], [expected, torch.dot(factors, expected)])
+    found = gradients([total], [*hidden, weight, bias], [torch.ones_like(total)])
+    right: list[Tensor | None] = [*torch.autograd.grad(torch.dot(factors, expected), [*hidden, weight, bias])]
+    assert found[1] is None
+    right[1] = None
+    assert_close(found, right)
+
+
+def recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have neither the gradients of the head of all depths nor any logits fit the budget."""
+    monkeypatch.setattr(module, "gradients_fit", lambda entries, *_: not entries)
+    monkeypatch.setattr(module, "depths_kept", lambda *_: 0)
+
+
+def by_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the dispatcher see the operator in eager mode too."""
+    monkeypatch.setattr(operators, "_plain", lambda *_: False)
+
+
+def products(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> int:
+    """How many matrix products of any size the forward and the backward make in one chunk a depth."""
+    hidden, weight, targets, bias = tensors(11)
+    frozen = changed.pop("frozen", ())
+    for name, tensor in {**{f"h{n}": h for n, h in enumerate(hidden)}, "weight": weight, "bias": bias}.items():
+        tensor.requires_grad_(name not in frozen)
+    count = 0
+    mm, addmm = torch.mm, torch.addmm
+
+    def counted(original: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Tensor:
+            nonlocal count
+            count += 1
+            return original(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", counted(mm))
+        patch.setattr(torch, "addmm", counted(addmm))
+        total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias, chunk_tokens=9, **changed)
+        if total.requires_grad:
+            total.backward()
+    return count
+
+
+def test_what_is_not_wanted_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighted = {"depth_weights": [1.0, 1.0, 1.0]}
+    assert products(monkeypatch, **weighted) == 9
+    assert products(monkeypatch) == 9
+    recompute(monkeypatch)
+    assert products(monkeypatch) == 12
+    assert products(monkeypatch, depth_weights=[1.0, 0.0, 1.0]) == 7
+    assert products(monkeypatch, depth_weights=[0.0, 0.0, 0.0]) == 3
+    assert products(monkeypatch, frozen=("h1",), **weighted) == 8
+    assert products(monkeypatch, frozen=("weight", "bias"), **weighted) == 6
+    assert products(monkeypatch, frozen=("weight", "bias", "h0"), **weighted) == 5
+    assert products(monkeypatch, frozen=("weight", "bias", "h0")) == 5
+    assert products(monkeypatch, frozen=("h0", "h1", "h2", "weight", "bias"), **weighted) == 3
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS, [1.0, 0.0, 0.0]])
+@pytest.mark.parametrize("frozen", [{0}, {0, 1, 2}, {3}, {4}, {3, 4}, {1, 3, 4}])
+def test_frozen_inputs(frozen: set[int], weights: list[float] | None) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    leaves = [tensor.requires_grad_(n not in frozen) for n, tensor in enumerate([*hidden, weight, bias])]
+    trained = [tensor for tensor in leaves if tensor.requires_grad]
+    expected = written(hidden, weight, targets, bias)
+    total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights)
+    factors = torch.tensor(weights or [1.0] * DEPTHS, dtype=torch.float64)
+    found = gradients([total], trained, [torch.ones_like(total)])
+    right = torch.autograd.grad(torch.dot(factors, expected), trained)
+    for one, other in zip(found, right, strict=True):
+        assert_close([torch.zeros_like(other) if one is None else one], [other])
+
+
+def test_all_weights_zero_and_nothing_to_differentiate() -> None:
+    hidden, weight, targets, _ = tensors(11)
+    total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=[0.0] * DEPTHS)
+    assert total.item() == 0
+    assert (per_layer > 0).all()
+    total.backward()
+    assert_equal([weight.grad, hidden[0].grad], [torch.zeros_like(weight), None])
+    total, _ = ops.layerwise_cross_entropy(hidden, weight.detach(), targets, depth_weights=[0.0] * DEPTHS)
+    assert not total.requires_grad
+
+
+# Backward more than once
+
+
+@pytest.mark.parametrize("operator", [True, False])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_a_second_backward_finds_the_same_and_a_second_derivative_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, weights: list[float] | None, operator: bool
+) -> None:
+    if operator:
+        by_the_operator(monkeypatch)
+    hidden, weight, targets, bias = tensors(11)
+    leaves = [*hidden, weight, bias]
+    total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights)
+    three, two = (torch.tensor(number, dtype=torch.float64) for number in (3.0, 2.0))
+    first = torch.autograd.grad(total, leaves, three, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(total, leaves, two, retain_graph=True)
+    assert_close([gradient / 1.5 for gradient in first], second)
+    assert_equal(first, kept)
+    twice = torch.autograd.grad(total, leaves, three, create_graph=True)
+    with pytest.raises(InputError, match="differentiated once"):
+        torch.autograd.grad(twice[0].square().sum(), leaves)
+
+
+# Targets that do not count
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_ignored_tokens_take_no_part(poison: float, weights: list[float] | None) -> None:
+    hidden, weight, targets, bias = tensors(2, 6)
+    ignored = targets == -100
+    poisoned = [leaf(depth.detach().masked_fill(ignored.unsqueeze(-1), poison)) for depth in hidden]
+    results = []
+    for states in (hidden, poisoned):
+        total, per_layer = ops.layerwise_cross_entropy(states, weight, targets, bias, depth_weights=weights)
+        found = gradients([total], [*states, weight, bias], [torch.ones_like(total)])
+        results.append([total, per_layer, *found])
+    assert_equal(*results)
+    assert all((gradient[ignored] == 0).all() for gradient in results[0][2 : 2 + DEPTHS])
+
+
+def test_another_ignore_index() -> None:
+    hidden, weight, targets, _ = tensors(11)
+    expected = ops.layerwise_cross_entropy(hidden, weight, targets)
+    other = torch.where(targets == -100, 2**40, targets)
+    assert_equal(ops.layerwise_cross_entropy(hidden, weight, other, ignore_index=2**40), expected)
+    inside = ops.layerwise_cross_entropy(hidden, weight, targets.clamp(min=0), ignore_index=0)
+    right = layerwise_cross_entropy_reference(hidden, weight, targets.clamp(min=0), ignore_index=0)
+    assert_close([inside[1]], [right])
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("shape", [(4,), (0,), (2, 0)])
+def test_a_sum_over_no_token_is_zero_and_a_mean_is_an_error(
+    shape: tuple[int, ...], weights: list[float] | None
+) -> None:
+    hidden = [leaf(normal(depth, *shape, WIDTH)) for depth in range(DEPTHS)]
+    weight, targets = leaf(normal(9, VOCABULARY, WIDTH)), torch.full(shape, -100)
+    with pytest.raises(InputError, match=r"targets must hold at least one token that is not -100 \(ignore_index\)"):
+        ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights)
+    total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights, reduction="sum")
+    found = gradients([total], [*hidden, weight], [torch.ones_like(total)])
+    assert_equal([total, per_layer], [torch.zeros_like(total), torch.zeros_like(per_layer)])
+    assert_equal(found, [torch.zeros_like(tensor) for tensor in (*hidden, weight)])
+
+
+@pytest.mark.parametrize("wrong", [VOCABULARY, -1, 2**40])
+def test_a_target_out_of_range(wrong: int) -> None:
+    hidden, weight, targets, _ = tensors(11)
+    targets[3] = wrong
+    with pytest.raises(InputError, match=rf"targets must be in \[0, 7\) or -100 \(ignore_index\), got {wrong}"):
+        ops.layerwise_cross_entropy(hidden, weight, targets)
+
+
+def test_a_nan_stays_in_its_depth() -> None:
+    hidden, weight, targets, _ = tensors(11)
+    targets = targets.clamp(min=0)
+    with torch.no_grad():
+        hidden[1][4, 0] = float("nan")
+    for weights in (None, WEIGHTS):
+        total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights, chunk_tokens=100)
+        assert torch.isnan(per_layer).tolist() == [False, True, False]
+        found = torch.autograd.grad(total, hidden)
+        assert [torch.isnan(gradient).any(1).nonzero().flatten().tolist() for gradient in found] == [[], [4], []]
+
+
+@pytest.mark.parametrize("operator", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_upstream_gradient_of_zero_keeps_a_nan_out(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, operator: bool
+) -> None:
+    if not kept:
+        recompute(monkeypatch)
+    if operator:
+        by_the_operator(monkeypatch)
+    hidden, weight, targets, bias = tensors(11)
+    leaves = [*hidden, weight, bias]
+    factors = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64)
+    right = torch.autograd.grad(written(hidden, weight, targets, bias), leaves, factors)
+    with torch.no_grad():
+        hidden[1].fill_(float("nan"))
+    _, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias)
+    assert_close(gradients([per_layer], leaves, [factors]), right)
+
+
+# Memory
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._known:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.live += size
+        self.most = max(self.most, self.live)
+
+        def freed() -> None:
+            self._known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.parametrize(
+    ("weighted", "kept", "kept_bytes"), [(True, True, 0), (False, True, 0), (False, False, 0), (False, False, 2**21)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept: bool, kept_bytes: int
+) -> None:
+    if not kept:
+        recompute(monkeypatch)
+    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", 2**19)
+    monkeypatch.setattr(chunks, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(sweep, "SWEEP_BYTES", 2**17)
+    tokens, width = 512, 8
+    for depths, vocabulary in ((4, 1024), (8, 1024), (4, 2048)):
+        hidden = [leaf(normal(depth, tokens, width, dtype=dtype)) for depth in range(depths)]
+        weight = leaf(normal(9, vocabulary, width, dtype=dtype))
+        targets = torch.randint(vocabulary, (tokens,), generator=generator(1))
+        with _LiveBytes() as memory:
+            total, _ = ops.layerwise_cross_entropy(
+                hidden, weight, targets, depth_weights=[1.0] * depths if weighted else None
+            )
+            torch.autograd.grad(total, [*hidden, weight])
+        heads = 1 + (depths if kept and not weighted else 1)
+        of_head = heads * 4 * vocabulary * width
+        of_states = 2 * depths * tokens * width * dtype.itemsize
+        of_rows = 40 * depths * tokens
+        logits = 2 * 128 * vocabulary * dtype.itemsize
+        assert memory.most <= of_head + of_states + of_rows + logits + kept_bytes + 3 * 2**17
+        assert memory.most <= kept_bytes + depths * tokens * vocabulary * dtype.itemsize / 4
+
+
+# The sample of the inner depths
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_the_sample_is_unbiased_over_all_subsets(monkeypatch: pytest.MonkeyPatch, weights: list[float] | None) -> None:
+    hidden, weight, targets, bias = tensors(2, 3)
+    leaves = [*hidden, weight, bias]
+
+    def run(**options: Any) -> list[Tensor]:
+        total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights, **options)
+        return [per_layer.detach(), *torch.autograd.grad(total, leaves)]
+
+    exact, estimates = run(), []
+    for subset in itertools.combinations(range(6), 4):
+        monkeypatch.setattr(module, "_sample", lambda *_, subset=subset: torch.tensor(subset).flip(0))
+        estimates.append(run(inner_fraction=0.6))
+        # The last depth is exact in each of them.
+        assert_close([estimates[-1][0][-1], estimates[-1][DEPTHS]], [exact[0][-1], exact[DEPTHS]])
+    assert (estimates[0][0][0] - exact[0][0]).abs() > 1e-3
+    assert_close([torch.stack(parts).mean(0) for parts in zip(*estimates, strict=True)], exact)
+
+
+def test_the_sample_is_drawn_by_the_generator_and_has_the_size_that_was_asked_for() -> None:
+    hidden, weight, targets, _ = tensors(40)
+    targets = targets.clamp(min=0)
+
+    def run(seed: int | None, fraction: float = 0.3) -> Tensor:
+        source = None if seed is None else generator(seed)
+        return ops.layerwise_cross_entropy(hidden, weight, targets, inner_fraction=fraction, generator=source)[1]
+
+    assert_equal([run(1)], [run(1)])
+    assert not torch.equal(run(1)[:-1], run(2)[:-1])
+    assert torch.equal(run(1)[-1], run(2)[-1])
+    assert not torch.equal(run(None)[:-1], run(None)[:-1])
+    assert_equal([run(1, 1.0)], [ops.layerwise_cross_entropy(hidden, weight, targets)[1]])
+    total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, inner_fraction=0.7, generator=generator(1))
+    found = torch.autograd.grad(total, hidden)
+    assert [int((gradient != 0).any(1).sum()) for gradient in found] == [28, 28, 40]
+    for fraction, count in ((1e-9, 1), (0.01, 1), (0.05, 2), (0.0501, 3), (0.999, 40)):
+        sample = module._sample(targets, fraction, None)
+        assert sample is not None
+        assert len(sample) == count
+
+
+# Dtypes
+
+
+def precise_cases() -> list[dict[str, Tensor]]:
+    return [
+        {
+            "first": normal(seed, 20, 16),
+            "second": normal(seed + 1, 20, 16),
+            "weight": normal(seed + 2, 33, 16) / 2,
+            "bias": normal(seed + 3, 33),
+        }
+        for seed in range(0, 40, 4)
+    ]
+
+
+@pytest.mark.parametrize("weights", [None, [-0.5, 1.5]])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_as_precise_as_torch(dtype: torch.dtype, autocast: bool, weights: list[float] | None) -> None:
+    if autocast and dtype == torch.float32:
+        pytest.skip("autocast has no float32")
+    targets = torch.randint(33, (20,), generator=generator(3))
+
+    def operation(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        total, per_layer = ops.layerwise_cross_entropy(
+            [first, second], weight, targets, bias, depth_weights=weights, chunk_tokens=7
+        )
+        assert per_layer.dtype == (torch.float64 if first.dtype == torch.float64 else torch.float32)
+        return [total.to(dtype)]
+
+    def reference(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        losses = [
+            torch.nn.functional.cross_entropy(torch.nn.functional.linear(hidden, weight, bias), targets)
+            for hidden in (first, second)
+        ]
+        total = losses[0] + losses[1] if weights is None else weights[0] * losses[0] + weights[1] * losses[1]
+        return [total if first.dtype == torch.float64 else total.to(dtype)]
+
+    assert_as_precise_as_torch(operation, reference, precise_cases(), dtype, autocast=autocast)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_confident_tokens_keep_their_gradient(dtype: torch.dtype) -> None:
+    # p = 1 − 2e-4 · 6: p − 1 of a p that was rounded to bfloat16 would be 0, and in float16 off by a fifth.
+    logits = torch.zeros(1, VOCABULARY, dtype=dtype)
+    logits[0, 2] = 8.5
+    hidden, weight = leaf(logits), torch.eye(VOCABULARY, dtype=dtype)
+    total, _ = ops.layerwise_cross_entropy([hidden], weight, torch.tensor([2]), depth_weights=[1.0])
+    total.backward()
+    right = torch.softmax(logits.double(), 1)
+    right[0, 2] -= 1
+    assert hidden.grad is not None
+    assert ((hidden.grad.double() - right).abs() <= 2 * torch.finfo(dtype).eps * right.abs()).all()
+
+
+def test_the_weights_gradient_is_summed_in_float32() -> None:
+    tokens = 1024
+    hidden = torch.ones(tokens, 2, dtype=torch.bfloat16)
+    weight, bias = leaf(torch.zeros(2, 2, dtype=torch.bfloat16)), leaf(torch.zeros(2, dtype=torch.bfloat16))
+    for weights in ([1.0], None):
+        total, _ = ops.layerwise_cross_entropy(
+            [hidden], weight, torch.zeros(tokens, dtype=torch.int64), bias, depth_weights=weights, chunk_tokens=4
+        )
+        # In bfloat16 a sum of 0.5 stops growing at 128.
+        found = torch.autograd.grad(total, [weight, bias])
+        half = torch.tensor([-0.5, 0.5], dtype=torch.bfloat16)
+        assert_equal(found, [half.unsqueeze(1).expand(2, 2), half])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_loss_scale_reaches_the_gradients_before_they_are_rounded(dtype: torch.dtype) -> None:
+    tokens, scale = 8192, 65536.0
+    hidden = leaf((normal(1, tokens, 4) / 4).to(dtype))
+    weight = leaf((normal(2, 50, 4) / 4).to(dtype))
+    targets = torch.randint(50, (tokens,), generator=generator(3))
+    total, _ = ops.layerwise_cross_entropy([hidden], weight, targets, depth_weights=[1e-2])
+    found = torch.autograd.grad(scale * total, [hidden, weight])
+    exact = [leaf(tensor.detach().double()) for tensor in (hidden, weight)]
+    right = torch.autograd.grad(
+        scale * 1e-2 * layerwise_cross_entropy_reference([exact[0]], exact[1], targets)[0], exact
+    )
+    for one, other in zip(found, right, strict=True):
+        error = (one.double() - other).square().mean().sqrt() / other.square().mean().sqrt()
+        assert error <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_under_autocast_the_gradients_keep_the_dtype_of_the_arguments(weights: list[float] | None) -> None:
+    states, weight, targets, bias = tensors(11)
+    hidden = [depth.float() for depth in states]
+    leaves = [leaf(tensor) for tensor in (*hidden, weight.float(), bias.float())]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total, per_layer = ops.layerwise_cross_entropy(
+            leaves[:DEPTHS], leaves[-2], targets, leaves[-1], depth_weights=weights, chunk_tokens=4
+        )
+        found = torch.autograd.grad(total, leaves)
+    assert total.dtype == per_layer.dtype == torch.float32
+    assert all(gradient.dtype == torch.float32 for gradient in found)
+    exact = written(hidden, weight.float(), targets, bias.float())
+    assert ((per_layer - exact).abs() > 1e-6).any(), "the products must have run in bfloat16"
+    # A gradient that was rounded to bfloat16 would have no digit beyond the eighth bit.
+    assert (found[-2] != found[-2].bfloat16().float()).any()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_backward_inside_autocast_is_the_one_outside(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    if not kept:
+        recompute(monkeypatch)
+    states, weight, targets, bias = tensors(11)
+    leaves = [leaf(tensor.float()) for tensor in (*states, weight, bias)]
+    total, _ = ops.layerwise_cross_entropy(leaves[:DEPTHS], leaves[-2], targets, leaves[-1], chunk_tokens=13)
+    outside = torch.autograd.grad(total, leaves, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal(torch.autograd.grad(total, leaves), outside)
+
+
+# Layouts, modes, compilation
+
+
+@pytest.mark.parametrize("layout", ["transposed", "inside a poisoned buffer", "expanded"])
+def test_strides(layout: str) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    states = [depth.detach() for depth in hidden]
+    other_bias = bias.detach()
+    if layout == "expanded":
+        states[1] = normal(2, WIDTH).expand(11, WIDTH)
+        given, other_weight = states, weight.detach()
+        other_bias = torch.zeros(1, dtype=torch.float64).expand(VOCABULARY)
+    else:
+        given = [laid_out(depth, layout) for depth in states]
+        other_weight = laid_out(weight.detach(), layout)
+    for chunk_tokens, weights in itertools.product((4, None), (None, WEIGHTS)):
+        leaves = [*(depth.requires_grad_() for depth in given), other_weight.requires_grad_()]
+        total, _ = ops.layerwise_cross_entropy(
+            given, other_weight, targets, other_bias, depth_weights=weights, chunk_tokens=chunk_tokens
+        )
+        plain = [leaf(depth) for depth in (*given, other_weight)]
+        expected = written(plain[:-1], plain[-1], targets, other_bias)
+        factors = torch.tensor(weights or [1.0] * DEPTHS, dtype=torch.float64)
+        found = gradients([total], leaves, [torch.ones_like(total)])
+        assert_close(found, torch.autograd.grad(torch.dot(factors, expected), plain))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Any, weights: list[float] | None) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    expected = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights)
+    with mode():
+        given = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights)
+    assert not any(result.requires_grad for result in given)
+    assert_equal(given, expected)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("mode", ["eager", "autocast", "checkpoint", "no_grad", "inference"])
+def test_the_direct_path_is_the_operator(
+    monkeypatch: pytest.MonkeyPatch, mode: str, weights: list[float] | None
+) -> None:
+    states, *head = tensors(11)
+    targets = head[1]
+    off = contextlib.nullcontext()
+    forward = {"no_grad": torch.no_grad(), "inference": torch.inference_mode()}.get(mode, off)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def network(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        total, per_layer = ops.layerwise_cross_entropy(
+            list(leaves[:DEPTHS]), leaves[-2], targets, leaves[-1], depth_weights=weights, chunk_tokens=13
+        )
+        return total, per_layer
+
+    def run() -> list[Tensor]:
+        leaves = [leaf(tensor.float()) for tensor in (*states, head[0], head[2])]
+        with forward, autocast if mode == "autocast" else off:
+            if mode == "checkpoint":
+                total, per_layer = checkpoint.checkpoint(network, *leaves, use_reentrant=False)
+            else:
+                total, per_layer = network(*leaves)
+        if forward is not off:
+            assert not total.requires_grad
+            return [total, per_layer]
+        return [total, per_layer, *torch.autograd.grad(total, leaves)]
+
+    assert operators._plain([head[0]])
+    direct = run()
+    by_the_operator(monkeypatch)
+    assert_equal(direct, run())
+
+
+def test_the_direct_path_is_for_plain_tensors_on_the_cpu() -> None:
+    weight = normal(1, 3, 2)
+    assert operators._plain([weight, torch.nn.Parameter(weight)])
+    assert not operators._plain([weight, weight.as_subclass(type("Other", (Tensor,), {}))])
+    assert not operators._plain([weight, weight.to("meta")])
+
+
+@pytest.mark.parametrize("operator", [True, False])
+def test_function_transforms_are_refused(monkeypatch: pytest.MonkeyPatch, operator: bool) -> None:
+    if operator:
+        by_the_operator(monkeypatch)
+    weight, states = normal(1, 3, 2), normal(2, 5, 4, 2)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return ops.layerwise_cross_entropy([hidden], weight, torch.zeros(hidden.shape[:-1]).long())[0]
+
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(loss)(states)
+    with pytest.raises(RuntimeError):
+        torch.func.vmap(loss)(states)
+    # What is constant in them may stand there.
+    assert torch.func.grad(lambda factor: 3 * factor + loss(states))(torch.ones(())).item() == 3
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_gradcheck(weights: list[float] | None) -> None:
+    hidden, weight, targets, bias = tensors(4)
+    assert torch.autograd.gradcheck(
+        lambda *given: ops.layerwise_cross_entropy(
+            given[:DEPTHS], given[-2], targets, given[-1], depth_weights=weights, softcap=2.0, label_smoothing=0.1
+        )[0],
+        (*hidden, weight, bias),
+    )
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    def run(weights: list[float] | None) -> list[Tensor | None]:
+        hidden, weight, targets, bias = tensors(50)
+        leaves = [leaf(tensor.float()) for tensor in (*hidden, weight, bias)]
+        total, per_layer = ops.layerwise_cross_entropy(
+            leaves[:DEPTHS], leaves[-2], targets, leaves[-1], depth_weights=weights
+        )
+        return [total, per_layer, *gradients([total], leaves, [torch.ones_like(total)])]
+
+    for weights in (None, WEIGHTS):
+        assert_equal(run(weights), run(weights))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "trained"),
+    [
+        (False, (True, True, True)),
+        (True, (True, True, True)),
+        (True, (False, True, False)),
+        (False, (True, False, False)),
+        (True, (False, False, False)),
+    ],
+)
+def test_opcheck(trained: tuple[bool, bool, bool], sampled: bool) -> None:
+    hidden, weight, targets, bias = tensors(2, 3)
+    states = [depth.detach().float().requires_grad_(trained[0]) for depth in hidden]
+    head = [
+        tensor.detach().float().requires_grad_(want) for tensor, want in zip((weight, bias), trained[1:], strict=True)
+    ]
+    sample = torch.tensor([4, 1, 0]) if sampled else None
+    options = (torch.float32, -100, True, 0.1, None if sampled else 3.0, 4)
+    wanted = ([trained[0]] * DEPTHS, *trained[1:])
+    known = torch.tensor(WEIGHTS)
+    for weights, *road in ((known, True, 0), (None, True, 0), (None, False, 0), (None, False, 2), (known, False, 3)):
+        arguments = (states, head[0], targets, head[1], sample, weights, *road, *wanted, *options)
+        torch.library.opcheck(torch.ops.cdt_fast.layerwise_cross_entropy.default, arguments)
+
+
+@pytest.mark.parametrize(("dynamic", "kind"), [(False, "list"), (True, "none"), (True, "list"), (True, "tensor")])
+def test_compiles_without_a_graph_break(dynamic: bool, kind: str) -> None:
+    def network(hidden: list[Tensor], weight: Tensor, targets: Tensor, bias: Tensor, numbers: Any) -> Tensor:
+        states = [torch.relu(depth) for depth in hidden]
+        total, per_layer = ops.layerwise_cross_entropy(states, weight, targets, bias, depth_weights=numbers)
+        return 2 * total + per_layer.detach().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens, numbers in ((3, [0.5, 0.0, 2.0]), (5, [0.25, 1.0, 0.0])):
+        weights: Any = {"none": None, "list": numbers, "tensor": torch.tensor(numbers)}[kind]
+        results = []
+        for function in (network, compiled):
+            hidden, weight, targets, bias = tensors(2, tokens)
+            total = function(hidden, weight, targets, bias, weights)
+            found = gradients([total], [*hidden, weight, bias], [torch.ones_like(total)])
+            results.append([total, *(torch.zeros(2, tokens, WIDTH).double() if g is None else g for g in found)])
+        assert_close(*results)
+
+
+def test_compiles_with_a_sample() -> None:
+    hidden, weight, targets, _ = tensors(40)
+    function = torch.compile(
+        lambda: ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=WEIGHTS, inner_fraction=0.25),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    _, per_layer = function()
+    exact = ops.layerwise_cross_entropy(hidden, weight, targets)[1]
+    assert_close([per_layer[-1]], [exact[-1]])
+    assert not torch.equal(per_layer[0], exact[0])
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_states": []}, r"hidden_states must be a list of one tensor a depth, got \[\]"),
+        ({"hidden_states": torch.zeros(2, 3)}, r"hidden_states must be a list .* got \(2, 3\) float32"),
+        ({"hidden_states": [None]}, r"hidden_states\[0\] must be a floating-point tensor .* got None"),
+        (
+            {"hidden_states": [torch.zeros(2, 3), torch.zeros(3, 3)]},
+            r"hidden_states\[1\] must have shape \(2, 3\) \(as hidden_states\[0\]\), got \(3, 3\)",
+        ),
+        ({"weight": torch.zeros(3)}, r"weight must be a floating-point tensor \[V, d\], got \(3,\) float32"),
+        ({"weight": torch.zeros(4, 2)}, r"weight must have shape \(4, 3\) .* got \(4, 2\)"),
+        ({"weight": torch.zeros(4, 4, 3)}, r"weight must have shape \(4, 3\) .* got \(4, 4, 3\)"),
+        ({"weight": torch.zeros(0, 3)}, r"weight must hold at least one row, got shape \(0, 3\)"),
+        ({"weight": torch.zeros(4, 3).double()}, r"weight is torch.float64 but hidden_states\[0\] is torch.float32"),
+        ({"weight": torch.zeros(4, 3, device="meta")}, r"weight is on meta but hidden_states\[0\] is on cpu"),
+        ({"bias": torch.zeros(3)}, r"bias must have shape \(4,\) .* got \(3,\)"),
+        ({"bias": [0.0] * 4}, r"bias must be a floating-point tensor \[V\]"),
+        ({"bias": torch.zeros(4).half()}, r"bias is torch.float16 but weight is torch.float32"),
+        ({"targets": torch.zeros(2)}, r"targets must be an int64 tensor .* got \(2,\) float32"),
+        ({"targets": torch.zeros(2, dtype=torch.int32)}, r"targets must be an int64 tensor .* got \(2,\) int32"),
+        ({"targets": [0, 1]}, r"targets must be an int64 tensor .* got \[0, 1\]"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets must have shape \(2,\) .* got \(3,\)"),
+        (
+            {"targets": torch.zeros(2, dtype=torch.int64, device="meta")},
+            r"targets is on meta but hidden_states\[0\] is on cpu",
+        ),
+        ({"depth_weights": [1.0, 2.0]}, r"depth_weights must have shape \(1,\) \(one weight a depth\), got \(2,\)"),
+        ({"depth_weights": ["a"]}, r"depth_weights must be 1 numbers, got \['a'\] \(list\)"),
+        ({"reduction": "none"}, r"reduction must be one of 'mean', 'sum', got 'none'"),
+        ({"ignore_index": 0.5}, r"ignore_index must be an integer"),
+        ({"label_smoothing": 1.5}, r"label_smoothing must be a number in \[0, 1\], got 1.5"),
+        ({"softcap": 0.0}, r"softcap must be a finite number > 0, got 0.0"),
+        ({"chunk_tokens": 0}, r"chunk_tokens must be an integer >= 1, got 0"),
+        ({"inner_fraction": 0.0}, r"inner_fraction must be a number in \(0, 1\], got 0.0"),
+        ({"inner_fraction": 1.5}, r"inner_fraction must be a number in \(0, 1\], got 1.5"),
+        ({"inner_fraction": math.nan}, r"inner_fraction must be a number in \(0, 1\], got nan"),
+    ],
+)
+def test_errors_name_the_argument_what_was_given_and_what_is_expected(changed: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "hidden_states": [torch.zeros(2, 3)],
+        "weight": torch.zeros(4, 3),
+        "targets": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(InputError, match=message):
+        ops.layerwise_cross_entropy(**{**arguments, **changed})

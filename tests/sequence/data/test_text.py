@@ -1,0 +1,303 @@
+"""Labeled texts, instructions and words: the layouts as they are published, and one clear error for what is broken."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdt_fast.errors import InputError
+from cdt_fast.sequence.data.instructions import Instruction, read_alpaca
+from cdt_fast.sequence.data.text import NLI_LABELS, TextData, read_imdb, read_mnli, read_table, split_text
+from cdt_fast.sequence.data.vocabulary import Vocabulary, words_of
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+REVIEWS = (
+    'Sentiment\tText\nNegative\tBad.<br /><br />Really  bad.\nNegative\t"The ""best"" film\tof <BR>2001\nis dull."\n'
+)
+
+
+def test_reviews_in_a_tsv_with_quotes_and_line_breaks(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.tsv", REVIEWS + "Positive\tIt's 8½ minutes too short!\n")
+    data = read_table(path, "Text", "Sentiment", seed=None)
+    assert data.texts == ["Bad. Really  bad.", 'The "best" film\tof 2001\nis dull.', "It's 8½ minutes too short!"]
+    assert (data.labels, data.names, data.seconds) == ([0, 0, 1], ["Negative", "Positive"], None)
+
+
+def mnli_tree(folder: Path) -> Path:
+    """As GLUE lays it out: a quote is a character, the gold label stands last, `-` where annotators disagree."""
+    head = "index\tpromptID\tgenre\tsentence1\tsentence2\tlabel1\tgold_label"
+    rows = [
+        '0\t31\tfiction\t"He left\u2028early.\tHe left.\tneutral\tentailment',
+        "1\t31\tfiction\tOne\x85.\tTwo.\tneutral\t-",
+        '2\t12\tphone\tuh-\rhuh\tYes "no".\tneutral\tcontradiction',
+    ]
+    write(folder / "MNLI" / "dev_matched.tsv", "\r\n".join([head, *rows]) + "\r\n")
+    return folder
+
+
+def test_mnli_as_glue_lays_it_out(tmp_path: Path) -> None:
+    root = mnli_tree(tmp_path)
+    for path in (root, root / "MNLI", root / "MNLI" / "dev_matched.tsv"):
+        data = read_mnli(path, "dev_matched", seed=None)
+        assert data.texts == ['"He left\u2028early.', "uh-\rhuh"]
+        assert data.seconds == ["He left.", 'Yes "no".']
+        assert (data.labels, data.names, data.left_out) == ([0, 2], list(NLI_LABELS), 1)
+    other = read_mnli(root, "dev_matched", names=["contradiction", "entailment", "neutral"], seed=None)
+    assert other.labels == [1, 0]
+
+
+def test_mnli_s_hidden_labels_are_a_missing_column(tmp_path: Path) -> None:
+    write(tmp_path / "test_matched.tsv", "index\tsentence1\tsentence2\n0\ta\tb\n")
+    with pytest.raises(
+        InputError, match=r"line 2: no column 'gold_label'; there are 'index', 'sentence1', 'sentence2'"
+    ):
+        read_mnli(tmp_path, "test_matched")
+
+
+def test_pairs_without_a_header_or_a_suffix(tmp_path: Path) -> None:
+    path = write(tmp_path / "mnli_matched", 'neutral\tIn "A , b .\tc .\nentailment\td\te\n')
+    data = read_table(path, 1, 0, 2, names=NLI_LABELS, format="tsv", header=False, quoting=False, seed=None)
+    assert (data.texts, data.seconds, data.labels) == (['In "A , b .', "d"], ["c .", "e"], [1, 0])
+
+
+def imdb_tree(folder: Path, count: int = 4) -> Path:
+    for split in ("train", "test"):
+        for name, rating in (("neg", 2), ("pos", 9)):
+            for number in range(count):
+                content = f"{split} {name} {number}.<br /><br />End."
+                write(folder / "aclImdb" / split / name / f"{number}_{rating}.txt", content)
+        write(folder / "aclImdb" / split / "labeledBow.feat", "1 0:2")
+    write(folder / "aclImdb" / "train" / "neg" / "._0_2.txt", b"\xff\xfe")
+    return folder
+
+
+def test_imdb_s_tree_is_shuffled_by_seed(tmp_path: Path) -> None:
+    root = imdb_tree(tmp_path, 12)
+    sorted_ = read_imdb(root, seed=None)
+    assert sorted_.labels == [0] * 12 + [1] * 12
+    assert sorted_.texts[10] == "train neg 10. End."  # in natural order
+    assert sorted_.names == ["neg", "pos"]
+    for data in (read_imdb(root / "aclImdb"), read_imdb(root)):
+        assert data == read_imdb(root, seed=0)
+        assert data != read_imdb(root, seed=1)
+        assert sorted(zip(data.texts, data.labels, strict=True)) == sorted(
+            zip(sorted_.texts, sorted_.labels, strict=True)
+        )
+        assert 0 < sum(data.labels[:12]) < 12
+    assert all(text.startswith("test") for text in read_imdb(root, "test").texts)
+
+
+def test_what_is_missing_from_imdb_s_tree_is_named(tmp_path: Path) -> None:
+    root = imdb_tree(tmp_path)
+    with pytest.raises(InputError, match="validation"):
+        read_imdb(root, "validation")
+    write(root / "aclImdb" / "test" / "pos" / "9_9.txt", " <br />\n")
+    with pytest.raises(InputError, match=r"9_9\.txt: is empty"):
+        read_imdb(root, "test")
+    write(root / "aclImdb" / "test" / "pos" / "9_9.txt", b"\xe9")
+    with pytest.raises(InputError, match=r"9_9\.txt: cannot be read as UTF-8"):
+        read_imdb(root, "test")
+
+
+ROWS = [{"body": "one, two", "kind": 10}, {"body": 'say "three"\nfour', "kind": 9}, {"body": "é", "kind": 10}]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".CSV"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_any_format_with_named_columns_gives_the_same(tmp_path: Path, suffix: str, mark: str) -> None:
+    path = tmp_path / f"texts{suffix}"
+    if suffix.lower() in (".csv", ".tsv"):
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.write(mark)
+            writer = csv.DictWriter(file, ["kind", "body"], delimiter="\t" if suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(ROWS)
+    else:
+        lines = json.dumps(ROWS) if suffix == ".json" else "\n".join([json.dumps(row) for row in ROWS] + [""])
+        write(path, mark + lines)
+    data = read_table(path, "body", "kind", seed=None)
+    assert data.texts == [row["body"] for row in ROWS]
+    assert (data.names, data.labels) == (["9", "10"], [1, 0, 1])  # 9 before 10: numbers, and no words
+
+
+def test_a_text_longer_than_the_csv_module_s_limit(tmp_path: Path) -> None:
+    before = csv.field_size_limit(99_999)
+    path = write(tmp_path / "a.csv", "text,label\n" + "word " * 40_000 + ",x\n")
+    assert len(read_table(path).texts[0]) == 5 * 40_000 - 1
+    assert csv.field_size_limit(before) == 99_999
+
+
+def test_classes_that_differ_in_case_are_one_and_follow_the_names_given(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "text,label\na,Pos\nb,neg\nc,pos\nd,NEG\n")
+    assert read_table(path, seed=None).labels == [1, 0, 1, 0]
+    data = read_table(path, names=["POS", "NEG", "MIXED"], seed=None)
+    assert (data.labels, data.names) == ([0, 1, 0, 1], ["POS", "NEG", "MIXED"])
+    assert data.with_names(["neg", "mixed", "pos"]).labels == [2, 0, 2, 0]
+    with pytest.raises(InputError, match=r"class 'MIXED', got 'neg', 'pos'"):
+        data.with_names(["neg", "pos"])
+
+
+BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
+    ("a.csv", "text,kind\na,b\n", {}, r"line 2: no column 'label'; there are 'text', 'kind'"),
+    ("a.csv", "body,label\na,b\n", {}, r"no column 'text'; there are 'body', 'label'"),
+    ("a.csv", "text,label\na,b\n", {"second": "other"}, r"no column 'other'"),
+    ("a.csv", "text,label\na,b\n ,c\n", {}, r"line 3: 'text' is empty"),
+    ("a.csv", "text,label\na,b\n<br />,c\n", {}, r"line 3: 'text' is empty"),
+    ("a.csv", "text,label\na,b\na,\n", {}, r"line 3: the label must be a word or a whole number, got ''"),
+    ("a.csv", "text,label\na,b\na,c\n", {"names": ["b", "d"]}, r"line 3: label 'c' is not among 'b', 'd'"),
+    ("a.csv", "text,label\na,b\na,c\n", {"names": ["b", "B"]}, r"names must be different"),
+    ("a.csv", "text,label\na,b\na,c\n", {"names": "bc"}, r"names must be a list"),
+    ("a.csv", "text,label\na,b,c\n", {}, r"line 2: 3 fields, expected 2"),
+    ("a.csv", "text,text\na,b\n", {}, r"two columns have the same name"),
+    ("a.csv", "text,label\n", {}, r"holds no labeled text"),
+    ("a.csv", "", {}, r"a\.csv: is empty"),
+    ("a.csv", "text,label\na,b\n", {"unlabeled": ["b"]}, r"holds no labeled text"),
+    ("a.tsv", 'text\tlabel\n"a" b\tc\n', {}, r"line 2: .*quoting=False"),
+    ("a.tsv", 'text\tlabel\na\tb\n"open\tc\nd\te\n', {}, r"line 3: .*quoting=False"),
+    ("a.tsv", 'text\tlabel\n"a\tb"\tc\n', {"quoting": False}, r"line 2: 3 fields, expected 2.*quoting=True"),
+    ("a.jsonl", '{"text": "a", "label": 0}\n\n{"text": \n', {}, r"line 3: is not JSON"),
+    ("a.jsonl", '{"text": "a", "label": 0}\n[1]\n', {}, r"line 2: must be an object, got a list"),
+    ("a.jsonl", '{"text": 5, "label": 0}\n', {}, r"line 1: 'text' must be a text, got 5"),
+    ("a.jsonl", '{"text": "a", "label": 0.5}\n', {}, r"line 1: the label must be .* got 0\.5"),
+    ("a.jsonl", "\n", {}, r"is empty"),
+    ("a.json", '[{"text": "a",\n "label"]', {}, r"line 2: is not JSON"),
+    ("a.json", '{"text": "a"}', {}, r"must hold a list of objects, got a dict"),
+    ("a.json", "[]", {}, r"an empty list"),
+    ("a.json", '[{"text": "a", "label": 1}, 3]', {}, r"entry 2: must be an object, got a int"),
+    ("a.xlsx", "text", {}, r"unknown suffix '\.xlsx', expected one of \.tsv, \.csv, \.json, \.jsonl"),
+    ("a", "text", {}, r"unknown suffix ''"),
+    ("a.csv", "text", {"format": "xlsx"}, r"format must be one of"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "options", "message"), BROKEN)
+def test_a_broken_file_gives_one_clear_error(
+    tmp_path: Path, name: str, content: str, options: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / name, content)
+    with pytest.raises(InputError, match=message):
+        read_table(path, **options)
+
+
+def test_a_missing_file_and_one_that_is_not_utf_8(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"gone\.csv: cannot be read"):
+        read_table(tmp_path / "gone.csv")
+    for name in ("a.csv", "a.jsonl", "a.json"):
+        with pytest.raises(InputError, match=r"line \d+: is not UTF-8"):
+            read_table(write(tmp_path / name, b"text,label\ncaf\xe9,1\n"))
+
+
+def texts(counts: list[int]) -> TextData:
+    labels = [label for label, count in enumerate(counts) for _ in range(count)]
+    return TextData(
+        [f"text {index}" for index in range(len(labels))], labels, [f"class {n}" for n in range(len(counts))]
+    )
+
+
+def test_a_split_keeps_the_proportions_and_depends_on_the_seed_alone() -> None:
+    data = texts([100, 40, 10])
+    splits = split_text(data, 0.1, 0.2, seed=4)
+    parts = (splits.train, splits.validation, splits.test)
+    assert [[part.labels.count(label) for label in range(3)] for part in parts] == [[70, 28, 7], [10, 4, 1], [20, 8, 2]]
+    assert sorted(text for part in parts for text in part.texts) == sorted(data.texts)
+    classes = dict(zip(data.texts, data.labels, strict=True))
+    assert all(classes[text] == label for part in parts for text, label in zip(part.texts, part.labels, strict=True))
+    assert splits.train.labels != sorted(splits.train.labels)
+    assert split_text(data, 0.1, 0.2, seed=4) == splits
+    assert split_text(data, 0.1, 0.2, seed=5) != splits
+    assert len(split_text(data, 0.1, 0.0).test) == 0
+    assert split_text(texts([3, 3])).test.labels.count(0) == 1
+
+
+def test_a_split_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="train on"):
+        split_text(texts([9]), 0.5, 0.5)
+    with pytest.raises(InputError, match=r"class 'class 1' has 2 text\(s\), too few for 3 parts"):
+        split_text(texts([9, 2]))
+    with pytest.raises(InputError, match="validation"):
+        split_text(texts([9]), -0.1)
+
+
+ALPACA: list[dict[str, Any]] = [
+    {"instruction": "Add.", "input": "1 and 2", "output": "3 <br />"},
+    {"instruction": "Sing. ", "input": "", "output": "La\n"},
+    {"instruction": "Say nothing.", "input": "", "output": ""},
+    {"instruction": "Wait.", "output": "Ok."},
+]
+
+
+def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
+    path = write(tmp_path / "alpaca.json", json.dumps(ALPACA))
+    found, left_out = read_alpaca(path, seed=None)
+    assert left_out == 1
+    assert found == [
+        Instruction("Add.", "1 and 2", "3 <br />"),
+        Instruction("Sing.", "", "La"),
+        Instruction("Wait.", "", "Ok."),
+    ]
+    assert found[0].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
+    assert "Input" not in found[1].prompt
+    assert found[1].prompt.endswith("### Instruction:\nSing.\n\n### Response:\n")
+    shuffled = read_alpaca(path, seed=3)[0]
+    assert sorted(map(repr, shuffled)) == sorted(map(repr, found))
+    assert read_alpaca(path, seed=3)[0] == shuffled
+    assert any(read_alpaca(path, seed=seed)[0] != found for seed in range(4))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"input": "", "output": "x"}, r"entry 1: no column 'instruction'; there are 'input', 'output'"),
+        ({"instruction": "a"}, r"no column 'output'"),
+        ({"instruction": " ", "output": "x"}, r"'instruction' is empty"),
+        ({"instruction": "a", "output": 3}, r"'output' must be a text, got 3"),
+        ({"instruction": "a", "output": ""}, r"no instruction with an answer"),
+    ],
+)
+def test_broken_instructions_are_named(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_alpaca(write(tmp_path / "a.json", json.dumps([entry])))
+
+
+def test_words_and_their_ids(tmp_path: Path) -> None:
+    assert words_of("It's GOOD, isn’t it?") == ["it's", "good", ",", "isn’t", "it", "?"]
+    vocabulary = Vocabulary.build(["b a a", "C c a d", "d"], least=2)
+    assert vocabulary.words == ["<pad>", "<unk>", "<sep>", "a", "c", "d"]
+    assert Vocabulary.build(["b a a", "c c a d", "d"], size=4).words == ["<pad>", "<unk>", "<sep>", "a"]
+    ids, lengths = vocabulary.encode(["a x D", "c"])
+    assert torch.equal(ids, torch.tensor([[3, 1, 5], [4, 0, 0]]))
+    assert torch.equal(lengths, torch.tensor([3, 1]))
+    vocabulary.save(tmp_path / "words.json")
+    assert Vocabulary.load(tmp_path / "words.json").words == vocabulary.words
+    assert len(vocabulary) == 6
+
+
+def test_pairs_are_cut_from_the_longer_text() -> None:
+    vocabulary = Vocabulary.build(["a b c d e"])
+    ids, lengths = vocabulary.encode(["a b c d", "a"], ["e", "b"], longest=5)
+    assert torch.equal(ids, torch.tensor([[3, 4, 5, 2, 7], [3, 2, 4, 0, 0]]))
+    assert lengths.tolist() == [5, 3]
+    assert vocabulary.encode(["a b c d"], longest=2)[0].tolist() == [[3, 4]]
+    with pytest.raises(InputError, match=r"texts\[0\] holds no word"):
+        vocabulary.encode([" "])
+    with pytest.raises(InputError, match="1 and 2 second"):
+        vocabulary.encode(["a"], ["b", "c"])
+    with pytest.raises(InputError, match="longest"):
+        vocabulary.encode(["a"], ["b"], longest=2)
+
+
+@pytest.mark.parametrize("content", ['["a", "b"]', "{}", '["<pad>", "<unk>", "<sep>", "a", "a"]', "[1]", "["])
+def test_a_broken_vocabulary_is_named(tmp_path: Path, content: str) -> None:
+    with pytest.raises(InputError, match=r"words\.json"):
+        Vocabulary.load(write(tmp_path / "words.json", content))

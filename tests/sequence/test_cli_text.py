@@ -1,0 +1,315 @@
+"""`cdt-fast train text` and `train lm` as a person calls them: what is written, and what a wrong call is answered."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdt_fast.files import read_json
+from cdt_fast.training import figures
+from cdt_fast.training.loop import Trainer
+from cdt_fast.training.run_folder import RunFolder
+from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
+
+Call = Callable[..., Any]
+
+TEXT = words_of_command(TINY_TEXT)
+LANGUAGE = words_of_command(TINY_LANGUAGE)
+
+
+@pytest.fixture(scope="session")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_table(tmp_path_factory.mktemp("texts") / "reviews.tsv")
+
+
+@pytest.fixture(scope="session")
+def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_instructions(tmp_path_factory.mktemp("instructions") / "alpaca.json")
+
+
+@pytest.fixture
+def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the pictures where a test is about something else."""
+    monkeypatch.setattr(figures, "write_figures", lambda *_: [])
+
+
+def train_two(call: Call, task: str, source: Path, words: list[str], folder: Path) -> list[Path]:
+    runs = [folder / "constrained", folder / "plain"]
+    for run, kind in zip(runs, ("--constrained", "--no-constrained"), strict=True):
+        answer = call("train", task, source, *words, kind, "--out", run)
+        assert answer.status == 0, answer
+    return runs
+
+
+@pytest.mark.parametrize("task", ["text", "lm"])
+def test_train_evaluate_and_compare(call: Call, task: str, table: Path, instructions: Path, tmp_path: Path) -> None:
+    source, words = (table, TEXT) if task == "text" else (instructions, LANGUAGE)
+    if task == "lm":
+        pytest.importorskip("transformers")
+    runs = train_two(call, task, source, words, tmp_path)
+    for run in runs:
+        for name in ("config.toml", "metrics.jsonl", "model/config.json", "checkpoint/state.safetensors"):
+            assert (run / name).is_file()
+        assert not [path for path in run.rglob("*") if ".tmp" in path.name]
+        report = (run / "report.md").read_text(encoding="utf-8")
+        assert "Test texts" in report
+    assert (runs[0] / "multipliers.png").exists()
+    assert not (runs[1] / "multipliers.png").exists()
+
+    first = read_json(runs[0] / "evaluation.json")
+    answer = call("evaluate", runs[0], "--json", tmp_path / "again.json")
+    assert answer.status == 0
+    assert read_json(tmp_path / "again.json") == first
+
+    answer = call("compare", *runs, "--out", tmp_path / "out", "--json", tmp_path / "both.json")
+    assert answer.status == 0, answer
+    label = "text-ut" if task == "text" else "llama-small"
+    assert set(read_json(tmp_path / "both.json")) == {
+        f"constrained (constrained, {label})",
+        f"plain (unconstrained, {label})",
+    }
+    tables = answer.out.strip().split("\n\n")
+    accuracy = tables[0 if task == "text" else 1].splitlines()
+    assert accuracy[0].split()[-1] == "AUC"
+    for line, run in zip(accuracy[2:], runs, strict=True):
+        evaluation = read_json(run / "evaluation.json")
+        assert line.split()[-1] == f"{evaluation['auc']:.3f}"
+        assert f"{evaluation['accuracy'][0]:.3f}" in line
+    assert ("perplexity" in answer.out) == (task == "lm")
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", report)
+    assert set(pictures) == {
+        *("loss_over_depth.png", "accuracy_over_noise.png", "early_exit.png", "sample_ratios.png", "multipliers.png")
+    }
+    for picture in pictures:
+        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("task", ["text", "lm"])
+def test_help_shows_an_example_that_parses_and_the_settings(call: Call, task: str) -> None:
+    from cdt_fast import cli
+
+    answer = call("train", task, "--help")
+    assert answer.status == 0
+    example = next(line for line in answer.out.splitlines() if f"cdt-fast train {task} " in line and "[" not in line)
+    cli._parser().parse_args(example.split("cdt-fast ")[1].split())
+    for option in ("--max-tokens", "--gamma", "--perturbation", "--epochs", "--steps", "--lr", "--taps", "--rate"):
+        assert option in answer.out
+    assert "--window" not in answer.out
+
+
+def test_the_defaults_are_those_of_the_preset_of_the_paper(call: Call, table: Path, tmp_path: Path) -> None:
+    assert "--no-constrained" not in " ".join(TEXT)
+    words = [word for word in TEXT if not word.startswith(("--rate", "--reference"))]
+    assert call("train", "text", table, *words, "--out", tmp_path / "run").status == 0
+    settings = RunFolder.open(tmp_path / "run")[1].constraints
+    assert (settings.rate, settings.reference, settings.reference_mode) == (0.1, 0.9, "anchor")
+
+
+def test_named_columns_of_any_file(call: Call, tmp_path: Path, quick_figures: None) -> None:
+    rows = [{"review": f"a {'good' if n % 2 else 'bad'} film", "about": f"plot {n}", "stars": n % 2} for n in range(40)]
+    source = tmp_path / "reviews.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    columns = ["--text-column=review", "--second-column=about", "--label-column=stars"]
+    answer = call("train", "text", source, *TEXT, *columns, "--out", tmp_path / "run")
+    assert answer.status == 0, answer
+    assert read_json(tmp_path / "run" / "evaluation.json")["classes"] == ["0", "1"]
+    assert "pairs: 32 to train on, 4 to choose by, 4 to measure on; classes: 0, 1" in answer.err
+    source = tmp_path / "plain.tsv"
+    source.write_text("\n".join(f"{n % 2}\ta {'good' if n % 2 else 'bad'} film" for n in range(40)))
+    columns = ["--no-header", "--text-column=1", "--label-column=0"]
+    assert call("train", "text", source, *TEXT, *columns, "--out", tmp_path / "other").status == 0
+
+
+BAD = [
+    ("text", [], ["SOURCE is missing"]),
+    ("text", ["missing.tsv"], ["missing.tsv", "no such file"]),
+    ("text", ["TABLE", "--text-column", "body"], ["no column 'body'", "'text', 'label'"]),
+    ("text", ["TABLE", "--label-column", "stars"], ["no column 'stars'"]),
+    ("text", ["TABLE", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
+    ("text", ["TABLE", "--embedding", "no-such-folder"], ["no-such-folder", "local folder"]),
+    ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
+    ("text", ["TABLE", "--perturbation", "salt"], ["perturbation must be one of gaussian"]),
+    ("text", ["TABLE", "--perturbation", "drop", "--perturbation-rate", "1.5"], ["perturbation_rate"]),
+    ("text", ["TABLE", "--no-header"], ["no column 'label' and no 'text'; there are 0, 1"]),
+    ("text", ["TABLE", "--no-header", "--text-column", "text"], ["numbers from 0, got 'text'"]),
+    ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave something"]),
+    ("text", ["TABLE", "--rate", "0.1,0.2,0.3"], ["3", "2"]),
+    ("text", ["TABLE", "--stpes", "3"], ["did you mean --steps?"]),
+    ("text", ["TABLE", "--cuda-graph"], ["--cuda-graph"]),
+    ("text", ["TABLE", "--taps", "0,2"], ["--taps is a setting of a pretrained encoder, and the model is text-ut"]),
+    ("text", ["TABLE", "--model", "no/such-model", "--tied"], ["--tied is a setting of text-ut", "no/such-model"]),
+    ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
+    ("text", ["LATIN"], ["latin.tsv, line 4: is not UTF-8"]),
+    ("text", ["CAPITALS"], ["no column 'label' and no 'text'; there are 'Text', 'Label'", "(--text-column)"]),
+    ("text", ["TABLE", "--model", "WORDLESS"], ["wordless: holds no tokenizer"]),
+    ("text", ["TABLE", "--model", "FOLDER"], ["folder: holds no config.json"]),
+    ("text", ["TABLE", "--model", "PICTURES"], ["cannot be loaded as a transformers model", "CLIPConfig", "…)"]),
+    ("text", ["FOLDER"], ["holds neither train.tsv"]),
+    ("text", ["LABELS"], ["label", "'maybe'", "'neg', 'pos'"]),
+    ("text", ["EMPTY"], ["is empty"]),
+    ("lm", [], ["SOURCE is missing"]),
+    ("lm", ["TABLE"], ["no column 'instruction'"]),
+    ("lm", ["INSTRUCTIONS", "--max-tokens", "20"], ["all tokens are masked", "--max-tokens"]),
+    ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be depths between 0 and 2"]),
+    ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction must be in (0, 1]"]),
+    ("lm", ["INSTRUCTIONS", "--width", "18", "--heads", "4"], ["width must be a multiple"]),
+    ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
+]
+
+
+def save_without_tokenizer(folder: Path) -> Path:
+    transformers = pytest.importorskip("transformers")
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    transformers.BertModel(transformers.BertConfig(vocab_size=20, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def save_for_pictures(folder: Path) -> Path:
+    """A model of texts and pictures, which is no classifier, with a tokenizer that can be read."""
+    transformers = pytest.importorskip("transformers")
+
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nfilm\n")
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    transformers.CLIPConfig().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("task", "words", "facts"), BAD, ids=lambda value: "")
+def test_bad_input_is_one_line_and_leaves_nothing(
+    call: Call,
+    table: Path,
+    instructions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    words: list[str],
+    facts: list[str],
+) -> None:
+    if task == "lm" or "--model" in words or "--embedding" in words:
+        pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    source = tmp_path / "sources"
+    (source / "folder").mkdir(parents=True)
+    labels = source / "labels"
+    write_table(labels / "train.tsv")
+    (labels / "test.tsv").write_text("text\tlabel\na film\tmaybe\n")
+    (source / "empty.tsv").touch()
+    (source / "one.tsv").write_text("text\tlabel\n" + "a film\tpos\n" * 40)
+    (source / "latin.tsv").write_bytes("text\tlabel\ntwo\tlines\nfür\tpos\n".encode() + b"f\xfcr\tpos\n")
+    write_table(source / "capitals.tsv", names=("Text", "Label"))
+    places = {
+        "TABLE": table,
+        "INSTRUCTIONS": instructions,
+        "FOLDER": source / "folder",
+        "LABELS": labels,
+        "EMPTY": source / "empty.tsv",
+        "ONE CLASS": source / "one.tsv",
+        "LATIN": source / "latin.tsv",
+        "CAPITALS": source / "capitals.tsv",
+    }
+    for name, build in (("WORDLESS", save_without_tokenizer), ("PICTURES", save_for_pictures)):
+        if name in words:
+            places[name] = build(source / name.lower())
+    settings = TEXT if task == "text" else LANGUAGE
+    if "--model" in words:  # those of the networks that are not pretrained are refused beside it
+        own = ("--layers", "--width", "--least-count", "--heads", "--vocabulary-size")
+        settings = [word for word in settings if word.partition("=")[0] not in own]
+    monkeypatch.chdir(tmp_path)
+    answer = call("train", task, *settings, *(places.get(word, word) for word in words), "--out", tmp_path / "run")
+    assert answer.status == 2, answer
+    *said, line = answer.err.splitlines()
+    assert all("to train on" in text or "times the FLOP" in text for text in said), said
+    assert line.startswith("cdt-fast")
+    for fact in facts:
+        assert fact in line
+    assert not answer.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "batch", "fact"),
+    [
+        (MemoryError(), 8, "--batch 4 --accumulate 2"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 4, "--batch 2"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), 1, "--max-tokens 6"),
+    ],
+    ids=["host", "torch's allocator", "device"],
+)
+def test_running_out_of_memory_names_the_setting_that_halves_the_need(
+    call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, batch: int, fact: str
+) -> None:
+    def exhausted(_: Trainer) -> None:
+        raise error
+
+    monkeypatch.setattr(Trainer, "_train_step", exhausted)
+    answer = call("train", "text", table, *TEXT, f"--batch={batch}", "--out", tmp_path / "run")
+    assert answer.status == 2
+    line = answer.err.splitlines()[-1]
+    assert "out of memory" in line
+    assert fact in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_error_of_torch_is_not_taken_for_a_lack_of_memory(
+    call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Trainer) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Trainer, "_train_step", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        call("train", "text", table, *TEXT, "--out", tmp_path / "run")
+
+
+def test_a_signal_saves_and_the_resumed_training_ends_as_the_whole_one(
+    call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_figures: None
+) -> None:
+    assert call("train", "text", table, *TEXT, "--out", tmp_path / "whole").status == 0
+    original = Trainer._train_step
+
+    def signalled(trainer: Trainer) -> None:
+        original(trainer)
+        if trainer.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", signalled)
+        answer = call("train", "text", table, *TEXT, "--out", tmp_path / "run")
+    assert answer.status == 128 + signal.SIGTERM
+    assert f"cdt-fast train text --resume {tmp_path / 'run'}" in answer.err
+    assert "resume it with cdt-fast train text" in call("train", "video", "--resume", tmp_path / "run").line()
+    assert call("train", "text", "--resume", tmp_path / "run").status == 0
+    whole, parts = (read_json(tmp_path / name / "evaluation.json") for name in ("whole", "run"))
+    assert whole == parts
+
+
+def test_a_full_disk_leaves_the_model_that_was_there(
+    call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    assert call("train", "text", table, *TEXT, "--out", run).status == 0
+    before = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
+    shutil.rmtree(run / "checkpoint")  # so that it begins again
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("cdt_fast.sequence.networks.shutil.copyfile", full)
+    answer = call("train", "text", "--resume", run)
+    assert answer.status == 2
+    assert "the disk is full" in answer.err
+    assert {path.name: path.read_bytes() for path in (run / "model").iterdir()} == before
+    assert not list(run.glob(".model-*"))

@@ -1,0 +1,478 @@
+"""Perturbed word embeddings and their evaluation, against loops in plain Python and closed forms."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cdt_fast import models
+from cdt_fast.errors import InputError
+from cdt_fast.sequence.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
+from cdt_fast.sequence.perturbation import (
+    GAMMAS,
+    area_under_curve,
+    embedding_std,
+    evaluate_classifier,
+    perturbed,
+    wilson_interval,
+)
+from cdt_fast.training.per_sample import HISTOGRAM_EDGES, per_sample_statistics
+
+PAD, CLS, SEP = 0, 1, 2
+SPECIAL = [CLS, SEP]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def words(width: int = 5, vocabulary: int = 40) -> nn.Embedding:
+    table = 0.3 + 2.0 * torch.randn(vocabulary, width, generator=generator(2), dtype=torch.float64)
+    return nn.Embedding.from_pretrained(table, freeze=False)
+
+
+def batch(texts: int = 6, tokens: int = 12) -> tuple[Tensor, list[int]]:
+    """Texts of several lengths, `[CLS] words [SEP]`, padded on the right."""
+    ids = torch.full((texts, tokens), PAD)
+    lengths = [tokens - text % 6 for text in range(texts)]
+    for text, length in enumerate(lengths):
+        ids[text, :length] = torch.randint(3, 40, (length,), generator=generator(text))
+        ids[text, 0], ids[text, length - 1] = CLS, SEP
+    return ids, lengths
+
+
+# The hash, in Python's integers
+
+
+def written_hash(key: int, index: int) -> int:
+    mask = 2**64 - 1
+    bits = (key + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+    return bits ^ (bits >> 31)
+
+
+def test_the_hash_is_splitmix64() -> None:
+    # The first outputs of the published generator from the seed 1234567.
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    found = hashed(torch.tensor(1234567), torch.arange(3)).tolist()
+    assert [bits % 2**64 for bits in found] == published
+    keys = [0, 5, -3, 2**63 - 1, -(2**63)]
+    found = hashed(torch.tensor(keys).unsqueeze(1), torch.tensor([0, 1, 2**40])).tolist()
+    assert [[bits % 2**64 for bits in row] for row in found] == [
+        [written_hash(key % 2**64, index) for index in (0, 1, 2**40)] for key in keys
+    ]
+
+
+def test_the_ends_of_the_distributions_are_finite() -> None:
+    bits = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
+    assert unit_interval(bits).tolist() == [0.0, 1 - 2.0**-24, 0.5 - 2.0**-24, 0.5]
+    for kind in DISTRIBUTIONS:
+        noise = unit_noise(bits, kind)
+        assert noise.isfinite().all()
+        assert noise[0] == -noise[1]
+        assert noise[2] == -noise[3]
+        assert noise[0] < noise[2] < noise[3] < noise[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kurtosis", "median"), [("gaussian", 3, 0.6745), ("laplace", 6, 0.4901), ("uniform", 1.8, 0.8660)]
+)
+def test_noise_has_unit_variance_and_its_own_shape(kind: str, kurtosis: float, median: float) -> None:
+    noise = unit_noise(hashed(hashed(torch.tensor(7), torch.arange(1000)).unsqueeze(1), torch.arange(200)), kind)
+    noise = noise.double()
+    count = noise.numel()
+    assert abs(noise.mean()) < 5 / math.sqrt(count)
+    assert noise.square().mean().item() == pytest.approx(1, abs=5 * math.sqrt((kurtosis - 1) / count))
+    assert (noise**4).mean().item() == pytest.approx(kurtosis, rel=0.07)
+    assert noise.abs().median().item() == pytest.approx(median, rel=0.01)
+    for shift in (1, 200):  # neighbors in a token, and the same component of neighboring tokens
+        flat = noise.flatten()
+        assert abs((flat[shift:] * flat[:-shift]).mean()) < 5 / math.sqrt(count)
+
+
+# What the hook does to embeddings
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_the_noise_is_gamma_times_the_table_s_deviation(kind: str) -> None:
+    embedding, (ids, _) = words(64), batch(50)
+    clean = embedding(ids)
+    table = embedding.weight.detach()
+    std = math.sqrt(((table - table.mean()) ** 2).mean())
+    with perturbed(embedding, kind, 0.5, padding_id=PAD) as perturbation:
+        noise = embedding(ids) - clean
+    assert perturbation.std is not None
+    assert perturbation.std.item() == pytest.approx(std, rel=1e-12)
+    assert noise.std().item() == pytest.approx(0.5 * std, rel=0.02)
+    with perturbed(embedding, kind, 1.5, std=3.0):
+        other = embedding(ids) - clean
+    torch.testing.assert_close(other / (1.5 * 3.0), noise / (0.5 * std), rtol=1e-6, atol=1e-7)
+    assert torch.equal(embedding(ids), clean)  # the hook is gone
+
+
+def test_the_gaussian_noise_by_the_definition() -> None:
+    embedding, ids = words(3), torch.tensor([[5, 7], [9, 3]])
+    with perturbed(embedding, gamma=2.0, std=0.25, seed=11):
+        found = embedding(ids) - embedding.weight[ids]
+    for text in range(2):
+        for token in range(2):
+            key = written_hash(written_hash(11, text), token)
+            for component in range(3):
+                centered = 2 * ((written_hash(key, component) >> 40) + 0.5) / 2**24 - 1
+                normal = math.sqrt(2) * torch.erfinv(torch.tensor(centered, dtype=torch.float64)).item()
+                assert found[text, token, component].item() == pytest.approx(0.5 * normal, rel=1e-5)
+
+
+def draws(kind: str, batches: Sequence[Tensor], **options: Any) -> list[Tensor]:
+    """What the embeddings become, text by text, without what stands at padding."""
+    embedding, found = words(4), []
+    special = SPECIAL if kind in ("drop", "swap") else []
+    with perturbed(embedding, kind, 1.0, special_ids=special, padding_id=PAD, **{"rate": 0.4, **options}):
+        for ids in batches:
+            found += [row[text != PAD] for row, text in zip(embedding(ids), ids, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("kind", [*DISTRIBUTIONS, "drop", "swap"])
+def test_a_draw_does_not_depend_on_how_texts_are_put_into_batches_or_padded(kind: str) -> None:
+    ids, lengths = batch()
+    expected = draws(kind, [ids])
+    left = torch.stack([row.roll(12 - length) for row, length in zip(ids, lengths, strict=True)])
+    cuts = {
+        "one by one": [ids[i : i + 1, :length] for i, length in enumerate(lengths)],
+        "uneven": [ids[:1], ids[1:5], ids[5:]],
+        "longer": [torch.nn.functional.pad(ids, (0, 9))],
+        "left": [left],
+    }
+    for name, cut in cuts.items():
+        for one, other in zip(draws(kind, cut), expected, strict=True):
+            assert torch.equal(one, other), name
+    for other in (draws(kind, [ids], seed=1), draws(kind, [ids.flip(0)])[::-1]):
+        assert not all(torch.equal(one, two) for one, two in zip(other, expected, strict=True))
+
+
+def test_texts_are_numbered_on_and_can_be_drawn_again() -> None:
+    embedding, (ids, _) = words(), batch()
+    with perturbed(embedding, seed=3) as perturbation:
+        first, second = embedding(ids), embedding(ids)
+        assert perturbation.next_sample == 12
+        perturbation.next_sample = 6
+        assert torch.equal(embedding(ids), second)
+    assert not torch.equal(first, second)
+    with perturbed(embedding, seed=3):
+        assert torch.equal(embedding(ids), first)
+
+
+def test_dropped_words_are_zero_and_special_ids_stay() -> None:
+    embedding, (ids, _) = words(), batch(400)
+    for gamma, fraction in ((1.0, 0.15), (2.0, 0.3), (20.0, 1.0)):
+        with perturbed(embedding, "drop", gamma, special_ids=SPECIAL, padding_id=PAD):
+            found = embedding(ids)
+        dropped = (found == 0).all(-1)
+        special = torch.isin(ids, torch.tensor([PAD, *SPECIAL]))
+        assert not dropped[special].any()
+        assert torch.equal(found[~dropped], embedding(ids)[~dropped])
+        count = int((~special).sum())
+        spread = 5 * math.sqrt(fraction * (1 - fraction) / count)
+        assert dropped.sum().item() / count == pytest.approx(fraction, abs=spread + 1e-9)
+
+
+def test_swapped_words_go_round_and_none_is_lost() -> None:
+    embedding = words(vocabulary=600)
+    ids = torch.arange(3, 3 + 8 * 60).reshape(8, 60)  # all different
+    ids[:, 0], ids[:, -5:] = CLS, PAD
+    with perturbed(embedding, "swap", 1.0, rate=0.3, special_ids=SPECIAL, padding_id=PAD):
+        found = embedding(ids)
+    for text, row in zip(ids, found, strict=True):
+        sources = [next(p for p, word in enumerate(text) if torch.equal(embedding.weight[word], v)) for v in row]
+        moved = [place for place, source in enumerate(sources) if source != place and text[place] != PAD]
+        assert sorted(sources[place] for place in moved) == moved
+        assert all(text[place] not in (PAD, *SPECIAL) for place in moved)
+        assert 6 <= len(moved) <= 32
+        place, cycle = moved[0], []
+        while place not in cycle:
+            cycle.append(place)
+            place = sources[place]
+        assert len(cycle) == len(moved)
+
+
+def test_gamma_zero_changes_nothing_but_the_numbering() -> None:
+    embedding, (ids, _) = words(), batch()
+    for kind in (*DISTRIBUTIONS, "drop", "swap"):
+        with perturbed(embedding, kind, 0.0, special_ids=SPECIAL) as perturbation:
+            assert torch.equal(embedding(ids), embedding.weight[ids])
+        assert perturbation.next_sample == 6
+
+
+def test_the_gradient_passes_to_the_words() -> None:
+    embedding, ids = words(3), torch.tensor([[4, 5, 4]])
+    for kind in ("gaussian", "swap"):
+        with perturbed(embedding, kind, 1.0, special_ids=SPECIAL):
+            (gradient,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
+        assert gradient[4].tolist() == [2, 2, 2]
+        assert gradient[5].tolist() == [1, 1, 1]
+
+
+def test_low_precision_keeps_its_dtype() -> None:
+    embedding = words().to(torch.bfloat16)
+    with perturbed(embedding, std=torch.tensor(0.5)):
+        assert embedding(batch()[0]).dtype == torch.bfloat16
+
+
+def test_the_hook_goes_also_after_an_error() -> None:
+    embedding, (ids, _) = words(), batch()
+
+    def fail() -> None:
+        with perturbed(embedding):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.equal(embedding(ids), embedding.weight[ids])
+
+
+def test_the_deviation_of_the_rows_in_use() -> None:
+    table = torch.tensor([[1.0, 3.0], [5.0, 7.0], [100.0, -100.0]])
+    assert embedding_std(table[:2]).item() == pytest.approx(math.sqrt(5))
+    assert embedding_std(table, torch.tensor([[0, 1], [1, 1]])).item() == pytest.approx(math.sqrt(5))
+    assert embedding_std(table.bfloat16()).dtype == torch.float32
+    for bad in (torch.tensor([], dtype=torch.int64), torch.tensor([1.0])):
+        with pytest.raises(InputError, match="ids"):
+            embedding_std(table, bad)
+    with pytest.raises(InputError, match="table"):
+        embedding_std(table[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "word"),
+    [
+        ((nn.Linear(2, 2),), {}, "Linear"),
+        ((words(), "salt"), {}, "kind"),
+        ((words(), "gaussian", -0.1), {}, "gamma"),
+        ((words(), "gaussian", float("nan")), {}, "gamma"),
+        ((words(), "drop"), {}, "special_ids"),
+        ((words(), "swap"), {"padding_id": 0}, "special_ids"),
+        ((words(), "drop"), {"special_ids": [-1]}, "special_ids"),
+        ((words(), "drop"), {"special_ids": [1], "rate": 0.0}, "rate"),
+        ((words(),), {"seed": -1}, "seed"),
+        ((words(),), {"std": -1.0}, "std"),
+        ((words(),), {"std": torch.ones(2)}, "std"),
+        ((words(),), {"padding_id": -1, "kind": "gaussian"}, "padding_id"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments: Any, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word), perturbed(*arguments, **options):
+        pass
+
+
+# Attached to models
+
+
+def test_a_transformers_model_in_training_and_evaluation() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=PAD,
+    )
+    torch.manual_seed(0)
+    bert = transformers.BertForSequenceClassification(config)
+    ids, lengths = batch()
+    left = torch.stack([row.roll(12 - length) for row, length in zip(ids, lengths, strict=True)])
+    clean = bert(ids, attention_mask=ids != PAD).logits
+    results = []
+    for training in (True, False):
+        bert.train(training)
+        with perturbed(bert, gamma=1.0) as perturbation:
+            results.append(bert(input_ids=ids, attention_mask=ids != PAD).logits)
+            assert perturbation.padding_id == PAD
+            perturbation.next_sample = 0
+            embedded = bert.get_input_embeddings()(left)
+            perturbation.next_sample = 0
+            rolled = bert.get_input_embeddings()(ids)
+            assert torch.equal(embedded[5, -lengths[5] :], rolled[5, : lengths[5]])
+    assert torch.equal(*results)
+    assert (results[0] - clean).abs().max() > 1e-4
+    assert torch.equal(bert(ids, attention_mask=ids != PAD).logits, clean)
+
+
+def test_a_text_ut_given_ids_is_perturbed_and_given_embeddings_is_not() -> None:
+    model = models.TextUT((40, 6), 3, 2)
+    ids, lengths = batch()
+    vectors, clean = model.embedding(ids), model(ids, lengths=torch.tensor(lengths))
+    with perturbed(model, gamma=1.0):
+        assert not torch.equal(model(ids, lengths=torch.tensor(lengths)), clean)
+        assert torch.equal(model(vectors, lengths=torch.tensor(lengths)), clean)
+
+
+# Evaluation
+
+
+def text_ut() -> models.TextUT:
+    torch.manual_seed(4)
+    return models.TextUT((40, 6), 3, 2, residual="input").double()
+
+
+def labeled(texts: int = 30) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = torch.randint(2, 9, (texts,), generator=generator(1))
+    ids = torch.randint(3, 40, (texts, 8), generator=generator(2))
+    return ids, lengths, torch.randint(0, 3, (texts,), generator=generator(3))
+
+
+def batches(size: int) -> list[tuple[tuple[Tensor, Tensor], Tensor]]:
+    return [((i, n), y) for i, n, y in zip(*(part.split(size) for part in labeled()), strict=True)]
+
+
+def evaluated(model: models.TextUT, size: int, **options: Any) -> dict[str, Any]:
+    return evaluate_classifier(
+        model, batches(size), lambda given: model.depth_logits(given[0], lengths=given[1]), **options
+    )
+
+
+def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
+    model, (ids, lengths, labels) = text_ut(), labeled()
+    found = evaluated(model, 7, gammas=(0.0, 0.5, 2.0), training_gamma=0.75, seed=5)
+    table = model.embedding.weight.detach()
+    std = math.sqrt(((table - table.mean()) ** 2).mean())
+    losses: dict[float, list[list[float]]] = {}
+    for gamma in (0.0, 0.5, 2.0, 0.75):
+        rows, right = [], [0, 0, 0]
+        for text in range(30):
+            length = int(lengths[text])
+            noise = torch.tensor(
+                [
+                    [
+                        math.sqrt(2)
+                        * torch.erfinv(
+                            torch.tensor(
+                                2 * ((written_hash(written_hash(written_hash(5, text), t), c) >> 40) + 0.5) / 2**24 - 1
+                            )
+                        ).item()
+                        for c in range(6)
+                    ]
+                    for t in range(length)
+                ],
+                dtype=torch.float64,
+            )
+            vectors = table[ids[text, :length]] + gamma * std * noise
+            logits = [model(vectors, depth).tolist() for depth in range(3)]
+            rows.append([math.log(sum(map(math.exp, z))) - z[labels[text]] for z in logits])
+            right = [count + (z.index(max(z)) == labels[text]) for count, z in zip(right, logits, strict=True)]
+        losses[gamma] = rows
+        if gamma in found["gamma"]:
+            index = found["gamma"].index(gamma)
+            assert found["depth_accuracy"][index] == [count / 30 for count in right]
+            assert found["accuracy"][index] == right[-1] / 30
+            mean = [sum(row[depth] for row in rows) / 30 for depth in range(3)]
+            assert found["depth_loss"][index] == pytest.approx(mean, rel=1e-6)
+    mean = [sum(row[depth] for row in losses[0.75]) / 30 for depth in range(3)]
+    assert found["layer_loss"] == pytest.approx(mean, rel=1e-6)
+    assert found["layer_ratio"] == pytest.approx([mean[1] / mean[0], mean[2] / mean[1]], rel=1e-6)
+    ratios = sorted(row[depth + 1] / row[depth] for row in losses[0.75] for depth in range(2))
+    assert found["per_sample"]["mean_ratio"] == pytest.approx(sum(ratios) / 60, rel=1e-6)
+    assert found["per_sample"]["median_ratio"] == pytest.approx(ratios[29], rel=1e-6)
+    assert found["per_sample"]["descending_fraction"] == sum(ratio < 1 for ratio in ratios) / 60
+    accuracy = found["accuracy"]
+    assert found["auc"] == pytest.approx(0.25 * (accuracy[0] + accuracy[1]) + 0.75 * (accuracy[1] + accuracy[2]))
+    assert (found["layers"], found["answers"], found["training_gamma"]) == (2, 30, 0.75)
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_evaluation_does_not_depend_on_the_batches_and_restores_the_mode() -> None:
+    model = text_ut().train()
+    found = evaluated(model, 30)
+    assert model.training
+    assert found["gamma"] == list(GAMMAS)
+    assert found["gamma"][-1] == 2.0
+    for size in (1, 8):
+        other = evaluated(model.eval(), size)
+        assert not model.training
+        assert other["accuracy"] == found["accuracy"]
+        assert other["layer_loss"] == pytest.approx(found["layer_loss"], rel=1e-12)
+
+
+def test_an_answer_a_token_with_ignored_ones() -> None:
+    embedding = nn.Embedding.from_pretrained(torch.eye(4, dtype=torch.float64) * 3)
+    ids = torch.tensor([[0, 1, 2], [3, 3, 1]])
+    labels = torch.tensor([[0, 2, -100], [3, -100, -100]])
+
+    def logits(given: Tensor) -> Iterator[Tensor]:
+        yield torch.zeros(2, 3, 4, dtype=torch.float64)
+        yield embedding(given)
+
+    found = evaluate_classifier(embedding, [(ids, labels)], logits, gammas=[0.0])
+    right, wrong = math.log(math.exp(3) + 3) - 3, math.log(math.exp(3) + 3)
+    assert found["answers"] == 3
+    assert found["accuracy"] == [2 / 3]
+    assert found["auc"] is None
+    assert found["layer_loss"] == pytest.approx([math.log(4), (2 * right + wrong) / 3])
+    expected = [(right + wrong) / 2 / math.log(4), right / math.log(4)]
+    assert found["per_sample"]["mean_ratio"] == pytest.approx(sum(expected) / 2)
+
+
+def test_wilson_s_interval() -> None:
+    # Solved from its definition: the fractions whose test statistic is exactly the quantile.
+    for correct, answers in ((0, 10), (10, 10), (1, 7), (270, 488)):
+        low, high = wilson_interval(correct, answers)
+        assert 0 <= low <= correct / answers <= high <= 1
+        for end in (low, high):
+            distance = abs(correct / answers - end)
+            if distance:
+                assert distance / math.sqrt(end * (1 - end) / answers) == pytest.approx(1.959963984540054, rel=1e-9)
+
+
+def test_the_area_of_perfect_accuracy_is_the_range_of_gamma() -> None:
+    assert area_under_curve(GAMMAS, [1.0] * len(GAMMAS)) == pytest.approx(2.0)
+    assert area_under_curve([0, 1, 3], [1.0, 0.5, 0.0]) == pytest.approx(1.25)
+
+
+def test_statistics_leave_out_the_ratio_to_a_loss_of_zero() -> None:
+    losses = torch.tensor([[1.0, 0.0, 2.0], [0.5, 3.0, 9.0]])
+    found = per_sample_statistics(losses)
+    assert found["mean_ratio"] == pytest.approx(2.5)
+    assert found["median_ratio"] == pytest.approx(0.5)
+    assert found["descending_fraction"] == 0.5
+    assert sum(found["histogram"]["counts"]) == 2
+    assert found["histogram"]["counts"][-1] == 1
+    assert found["histogram"]["edges"] == HISTOGRAM_EDGES
+    assert per_sample_statistics(torch.zeros(2, 3))["mean_ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"gammas": []}, "gammas"),
+        ({"gammas": [0.5, 0.5]}, "gammas"),
+        ({"gammas": [-1.0]}, "gammas"),
+        ({"training_gamma": -1.0}, "training_gamma"),
+        ({"kind": "salt"}, "kind"),
+    ],
+)
+def test_a_bad_argument_of_the_evaluation_is_named(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        evaluated(text_ut(), 7, **options)
+
+
+def test_bad_batches_are_named() -> None:
+    model, (ids, _, labels) = text_ut(), labeled()
+    for bad, word in (
+        (iter([(ids, labels)]), "batches"),
+        ([], "at least one label"),
+        ([(ids, torch.full_like(labels, -100))], "at least one label"),
+        ([(ids, labels.float())], "labels"),
+        ([(ids, labels[1:])], "depth_logits"),
+    ):
+        with pytest.raises(InputError, match=word):
+            evaluate_classifier(model, bad, model.depth_logits)

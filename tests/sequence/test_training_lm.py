@@ -1,0 +1,381 @@
+"""`train lm`: the loop on instructions, what it leaves, and what an evaluation of it says."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.files import read_json, write_json
+from cdt_fast.sequence.corpus import describe
+from cdt_fast.training.building import load_data
+from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.config import LanguageConfig
+from cdt_fast.training.loop import Trainer, train
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.tasks import build_task
+from cdt_fast.video.evaluation import evaluate_run
+from tests.tiny_text import TINY_LANGUAGE, words_of_command, write_instructions
+from tests.training.training_cases import train_until_killed
+
+transformers = pytest.importorskip("transformers")
+
+
+def settings_for(source: Path, **changes: Any) -> LanguageConfig:
+    config = LanguageConfig()
+    for section, values in TINY_LANGUAGE.items():
+        config.update(section, values)
+    config.data.source = str(source)
+    for name, value in changes.items():
+        owner = next(part for part in TINY_LANGUAGE if hasattr(getattr(config, part), name))
+        config.set(owner, name, value)
+    return config
+
+
+def trained(config: LanguageConfig, folder: Path, progress: bool = False) -> RunFolder:
+    run = RunFolder.create(folder, config)
+    train(run, config, progress=progress)
+    return run
+
+
+def evaluated(run: RunFolder, config: LanguageConfig) -> dict[str, Any]:
+    evaluation = evaluate_run(run, config, progress=False)
+    write_json(run.evaluation, evaluation)
+    return evaluation
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_instructions(tmp_path / "alpaca.json")
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny language model of random weights and tied heads, and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("qwen")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({**{c: n for n, c in enumerate(alphabet)}, "<end>": 256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=257,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_training_lowers_the_loss_and_a_constrained_run_becomes_feasible(source: Path, tmp_path: Path) -> None:
+    config = settings_for(source, steps=80, validate_every=40)
+    run = trained(config, tmp_path / "run")
+    held_out = [entry["validation"]["loss"] for entry in run.read_metrics() if "validation" in entry]
+    assert held_out[-1][-1] < 0.6 * math.log(258)
+    evaluation = evaluated(run, config)
+    assert evaluation["feasible"]
+    assert max(evaluation["layer_ratio"][1:]) < 0.95
+    assert evaluation["accuracy"][0] > 0.2
+
+
+def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Path, tmp_path: Path) -> None:
+    """Prompt masked, end token predicted, every depth through the final norm and the head, by transformers alone."""
+    config = settings_for(source, steps=6)
+    run = trained(config, tmp_path / "run")
+    evaluation = evaluated(run, config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(run.model).double().eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
+    sums, right, count = torch.zeros(3, dtype=torch.float64), 0, 0
+    for entry in load_data(config, progress=False).test:
+        prompt = tokenizer(entry.prompt)["input_ids"]
+        ids = torch.tensor([[*prompt, *tokenizer(entry.output)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            output = model(ids, output_hidden_states=True)
+        # The last of transformers' hidden states is normed already.
+        states = [model.model.norm(state) for state in output.hidden_states[:-1]] + [output.hidden_states[-1]]
+        answer = ids[0, len(prompt) :]
+        for depth, state in enumerate(states):
+            logits = model.lm_head(state)[0, len(prompt) - 1 : -1]
+            sums[depth] += torch.nn.functional.cross_entropy(logits, answer, reduction="sum")
+        right += int((output.logits[0, len(prompt) - 1 : -1].argmax(-1) == answer).sum())
+        count += len(answer)
+    assert evaluation["answers"] == count
+    assert evaluation["layer_loss"] == pytest.approx((sums / count).tolist(), rel=1e-5)
+    assert evaluation["accuracy"][0] == pytest.approx(right / count)
+    assert evaluation["perplexity"][0] == pytest.approx(math.exp(sums[-1].item() / count), rel=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"layers": 5, "taps": [0, 3, 5]}, {"model": "qwen"}])
+def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
+    source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
+) -> None:
+    """A step as the loop takes it, against logits of every depth: in float32, and in float64 for what is true."""
+    config = settings_for(source, **({**changes, "model": str(qwen)} if "model" in changes else changes))
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    inputs, targets = trainer._batch(trainer._micro_batches()[0])
+    assert len({int(length) for length in inputs[1].sum(-1)}) > 1  # unequal lengths, so that there is padding
+    trainer.task.save_model(run.model)
+    weights = torch.linspace(-0.5, 1.5, trainer.task.layers + 1)
+    total, losses = trainer.losses(inputs, targets, weights)
+    total.backward()
+    for dtype in (torch.float32, torch.float64):
+        model = transformers.AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype).train()
+        output = model(input_ids=inputs[0], attention_mask=inputs[1], output_hidden_states=True)
+        # The last of transformers' hidden states is normed already.
+        states = [*map(model.model.norm, output.hidden_states[:-1]), output.hidden_states[-1]]
+        depths = range(len(states)) if config.model.taps is None else config.model.taps
+        expected = torch.stack(
+            [
+                torch.nn.functional.cross_entropy(model.lm_head(states[depth])[:, :-1].mT, targets[:, 1:])
+                for depth in depths
+            ]
+        )
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0, check_dtype=False)
+        (weights.to(dtype) * expected).sum().backward()
+        for (name, right), found in zip(model.named_parameters(), trainer.model.parameters(), strict=True):
+            assert right.grad is not None, name
+            assert found.grad is not None, name
+            error = (found.grad - right.grad).abs().max()
+            assert error <= 1e-5 * right.grad.abs().max(), (name, dtype)
+
+
+def test_the_evaluation_holds_what_others_rely_on(source: Path, tmp_path: Path) -> None:
+    config = settings_for(source)
+    evaluation = evaluated(trained(config, tmp_path / "run"), config)
+    for key in ("task", "model", "constrained", "layers", "gamma", "accuracy", "auc", "perplexity", "layer_loss"):
+        assert key in evaluation
+    for key in ("layer_ratio", "feasible", "violation", "per_sample"):
+        assert key in evaluation
+    assert evaluation["task"] == "lm"
+    assert evaluation["gamma"] == [0.0, 1.0, 2.0]
+    assert len(evaluation["perplexity"]) == 3
+    assert len(evaluation["layer_loss"]) == 3
+
+
+@pytest.mark.parametrize("changes", [{}, {"inner_fraction": 0.5, "taps": [0, 2]}, {"model": "qwen", "gamma": 0.2}])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
+) -> None:
+    if "model" in changes:
+        changes = {**changes, "model": str(qwen)}
+    config = settings_for(source, **changes)
+    whole = trained(config, tmp_path / "whole")
+    run = RunFolder.create(tmp_path / "parts", config)
+    train_until_killed(run, config, 6)
+    torch.manual_seed(99)  # a new process draws anew
+    train(run, config, resume=True, progress=False)
+    expected, found = load_file(whole.checkpoint), load_file(run.checkpoint)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_signal_and_resume_by_the_command_line_change_no_bit(
+    source: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, multipliers, the optimizer's state, the kept model, what was logged, and the evaluation."""
+    words = words_of_command(TINY_LANGUAGE, gamma=0.3, accumulate=2, batch=3)
+    assert call("train", "lm", source, *words, "--out", tmp_path / "whole").status == 0
+    original = Trainer._train_step
+
+    def signalled(trainer: Trainer) -> None:
+        original(trainer)
+        if trainer.step == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", signalled)
+        assert call("train", "lm", source, *words, "--out", tmp_path / "parts").status == 128 + signal.SIGTERM
+    torch.manual_seed(99)  # a new process draws anew
+    assert call("train", "lm", "--resume", tmp_path / "parts").status == 0
+    whole, parts = (RunFolder(tmp_path / name) for name in ("whole", "parts"))
+    expected, found = load_file(whole.checkpoint), load_file(parts.checkpoint)
+    assert expected.keys() == found.keys()
+    assert {name.split(".")[1] for name in expected} >= {"model", "optimizer", "constraints"}
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for path in sorted(whole.model.iterdir()):
+        assert path.read_bytes() == (parts.model / path.name).read_bytes(), path.name
+    assert read_json(whole.evaluation) == read_json(parts.evaluation)
+    logged = [[{**entry, "sequences_per_second": 0} for entry in run.read_metrics()] for run in (whole, parts)]
+    assert logged[0] == logged[1]
+
+
+def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: Path, qwen: Path) -> None:
+    config = settings_for(source, model=str(qwen), lr=0.01, steps=20)
+    run = trained(config, tmp_path / "run")
+    evaluation = evaluated(run, config)
+    assert evaluation["layers"] == 3
+    assert evaluation["vocabulary"] == 257
+    assert evaluation["layer_loss"][-1] < math.log(257) - 0.5
+    model = transformers.AutoModelForCausalLM.from_pretrained(run.model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "keys_to_ignore_at_inference" not in read_json(run.model / "config.json")
+    assert transformers.AutoTokenizer.from_pretrained(run.model).eos_token == "<end>"
+
+
+def test_taps_leave_depths_out(source: Path, tmp_path: Path) -> None:
+    config = settings_for(source, layers=4, taps=[0, 2, 4], steps=2)
+    evaluation = evaluated(trained(config, tmp_path / "run"), config)
+    assert evaluation["layers"] == 2
+    assert len(evaluation["depth_accuracy"][0]) == 3
+    with pytest.raises(InputError, match="end with the last, 4"):
+        trained(settings_for(source, layers=4, taps=[0, 2]), tmp_path / "other")
+
+
+def test_the_predicted_overhead_is_said_before_the_first_step(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 P FLOP a token and matrix: two inner heads of 258·16 beside two layers of 4·16² + 3·16·64 and a head."""
+    said: list[str] = []
+    original = Trainer._train_step
+
+    def note(trainer: Trainer) -> None:
+        said.append(capsys.readouterr().err)
+        original(trainer)
+
+    monkeypatch.setattr(Trainer, "_train_step", note)
+    head, layer = 258 * 16, 4 * 16 * 16 + 3 * 16 * 64
+    trained(settings_for(source, steps=1), tmp_path / "run", progress=True)
+    assert f"{1 + 2 * head / (2 * layer + head):.2f} times the FLOP" in said[0]
+    trained(settings_for(source, steps=1, inner_fraction=0.25), tmp_path / "other", progress=True)
+    assert f"{1 + 2 * 0.25 * head / (2 * layer + head):.2f} times the FLOP" in said[1]
+
+
+def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Path, tmp_path: Path) -> None:
+    entries = json.loads(source.read_text())
+    for entry in entries[::2]:
+        entry["instruction"] += " please" * 40
+    source.write_text(json.dumps(entries))
+    config = settings_for(source, steps=1)
+    data = load_data(config, progress=False)
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = Trainer(run, config, data, Accelerator(cpu=True))
+    short = [entry for entry in data.train if "please" not in entry.instruction]
+    assert trainer.task.training_samples == len(short) < len(data.train)
+    assert trainer.task.note is not None
+    assert f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}" in trainer.task.note
+    assert "cut short" not in trainer.task.note
+    inputs, targets = trainer._batch([(0, 0), (1, 1)])
+    assert inputs.shape[0] == 2
+    assert inputs.shape[1:] == targets.shape
+    counted = targets[0][targets[0] != -100].tolist()
+    trainer.task.save_model(run.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
+    assert tokenizer.decode(counted) == f"{short[0].output}{tokenizer.eos_token}"
+    assert trainer.task.count(0) == len(counted)
+    with pytest.raises(InputError, match=r"instructions to train on.*all tokens are masked.*--max-tokens"):
+        trained(settings_for(source, max_tokens=50), tmp_path / "masked")
+
+
+def test_an_answer_cut_short_has_no_end_and_is_told(source: Path, tmp_path: Path) -> None:
+    entries = [{**entry, "output": entry["output"] * 9} for entry in json.loads(source.read_text())]
+    source.write_text(json.dumps(entries))
+    config = settings_for(source, steps=1)
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    inputs, targets = trainer._batch([(0, 0)])
+    assert inputs.shape[2] == 200
+    assert targets[0, -1] == inputs[0, 0, -1] > 1  # no end token
+    assert trainer.task.note is not None
+    assert "answers cut short by --max-tokens: 32 of 32" in trainer.task.note
+
+
+def test_the_evaluation_counts_the_instructions_that_it_measures(source: Path, tmp_path: Path) -> None:
+    config = settings_for(source, steps=1)
+    run = trained(config, tmp_path / "run")
+    test = load_data(config, progress=False).test
+    entries = json.loads(source.read_text())
+    for entry in entries:
+        # What is too long is known by its answer: an instruction decides where it is in the order.
+        if entry["instruction"] == test[0].instruction and entry["output"] == test[0].output:
+            entry["instruction"] += " please" * 40
+    source.write_text(json.dumps(entries))
+    left = [entry for entry in load_data(config, progress=False).test if "please" not in entry.instruction]
+    assert 0 < len(left) < len(test)
+    evaluation = evaluate_run(run, config, progress=False)
+    assert evaluation["test_texts"] == len(left)
+    assert evaluation["answers"] == sum(len(entry.output.encode()) + 1 for entry in left)
+
+
+def test_a_batch_of_one_trains_under_noise(source: Path, tmp_path: Path) -> None:
+    run = trained(settings_for(source, steps=2, batch=1, gamma=0.5), tmp_path / "run")
+    assert load_checkpoint(run.checkpoint)["step"] == 2
+
+
+def test_answers_that_are_empty_are_left_out_and_counted(source: Path, tmp_path: Path) -> None:
+    entries = json.loads(source.read_text())
+    for entry in entries[:5]:
+        entry["output"] = " "
+    source.write_text(json.dumps(entries))
+    data = load_data(settings_for(source), progress=False)
+    assert len(data.train) + len(data.validation) + len(data.test) == len(entries) - 5
+    assert describe(data, "x").endswith("; 5 without an answer left out")
+    source.write_text(json.dumps(entries[:5]))
+    with pytest.raises(InputError, match="holds no instruction with an answer"):
+        load_data(settings_for(source), progress=False)
+    source.write_text(json.dumps(entries[5:6]))
+    with pytest.raises(InputError, match=r"has 1 with an answer; 1 to choose by \(--validation\) and 1 to measure on"):
+        load_data(settings_for(source), progress=False)
+    source.write_text(json.dumps(entries[5:8]))
+    trained(settings_for(source, steps=2), tmp_path / "least")
+
+
+def test_an_anchor_above_a_guess_is_told(source: Path, tmp_path: Path) -> None:
+    def note(**changes: Any) -> str:
+        config = settings_for(source, **changes)
+        task = build_task(config, load_data(config, progress=False), torch.device("cpu"))
+        assert task.note is not None
+        return task.note
+
+    assert "the anchor of 12 nats is above the loss of a guess among 258 tokens, 5.55" in note()
+    for changes in (
+        {"reference": 5.6},
+        {"reference": "auto"},
+        {"reference_mode": "constraint"},
+        {"constrained": False},
+    ):
+        assert "anchor" not in note(**changes)
+
+
+def test_low_rank_adapters_need_a_pretrained_model_and_peft(
+    source: Path, tmp_path: Path, qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="needs a pretrained model to adapt"):
+        trained(settings_for(source, lora_rank=4), tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtra, match=r"cdt-fast\[peft\]"):
+        trained(settings_for(source, lora_rank=4, model=str(qwen)), tmp_path / "other")
+
+
+def test_an_adapter_alone_trains_and_is_kept(source: Path, tmp_path: Path, qwen: Path) -> None:
+    pytest.importorskip("peft")
+    config = settings_for(source, lora_rank=2, model=str(qwen), steps=6, lr=0.05)
+    run = trained(config, tmp_path / "run")
+    assert not (run.model / "model.safetensors").exists()
+    assert all("lora" in name for name in load_file(run.model / "adapter_model.safetensors"))
+    saved = load_checkpoint(run.checkpoint)["model"]
+    assert saved
+    assert all("lora" in name for name in saved)
+    evaluation = evaluated(run, config)
+    kept = [entry["validation"] for entry in run.read_metrics() if "validation" in entry]
+    assert evaluation["layer_loss"][-1] < math.log(257)
+    assert len(kept[-1]["loss"]) == 4
+    train(run, config, resume=True, progress=False)  # nothing is left to do, but the state is taken up

@@ -1,0 +1,341 @@
+"""`train text`: the loop on labeled texts, what it leaves, and what an evaluation of it says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_json, write_json
+from cdt_fast.sequence.perturbation import area_under_curve, perturbed
+from cdt_fast.training.building import load_data
+from cdt_fast.training.config import TextConfig
+from cdt_fast.training.loop import Trainer, train
+from cdt_fast.training.report import seed_table
+from cdt_fast.training.results import EvaluatedRun, check_comparable
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.tasks import mean_depth_losses
+from cdt_fast.video.evaluation import evaluate_run
+from tests.tiny_text import TINY_TEXT, reviews, write_table
+from tests.training.training_cases import train_until_killed
+
+Settings = Callable[..., TextConfig]
+
+
+def settings_for(source: Path, **changes: Any) -> TextConfig:
+    """Tiny settings, some replaced, whatever their section."""
+    config = TextConfig()
+    for section, values in TINY_TEXT.items():
+        config.update(section, values)
+    config.data.source = str(source)
+    for name, value in changes.items():
+        owner = next(part for part in TINY_TEXT if hasattr(getattr(config, part), name))
+        config.set(owner, name, value)
+    return config
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny BERT of random weights and a tokenizer of the words of `reviews`."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("encoder")
+    words = sorted({word for text, _ in reviews(200) for word in text.split()})
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
+    transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=24).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=5 + len(words),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def trained(config: TextConfig, folder: Path) -> RunFolder:
+    run = RunFolder.create(folder, config)
+    train(run, config, progress=False)
+    return run
+
+
+def evaluated(run: RunFolder, config: TextConfig) -> dict[str, Any]:
+    evaluation = evaluate_run(run, config, progress=False)
+    write_json(run.evaluation, evaluation)
+    return evaluation
+
+
+def test_training_lowers_the_loss_and_a_constrained_run_becomes_feasible(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv", 160), steps=150, validate_every=50, gamma=0.1)
+    run = trained(config, tmp_path / "run")
+    held_out = [entry["validation"]["loss"] for entry in run.read_metrics() if "validation" in entry]
+    assert held_out[-1][-1] < 0.3 < math.log(2) * 0.9
+    evaluation = evaluated(run, config)
+    assert evaluation["feasible"]
+    assert evaluation["accuracy"][0] == 1.0
+    assert max(evaluation["layer_ratio"][1:]) < 0.9
+    # Noise of twice the embeddings' own size leaves less of them than none.
+    assert evaluation["accuracy"][2] < evaluation["accuracy"][0]
+
+
+def test_without_constraints_no_multiplier_moves(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), constrained=False)
+    run = trained(config, tmp_path / "run")
+    assert all("multipliers" not in entry for entry in run.read_metrics())
+    assert not evaluated(run, config)["constrained"]
+
+
+KEYS = (
+    *("task", "model", "constrained", "layers", "gamma", "accuracy", "auc", "layer_loss", "layer_ratio", "feasible"),
+    *("violation", "per_sample", "accuracy_interval", "depth_accuracy", "depth_loss", "trained_steps", "steps"),
+)
+
+
+def test_the_evaluation_holds_what_others_rely_on(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv"))
+    run = trained(config, tmp_path / "run")
+    evaluation = evaluated(run, config)
+    for key in KEYS:
+        assert key in evaluation
+    assert {"mean_ratio", "median_ratio", "descending_fraction"} <= evaluation["per_sample"].keys()
+    assert evaluation["task"] == "text"
+    assert evaluation["layers"] == len(evaluation["layer_ratio"]) == len(evaluation["layer_loss"]) - 1 == 2
+    assert evaluation["auc"] == pytest.approx(area_under_curve([0.0, 1.0, 2.0], evaluation["accuracy"]))
+    assert len(evaluation["violation"]) == 3
+    assert evaluation == evaluate_run(run, config, progress=False)
+
+
+@pytest.mark.parametrize("model", ["text-ut", "encoder"])
+@pytest.mark.parametrize("perturbation", ["gaussian", "drop"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, encoder: Path, model: str, perturbation: str
+) -> None:
+    table = write_table(tmp_path / "reviews.tsv")
+    changes = {"model": model if model == "text-ut" else str(encoder), "perturbation": perturbation}
+    whole = trained(settings_for(table, **changes), tmp_path / "whole")
+    config = settings_for(table, **changes)
+    run = RunFolder.create(tmp_path / "parts", config)
+    train_until_killed(run, config, 6)
+    train(run, config, resume=True, progress=False)
+    for path in (whole.checkpoint, whole.model / "model.safetensors"):
+        expected, found = load_file(path), load_file(run.path / path.relative_to(whole.path))
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+    logged = [[{**entry, "texts_per_second": 0} for entry in part.read_metrics()] for part in (whole, run)]
+    assert logged[0] == logged[1]
+
+
+def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path) -> None:
+    """Noise, losses by depth, weights and update of one step, without the trainer's own pieces."""
+    table = write_table(tmp_path / "reviews.tsv")
+    config = settings_for(table, warmup_epochs=0, clip=None, schedule="constant", batch=4, accumulate=2)
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    trainer.constraints.multipliers.copy_(torch.tensor([0.0, 0.5, 2.0]))
+    model = trainer.model
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = torch.zeros(())
+    for micro_batch in trainer._micro_batches():
+        inputs, labels = trainer._batch(micro_batch)
+        with perturbed(model, gamma=0.3, seed=0, padding_id=0, std=model.embedding.weight.std(correction=0)) as noise:
+            noise.next_sample = micro_batch[0][1]
+            logits = model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
+        depths = [torch.nn.functional.cross_entropy(depth, labels, reduction="sum") / 8 for depth in logits]
+        bound = (1 - config.constraints.margin) * 0.9
+        loss = loss + depths[2] + 0.5 * depths[1] + 2.0 * (depths[2] - bound * depths[1])
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    trainer._train_step()
+    for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+        expected = torch.zeros_like(parameter) if gradient is None else gradient
+        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    assert any(not torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_encoder_is_fine_tuned_and_comes_back(tmp_path: Path, encoder: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv", 120), model=str(encoder), steps=60, gamma=0.0)
+    run = trained(config, tmp_path / "run")
+    evaluation = evaluated(run, config)
+    assert evaluation["layers"] == 2
+    assert evaluation["layer_loss"][-1] < 0.3
+    assert evaluation["accuracy"][0] > 0.9
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(run.model)
+    assert loaded.config.id2label == {0: "neg", 1: "pos"}
+    assert "keys_to_ignore_at_inference" not in read_json(run.model / "config.json")
+    # The accuracy is that of the saved model, used as anybody would use it.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
+    test = load_data(config, progress=False).test
+    with torch.no_grad():
+        inputs = tokenizer(test.texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
+        right = (loaded(**inputs).logits.argmax(-1) == torch.tensor(test.labels)).double().mean().item()
+    assert right == pytest.approx(evaluation["accuracy"][0])
+
+
+def test_the_losses_of_an_encoders_depths_are_those_of_its_logits(tmp_path: Path, encoder: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), model=str(encoder), steps=2, gamma=0.0)
+    run = trained(config, tmp_path / "run")
+    evaluation = evaluated(run, config)
+    # At γ = 0, the training noise, both ways to the losses meet.
+    assert evaluation["depth_loss"][0] == pytest.approx(evaluation["layer_loss"], rel=1e-6)
+    kept = min((e["validation"] for e in run.read_metrics() if "validation" in e), key=lambda e: e["loss"][-1])
+    assert len(kept["loss"]) == 3
+
+
+def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, encoder: Path) -> None:
+    table = write_table(tmp_path / "reviews.tsv")
+    config = settings_for(table, embedding=str(encoder), frozen_embedding=True, width=12, steps=4)
+    run = trained(config, tmp_path / "run")
+    table_of_encoder = load_file(encoder / "model.safetensors")["embeddings.word_embeddings.weight"]
+    assert torch.equal(load_file(run.model / "model.safetensors")["embedding.weight"], table_of_encoder)
+    assert "state.model.embedding.weight" not in load_file(run.checkpoint)
+    assert not [name for name in load_file(run.checkpoint) if name.endswith("model.embedding.weight")]
+    assert evaluated(run, config)["parameters"] > table_of_encoder.numel()
+
+
+def test_the_parts_are_those_of_the_files_and_do_not_overlap(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    for seed, name in enumerate(("train", "dev", "test")):
+        write_table(folder / f"{name}.tsv", 20 + seed, seed=seed)
+    data = load_data(settings_for(folder), progress=False)
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [20, 21, 22]
+    (folder / "dev.tsv").unlink()
+    data = load_data(settings_for(folder), progress=False)
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [18, 2, 22]
+    data = load_data(settings_for(folder / "train.tsv", validation=0.2, test=0.2), progress=False)
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [12, 4, 4]
+
+
+def test_the_folder_of_imdb_is_known(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for name in ("neg", "pos"):
+            place = tmp_path / "aclImdb" / split / name
+            place.mkdir(parents=True)
+            for number, (text, label) in enumerate(reviews(20)):
+                if label == name:
+                    (place / f"{number}_7.txt").write_text(text)
+    data = load_data(settings_for(tmp_path / "aclImdb", validation=0.2), progress=False)
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [16, 4, 20]
+
+
+def test_pairs_of_mnli_train_too(tmp_path: Path) -> None:
+    rows = ["pairID\tsentence1\tsentence2\tgold_label"]
+    labels = ("entailment", "neutral", "contradiction")
+    rows += [f'{n}\ta "quoted man {n % 7}\tit is {labels[n % 3]}\t{labels[n % 3]}' for n in range(60)]
+    (tmp_path / "MNLI").mkdir()
+    for name in ("train", "dev_matched"):
+        (tmp_path / "MNLI" / f"{name}.tsv").write_text("\n".join(rows) + "\n")
+    config = settings_for(tmp_path, steps=40, gamma=0.0)
+    run = trained(config, tmp_path / "run")
+    evaluation = evaluated(run, config)
+    alone = load_data(settings_for(tmp_path / "MNLI" / "train.tsv"), progress=False)
+    assert len(alone.train) + len(alone.validation) + len(alone.test) == 60
+    assert evaluation["classes"] == list(labels)
+    assert evaluation["accuracy"][0] > 0.9
+
+
+def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    made = tmp_path / "classifier"
+    names = {0: "POS", 1: "NEG"}
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2, id2label=names)
+    model.save_pretrained(made)
+    transformers.AutoTokenizer.from_pretrained(encoder).save_pretrained(made)
+    # More of one class than of the other: an untrained head that always gives one answer tells the orders apart.
+    table = write_table(tmp_path / "reviews.tsv", 120)
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join(line for n, line in enumerate(lines) if n % 4 != 2) + "\n")
+    config = settings_for(table, model=str(made), steps=1, lr=0.0, gamma=0.0)
+    run = trained(config, tmp_path / "run")
+    evaluation = evaluated(run, config)
+    assert evaluation["classes"] == ["POS", "NEG"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
+    data = load_data(config, progress=False)
+    logits, targets = {}, {}
+    for name in ("validation", "test"):
+        part = getattr(data, name)
+        with torch.no_grad():
+            inputs = tokenizer(part.texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
+            logits[name] = model.eval()(**inputs).logits
+        targets[name] = torch.tensor([{"pos": 0, "neg": 1}[part.names[label]] for label in part.labels])
+    right = (logits["test"].argmax(-1) == targets["test"]).double().mean().item()
+    assert right != 0.5
+    assert evaluation["accuracy"][0] == pytest.approx(right)
+    loss = torch.nn.functional.cross_entropy(logits["validation"], targets["validation"]).item()
+    assert run.read_metrics()[-1]["validation"]["loss"][-1] == pytest.approx(loss, rel=1e-5)
+
+
+def test_validation_switches_dropout_off_and_training_on_again(tmp_path: Path, encoder: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), model=str(encoder))
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    trainer.losses.train()
+    assert mean_depth_losses(trainer.task) == mean_depth_losses(trainer.task)
+    assert trainer.model.training
+
+
+def test_texts_that_changed_are_not_resumed_on(tmp_path: Path) -> None:
+    table = write_table(tmp_path / "reviews.tsv")
+    config = settings_for(table, steps=4)
+    run = trained(config, tmp_path / "run")
+    write_table(table, seed=1)
+    with pytest.raises(InputError, match="the texts are not those that"):
+        train(run, config, resume=True, progress=False)
+
+
+def test_a_batch_of_one_trains(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv", 20), batch=1, steps=3)
+    assert evaluated(trained(config, tmp_path / "run"), config)["trained_steps"] == 3
+
+
+def test_an_epoch_is_the_default_measure_of_a_training(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv", 60), steps=None, epochs=2, batch=8)
+    run = trained(config, tmp_path / "run")
+    assert run.read_metrics()[-1]["step"] == 2 * math.ceil(48 / 8)
+
+
+def test_runs_on_other_texts_are_not_compared(tmp_path: Path) -> None:
+    runs = []
+    for seed in range(2):
+        source = write_table(tmp_path / "reviews.tsv", seed=seed)
+        config = settings_for(source, steps=1)
+        run = trained(config, tmp_path / str(seed))
+        evaluated(run, config)
+        runs.append(EvaluatedRun.open(run.path))
+    check_comparable(runs[:1] * 2)
+    with pytest.raises(InputError, match="different data: test_digest"):
+        check_comparable(runs)
+
+
+def test_runs_of_two_seeds_are_summed_up(tmp_path: Path) -> None:
+    runs = []
+    for seed in range(2):
+        config = settings_for(write_table(tmp_path / "reviews.tsv"), steps=2, seed=seed)
+        run = trained(config, tmp_path / str(seed))
+        evaluated(run, config)
+        runs.append(EvaluatedRun.open(run.path))
+    head, row = seed_table(runs)
+    assert head[2:4] == ["AUC", "accuracy, γ 2"]
+    areas = [run.evaluation["auc"] for run in runs]
+    assert row[:2] == ["constrained, text-ut", "2"]
+    assert row[2] == f"{sum(areas) / 2:.3g} ({min(areas):.3g}..{max(areas):.3g})"
+
+
+def test_a_killed_trainings_folder_of_a_half_written_model_is_removed(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), steps=4)
+    run = trained(config, tmp_path / "run")
+    left = run.path / ".model-half.tmp"
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    run.remove_leftovers()
+    assert not left.exists()

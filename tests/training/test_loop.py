@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cdt_fast.constraints.feasibility import FeasibilityReport
+from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.models import DUST
+from cdt_fast.training import loop
+from cdt_fast.training.building import load_data
+from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.loop import Trainer, train
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.data import add_noise, to_patches
+from tests.training.training_cases import run_on_two_ranks
+
+Config = Callable[..., RunConfig]
+
+
+def trainer_for(config: RunConfig, folder: Path) -> Trainer:
+    run = RunFolder.create(folder, config)
+    return Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+# Twelve windows a step and eighteen an epoch: every second step has six, for batches of four as four and two.
+STEPS_ALIKE = {"stride": 2, "steps": 6, "reference": 1.0, "log_every": 1, "clip": 0.5, "lr": 1e-3}
+
+
+@pytest.mark.parametrize("constraints", [{}, {"constrained": False}, {"dual_every": 2, "resilience": "decay"}])
+def test_micro_batches_of_any_size_give_the_same_training(
+    tiny_config: Config, tmp_path: Path, in_float64: None, constraints: dict[str, Any]
+) -> None:
+    trainers = []
+    for batch, accumulate in [(12, 1), (1, 12), (4, 3), (6, 2)]:
+        config = tiny_config(**STEPS_ALIKE, **constraints, batch=batch, accumulate=accumulate)
+        trainer = trainer_for(config, tmp_path / str(len(trainers)))
+        assert trainer.model.dictionary.dtype == torch.float64
+        trainer.run(progress=False)
+        trainers.append(trainer)
+    reference = trainers[0]
+    for trainer in trainers[1:]:
+        torch.testing.assert_close(trainer.model.dictionary, reference.model.dictionary, rtol=0, atol=1e-12)
+        for name in ("multipliers", "slacks"):
+            here, there = getattr(trainer.constraints, name), getattr(reference.constraints, name)
+            torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
+        for entry, expected in zip(trainer.folder.read_metrics(), reference.folder.read_metrics(), strict=True):
+            if "loss" in entry:
+                assert entry["loss"] == pytest.approx(expected["loss"], rel=0, abs=1e-12)
+    if not constraints:
+        assert reference.constraints.multipliers.max() > 0  # or the test shows nothing
+        assert (reference.constraints.slacks >= 0).all()
+
+
+def test_a_step_is_that_of_one_batch_written_out(tiny_config: Config, tmp_path: Path, in_float64: None) -> None:
+    """Loss, gradient, clipping, Adam and multipliers of the first steps, by hand, without the trainer's own pieces."""
+    config = tiny_config(stride=3, batch=2, accumulate=3, steps=3, warmup_epochs=0, reference=0.01, clip=0.25)
+    config.constraints.resilience, config.constraints.dual = "none", "ascent"
+    trainer = trainer_for(config, tmp_path / "run")
+    model = DUST(64, 64, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    multipliers = torch.zeros(3)
+    for step in range(3):
+        chosen = [pair for micro_batch in trainer._micro_batches() for pair in micro_batch]
+        noise = torch.Generator()
+        clean, noisy = [], []
+        for window, seed in chosen:
+            frames = trainer.data.train.batch([window]).to(torch.float64) / 255
+            clean.append(to_patches(frames, 8, "time"))
+            noisy.append(add_noise(clean[-1], 0.15, trainer.data.sigma, noise.manual_seed(seed)))
+        target = torch.cat(clean)
+        outputs = model.reconstructions(torch.cat(noisy))
+        losses = torch.stack([(output - target).square().sum(-1).mean() for output in outputs])
+        lagrangian = losses[2] + multipliers[0] * (losses[0] - 0.01)
+        lagrangian = lagrangian + sum(
+            multipliers[depth] * (losses[depth] - 0.7 * losses[depth - 1]) for depth in (1, 2)
+        )
+        optimizer.zero_grad()
+        lagrangian.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.param_groups[0]["lr"] = 0.01 * 0.5 * (1 + math.cos(math.pi * step / 3))
+        optimizer.step()
+        violation = torch.stack([losses[0] - 0.01, losses[1] - 0.7 * losses[0], losses[2] - 0.7 * losses[1]]).detach()
+        multipliers = (multipliers + 0.01 * violation).clamp(min=0)
+        trainer._train_step()
+        trainer.step += 1
+        torch.testing.assert_close(trainer.constraints.multipliers, multipliers, rtol=0, atol=1e-12)
+        torch.testing.assert_close(trainer.model.dictionary, model.dictionary, rtol=0, atol=1e-10)
+    assert multipliers[0] > 0
+
+
+def test_the_noise_of_a_window_is_its_own(tiny_config: Config, tmp_path: Path) -> None:
+    """Patches of odd size: a generator that draws blocks would give other noise to other micro-batches."""
+    config = tiny_config(size=27, patch=3, batch=4, code_size=9, steps=3)
+    trainer = trainer_for(config, tmp_path / "run")
+    (first, second, *_), *_ = trainer._micro_batches()
+    together, alone = trainer._batch([first, second])[0], trainer._batch([second])[0]
+    assert torch.equal(together[len(alone) :], alone)
+    noise = together - trainer._batch([first, second])[1]
+    assert not torch.equal(noise[: len(alone)], noise[len(alone) :])
+    assert noise.std().item() == pytest.approx(0.15 * trainer.data.sigma, rel=0.05)
+
+
+def test_every_window_has_new_noise_in_every_epoch_and_run(tiny_config: Config, tmp_path: Path) -> None:
+    seeds = []
+    for seed in (0, 1):
+        trainer = trainer_for(tiny_config(seed=seed, batch=3), tmp_path / str(seed))
+        for step in range(3 * trainer.steps_per_epoch):
+            trainer.step = step
+            seeds += [pair[1] for micro_batch in trainer._micro_batches() for pair in micro_batch]
+    assert len(set(seeds)) == len(seeds) == 2 * 3 * len(trainer.data.train)
+
+
+def test_an_epoch_sees_every_window_once_in_a_new_order(tiny_config: Config, tmp_path: Path) -> None:
+    trainer = trainer_for(tiny_config(stride=2, batch=4, accumulate=2), tmp_path / "run")
+    orders = []
+    for epoch in range(2):
+        order = []
+        for step in range(trainer.steps_per_epoch):
+            trainer.step = epoch * trainer.steps_per_epoch + step
+            order += [window for micro_batch in trainer._micro_batches() for window, _ in micro_batch]
+        assert sorted(order) == list(range(len(trainer.data.train)))
+        orders.append(order)
+    assert orders[0] != orders[1]
+
+
+def test_very_large_seeds_are_seeds_too(tiny_config: Config, tmp_path: Path) -> None:
+    trainer = trainer_for(tiny_config(seed=2**70), tmp_path / "run")
+    trainer._train_step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("constant", [1, 1, 1]), ("linear", [1, 0.75, 0.5]), ("cosine", [1, 0.853553, 0.5])]
+)
+def test_the_learning_rate_follows_its_schedule(
+    tiny_config: Config, tmp_path: Path, schedule: str, expected: list[float]
+) -> None:
+    trainer = trainer_for(tiny_config(schedule=schedule, steps=6, warmup_steps=2), tmp_path / "run")
+    rates = [trainer._relative_rate(step) for step in range(7)]
+    assert rates[:2] == pytest.approx([1 / 3, 2 / 3])
+    assert rates[2:5] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_slacks_start_anew_with_every_epoch(tiny_config: Config, tmp_path: Path) -> None:
+    trainer = trainer_for(tiny_config(rate=0.99, batch=2, warmup_epochs=0, slack_lr=1.0), tmp_path / "run")
+    assert trainer.steps_per_epoch == 4
+    largest = []
+    for _ in range(12):
+        trainer._train_step()
+        trainer.step += 1
+        largest.append(trainer.constraints.slacks.max().item())
+    assert all(value == 0 for value in largest[3::4])
+    assert all(value > 0 for index, value in enumerate(largest) if index % 4 in (1, 2))
+
+
+class _NoHostSync(TorchDispatchMode):
+    """Raises where the host would wait for a number of the device."""
+
+    waiting = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique2", "masked_select")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        # Adam keeps its count of steps on the host.
+        on_host = args and isinstance(args[0], torch.Tensor) and args[0] in self.host_tensors
+        if name in self.waiting and not on_host:
+            raise AssertionError(f"a training step waits for the device in {name}")
+        return function(*args, **(kwargs or {}))
+
+    def __init__(self, host_tensors: Any) -> None:
+        super().__init__()
+        self.host_tensors = host_tensors
+
+
+class _Identities:
+    def __init__(self, tensors: Any) -> None:
+        self.numbers = {id(tensor) for tensor in tensors}
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self.numbers
+
+
+@pytest.mark.parametrize("changes", [{}, {"constrained": False}, {"accumulate": 2, "dual": "pi", "normalize": True}])
+def test_a_training_step_does_not_wait_for_the_device(
+    tiny_config: Config, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    trainer = trainer_for(tiny_config(**changes, warmup_epochs=0), tmp_path / "run")
+    trainer._train_step()  # Adam makes its state in the first step
+    counts = _Identities(state["step"] for state in trainer.optimizer.state.values())
+    with _NoHostSync(counts):
+        for _ in range(2 * trainer.steps_per_epoch):
+            trainer.step += 1
+            trainer._train_step()
+        with pytest.raises(AssertionError, match="waits"):
+            trainer.model.dictionary.sum().item()
+
+
+@pytest.mark.parametrize("changes", [{}, {"constrained": False}, {"accumulate": 2, "coupling": "absolute"}])
+def test_a_training_step_reads_nothing_from_the_device(
+    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """On tensors without values: whatever looks at a number, or copies one to the host, fails there."""
+    # Such tensors have no autocast.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    trainer = trainer_for(tiny_config(**changes, warmup_epochs=0), tmp_path / "run")
+    monkeypatch.setattr(trainer, "device", torch.device("meta"))
+    trainer.model.to("meta")
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.1)
+    trainer.schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, trainer._relative_rate)
+    trainer.constraints.to("meta")
+    trainer._logged_sums = trainer._logged_sums.to("meta")
+    for _ in range(2 * trainer.steps_per_epoch):
+        trainer._train_step()
+        trainer.step += 1
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        trainer._log_entry(1.0)
+
+
+def report(violation: list[float | None], relative: list[float | None] | None = None) -> FeasibilityReport:
+    relative = violation if relative is None else relative
+    judged = {depth: number for depth, number in enumerate(relative) if number is not None}
+    worst = max(judged, key=lambda depth: judged[depth], default=None)
+    return FeasibilityReport(
+        feasible=bool(judged) and all(number <= 0 for number in judged.values()),
+        finite=True,
+        violation=violation,
+        relative_violation=relative,
+        ratio=[],
+        worst_layer=worst,
+        worst_violation=None if worst is None else judged[worst],
+        tolerance=0.0,
+    )
+
+
+def test_models_are_ranked_by_what_is_known_then_feasible_then_loss() -> None:
+    # Best first.
+    ranked = [
+        (report([-0.1, -0.1, 0.0]), 1.0),
+        (report([-0.9, -0.9, -0.9]), 2.0),
+        (report([-0.9, 0.1, -0.9]), 0.5),
+        (report([-0.9, 0.1, -0.9]), 0.6),
+        (report([-0.9, 0.2, 0.2]), 0.1),
+        (report([None, -0.9, -0.9]), 0.01),
+        (report([None, 0.5, -0.9]), 0.01),
+        (report([None, None, None]), 0.001),
+    ]
+    ranks = [loop._rank(found, loss, constrained=True) for found, loss in ranked]
+    assert ranks == sorted(ranks)
+    assert len({tuple(rank) for rank in ranks}) == len(ranks)
+    # A difference of less than a percent leaves the choice to the loss, but never makes a model feasible.
+    earlier, later = report([-0.9, 0.0999, 0.0]), report([-0.9, 0.1001, 0.1])
+    assert loop._rank(later, 0.4, True) < loop._rank(earlier, 0.5, True)
+    assert loop._rank(report([-0.9, -0.9, -0.9]), 9.0, True) < loop._rank(report([-0.9, 1e-4, -0.9]), 0.1, True)
+    # Without constraints nothing but the loss counts.
+    assert loop._rank(ranked[4][0], 0.1, constrained=False) < loop._rank(ranked[0][0], 1.0, constrained=False)
+
+
+def test_the_best_feasible_model_is_kept(tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation says, step by step, what a model is worth; the weights in `model/` must be those of the best."""
+    told = [
+        ([1.0, 0.9, 0.2], 1),  # infeasible: 0.9 > 0.7 · 1
+        ([1.0, 0.8, 0.3], 2),  # less so, with a higher loss: better
+        ([1.0, 0.6, 0.4], 3),  # feasible: better
+        ([1.0, 0.75, 0.1], 3),  # infeasible with the lowest loss: not kept
+        ([1.0, 0.5, 0.3], 5),  # feasible, lower loss: better
+        ([1.0, 0.5, 0.31], 5),  # feasible, higher loss: not kept
+    ]
+    config = tiny_config(steps=6, validate_every=1, warmup_epochs=0, reference=2.0, checkpoint_every=1)
+    trainer = trainer_for(config, tmp_path / "run")
+    losses = iter(told)
+    monkeypatch.setattr(loop, "mean_depth_losses", lambda *_: next(losses)[0])
+    weights = {}
+    original = trainer._save_checkpoint
+
+    def after_validation() -> None:
+        weights[trainer.step] = trainer.model.dictionary.detach().clone()
+        best = told[trainer.step - 1][1]
+        assert trainer.best is not None
+        assert trainer.best["step"] == best
+        kept = DUST.from_pretrained(trainer.folder.model)
+        assert torch.equal(kept.dictionary, weights[best])
+        original()
+
+    monkeypatch.setattr(trainer, "_save_checkpoint", after_validation)
+    trainer.run(progress=False)
+    validations = [entry["validation"] for entry in trainer.folder.read_metrics() if "validation" in entry]
+    assert [entry["feasible"] for entry in validations] == [False, False, True, False, True, True]
+    assert validations[0]["worst_layer"] == 1
+    assert validations[0]["worst_violation"] == pytest.approx(0.2)
+
+
+def test_a_model_from_before_the_automatic_reference_does_not_stay_best(
+    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ε₀ is fixed after 20 measurements; on held-out frames depth 0 may lie above it for good."""
+    trainer = trainer_for(tiny_config(steps=30, validate_every=10, batch=8), tmp_path / "run")
+    losses = iter([[1e6, 1.0, 0.5], [1e6, 1.0, 0.6], [1e6, 1.0, 0.55]])
+    monkeypatch.setattr(loop, "mean_depth_losses", lambda *_: next(losses))
+    trainer.run(progress=False)
+    assert trainer.best is not None
+    assert trainer.best["step"] == 30
+
+
+def test_losses_that_are_not_finite_end_the_run_and_keep_the_checkpoint(tiny_config: Config, tmp_path: Path) -> None:
+    config = tiny_config(steps=40, checkpoint_every=1, validate_every=40, log_every=40, clip=None)
+    trainer = trainer_for(config, tmp_path / "run")
+    step = trainer._train_step
+
+    def break_at_step_five() -> None:
+        if trainer.step == 4:
+            trainer.model.dictionary.data.mul_(1e30)
+        step()
+
+    trainer._train_step = break_at_step_five  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"no longer finite at step 5.*checkpoint.*lower --lr") as caught:
+        trainer.run(progress=False)
+    assert "\n" not in str(caught.value)
+    state = load_checkpoint(trainer.folder.checkpoint)
+    assert state["step"] == 4
+    assert state["model"]["dictionary"].isfinite().all()
+
+
+@pytest.mark.parametrize("every", [{"log_every": 1}, {"validate_every": 1, "log_every": 100}])
+def test_broken_losses_never_reach_the_kept_model(tiny_config: Config, tmp_path: Path, every: dict[str, int]) -> None:
+    config = tiny_config(steps=40, checkpoint_every=100, lr=1e30, clip=None, **every)
+    trainer = trainer_for(config, tmp_path / "run")
+    with pytest.raises(InputError, match="no longer finite"):
+        trainer.run(progress=False)
+    if trainer.folder.model.exists():
+        assert DUST.from_pretrained(trainer.folder.model).dictionary.isfinite().all()
+    assert "NaN" not in trainer.folder.metrics.read_text()
+
+
+def test_a_full_disk_under_the_metrics_names_the_file(tiny_config: Config, tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    trainer = trainer_for(tiny_config(), tmp_path / "run")
+    trainer.folder.metrics.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space") as caught:
+        trainer.run(progress=False)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(trainer.folder.metrics)
+
+
+def test_metrics_say_what_happened(tiny_config: Config, tmp_path: Path) -> None:
+    config = tiny_config(steps=7, log_every=3, validate_every=4, accumulate=2, warmup_epochs=0)
+    trainer = trainer_for(config, tmp_path / "run")
+    trainer.run(progress=False)
+    logged = [entry for entry in trainer.folder.read_metrics() if "loss" in entry]
+    validated = [entry for entry in trainer.folder.read_metrics() if "validation" in entry]
+    assert [entry["step"] for entry in logged] == [3, 6, 7]
+    assert [entry["step"] for entry in validated] == [4, 7]
+    assert logged[0]["epoch"] == 3 / trainer.steps_per_epoch
+    for entry in logged:
+        assert len(entry["loss"]) == len(entry["weights"]) == len(entry["multipliers"]) == len(entry["slacks"]) == 3
+        assert entry["windows_per_second"] > 0
+    assert logged[-1]["multipliers"] == trainer.constraints.multipliers.tolist()
+    for line in trainer.folder.metrics.read_text().splitlines():
+        json.loads(line)
+
+
+def test_a_loss_in_the_metrics_is_the_mean_since_the_line_before(
+    tiny_config: Config, tmp_path: Path, in_float64: None
+) -> None:
+    each = trainer_for(tiny_config(log_every=1, batch=4), tmp_path / "each")
+    third = trainer_for(tiny_config(log_every=3, batch=4), tmp_path / "third")
+    each.run(progress=False)
+    third.run(progress=False)
+    single = [entry["loss"] for entry in each.folder.read_metrics() if "loss" in entry]
+    means = [[sum(depth) / 3 for depth in zip(*single[start : start + 3], strict=True)] for start in (0, 3)]
+    logged = [entry["loss"] for entry in third.folder.read_metrics() if "loss" in entry]
+    assert [value for line in logged for value in line] == pytest.approx([value for line in means for value in line])
+
+
+def test_progress_outside_of_a_terminal_is_a_line_a_validation(
+    tiny_config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(steps=4, validate_every=2)
+    train(RunFolder.create(tmp_path / "run", config), config, progress=True)
+    shown = capsys.readouterr().err
+    assert "\r" not in shown
+    assert "windows of 5 frames: 8 training, 1 validation, 1 test" in shown
+    assert [line.split(":")[0] for line in shown.splitlines()[-2:]] == ["step 2 of 4", "step 4 of 4"]
+    train(RunFolder.create(tmp_path / "silent", config), config, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_bf16_trains_and_keeps_its_weights_in_float32(tiny_config: Config, tmp_path: Path) -> None:
+    trainer = trainer_for(tiny_config(precision="bf16", steps=2), tmp_path / "bf16")
+    plain = trainer_for(tiny_config(steps=2), tmp_path / "fp32")
+    trainer.run(progress=False)
+    plain.run(progress=False)
+    assert trainer.model.dictionary.dtype == torch.float32
+    first, second = (run.folder.read_metrics()[0]["loss"] for run in (trainer, plain))
+    assert first == pytest.approx(second, rel=0.05)
+    assert first != second
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+@pytest.mark.parametrize("changes", [{"device": "cuda"}, {"precision": "tf32"}])
+def test_a_gpu_that_is_not_there_is_said_so(tiny_config: Config, tmp_path: Path, changes: dict[str, str]) -> None:
+    config = tiny_config(**changes)
+    with pytest.raises(InputError, match="GPU"):
+        train(RunFolder(tmp_path), config, progress=False)
+
+
+def test_tensorboard_without_its_package_names_the_extra(
+    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingExtra, match=r"cdt-fast\[tensorboard\]"):
+        train(RunFolder(tmp_path), tiny_config(tensorboard=True), progress=False)
+
+
+def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_repeats(
+    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import types
+
+    boards = []
+
+    class Board:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, {}, False
+            boards.append(self)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.scalars[name, step] = value
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Board  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    trainer = trainer_for(tiny_config(tensorboard=True, steps=2), tmp_path / "run")
+    trainer.run(progress=False)
+    (board,) = boards
+    assert board.closed
+    assert board.purge_step == 1
+    entries = trainer.folder.read_metrics()
+    assert board.scalars["loss/2", 2] == entries[0]["loss"][2]
+    assert board.scalars["lr", 2] == entries[0]["lr"]
+    assert board.scalars["validation/loss/0", 2] == entries[1]["validation"]["loss"][0]
+
+
+_RANK = """
+import sys
+import torch
+from pathlib import Path
+from accelerate import Accelerator
+torch.set_default_dtype(torch.float64)
+from cdt_fast.training.building import load_data
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.loop import Trainer
+folder = Path(sys.argv[1])
+config = RunConfig.load(folder / "config.toml")
+trainer = Trainer(RunFolder(folder), config, load_data(config, progress=False), Accelerator(cpu=True))
+assert trainer.accelerator.num_processes == 2
+trainer.run(progress=False)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(tiny_config: Config, tmp_path: Path, in_float64: None) -> None:
+    """36 windows in steps of ten: the fourth ends with a micro-batch of one, in which one rank has nothing to do."""
+    config = tiny_config(
+        stride=1,
+        batch=5,
+        accumulate=2,
+        steps=5,
+        lr=1e-3,
+        warmup_epochs=0,
+        reference=1.0,
+        log_every=1,
+        checkpoint_every=5,
+    )
+    alone = trainer_for(config, tmp_path / "alone")
+    assert len(alone.data.train) == 36
+    alone.run(progress=False)
+    together = RunFolder.create(tmp_path / "together", config)
+    run_on_two_ranks(_RANK, together)
+    state = load_checkpoint(together.checkpoint)
+    torch.testing.assert_close(state["model"]["dictionary"], alone.model.dictionary.data, rtol=0, atol=1e-12)
+    torch.testing.assert_close(state["constraints"]["multipliers"], alone.constraints.multipliers, rtol=0, atol=1e-12)
+    for entry, expected in zip(together.read_metrics(), alone.folder.read_metrics(), strict=True):
+        if "loss" in entry:
+            assert entry["loss"] == pytest.approx(expected["loss"], rel=0, abs=1e-12)

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.files import read_json, write_json
+from cdt_fast.tables import as_markdown, as_text
+from cdt_fast.training import figures, report
+from cdt_fast.training.results import EvaluatedRun
+
+
+@pytest.fixture
+def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the pictures where a test is about something else."""
+
+    def draw(folder: Path, runs: object) -> list[tuple[str, str]]:
+        (folder / "picture.png").write_bytes(b"")
+        return [("picture.png", "A picture")]
+
+    monkeypatch.setattr(figures, "write_figures", draw)
+
+
+def test_compare_prints_one_table_of_all_and_writes_a_report(
+    call: Callable[..., Any], trained: Any, tmp_path: Path
+) -> None:
+    out, values = tmp_path / "my comparison", tmp_path / "values.json"
+    answer = call("compare", trained.constrained, trained.plain, "--out", out, "--json", values)
+    assert answer.status == 0
+    assert answer.err == ""
+    table = answer.out.strip().split("\n\n")[0].splitlines()
+    assert [line[:29].strip() for line in table[2:]] == [
+        "identity (the noisy frames)",
+        "DCT 8x8, hard threshold",
+        "3-D DCT 8x8x5, hard threshold",
+        "constrained (constrained, unt",
+        "plain (unconstrained, tied)",
+    ]
+    constrained, plain = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
+    assert table[2].split()[-3:-1] == [f"{value:.2f}" for value in constrained["identity_rmse"]]
+    for line, evaluation in ((table[5], constrained), (table[6], plain)):
+        numbers = [*evaluation["rmse"], evaluation["mean_rmse"]]
+        assert line.split()[-3:] == [f"{value:.2f}" for value in numbers]
+    assert answer.out.rstrip().endswith(f"report: {out / 'report.md'}")
+
+    text = (out / "report.md").read_text(encoding="utf-8")
+    assert f"cdt-fast compare {trained.constrained} {trained.plain} --out '{out}'" in text
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert {"loss_over_depth.png", "rmse_over_noise.png", "multipliers.png"} < set(pictures)
+    assert {"sample_ratios.png", "frames.png", "early_exit.png"} < set(pictures)
+    for picture in pictures:
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in out.iterdir()} == {"report.md", *pictures}
+    assert json.loads(values.read_text()) == {
+        "constrained (constrained, untied)": constrained,
+        "plain (unconstrained, tied)": plain,
+    }
+
+
+def test_a_report_of_runs_without_constraints_has_no_multipliers(trained: Any, tmp_path: Path) -> None:
+    report.write_report(tmp_path, [EvaluatedRun.open(trained.plain)], "a command")
+    assert not (tmp_path / "multipliers.png").exists()
+    assert "multipliers" not in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("source", "/elsewhere/clip.npy"),
+        ("gamma", [0.15, 0.6]),
+        ("sigma", 0.25),
+        ("training_gamma", 0.3),
+        ("test_windows", [["clip.npy", 50]]),
+        ("task", "text"),
+    ],
+)
+def test_runs_of_different_data_are_not_compared(
+    call: Callable[..., Any], trained: Any, copied_run: Any, tmp_path: Path, key: str, value: Any
+) -> None:
+    write_json(copied_run.evaluation, {**read_json(copied_run.evaluation), key: value})
+    line = call("compare", trained.plain, copied_run.path, "--out", tmp_path / "out").line()
+    assert f"different data: {key} is" in line
+    assert str(copied_run.path) in line
+    assert str(trained.plain) in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("old", "new"), [("size = 32", "size = 64"), ("patch = 8", "patch = 16"), ("w = 5", "w = 4")])
+def test_runs_of_different_windows_are_not_compared(
+    call: Callable[..., Any], trained: Any, copied_run: Any, tmp_path: Path, old: str, new: str
+) -> None:
+    """Their losses are sums over other patches, and the noise is cut otherwise."""
+    copied_run.config.write_text(copied_run.config.read_text().replace(old, new))
+    assert "different data" in call("compare", trained.plain, copied_run.path, "--out", tmp_path / "out").line()
+
+
+def test_compare_refuses_what_is_no_evaluated_run(
+    call: Callable[..., Any], trained: Any, copied_run: Any, tmp_path: Path
+) -> None:
+    assert "is no run folder" in call("compare", tmp_path).line()
+    assert "more than once" in call("compare", trained.plain, trained.plain).line()
+    copied_run.evaluation.unlink()
+    assert "cdt-fast evaluate" in call("compare", trained.plain, copied_run.path).line()
+    copied_run.evaluation.write_text('{"task": "vid')
+    assert str(copied_run.evaluation) in call("compare", trained.plain, copied_run.path).line()
+    for content in ('{"task": "video"}', "[]"):
+        copied_run.evaluation.write_text(content)
+        line = call("compare", trained.plain, copied_run.path).line()
+        assert "lacks" in line
+        assert "cdt-fast evaluate" in line
+
+
+def test_runs_whose_folders_have_one_name_are_told_apart(
+    call: Callable[..., Any], trained: Any, tmp_path: Path, quick_figures: None
+) -> None:
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    for path in paths:
+        shutil.copytree(trained.constrained, path)
+    answer = call("compare", *paths, "--out", tmp_path, "--json", tmp_path / "values.json")
+    assert answer.status == 0
+    assert set(read_json(tmp_path / "values.json")) == {f"{path} (constrained, untied)" for path in paths}
+
+
+def test_the_tables_come_before_a_report_that_cannot_be_written(
+    call: Callable[..., Any], trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise MissingExtra("drawing a report needs the package 'matplotlib'")
+
+    monkeypatch.setattr(figures, "write_figures", missing)
+    answer = call("compare", trained.plain)
+    assert answer.status == 2
+    assert "identity" in answer.out
+    assert answer.err == "cdt-fast: drawing a report needs the package 'matplotlib'\n"
+    # A run that was evaluated is a result also without pictures.
+    answer = call("evaluate", trained.plain)
+    assert answer.status == 0
+    assert "no report.md: drawing a report needs" in answer.out
+
+
+def test_the_verdict_table_shows_held_out_ratios_and_the_worst_layer(trained: Any) -> None:
+    runs = [EvaluatedRun.open(path) for path in (trained.constrained, trained.plain)]
+    header, first, second = report.descent_table(runs)
+    assert header[1:6] == ["ℓ_0", "ℓ_1/ℓ_0", "ℓ_2/ℓ_1", "ℓ_L", "feasible"]
+    for row, run in ((first, runs[0]), (second, runs[1])):
+        assert row[2:4] == [f"{ratio:.3f}" for ratio in run.evaluation["layer_ratio"]]
+        assert row[5] == ("yes" if run.evaluation["feasible"] else "no")
+
+
+def test_models_of_different_depth_fit_in_one_table(trained: Any) -> None:
+    deep, shallow = EvaluatedRun.open(trained.constrained), EvaluatedRun.open(trained.plain)
+    shallow.evaluation.update(layers=1, layer_ratio=[0.5], layer_loss=[2.0, 1.0])
+    rows = report.descent_table([deep, shallow])
+    assert {len(row) for row in rows} == {len(rows[0])}
+    assert rows[2][2:4] == ["0.500", ""]
+
+
+def test_numbers_that_are_not_known_are_blank(trained: Any) -> None:
+    run = EvaluatedRun.open(trained.constrained)
+    run.evaluation["layer_ratio"] = [None, 0.5]
+    run.evaluation["per_sample"].update(mean_ratio=None, median_ratio=None, descending_fraction=None)
+    run.evaluation["report"]["worst_violation"] = None
+    assert "None" not in "".join(as_text(table) for table in report.tables([run]))
+
+
+def test_a_table_is_aligned() -> None:
+    assert as_text([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc   d"
+    assert as_markdown([["a", "bb"], ["ccc", "d"]]) == "| a | bb |\n|---|---:|\n| ccc | d |"
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_no_half_of_it(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise InputError("the clip is gone")
+
+    monkeypatch.setattr(figures, "_frames", refuse)
+    with pytest.raises(InputError, match="the clip is gone"):
+        report.write_report(tmp_path, [EvaluatedRun.open(trained.plain)], "a command")
+    assert not (tmp_path / "report.md").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

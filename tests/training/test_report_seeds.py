@@ -1,0 +1,43 @@
+"""Runs that differ in the seed alone are summed up together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.report import seed_table
+from cdt_fast.training.results import EvaluatedRun
+from cdt_fast.training.run_folder import RunFolder
+
+
+def run(name: str, seed: int, mean: float, feasible: bool, ratios: list[float | None], **settings: Any) -> EvaluatedRun:
+    config = RunConfig()
+    config.update("training", {"seed": seed})
+    config.update("model", settings)
+    evaluation = {
+        "gamma": [0.1, 1.0],
+        "rmse": [mean, 2 * mean],
+        "mean_rmse": mean,
+        "layer_loss": [4.0, mean / 10],
+        "layer_ratio": ratios,
+        "feasible": feasible,
+        "constrained": True,
+        "tied": False,
+    }
+    return EvaluatedRun(RunFolder(Path(name)), config, evaluation)
+
+
+def test_mean_and_range_over_seeds() -> None:
+    runs = [
+        run("a", 0, 4.0, True, [0.5, 0.7]),
+        run("b", 1, 6.0, False, [1.1, None]),
+        run("c", 0, 9.0, True, [0.5, 0.6], layers=3),
+    ]
+    head, row = seed_table(runs)
+    assert head[3] == "RMSE, γ 1"
+    assert row == ["constrained, untied", "2", "5 (4..6)", "10 (8..12)", "0.5 (0.4..0.6)", "0.9 (0.7..1.1)", "1 of 2"]
+
+
+def test_no_table_where_no_two_runs_differ_in_the_seed_alone() -> None:
+    assert seed_table([run("a", 0, 4.0, True, [0.5]), run("b", 1, 5.0, True, [0.5], layers=3)]) == []

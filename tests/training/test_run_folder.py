@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cdt_fast.errors import InputError
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.run_folder import RunFolder
+
+
+def test_a_new_run_holds_its_settings(tmp_path: Path) -> None:
+    config = RunConfig()
+    config.model.layers = 2
+    run = RunFolder.create(tmp_path / "runs" / "mine", config)
+    assert run.name == "mine"
+    assert RunFolder.open(run.path, trained=False)[1] == config
+
+
+def test_a_folder_in_use_is_not_taken(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "mine", RunConfig())
+    with pytest.raises(InputError, match="--resume"):
+        RunFolder.create(tmp_path / "mine", RunConfig())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "note").touch()
+    with pytest.raises(InputError, match="no empty folder"):
+        RunFolder.create(tmp_path / "other", RunConfig())
+    with pytest.raises(InputError, match="no empty folder"):
+        RunFolder.create(tmp_path / "other" / "note", RunConfig())
+    RunFolder.create(tmp_path / "empty", RunConfig())
+
+
+def test_a_run_that_cannot_be_made_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match="No space left"):
+        RunFolder.create(tmp_path / "mine", RunConfig())
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_folder_that_is_no_run_or_not_trained_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no run folder"):
+        RunFolder.open(tmp_path)
+    with pytest.raises(InputError, match="no run folder"):
+        RunFolder.open(tmp_path / "nowhere")
+    RunFolder.create(tmp_path / "mine", RunConfig())
+    with pytest.raises(InputError, match="no model yet"):
+        RunFolder.open(tmp_path / "mine")
+
+
+def test_only_a_run_without_results_is_removed(tmp_path: Path) -> None:
+    for number, name in enumerate(["metrics.jsonl", "checkpoint/state.safetensors", "model/config.json"]):
+        run = RunFolder.create(tmp_path / str(number), RunConfig())
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).write_text("something\n")
+        run.remove_if_untouched()
+        assert run.config.exists()
+    run = RunFolder.create(tmp_path / "untouched", RunConfig())
+    run.metrics.touch()
+    run.remove_if_untouched()
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("rest", ['{"step": 4, "lo', "\0\0\0\0", '{"step": 4}', "", "4"])
+def test_a_last_line_that_was_not_finished_is_left_out(tmp_path: Path, rest: str) -> None:
+    run = RunFolder(tmp_path)
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n' + rest)
+    steps = [entry["step"] for entry in run.read_metrics()]
+    assert steps == ([1, 2, 3, 4] if rest == '{"step": 4}' else [1, 2, 3])
+    run.truncate_metrics(2)
+    assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.metrics.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(InputError, match="line 2"):
+        run.read_metrics()
+
+
+def test_metrics_keep_every_bit_of_a_number(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    line = json.dumps({"step": 1, "loss": [0.1 + 0.2, 1e-300, 5e-324]}) + "\n"
+    run.metrics.write_text(line)
+    run.truncate_metrics(1)
+    assert run.metrics.read_text() == line
+
+
+_HOLD = """
+import sys
+from cdt_fast.training.run_folder import RunFolder
+with RunFolder(sys.argv[1]).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_that_another_process_trains_is_refused_until_that_ends_or_is_killed(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "mine", RunConfig())
+    before = {path: path.read_bytes() for path in run.path.iterdir()}
+    command = [sys.executable, "-c", _HOLD, str(run.path)]
+    for end in ("close", "kill"):
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdin is not None
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(InputError, match=r"mine: another process is training this run"), run.lock():
+                pass
+            with run.lock(main=False):  # another rank of the process that holds it
+                pass
+            assert RunFolder.open(run.path, trained=False)[1] == RunConfig()
+        finally:
+            other.stdin.close() if end == "close" else other.kill()
+            other.wait()
+            other.stdout.close()
+        with run.lock():
+            pass
+    assert {path: path.read_bytes() for path in run.path.iterdir()} == before

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cdt_fast.constraints.descent import PRESETS
+from cdt_fast.errors import InputError
+from cdt_fast.training.config import SECTIONS, RunConfig
+
+
+def values_of(annotation: Any, metadata: Any) -> st.SearchStrategy[Any]:
+    """Values that a field may take, as TOML has them."""
+    least = metadata["least"]
+    number = st.floats(-1e300 if least is None else float(least), 1e300, allow_nan=False, allow_infinity=False)
+    kinds: dict[Any, st.SearchStrategy[Any]] = {
+        int: st.integers(-(2**60) if least is None else least, 2**60),
+        float: number,
+        bool: st.booleans(),
+        str: st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda word: word != "none"),
+        type(None): st.none(),
+    }
+    if metadata["choices"]:
+        words = st.sampled_from(metadata["choices"])
+        return words | st.none() if type(None) in get_args(annotation) else words
+    options = get_args(annotation) if annotation not in kinds and get_args(annotation) else (annotation,)
+    if list in (getattr(annotation, "__origin__", None),):
+        options = (annotation,)
+    return st.one_of(*[kinds.get(option, st.lists(number, min_size=1, max_size=5)) for option in options])
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RunConfig:
+    config = RunConfig()
+    for section in SECTIONS:
+        part = getattr(config, section)
+        hints = get_type_hints(type(part))
+        for entry in fields(part):
+            value = draw(values_of(hints[entry.name], entry.metadata))
+            # A word that reads as a number is a number where both are allowed.
+            setattr(part, entry.name, _as_read(value, hints[entry.name]))
+    return config
+
+
+def _as_read(value: Any, annotation: Any) -> Any:
+    if isinstance(value, str) and float in get_args(annotation):
+        try:
+            return float(value) if float(value) * 0 == 0 else value
+        except ValueError:
+            return value
+    return value
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(config=configs())
+def test_any_settings_come_back_from_toml(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    config.save(path)
+    assert RunConfig.load(path) == config
+
+
+def test_what_a_file_does_not_name_keeps_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[model]\nlayers = 3\n")
+    expected = RunConfig()
+    expected.model.layers = 3
+    assert RunConfig.load(path) == expected
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_it_names_and_gives_way_to_what_is_beside_it(name: str) -> None:
+    config = RunConfig()
+    config.update("constraints", {"dual_lr": 0.5, "rate": 0.125, "preset": name})
+    assert config.constraints.rate == 0.125
+    assert config.constraints.dual_lr == 0.5
+    for setting, value in PRESETS[name].items():
+        if setting != "rate":
+            assert getattr(config.constraints, setting) == (list(value) if isinstance(value, tuple) else value)
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("[model]\nlayer = 3\n", ["unknown key 'layer'", "[model]", "did you mean 'layers'?"]),
+        ("[modle]\nlayers = 3\n", ["unknown section [modle]", "did you mean 'model'?"]),
+        ("[save]\nlayers = 3\n", ["unknown section [save]"]),
+        ("layers = 3\n", ["'layers' outside of a section"]),
+        ('task = "text"\n', ["task"]),
+        ('[model]\nlayers = "three"\n', ["[model] layers must be a whole number, got 'three'"]),
+        ("[model]\nlayers = 2.5\n", ["[model] layers must be a whole number, got 2.5"]),
+        ("[model]\nlayers = true\n", ["[model] layers must be a whole number, got True"]),
+        ("[model]\nlayers = 0\n", ["[model] layers must be at least 1, got 0"]),
+        ("[model]\nlayers = [1]\n", ["[model] layers must be a whole number"]),
+        ('[model]\nlayers = "none"\n', ["[model] layers must be a whole number, got 'none'"]),
+        ('[model]\nmodel = "dusty"\n', ["[model] model must be one of dust, ut, got 'dusty'"]),
+        ("[data]\nsource = 3\n", ["[data] source must be a word, got 3"]),
+        ("[training]\nlr = nan\n", ["[training] lr must be a number, got nan"]),
+        ("[training]\nlr = -inf\n", ["[training] lr must be a number, got -inf"]),
+        (f"[training]\nlr = 1{'0' * 400}\n", ["[training] lr must be a number"]),
+        ("[training]\nlr = -0.1\n", ["[training] lr must be at least 0, got -0.1"]),
+        ("[training]\ntensorboard = 1\n", ["[training] tensorboard must be true or false, got 1"]),
+        ("[evaluation]\ngammas = []\n", ["[evaluation] gammas must hold at least one number"]),
+        ("[evaluation]\ngammas = [0.1, -1.0]\n", ["[evaluation] gammas must be at least 0"]),
+        ("[evaluation]\ngammas = [0.1, inf]\n", ["[evaluation] gammas must be a list of numbers"]),
+        ("[constraints]\nrate = [[0.1]]\n", ["[constraints] rate must be a number or a list of numbers"]),
+        ("[model\n", ["cannot be read as TOML"]),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, text: str, facts: list[str]) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        RunConfig.load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    for fact in facts:
+        assert fact in message
+
+
+def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    with pytest.raises(InputError, match="cannot be read as TOML"):
+        RunConfig.load(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="cannot be read as TOML"):
+        RunConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "value"),
+    [
+        ("reference", "none", None),
+        ("reference", "auto", "auto"),
+        ("reference", "2.5", 2.5),
+        ("rate", "0.25", 0.25),
+        ("rate", "0.25,0.5", [0.25, 0.5]),
+        ("preset", "none", None),
+        ("resilience", "none", "none"),
+        ("constrained", "false", False),
+    ],
+)
+def test_words_of_the_command_line_become_values(name: str, word: str, value: object) -> None:
+    config = RunConfig()
+    config.set("constraints", name, word)
+    assert getattr(config.constraints, name) == value
+
+
+def test_settings_that_do_not_fit_each_other_are_found_without_data(tiny_config: Callable[..., RunConfig]) -> None:
+    from cdt_fast.training.building import check_settings
+
+    check_settings(tiny_config())
+    for changes, fact in [
+        ({"size": 30}, "multiple of patch"),
+        ({"rate": [0.1]}, "2"),
+        ({"rate": 1.5}, "rate"),
+        ({"reference": "most"}, "reference"),
+        ({"reference": None, "coupling": "absolute"}, "reference"),
+        ({"betas": [0.5]}, "betas"),
+        ({"step": -1.0}, "step"),
+    ]:
+        config = tiny_config(**changes)
+        config.data.source = "no such clip"
+        with pytest.raises(InputError, match=fact):
+            check_settings(config)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cdt_fast.video.data import cache
+from cdt_fast.video.data.frames import open_source
+from cdt_fast.video.data.preprocess import preprocess
+from cdt_fast.video.data.trees import Clip
+
+
+@pytest.fixture
+def clip(tmp_path, write_folder) -> Clip:
+    return Clip("walk", write_folder(tmp_path / "walk", count=5))
+
+
+@pytest.fixture
+def decoded(monkeypatch) -> list[Path]:
+    """The clips that were decoded, a path each time."""
+    calls: list[Path] = []
+    original = cache.preprocess
+
+    def counted(frame: np.ndarray, size: int) -> np.ndarray:
+        calls.append(Path())
+        return original(frame, size)
+
+    monkeypatch.setattr(cache, "preprocess", counted)
+    return calls
+
+
+def load(clip: Clip, tmp_path: Path, size: int = 16) -> np.ndarray:
+    return cache.load_clip(clip, size, tmp_path / "cache", progress=False)
+
+
+def only_file(tmp_path: Path) -> Path:
+    [path] = (tmp_path / "cache").iterdir()
+    return path
+
+
+def test_a_clip_is_decoded_once(clip, tmp_path, decoded):
+    frames = load(clip, tmp_path)
+    assert isinstance(frames, np.memmap)
+    assert (frames.shape, frames.dtype, frames.flags.writeable) == ((5, 16, 16), np.uint8, False)
+    assert np.array_equal(frames, [preprocess(frame, 16) for frame in open_source(clip.path).frames()])
+    assert np.array_equal(load(clip, tmp_path), frames)
+    assert len(decoded) == 5
+    assert np.array_equal(np.load(only_file(tmp_path), allow_pickle=False), frames)
+
+
+def test_another_size_is_another_file(clip, tmp_path):
+    assert load(clip, tmp_path, 16).shape != load(clip, tmp_path, 24).shape
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_changed_clip_is_decoded_again(clip, tmp_path, decoded):
+    load(clip, tmp_path)
+    os.utime(clip.path / "3.png", ns=(1, 1))
+    load(clip, tmp_path)
+    (clip.path / "5.png").unlink()
+    assert len(load(clip, tmp_path)) == 4
+    assert len(decoded) == 14
+
+
+def test_another_version_of_the_preprocessing_is_another_file(clip, tmp_path, decoded, monkeypatch):
+    load(clip, tmp_path)
+    monkeypatch.setattr(cache, "PREPROCESS_VERSION", -1)
+    load(clip, tmp_path)
+    assert len(decoded) == 10
+
+
+@pytest.mark.parametrize("kept", [0, 1, 60, 128, 700, -4, -1])
+def test_a_cut_file_is_made_again(clip, tmp_path, decoded, kept):
+    frames = np.array(load(clip, tmp_path))
+    path = only_file(tmp_path)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert np.array_equal(load(clip, tmp_path), frames)
+    assert len(decoded) == 10
+
+
+@pytest.mark.parametrize("place", [3, 130, 900, -6, -1])
+def test_an_altered_file_is_made_again(clip, tmp_path, decoded, place):
+    frames = np.array(load(clip, tmp_path))
+    path = only_file(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+    assert np.array_equal(load(clip, tmp_path), frames)
+    assert len(decoded) == 10
+
+
+def test_a_long_clip_keeps_its_header_in_place(tmp_path):
+    np.save(tmp_path / "clip.npy", np.random.default_rng(0).integers(0, 256, (12345, 2, 2), dtype=np.uint8))
+    frames = load(Clip("clip", tmp_path / "clip.npy"), tmp_path, size=2)
+    assert np.array_equal(frames, np.load(tmp_path / "clip.npy"))
+
+
+def test_a_bad_clip_leaves_nothing_behind(clip, tmp_path, refused):
+    (clip.path / "4.png").write_bytes(b"broken")
+    refused(clip.path / "4.png", "cannot be read", by=lambda: load(clip, tmp_path))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_behind(clip, tmp_path, refused, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache, "_write", full)
+    refused(tmp_path / "cache", "No space left", "CDT_FAST_CACHE", by=lambda: load(clip, tmp_path))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_said(clip, tmp_path, refused):
+    (tmp_path / "cache").write_text("a file")
+    refused(tmp_path / "cache", "cannot be written", by=lambda: load(clip, tmp_path))
+
+
+def test_where_the_cache_lies(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("CDT_FAST_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache.default_cache_dir() == tmp_path / ".cache" / "cdt_fast"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    assert cache.default_cache_dir() == tmp_path / "shared" / "cdt_fast"
+    monkeypatch.setenv("CDT_FAST_CACHE", str(tmp_path / "chosen"))
+    assert cache.default_cache_dir() == tmp_path / "chosen"

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cdt_fast.errors import InputError
+from cdt_fast.video.data.check import check, describe_check
+
+
+def test_a_data_set_with_everything(tmp_path, write_video, write_folder):
+    write_video(tmp_path / "training_videos" / "1.avi", count=12, rate=10)
+    write_video(tmp_path / "training_videos" / "2.avi", count=6)
+    (tmp_path / "training_videos" / "3.avi").write_bytes(b"broken")
+    (tmp_path / "training_videos" / "._1.avi").write_bytes(b"junk")
+    write_folder(tmp_path / "testing_videos" / "1", count=3)
+    write_folder(tmp_path / "testing_videos" / "1_gt", count=3)
+    (tmp_path / "testing_videos" / "2.npy").write_bytes(b"")
+    report = json.loads(json.dumps(check(tmp_path, progress=False), allow_nan=False))
+    assert report["splits"] == {"train": 3, "test": 2, "unmarked": 0}
+    assert (report["frames"], report["problems"], report["junk_skipped"]) == (21, 2, 2)
+    first, _, broken, folder, empty = report["clips"]
+    assert first["name"] == "training_videos/1.avi"
+    assert (first["frames"], first["width"], first["height"], first["frame_rate"]) == (12, 48, 32, 10.0)
+    assert first["problem"] is None
+    assert str(tmp_path / "training_videos" / "3.avi") in broken["problem"]
+    assert (folder["split"], folder["frames"], folder["frame_rate"]) == ("test", 3, None)
+    assert "2.npy" in empty["problem"]
+    text = describe_check(report)
+    assert "3 train, 2 test clip(s), 21 frames" in text
+    assert "2 junk entries skipped; 2 problem(s)" in text
+    assert "training_videos/1.avi: 12 frames, 48x32, 10 frames a second, 0% static" in text
+    assert text.count("PROBLEM") == 2
+
+
+def test_the_share_of_static_frames(tmp_path):
+    picture = np.random.default_rng(0).integers(0, 200, (40, 40), dtype=np.uint8)
+    almost = picture.copy()
+    almost[:8, :8] += 12  # A mean difference of 0.48 gray levels.
+    moved = picture.copy()
+    moved[:8, :8] += 13  # 0.52.
+    np.save(tmp_path / "clip.npy", np.stack([picture, picture, almost, picture, moved, moved]))
+    report = check(tmp_path / "clip.npy", progress=False)
+    assert report["static_share"] == report["clips"][0]["static_share"] == 0.8
+
+
+def test_problems_in_the_middle_of_a_clip_keep_its_count(tmp_path, write_folder):
+    write_folder(tmp_path, count=6)
+    (tmp_path / "5.png").write_bytes(b"broken")
+    report = check(tmp_path, progress=False)
+    [clip] = report["clips"]
+    assert clip["frames"] == 4
+    assert "5.png" in clip["problem"]
+    assert (report["frames"], report["static_share"]) == (0, None)
+    assert "PROBLEM" in describe_check(report)
+
+
+def test_gray_and_color_pictures_may_be_mixed(tmp_path, write_folder):
+    write_folder(tmp_path, count=3)
+    Image.new("L", (48, 32)).save(tmp_path / "2.png")
+    report = check(tmp_path, progress=False)
+    assert (report["problems"], report["static_share"]) == (0, 0.0)
+
+
+def test_a_missing_path_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        check(tmp_path / "gone")

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import hashlib
+import time
+
+import numpy as np
+import pytest
+
+from cdt_fast.errors import InputError
+from cdt_fast.video.data.demo import demo_clip
+
+
+@pytest.fixture(scope="module")
+def clip() -> np.ndarray:
+    return demo_clip()
+
+
+def test_it_is_the_same_on_every_machine(clip):
+    assert (
+        hashlib.sha256(clip.tobytes()).hexdigest() == "7009bb35bc9dcaa0d4580e381340d5e4f235cdeb35f48568ad3a340719f38669"
+    )
+
+
+def test_its_shape_and_its_range_of_grays(clip):
+    assert (clip.shape, clip.dtype) == ((240, 160, 160), np.uint8)
+    assert clip.min() < 16
+    assert clip.max() > 235
+    assert 0.15 < clip.std() / 255 < 0.25
+
+
+def test_the_camera_stands_still_and_something_always_moves(clip):
+    steps = np.abs(np.diff(clip.astype(np.int16), axis=0))
+    moving = (steps > 12).mean(axis=(1, 2))
+    assert moving.min() > 0.001
+    assert moving.max() < 0.2
+
+
+def test_the_light_changes_slowly(clip):
+    wall = clip[:, 0:10, 60:90].mean(axis=(1, 2))
+    assert np.ptp(wall) > 10
+    assert np.abs(np.diff(wall)).max() < 1.5
+
+
+def test_there_is_fine_detail(clip):
+    across = np.abs(np.diff(clip[0].astype(np.int16), axis=1))
+    assert (across > 30).mean() > 0.08
+
+
+def test_walkers_pass_behind_the_notice_board(clip):
+    board = clip[:, 76:105, 29:51].astype(float)
+    ratio = board / board.mean(axis=(1, 2), keepdims=True)
+    assert ratio.std(axis=0).max() < 0.02
+
+
+def test_fewer_frames_are_the_beginning_and_a_seed_changes_the_scene(clip):
+    assert np.array_equal(demo_clip(frames=7), clip[:7])
+    assert np.abs(demo_clip(frames=1, seed=1)[0].astype(int) - clip[0]).mean() > 1
+
+
+def test_another_size_is_the_same_scene(clip):
+    small = demo_clip(frames=1, size=80)[0].astype(int)
+    blocks = clip[0].reshape(80, 2, 80, 2).mean(axis=(1, 3))
+    assert np.abs(small - blocks).mean() < 6
+    assert demo_clip(frames=1, size=1).shape == (1, 1, 1)
+
+
+def test_it_is_quick():
+    start = time.perf_counter()
+    demo_clip()
+    assert time.perf_counter() - start < 6
+
+
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(InputError, match="frames is 0"):
+        demo_clip(frames=0)

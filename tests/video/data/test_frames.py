@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import wave
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from cdt_fast.errors import InputError
+from cdt_fast.video.data.frames import open_source
+
+
+def read(path: Path) -> list[np.ndarray]:
+    return list(open_source(path).frames())
+
+
+def cut(path: Path, share: float) -> Path:
+    data = path.read_bytes()
+    short = path.with_name(f"short{path.suffix}")
+    short.write_bytes(data[: int(len(data) * share)])
+    return short
+
+
+def test_video_frames_come_in_order_at_full_size(tmp_path, write_video, moving_frames):
+    path = write_video(tmp_path / "clip.mkv", count=9, codec="ffv1", rate=10)
+    source = open_source(path)
+    assert (source.name, source.path, source.frame_rate) == ("clip.mkv", path, Fraction(10))
+    frames = list(source.frames())
+    assert len(frames) == 9
+    assert all(frame.shape == (32, 48, 3) and frame.dtype == np.uint8 for frame in frames)
+    # Chroma is kept at half resolution, so that color noise comes back blurred; green carries most of the luma.
+    errors = [[np.abs(got[..., 1] - want[..., 1].astype(int)).mean() for want in moving_frames(9)] for got in frames]
+    assert [int(np.argmin(row)) for row in errors] == list(range(9))
+
+
+def test_frames_can_be_read_again(tmp_path, write_video):
+    source = open_source(write_video(tmp_path / "clip.avi"))
+    first, second = list(source.frames()), list(source.frames())
+    assert np.array_equal(first, second)
+
+
+def test_a_lying_frame_count_in_the_header_is_not_believed(tmp_path, write_video):
+    path = write_video(tmp_path / "clip.avi", count=12)
+    data = bytearray(path.read_bytes())
+    main, stream = data.index(b"avih"), data.index(b"strh")
+    data[main + 24 : main + 28] = (24).to_bytes(4, "little")
+    data[stream + 40 : stream + 44] = (24).to_bytes(4, "little")
+    path.write_bytes(data)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].frames == 24
+    assert len(read(path)) == 12
+
+
+def test_gray_video_gives_gray_frames(tmp_path):
+    path = tmp_path / "gray.mkv"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 16, 16, "gray"
+        for level in (0, 100, 255):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 16), level, np.uint8), format="gray")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert [frame.tolist() for frame in read(path)] == [np.full((16, 16), level).tolist() for level in (0, 100, 255)]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+@pytest.mark.parametrize(
+    ("name", "codec", "options"),
+    [
+        ("index_last.mp4", "libx264", {}),
+        ("index_first.mp4", "libx264", {"movflags": "faststart"}),
+        ("fragments.mp4", "libx264", {"movflags": "frag_keyframe+empty_moov"}),
+        ("clip.mov", "mpeg4", {}),
+        ("clip.avi", "mpeg4", {}),
+        ("stills.avi", "mjpeg", {}),
+        ("clip.mkv", "mpeg4", {}),
+    ],
+)
+def test_a_video_cut_short_is_refused(tmp_path, write_video, refused, share, name, codec, options):
+    path = write_video(tmp_path / name, count=60, codec=codec, **options)
+    assert len(read(path)) == 60
+    short = cut(path, share)
+    refused(short, "cut short", f"it holds {short.stat().st_size} of ", by=lambda: open_source(short))
+
+
+def test_damage_in_the_middle_is_refused(tmp_path, write_video, refused):
+    path = write_video(tmp_path / "clip.mp4", count=40, codec="libx264", movflags="faststart")
+    data = bytearray(path.read_bytes())
+    middle = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 2
+    data[middle : middle + 4000] = bytes(4000)
+    path.write_bytes(data)
+    refused(path, "damaged", "decoding fails after", by=lambda: read(path))
+
+
+@pytest.mark.parametrize(("form", "codec"), [("m4v", "mpeg4"), ("mpegts", "mpeg2video")])
+def test_a_recording_that_begins_between_key_frames_is_read(tmp_path, write_video, form, codec):
+    path = write_video(tmp_path / "clip.video", count=60, codec=codec, form=form)
+    data = path.read_bytes()
+    path.write_bytes(data[len(data) // 10 :])
+    assert 10 < len(read(path)) < 60
+
+
+def test_a_missing_path_is_refused(tmp_path, refused):
+    refused(tmp_path / "no.mp4", "no such file", by=lambda: open_source(tmp_path / "no.mp4"))
+
+
+def test_an_empty_file_is_refused(tmp_path, refused):
+    path = tmp_path / "clip.mp4"
+    path.touch()
+    refused(path, "the file is empty", "expected a video", by=lambda: open_source(path))
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a video\n" * 50, bytes(range(256)) * 40, b"#EXTM3U\nhttp://127.0.0.1/a.ts\n"]
+)
+@pytest.mark.parametrize("name", ["clip.mp4", "notes.txt", "list.m3u8", "colon:name"])
+def test_what_is_no_video_is_refused(tmp_path, refused, content, name):
+    path = tmp_path / name
+    path.write_bytes(content)
+    refused(path, "expected a video", by=lambda: read(path))
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path, refused):
+    path = tmp_path / "pipe.mp4"
+    os.mkfifo(path)
+    refused(path, "neither a file nor a folder", by=lambda: open_source(path))
+
+
+def test_a_sound_file_is_refused(tmp_path, refused):
+    path = tmp_path / "sound.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(8000))
+    refused(path, "no video stream", by=lambda: open_source(path))
+
+
+def test_a_video_of_one_frame_is_refused(tmp_path, write_video, refused):
+    path = write_video(tmp_path / "clip.avi", count=1)
+    refused(path, "only one frame", "at least 2", by=lambda: read(path))
+
+
+def test_a_video_without_frames_is_refused(tmp_path, write_video, refused):
+    path = write_video(tmp_path / "clip.avi", count=3)
+    data = bytearray(path.read_bytes())
+    start = data.index(b"movi") + 4
+    data[start : data.index(b"idx1")] = bytes(data.index(b"idx1") - start)
+    path.write_bytes(data)
+    refused(path, "no frames", "at least 2", by=lambda: read(path))
+
+
+def test_a_video_of_mixed_sizes_is_refused(tmp_path, refused):
+    path = tmp_path / "clip.mjpeg"
+    pictures: list[bytes] = []
+    for size in [(32, 24), (32, 24), (40, 24), (32, 24)]:
+        Image.new("RGB", size, "gray").save(tmp_path / "one.jpg")
+        pictures.append((tmp_path / "one.jpg").read_bytes())
+    path.write_bytes(b"".join(pictures))
+    refused(path, "frame 2 is 40x24", "first frame is 32x24", by=lambda: read(path))
+
+
+@pytest.mark.parametrize("suffix", ["tif", "tiff", "jpg", "JPEG", "png", "bmp"])
+def test_a_folder_is_read_in_natural_order(tmp_path, write_folder, moving_frames, suffix):
+    folder = write_folder(tmp_path / "clip", count=11, suffix=suffix)
+    for junk in ("._1.png", ".DS_Store", "1.png~", "Thumbs.db", ".hidden.png", "notes.txt"):
+        (folder / junk).write_bytes(b"junk")
+    source = open_source(folder)
+    assert source.frame_rate is None
+    assert [path.stem for path in source.files] == [str(number) for number in range(1, 12)]
+    frames = list(source.frames())
+    tolerance = 60 if suffix.lower().startswith("jp") else 0
+    assert np.abs(np.stack(frames).astype(int) - moving_frames(11)).mean() <= tolerance
+
+
+@pytest.mark.parametrize("mode", ["L", "1"])
+def test_gray_pictures_give_gray_frames(tmp_path, mode):
+    for index in range(2):
+        Image.new(mode, (6, 4), 255).save(tmp_path / f"{index}.png")
+    assert [frame.shape for frame in read(tmp_path)] == [(4, 6), (4, 6)]
+    assert all((frame == 255).all() for frame in read(tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["P", "RGBA", "CMYK"])
+def test_other_color_pictures_become_rgb(tmp_path, mode):
+    for index in range(2):
+        Image.new("RGB", (6, 4), (255, 0, 0)).convert(mode).save(tmp_path / f"{index}.tif")
+    assert all((frame == [255, 0, 0]).all() for frame in read(tmp_path))
+
+
+def test_sixteen_bit_pictures_are_refused(tmp_path, refused):
+    for index in range(2):
+        Image.fromarray(np.full((4, 6), 9000, np.uint16)).save(tmp_path / f"{index}.png")
+    refused(tmp_path / "0.png", "I;16", "8-bit", by=lambda: read(tmp_path))
+
+
+def test_a_folder_without_pictures_is_refused(tmp_path, refused):
+    (tmp_path / "readme.txt").write_text("nothing")
+    (tmp_path / "._1.png").write_bytes(b"junk")
+    refused(tmp_path, "no frames", "png", by=lambda: open_source(tmp_path))
+
+
+def test_a_folder_of_one_picture_is_refused(tmp_path, write_folder, refused):
+    refused(tmp_path, "only one frame", by=lambda: open_source(write_folder(tmp_path, count=1)))
+
+
+def test_a_folder_of_mixed_sizes_is_refused(tmp_path, write_folder, refused):
+    write_folder(tmp_path, count=4)
+    Image.new("RGB", (20, 32)).save(tmp_path / "3.png")
+    refused(tmp_path, "frame 3.png is 20x32", "first frame is 48x32", by=lambda: read(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif"])
+def test_a_broken_picture_is_refused(tmp_path, write_folder, refused, suffix):
+    write_folder(tmp_path, count=4, suffix=suffix)
+    broken = tmp_path / f"2.{suffix}"
+    broken.write_bytes(broken.read_bytes()[:200])
+    refused(broken, "cannot be read", by=lambda: read(tmp_path))
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 10), (5, 8, 10, 3)])
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_arrays_are_read(tmp_path, shape, suffix):
+    frames = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    path = tmp_path / f"clip{suffix}"
+    np.save(path, frames) if suffix == ".npy" else np.savez(path, frames)
+    assert np.array_equal(read(path), frames)
+
+
+def test_the_array_called_frames_is_taken(tmp_path):
+    np.savez(tmp_path / "clip.npz", frames=np.ones((3, 4, 4), np.uint8), labels=np.zeros(3))
+    assert np.array_equal(read(tmp_path / "clip.npz"), np.ones((3, 4, 4)))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_floats_are_scaled_and_rounded(tmp_path, dtype):
+    np.save(tmp_path / "clip.npy", np.array([[[0, 1]], [[0.5, 0.25]]], dtype))
+    assert [frame.tolist() for frame in read(tmp_path / "clip.npy")] == [[[0, 255]], [[128, 64]]]
+
+
+@pytest.mark.parametrize(
+    ("value", "fact"),
+    [(np.nan, "NaN"), (np.inf, "infinity"), (1.5, "values in [0, 1.5]"), (-0.5, "values in [-0.5, 0]")],
+)
+def test_bad_floats_are_refused(tmp_path, refused, value, fact):
+    frames = np.zeros((4, 3, 3), np.float32)
+    frames[2, 1, 1] = value
+    np.save(tmp_path / "clip.npy", frames)
+    path = tmp_path / "clip.npy"
+    refused(path, "frame 2", fact, "[0, 1]", by=lambda: read(path))
+
+
+@pytest.mark.parametrize(
+    ("array", "fact"),
+    [
+        (np.zeros((4, 3, 3), np.int64), "dtype int64"),
+        (np.zeros((4, 3, 3), np.uint16), "dtype uint16"),
+        (np.zeros((4, 3, 3), complex), "dtype complex128"),
+        (np.zeros((3, 3), np.uint8), "shape [3, 3]"),
+        (np.zeros((4, 3, 3, 4), np.uint8), "shape [4, 3, 3, 4]"),
+        (np.zeros((4, 0, 3), np.uint8), "shape [4, 0, 3]"),
+        (np.zeros((0, 3, 3), np.uint8), "no frames"),
+        (np.zeros((1, 3, 3), np.uint8), "only one frame"),
+        (np.array([{"a": 1}] * 4, dtype=object), "cannot be read"),
+    ],
+)
+def test_bad_arrays_are_refused(tmp_path, refused, array, fact):
+    path = tmp_path / "clip.npy"
+    np.save(path, array)
+    refused(path, fact, by=lambda: open_source(path))
+
+
+def test_cut_arrays_are_refused(tmp_path, refused):
+    np.save(tmp_path / "clip.npy", np.ones((9, 30, 30), np.uint8))
+    np.savez(tmp_path / "clip.npz", np.ones((9, 30, 30), np.uint8))
+    for path in (tmp_path / "clip.npy", tmp_path / "clip.npz"):
+        short = cut(path, 0.6)
+        refused(short, "cannot be read", "expected uint8", by=lambda short=short: open_source(short))
+
+
+def test_pickles_are_not_opened(tmp_path, refused):
+    path = tmp_path / "clip.npz"
+    np.savez(path, np.array([{"a": 1}] * 4, dtype=object))
+    refused(path, "cannot be read", "allow_pickle", by=lambda: open_source(path))
+
+
+def test_several_arrays_without_a_name_are_refused(tmp_path, refused):
+    path = tmp_path / "clip.npz"
+    np.savez(path, first=np.ones(3), second=np.ones(3))
+    refused(path, "first, second", "'frames'", by=lambda: open_source(path))
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    heavy = ("av", "PIL", "matplotlib", "accelerate")
+    code = f"import sys, cdt_fast.video.data; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_reading_damaged_video_prints_nothing(tmp_path, write_video: Callable[..., Path], capfd):
+    path = write_video(tmp_path / "clip.mp4", count=40, codec="libx264", movflags="faststart")
+    path.write_bytes(path.read_bytes()[:-300] + bytes(300))
+    with contextlib.suppress(InputError):
+        read(path)
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""

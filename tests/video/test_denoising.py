@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av.error
+import numpy as np
+import pytest
+import torch
+
+from cdt_fast.errors import InputError
+from cdt_fast.models import DUST
+from cdt_fast.training.building import load_model
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video import denoising as denoise
+from cdt_fast.video.data import to_patches
+from cdt_fast.video.denoising import CONTAINERS, denoise_video, denoised_frames
+from tests.tiny import scrolling_clip
+
+
+@pytest.fixture(scope="module")
+def model_and_config(trained: Any) -> tuple[DUST, RunConfig]:
+    run, config = RunFolder.open(trained.constrained)
+    return load_model(run, config), config
+
+
+class _Identity(DUST):
+    """Gives every frame back, and notes how many frames it saw at once."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64, 2)
+        self.lengths: list[int] = []
+
+    def forward(self, noisy: torch.Tensor, depth: int | None = None) -> torch.Tensor:
+        self.lengths.append(noisy.shape[-2])
+        return noisy
+
+
+def write_video(path: Path, frames: np.ndarray, rate: Fraction, codec: str = "ffv1") -> Path:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+    return path
+
+
+def decoded(path: Path) -> tuple[np.ndarray, Fraction]:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        return np.stack(frames), stream.average_rate
+
+
+def colored(count: int, height: int, width: int) -> np.ndarray:
+    gray = scrolling_clip(count, height, width)
+    return np.stack([gray, gray[:, ::-1], 255 - gray], axis=-1)
+
+
+@pytest.mark.parametrize("suffix", CONTAINERS)
+@pytest.mark.parametrize(
+    ("count", "height", "width", "rate"),
+    [(10, 32, 48, Fraction(25)), (13, 33, 47, Fraction(30000, 1001)), (3, 8, 8, Fraction(10)), (2, 5, 34, Fraction(1))],
+)
+def test_the_output_plays_like_the_input(
+    tmp_path: Path, suffix: str, count: int, height: int, width: int, rate: Fraction
+) -> None:
+    """Same size, rate and frames, in order: odd sides, windows that do not fill up, fewer frames than one window."""
+    frames = colored(count, height, width)
+    source = write_video(tmp_path / "in.mkv", frames, rate)
+    config = RunConfig()
+    config.data.patch, config.data.window = 8, 5
+    target = tmp_path / f"out{suffix}"
+    told = denoise_video(_Identity(), config, source, target, progress=False)
+    written, written_rate = decoded(target)
+    assert written.shape == frames.shape
+    assert written_rate == rate
+    assert told == {"frames": count, "width": width, "height": height, "frame_rate": float(rate), "depth": 2}
+    # x264 loses little, and halves the resolution of color where the sides are even.
+    error = (written.astype(float).mean(-1) - frames.astype(float).mean(-1)) ** 2
+    assert np.sqrt(error.mean((1, 2))).max() < 6
+    assert np.abs(written.astype(float).mean((1, 2)) - frames.mean((1, 2))).max() < 4  # no shift of the colors
+    assert sorted(os.listdir(tmp_path)) == sorted(["in.mkv", target.name])
+
+
+def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
+    np.save(tmp_path / "in.npy", scrolling_clip(13, 16, 16))
+    config = RunConfig()
+    config.data.patch, config.data.window = 8, 5
+    model = _Identity()
+    denoise_video(model, config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
+    assert model.lengths == [5, 5, 5]
+    model.lengths.clear()
+    np.save(tmp_path / "short.npy", scrolling_clip(3, 16, 16))
+    denoise_video(model, config, tmp_path / "short.npy", tmp_path / "short.mp4", progress=False)
+    assert model.lengths == [3]
+
+
+def test_frames_are_those_of_the_model_in_every_plane_and_window(model_and_config: tuple[DUST, RunConfig]) -> None:
+    model, config = model_and_config
+    frames = colored(7, 11, 18)
+    found = np.stack(list(denoise._denoised(model, config, iter(frames), 1)))
+    assert found.shape == frames.shape
+    padded = np.pad(frames, ((0, 0), (0, 5), (0, 6), (0, 0)), mode="edge")
+    for first, last, used in ((0, 5, slice(0, 5)), (2, 7, slice(3, 5))):
+        for plane in range(3):
+            window = torch.from_numpy(padded[first:last, ..., plane].copy()).float().unsqueeze(0) / 255
+            with torch.no_grad():
+                expected = model(to_patches(window, 8, "time"), depth=1)
+            expected = expected.reshape(2, 3, 5, 8, 8).permute(2, 0, 3, 1, 4).reshape(5, 16, 24)[used, :11, :18]
+            shown = (expected * 255).round().clamp(0, 255)
+            there = torch.from_numpy(found[first:last][used, ..., plane].copy()).float()
+            assert (there - shown).abs().max() <= 1
+
+
+def test_gray_sources_and_folders_are_denoised(
+    call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path
+) -> None:
+    from PIL import Image
+
+    answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4", "--json", tmp_path / "told.json")
+    assert answer.status == 0
+    assert answer.err == ""
+    assert answer.out == f"{tmp_path / 'out.mp4'}: 60 frames, 32x32, 25 a second, 2 of 2 layers\n"
+    frames, rate = decoded(tmp_path / "out.mp4")
+    assert frames.shape == (60, 32, 32, 3)
+    assert rate == 25
+    assert np.abs(frames.astype(int) - frames[..., :1].astype(int)).max() <= 3  # gray stays gray
+    (tmp_path / "frames").mkdir()
+    for index, frame in enumerate(scrolling_clip(6, 20, 30)):
+        Image.fromarray(frame).save(tmp_path / "frames" / f"{index}.png")
+    assert call("denoise", trained.constrained, tmp_path / "frames", tmp_path / "folder.mkv").status == 0
+    assert decoded(tmp_path / "folder.mkv")[0].shape == (6, 20, 30, 3)
+
+
+def test_every_depth_is_an_early_exit(call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path) -> None:
+    shown = []
+    for depth in range(3):
+        target = tmp_path / f"{depth}.mp4"
+        assert call("denoise", trained.constrained, clip, target, "--depth", depth).status == 0
+        shown.append(decoded(target)[0].astype(float))
+    clean = np.load(clip).astype(float)[..., np.newaxis]
+    errors = [np.sqrt(((frames - clean) ** 2).mean()) for frames in shown]
+    assert errors[0] > errors[1] > errors[2]
+    target = tmp_path / "all.mp4"
+    assert call("denoise", trained.constrained, clip, target).status == 0
+    # x264 looks ahead in a thread of its own, and does not always come to the same bits.
+    assert np.abs(decoded(target)[0] - shown[2]).mean() < 2 < np.abs(shown[1] - shown[2]).mean()
+    for depth in (-1, 3, 99):
+        assert (
+            "--depth must be from 0 to 2"
+            in call("denoise", trained.constrained, clip, "x.mp4", f"--depth={depth}").line()
+        )
+
+
+@pytest.mark.parametrize("sequence", ["space", "spacetime"])
+def test_other_sequences_are_denoised_too(tmp_path: Path, sequence: str) -> None:
+    np.save(tmp_path / "in.npy", scrolling_clip(7, 17, 23))
+    config = RunConfig()
+    config.data.patch, config.data.window, config.data.sequence = 8, 5, sequence
+    frames = torch.rand(1, 5, 16, 24)
+    assert torch.equal(denoised_frames(_Identity(), config, frames), frames)
+    denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
+    assert decoded(tmp_path / "out.mp4")[0].shape == (7, 17, 23, 3)
+
+
+def test_bad_targets_are_one_line_and_change_nothing(
+    call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    existing = tmp_path / "existing.mp4"
+    existing.write_bytes(b"precious")
+    (tmp_path / "folder.mp4").mkdir()
+    for target, facts in [
+        (existing, ["exists already", "--overwrite"]),
+        ("out", ["has no suffix", ".mp4"]),
+        ("out.xyz", ["ends in .xyz", ".mp4"]),
+        ("out.gif", ["ends in .gif", ".mp4"]),
+        ("nowhere/out.mp4", ["there is no folder nowhere"]),
+        ("folder.mp4", ["is a folder"]),
+    ]:
+        line = call("denoise", trained.constrained, clip, target).line()
+        for fact in facts:
+            assert fact in line
+    assert existing.read_bytes() == b"precious"
+    assert sorted(os.listdir(tmp_path)) == ["existing.mp4", "folder.mp4"]
+    assert call("denoise", trained.constrained, clip, existing, "--overwrite").status == 0
+    before = existing.read_bytes()
+    assert "is the source" in call("denoise", trained.constrained, existing, existing, "--overwrite").line()
+    assert existing.read_bytes() == before
+
+
+def test_a_source_that_breaks_off_leaves_no_output(call: Callable[..., Any], trained: Any, tmp_path: Path) -> None:
+    frames = scrolling_clip(12).astype(np.float32) / 255
+    frames[9, 3, 3] = np.nan
+    np.save(tmp_path / "nan.npy", frames)
+    target = tmp_path / "out.mp4"
+    target.write_bytes(b"precious")
+    line = call("denoise", trained.constrained, tmp_path / "nan.npy", target, "--overwrite").line()
+    assert "frame 9" in line
+    assert target.read_bytes() == b"precious"
+    assert sorted(os.listdir(tmp_path)) == ["nan.npy", "out.mp4"]
+    for name in ("missing.mp4", "empty.mp4", "text.mp4"):
+        if name == "empty.mp4":
+            (tmp_path / name).touch()
+        if name == "text.mp4":
+            (tmp_path / name).write_text("no video\n")
+        assert name in call("denoise", trained.constrained, tmp_path / name, tmp_path / "none.mp4").line()
+    assert not (tmp_path / "none.mp4").exists()
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_output(
+    call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FFmpeg's own error, raised by a limit on the size of a file, and the same with the number of a full disk."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    target = tmp_path / "out.mkv"
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
+        line = call("denoise", trained.constrained, clip, target).line()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert line == f"cdt-fast: {target}: File too large\n"
+    assert not os.listdir(tmp_path)
+
+    def full(*_: object) -> None:
+        av.error.err_check(-errno.ENOSPC, "a temporary name")
+
+    monkeypatch.setattr(denoise, "_denoised_window", full)
+    assert call("denoise", trained.constrained, clip, target).line() == f"cdt-fast: {target}: the disk is full\n"
+    assert not os.listdir(tmp_path)
+
+
+def test_a_size_that_the_codec_refuses_is_one_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "in.npy", np.zeros((3, 1, 20_000), dtype=np.uint8))
+    config = RunConfig()
+    config.data.patch, config.data.window = 8, 5
+    with pytest.raises(InputError) as caught:
+        denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
+    assert "out.mp4: cannot be written as video" in str(caught.value)
+    assert os.listdir(tmp_path) == ["in.npy"]

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cdt_fast.files import read_json
+from cdt_fast.models import DUST
+from cdt_fast.training.building import build_constraints, load_data
+from cdt_fast.training.config import RunConfig
+from cdt_fast.training.per_sample import HISTOGRAM_EDGES
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.baselines import THRESHOLD_FACTOR, dct3d_denoise, dct_denoise, orthonormal_dct
+from cdt_fast.video.data import Windows, from_patches, to_patches
+from cdt_fast.video.evaluation import evaluate, evaluate_run, mean_depth_losses, noisy_batches
+
+# What ARCHITECTURE.md promises to whoever reads an evaluation.json.
+PROMISED = {
+    *("task", "model", "constrained", "layers", "gamma", "rmse", "identity_rmse", "mean_rmse"),
+    *("layer_loss", "layer_ratio", "feasible", "violation", "per_sample"),
+}
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clip long enough for two test windows, of 24x40 frames that are no multiple of anything but the patch."""
+    import numpy as np
+
+    from tests.tiny import scrolling_clip
+
+    path = tmp_path_factory.mktemp("clips") / "longer.npy"
+    np.save(path, scrolling_clip(130, 24, 40))
+    return path
+
+
+def evaluated(model: DUST, config: RunConfig) -> dict[str, Any]:
+    data = load_data(config, progress=False)
+    return evaluate(model, data, config, build_constraints(config, data, "cpu"), progress=False)
+
+
+def test_an_evaluation_holds_what_is_promised(trained: Any) -> None:
+    for path in (trained.constrained, trained.plain):
+        evaluation = read_json(path / "evaluation.json")
+        assert set(evaluation) >= PROMISED
+        assert set(evaluation["per_sample"]) >= {"mean_ratio", "median_ratio", "descending_fraction"}
+        assert evaluation["task"] == "video"
+        assert evaluation["model"] == "dust"
+        assert evaluation["layers"] == 2
+        assert evaluation["gamma"] == [0.15, 0.5]
+        assert len(evaluation["rmse"]) == len(evaluation["identity_rmse"]) == 2
+        assert len(evaluation["layer_loss"]) == len(evaluation["violation"]) == 3
+        assert len(evaluation["layer_ratio"]) == 2
+    assert evaluation["constrained"] is False
+    assert evaluation["tied"] is True
+
+
+@pytest.mark.parametrize("sequence", ["time", "space", "spacetime"])
+def test_every_number_is_that_of_its_definition(
+    tiny_config: Callable[..., RunConfig], longer: Path, sequence: str
+) -> None:
+    config = tiny_config(source=str(longer), sequence=sequence, reference=2.0)
+    torch.manual_seed(0)
+    model = DUST(64, 64, 2)
+    with torch.no_grad():
+        model.dictionary.mul_(1 + 0.05 * torch.randn_like(model.dictionary))
+    data = load_data(config, progress=False)
+    found = evaluated(model, config)
+    assert len(data.test) == 2
+    assert found["test_windows"] == [list(data.test.name(index)) for index in range(2)]
+    assert found["sigma"] == data.sigma
+    sequence_of: Any = sequence
+    losses, ratios = [], []
+    for level, gamma in enumerate([0.15, 0.5]):
+        squares = torch.zeros(4, dtype=torch.float64)
+        for index in range(2):
+            clean = data.test.batch([index]).float() / 255
+            noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(20_260_117 + index))
+            noisy = clean + gamma * data.sigma * noise
+            with torch.no_grad():
+                depths = model.reconstructions(to_patches(noisy, 8, sequence_of))
+            outputs = [from_patches(depth, tuple(clean.shape), 8, sequence_of) for depth in depths]
+            squares += torch.tensor([(output - clean).double().square().sum() for output in [*outputs, noisy]])
+            if gamma == config.data.gamma:
+                target = to_patches(clean, 8, sequence_of)
+                samples = torch.stack([(depth - target).double().square().sum(-1).mean(-1) for depth in depths])
+                losses.append(samples)
+                ratios.append((samples[1:] / samples[:-1]).flatten())
+        expected = (255 * (squares / (2 * 5 * 32 * 32)).sqrt()).tolist()
+        assert found["depth_rmse"][level] == pytest.approx(expected[:3], rel=1e-5)
+        assert found["rmse"][level] == found["depth_rmse"][level][2]
+        assert found["identity_rmse"][level] == pytest.approx(expected[3], rel=1e-6)
+    mean = torch.cat(losses, dim=1).mean(1)
+    assert found["layer_loss"] == pytest.approx(mean.tolist(), rel=1e-5)
+    assert found["layer_ratio"] == pytest.approx((mean[1:] / mean[:-1]).tolist(), rel=1e-5)
+    assert found["violation"][0] == pytest.approx(mean[0].item() - 2.0, rel=1e-5)
+    assert found["violation"][1:] == pytest.approx((mean[1:] - 0.7 * mean[:-1]).tolist(), rel=1e-4, abs=1e-6)
+    assert found["feasible"] == all(number <= 0 for number in found["violation"])
+    every = torch.cat(ratios)
+    assert found["per_sample"]["mean_ratio"] == pytest.approx(every.mean().item(), rel=1e-5)
+    assert found["per_sample"]["median_ratio"] == pytest.approx(every.median().item(), rel=1e-5)
+    assert found["per_sample"]["descending_fraction"] == (every < 1).double().mean().item()
+    assert sum(found["per_sample"]["histogram"]["counts"]) == len(every)
+    assert found["mean_rmse"] == sum(found["rmse"]) / 2
+    assert found["psnr"] == pytest.approx([20 * math.log10(255 / value) for value in found["rmse"]])
+    assert found["parameters"] == 2 * 64 * 64
+
+
+def test_the_noisy_frames_are_off_by_gamma_sigma(trained: Any) -> None:
+    evaluation = read_json(trained.constrained / "evaluation.json")
+    for gamma, value in zip(evaluation["gamma"], evaluation["identity_rmse"], strict=True):
+        assert value == pytest.approx(255 * gamma * evaluation["sigma"], rel=0.03)  # 5120 pixels
+
+
+def test_all_runs_see_the_same_noise(trained: Any, tiny_config: Callable[..., RunConfig]) -> None:
+    first, second = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
+    assert first["identity_rmse"] == second["identity_rmse"]
+    assert first["baseline_rmse"] == second["baseline_rmse"]
+    other = evaluated(DUST(64, 32, 1), tiny_config(code_size=32, layers=1, seed=9))
+    assert other["identity_rmse"] == first["identity_rmse"]
+
+
+def test_noise_depends_on_the_window_and_not_on_its_batch(tiny_config: Callable[..., RunConfig], longer: Path) -> None:
+    data = load_data(tiny_config(source=str(longer)), progress=False)
+    single = [noisy for noisy, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"))]
+    batched = [noisy for noisy, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"), batch=3)]
+    assert torch.equal(torch.cat(single), torch.cat(batched))
+    clean = torch.cat([clean for _, clean in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"))])
+    noise = torch.cat(single) - clean
+    assert not torch.allclose(noise[0], noise[1])
+
+
+class _Perfect(DUST):
+    """Answers with the clean frames at every depth."""
+
+    answer: Tensor
+
+    def reconstructions(self, noisy: Tensor) -> list[Tensor]:
+        return [self.answer] * (self.layers + 1)
+
+
+def test_a_perfect_model_has_no_error(tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config()
+    model = _Perfect(64, 64, 2)
+    data = load_data(config, progress=False)
+    model.answer = to_patches(data.test.batch([0]).float() / 255, 8, "time")
+    found = evaluated(model, config)
+    assert found["rmse"] == [0.0, 0.0]
+    assert found["psnr"] == [None, None]
+    assert found["layer_loss"] == [0.0, 0.0, 0.0]
+    assert found["layer_ratio"] == [None, None]
+    assert found["per_sample"]["mean_ratio"] is None
+    json.dumps(found, allow_nan=False)
+
+
+def test_flat_patches_without_noise_do_not_spoil_the_statistics(
+    tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """A black border is reconstructed exactly where there is no noise: its ratios are 0/0."""
+    import numpy as np
+
+    from tests.tiny import scrolling_clip
+
+    clip = scrolling_clip()
+    clip[:, :8] = 0
+    np.save(tmp_path / "border.npy", clip)
+    config = tiny_config(source=str(tmp_path / "border.npy"), gamma=0.0, gammas=[0.0, 0.5])
+    found = evaluated(DUST(64, 64, 2), config)
+    assert found["identity_rmse"][0] == 0.0
+    assert 0 < found["per_sample"]["mean_ratio"] < 2
+    assert sum(found["per_sample"]["histogram"]["counts"]) == 12 * 2
+    json.dumps(found, allow_nan=False)
+
+
+def test_ratios_above_the_last_edge_are_counted_in_the_last_bin(tiny_config: Callable[..., RunConfig]) -> None:
+    class Worse(_Perfect):
+        def reconstructions(self, noisy: Tensor) -> list[Tensor]:
+            return [self.answer + 0.1, self.answer + 1.0, self.answer + 1.2]
+
+    config = tiny_config()
+    model = Worse(64, 64, 2)
+    model.answer = to_patches(load_data(config, progress=False).test.batch([0]).float() / 255, 8, "time")
+    counts = evaluated(model, config)["per_sample"]["histogram"]["counts"]
+    assert len(counts) == len(HISTOGRAM_EDGES) - 1
+    assert counts[-1] == 16
+    assert counts[28] == 16  # 1.44
+    assert sum(counts) == 32
+
+
+def test_a_noise_level_given_twice_is_measured_twice(tiny_config: Callable[..., RunConfig]) -> None:
+    found = evaluated(DUST(64, 64, 2), tiny_config(gammas=[0.15, 0.15]))
+    assert found["rmse"][0] == found["rmse"][1]
+    assert found["rmse"][0] == evaluated(DUST(64, 64, 2), tiny_config())["rmse"][0]
+
+
+def test_validation_losses_are_means_over_all_tokens(tiny_config: Callable[..., RunConfig], longer: Path) -> None:
+    config = tiny_config(source=str(longer))
+    data = load_data(config, progress=False)
+    model = DUST(64, 64, 2)
+    found = mean_depth_losses(model, data.train, config, data.sigma)
+    single = []
+    for noisy, clean in noisy_batches(data.train, 0.15, data.sigma, torch.device("cpu"), batch=2):
+        tokens = to_patches(noisy, 8, "time")
+        with torch.no_grad():
+            losses = model.layer_losses(tokens, to_patches(clean, 8, "time"))[1]
+        single.append(losses.double() * len(tokens))
+    total = 16 * len(data.train)
+    assert found == pytest.approx((torch.stack(single).sum(0) / total).tolist(), rel=1e-5)
+
+
+def test_the_final_model_is_judged_as_in_its_training(trained: Any) -> None:
+    run, config = RunFolder.open(trained.constrained)
+    again = evaluate_run(run, config, progress=False)
+    assert again == read_json(run.evaluation)
+    data = load_data(config, progress=False)
+    model = DUST.from_pretrained(run.model)
+    best = min(
+        (entry for entry in run.read_metrics() if "validation" in entry),
+        key=lambda entry: (not entry["validation"]["feasible"], entry["validation"]["loss"][-1]),
+    )
+    assert mean_depth_losses(model, data.validation, config, data.sigma) == best["validation"]["loss"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8, 16])
+def test_the_cosine_transform_is_orthonormal(size: int) -> None:
+    matrix = orthonormal_dct(size).double()
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert torch.allclose(matrix[0], torch.full((size,), size**-0.5, dtype=torch.float64))
+
+
+def test_the_baselines_are_hard_thresholds_of_the_transform() -> None:
+    torch.manual_seed(0)
+    frames = torch.rand(2, 3, 16, 24)
+    space, time = orthonormal_dct(8), orthonormal_dct(3)
+    for denoise, over_time in ((dct_denoise, False), (dct3d_denoise, True)):
+        found = denoise(frames, 0.1, 8)
+        block = frames[1, :, 8:16, 16:24]
+        coefficients = space @ block @ space.T
+        if over_time:
+            coefficients = torch.einsum("st,tfg->sfg", time, coefficients)
+        kept = coefficients.abs() >= THRESHOLD_FACTOR * 0.1
+        kept[:, 0, 0] = True
+        assert 0 < kept.double().mean() < 1
+        coefficients = coefficients * kept
+        if over_time:
+            coefficients = torch.einsum("st,sfg->tfg", time, coefficients)
+        expected = space.T @ coefficients @ space
+        torch.testing.assert_close(found[1, :, 8:16, 16:24], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(denoise(frames, 0.0, 8), frames, rtol=0, atol=1e-5)
+
+
+def test_the_baselines_beat_the_noise_where_there_is_much(trained: Any) -> None:
+    evaluation = read_json(trained.constrained / "evaluation.json")
+    for values in evaluation["baseline_rmse"].values():
+        assert values[1] < 0.7 * evaluation["identity_rmse"][1]
+
+
+def test_windows_are_those_held_out(trained: Any) -> None:
+    _, config = RunFolder.open(trained.constrained)
+    data = load_data(config, progress=False)
+
+    def frames(windows: Windows) -> set[int]:
+        starts = [windows.name(index).first_frame for index in range(len(windows))]
+        return {frame for start in starts for frame in range(start, start + 5)}
+
+    assert not frames(data.train) & frames(data.test)
+    assert not frames(data.validation) & frames(data.test)
