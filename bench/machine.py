@@ -64,8 +64,13 @@ def source_digest() -> str:
     """Eight digits that differ wherever the code that is measured does: the version alone does not tell two states of
     it apart."""
     whole = Path(cdt_fast.__file__).parent
-    files = [whole / "descent.py", whole / "duals.py"]
-    for folder in (whole / "ops", whole / "training", *(Path(part.__path__[0]) for part in (kernels, models))):
+    files: list[Path] = []
+    for folder in (
+        whole / "constraints",
+        whole / "ops",
+        whole / "training",
+        *(Path(part.__path__[0]) for part in (kernels, models)),
+    ):
         files += sorted(folder.rglob("*.py"))
     digest = hashlib.sha256()
     for file in files:
