@@ -1,4 +1,4 @@
-"""DUST: the deep unrolled sparse transformer for sequences of image patches (MATH: section 5)."""
+"""DUST: the deep unrolled sparse transformer for sequences of image patches (docs/maths.md §7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UT for text: the unrolled transformer of Yang, Huang and Wipf as a classifier of texts (MATH: section 4)."""
+"""UT for text: the unrolled transformer of Yang, Huang and Wipf as a classifier of texts (docs/maths.md §6)."""
 
 from __future__ import annotations
 

@@ -15,6 +15,9 @@ BLOCKS = [
     for number, match in enumerate(re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL))
 ]
 
+# The code and the tests, without what stands on the machine beside them.
+SOURCES = [path for part in ("cdt_fast", "kernels", "models", "bench", "tests") for path in (ROOT / part).rglob("*.py")]
+
 
 @pytest.mark.parametrize("code", BLOCKS)
 def test_python_in_documents_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +55,15 @@ def test_commands_in_documents_parse() -> None:
         for line in re.findall(r"^ +(?:\.venv/bin/)?cdt-fast (.+)$", text, re.MULTILINE):
             words = [word for word in shlex.split(line, comments=True) if word != "$options"]  # of a loop over runs
             cli._parser().parse_args(words)
+
+
+def test_every_cited_section_of_the_maths_exists() -> None:
+    sections = re.findall(r"^## (\d+)\. ", (ROOT / "docs/maths.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sections == [str(number) for number in range(1, len(sections) + 1)]
+    cited = [
+        (path.name, number)
+        for path in SOURCES
+        for number in re.findall(r"docs/maths\.md §(\d+)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(cited) > 10
+    assert [citation for citation in cited if citation[1] not in sections] == []

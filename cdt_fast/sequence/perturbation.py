@@ -1,4 +1,4 @@
-"""Perturbed word embeddings, and what a classifier makes of them (MATH: section 7).
+"""Perturbed word embeddings, and what a classifier makes of them (docs/maths.md §8).
 
 `e + γ std(e) ε`, words left out, or words in each other's places; accuracy and losses by depth over γ.
 """

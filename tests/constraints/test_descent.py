@@ -43,7 +43,7 @@ def set_multipliers(constraints: DescentConstraints, values: list[float]) -> Non
 def lagrangian(
     losses: Tensor, multipliers: Tensor, rates: list[float], reference: float | None, coupling: str, mode: str
 ) -> Tensor:
-    """MATH.md §2 with its variants, written out term by term."""
+    """docs/maths.md §3 with its variants, written out term by term."""
     total = losses[-1]
     if reference is not None and mode == "constraint":
         total = total + multipliers[0] * (losses[0] - reference)
@@ -218,7 +218,7 @@ def test_a_slack_that_overshoots_is_projected() -> None:
     assert constraints.slacks.tolist() == [0.0, 0.0]
 
 
-# The toy problem of MATH.md §2: bounds of 1000 on three constraint functions + 1000, the objective last.
+# The toy problem of docs/maths.md §4: bounds of 1000 on three constraint functions + 1000, the objective last.
 
 
 def run_toy(constraints: DescentConstraints, steps: int, *, feasible: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The LISTA half-step: one gradient step on the dictionary's fit, then shrinkage (MATH: section 5)."""
+"""The LISTA half-step: one gradient step on the dictionary's fit, then shrinkage (docs/maths.md §7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear map, added to a residual and put through a nonlinearity: `φ(residual + α x W)` (MATH: section 4)."""
+"""A linear map, added to a residual and put through a nonlinearity: `φ(residual + α x W)` (docs/maths.md §6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shrinkage, and the nonlinearities that the ops put behind a product, with their gradients (MATH: section 5)."""
+"""Shrinkage, and the nonlinearities that the ops put behind a product, with their gradients (docs/maths.md §7)."""
 
 from __future__ import annotations
 

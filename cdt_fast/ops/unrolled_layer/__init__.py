@@ -1,4 +1,4 @@
-"""The unrolled layer: attention, LISTA residual, shrinkage and the next projection (MATH: section 5)."""
+"""The unrolled layer: attention, LISTA residual, shrinkage and the next projection (docs/maths.md §7)."""
 
 from __future__ import annotations
 

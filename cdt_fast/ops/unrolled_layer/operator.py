@@ -1,4 +1,4 @@
-"""The unrolled layer as a custom op: its two implementations and its gradient (MATH: section 5)."""
+"""The unrolled layer as a custom op: its two implementations and its gradient (docs/maths.md §7)."""
 
 from __future__ import annotations
 
