@@ -16,29 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cdt_fast.kernels.aot.stand_ins import DIVISOR, POINTERS, Path, compiling_for, stand_in
 from cdt_fast.kernels.launch import GpuSpec, Launch
 
-Path = tuple[int, ...]  # the position of an argument; of a tuple's element: that and the position inside
-DIVISOR = 16
-POINTERS = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int16: "*i16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.bool: "*i1",
-}
 # Products on the tensor cores: mma.sync, wgmma of sm_90, tcgen05 of sm_100.
 TENSOR_CORE = re.compile(r"\b(?:UTC)?[HIQO]G?MMA\b")
 LOCAL_MEMORY = re.compile(r"\b(?:STL|LDL)\b")
@@ -147,12 +132,20 @@ class Configuration:
         )
 
     def compile(self) -> Any:
-        """The compiled kernel, from Triton's cache where it is there; raises what Triton raises."""
-        return triton.compile(
-            self.source(),
-            target=GPUTarget("cuda", self.card.capability, 32),
-            options={"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True},
-        )
+        """The compiled kernel, from Triton's cache where it is there; raises what Triton raises.
+
+        It is filed under the key by which a launch on such a card, also of another process, looks for it.
+        """
+        kernel = getattr(importlib.import_module(self.module), self.kernel)
+        known = dict(self.constants)
+        arguments = {
+            name: stand_in(kind, (position,), known, self.divisible)
+            for position, (name, kind) in enumerate(self.signature)
+        }
+        with compiling_for(self.card):
+            return kernel.warmup(
+                grid=(1,), num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True, **arguments
+            )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if card is not None:
         if kernels.interpreting():
             raise pytest.UsageError("--emulate compiles the kernels, and TRITON_INTERPRET is set: unset it")
-        from emulator import install
+        from .emulator import install
 
         install(CARDS[card])
 

@@ -22,14 +22,15 @@ if kernels.interpreting():
     pytest.skip("what the interpreter runs cannot be compiled", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from cdt_fast.kernels import symmetric_attention_streaming as streaming  # noqa: E402
 from cdt_fast.kernels.aot import __main__ as aot  # noqa: E402
-from cdt_fast.kernels.aot import compile as aot_compile  # noqa: E402
 from cdt_fast.kernels.aot import report as aot_report  # noqa: E402
 from cdt_fast.kernels.aot.case import PRECISIONS, Case, float32_products  # noqa: E402
 from cdt_fast.kernels.aot.cases import FAMILIES  # noqa: E402
 from cdt_fast.kernels.aot.compile import Configuration, Measurement, measure  # noqa: E402
+from cdt_fast.kernels.aot.stand_ins import compiling_for  # noqa: E402
 
 RTX_3090 = CARDS["RTX 3090"]
 
@@ -147,7 +148,7 @@ class TestConfiguration:
         binder = getattr(jit, "create_function_from_signature", None)
         if binder is None or not hasattr(every_argument_kernel, "_pack_args"):
             pytest.skip(f"Triton {triton.__version__} specializes in another place")
-        backend = compiler.make_backend(aot_compile.GPUTarget("cuda", 86, 32))
+        backend = compiler.make_backend(GPUTarget("cuda", 86, 32))
         launch = every_argument(**changed)
         bound = binder(every_argument_kernel.signature, every_argument_kernel.params, backend)(
             **launch.arguments, **launch.constants
@@ -158,6 +159,20 @@ class TestConfiguration:
         assert source.signature == packed[1]
         assert source.constants == packed[2]
         assert source.attrs == {path: attributes for path, attributes in packed[3].items() if attributes}
+
+    @pytest.mark.parametrize("changed", [{}, {"one": 2, "small": 1, "large": -3, "flag": False}])
+    def test_a_launch_finds_what_was_compiled(self, changed: dict[str, Any]) -> None:
+        launch = every_argument(**changed)
+        tensors = {"tensor": torch.empty(64), "several": (torch.empty(8).bfloat16(), torch.empty(64).long()[1:])}
+        arguments = {**launch.arguments, **tensors, **changed}
+        with compiling_for(RTX_3090):
+            launched = launch.kernel.warmup(
+                grid=(1,), num_warps=4, num_stages=2, enable_fp_fusion=True, **arguments, **launch.constants
+            )
+        configuration = Configuration.of(launch, RTX_3090)
+        assert configuration.compile().hash == launched.hash
+        if not changed:
+            assert configuration.without_divisibility().compile().hash != launched.hash
 
     def test_wrong_names_are_refused(self) -> None:
         with pytest.raises(TypeError, match="no argument named foreign"):

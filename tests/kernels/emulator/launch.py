@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from cdt_fast import kernels
 from cdt_fast.kernels import launch as launchers
+from cdt_fast.kernels.aot.stand_ins import Driver
 from cdt_fast.kernels.launch import GpuSpec
 
 from .instructions import translate
@@ -66,20 +66,8 @@ class Kernel:
                 raise Fault(f"{program.name}: {fault}") from None
 
 
-class _Driver:
-    """What Triton asks a driver for before it compiles and launches."""
-
-    def __init__(self, card: GpuSpec) -> None:
-        self.card = card
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.card.capability, 32)
+class _Driver(Driver):
+    """Of a card that is emulated on the CPU."""
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
