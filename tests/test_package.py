@@ -29,7 +29,13 @@ def test_the_only_top_level_name_of_the_wheel_is_cdt_fast(tmp_path: Path) -> Non
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"cdt_fast"}
-    files = ("kernels/__init__.py", "models/dust.py", "bench/run.py", "ops/unrolled.py", "experiments/video.toml")
+    files = (
+        "kernels/__init__.py",
+        "models/dust.py",
+        "bench/run.py",
+        "ops/unrolled_layer/operator.py",
+        "experiments/video.toml",
+    )
     for file in files:
         assert f"cdt_fast/{file}" in names
 

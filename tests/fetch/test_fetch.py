@@ -378,7 +378,7 @@ def test_a_full_disk_while_unpacking_leaves_nothing_behind(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "set.zip").write_bytes(ARCHIVE)
-    monkeypatch.setattr("cdt_fast.fetch.unpack.shutil.copyfileobj", full)
+    monkeypatch.setattr("shutil.copyfileobj", full)
     with pytest.raises(InputError, match="No space left"):
         unpack(tmp_path / "set.zip", tmp_path / "out")
     assert names(tmp_path) == ["set.zip"]
