@@ -48,15 +48,17 @@ gpu-tests: gpu-install
 		tests/kernels
 
 # Less than nine minutes: each suite for so many seconds at most. A case's figures are added to its suite's results file
-# as soon as they are there, and cases that were not reached keep what an earlier run found. The first four suites are
+# as soon as they are there, first those of the ways that need no compiler, in the folder that OUT names (bench/results);
+# cases that were not reached keep what an earlier run found. The first four suites are
 # measured in GPU_CASE alone, a part of a case's name: then `make gpu-bench GPU_CASE=float32`.
 GPU_CASE ?= bfloat16
 GPU_SECONDS ?= step:180 attention:110 cross_entropy:90 ops:60
 gpu-bench: gpu-install
 	status=0; \
 	measure() { \
-		timeout --signal=INT --kill-after=15 "$$1" $(PYTHON) -m cdt_fast.bench --device cuda --out bench/results \
-			--suite "$$2" --case "$$3" || case $$? in 124|130) ;; *) status=1 ;; esac; \
+		timeout --signal=INT --kill-after=15 "$$1" $(PYTHON) -m cdt_fast.bench --device cuda \
+			--no-pictures \
+			--out "$${OUT:-bench/results}" --suite "$$2" --case "$$3" || case $$? in 124|130) ;; *) status=1 ;; esac; \
 	}; \
 	for part in $(GPU_SECONDS); do measure $${part#*:} $${part%:*} '$(GPU_CASE)'; done; \
 	for suite in scaling quality; do measure 40 $$suite ''; done; \

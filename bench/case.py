@@ -30,12 +30,14 @@ class Way:
             package, a GPU or an instruction set is missing.
         expected: what this way must agree with, where it computes something else than the case's formula on purpose:
             the unconstrained step beside the constrained one.
+        late: whether it takes so long to prepare that on a GPU the case is measured, and saved, without it first.
     """
 
     name: str
     role: str
     prepare: Callable[[], Step]
     expected: Step | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True)

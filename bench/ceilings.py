@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cdt_fast.bench.clock import seconds
+from cdt_fast.bench.clock import calls_a_reading, seconds
 
 # Rows of the reference's products (tokens of a step), the side of a square product, bytes of a copy.
 _ROWS = {"toy": 320, "cpu": 8000, "gpu": 64000}
@@ -30,12 +30,14 @@ class Probe:
         step: does it once.
         work: its FLOP or bytes.
         rate: the best FLOP/s or bytes/s at the start of the run.
+        calls: how often it is done for one reading.
     """
 
     name: str
     step: Callable[[], object]
     work: float
     rate: float
+    calls: int
 
 
 def floor_seconds(flop: float, moved: float, flop_rate: float, byte_rate: float) -> float:
@@ -68,7 +70,8 @@ class Ceilings:
     def copy(self) -> Probe:
         """A copy of a block larger than the caches; every byte is read and written."""
         if self._copy is None:
-            source = torch.zeros(_COPIED[self._size], dtype=torch.uint8, device=self._device)
+            # Not zeros, which are moved and multiplied faster than numbers are.
+            source = torch.randint(256, (_COPIED[self._size],), dtype=torch.uint8, device=self._device)
             target = torch.empty_like(source)
             self._copy = self._measured(
                 f"copy of {_COPIED[self._size] / 2**20:g} MiB", lambda: target.copy_(source), 2.0 * source.numel()
@@ -93,7 +96,9 @@ class Ceilings:
 
     def _measured(self, name: str, step: Callable[[], object], work: float) -> Probe:
         seconds(step, self._device)
-        return Probe(name, step, work, work / min(seconds(step, self._device) for _ in range(_TRIES)))
+        calls = calls_a_reading(seconds(step, self._device), self._device)
+        rate = work / min(seconds(step, self._device, calls) for _ in range(_TRIES))
+        return Probe(name, step, work, rate, calls)
 
 
 # A probe in the rounds of a case: its FLOP or bytes, and its seconds, one a round.

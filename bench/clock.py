@@ -12,9 +12,10 @@ import torch
 
 Name = TypeVar("Name")
 
-# Steps shorter than this are called several times a reading: what a reading costs itself must not count.
-_SHORTEST_READING = 0.005
-_MOST_CALLS = 100
+# Steps shorter than this are called several times a reading: what a reading costs itself must not count, nor, on a GPU,
+# what its clock rate does from one millisecond to the next.
+_SHORTEST_READING = {"cpu": 0.005, "cuda": 0.05}
+_MOST_CALLS = {"cpu": 100, "cuda": 1000}
 
 
 def seconds(step: Callable[[], object], device: torch.device, calls: int = 1) -> float:
@@ -34,9 +35,9 @@ def seconds(step: Callable[[], object], device: torch.device, calls: int = 1) ->
     return start.elapsed_time(stop) / 1e3 / calls
 
 
-def calls_a_reading(once: float) -> int:
+def calls_a_reading(once: float, device: torch.device) -> int:
     """How often a step of `once` seconds is called for one reading."""
-    return min(_MOST_CALLS, max(1, math.ceil(_SHORTEST_READING / max(once, 1e-9))))
+    return min(_MOST_CALLS[device.type], max(1, math.ceil(_SHORTEST_READING[device.type] / max(once, 1e-9))))
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _admitted(gate: Gate, way: Way, device: torch.device) -> _Taken:
         one.step, one.difference, once = gate.open(way)
         if once < _LONG or device.type == "cuda":  # on a GPU the host does not wait
             once = seconds(one.step, device)
-        one.calls = calls_a_reading(once)
+        one.calls = calls_a_reading(once, device)
         one.turn = one.calls * once
     except Unavailable as reason:
         one.drop("unavailable", str(reason))
@@ -197,13 +197,13 @@ def _take_turns(
     eager = next((one.turn for one in ways.values() if one.way.role == "eager"), math.inf)
     slow = [name for name, one in ways.items() if one.way.role == "peer" and rounds.is_slow(one.turn, eager)]
     round_seconds = sum(one.turn for name, one in ways.items() if name not in slow)
-    round_seconds += sum(probe.work / probe.rate for probe in probes.values())
+    round_seconds += sum(probe.calls * probe.work / probe.rate for probe in probes.values())
     few = {name: rounds.of_slow for name in slow if rounds.of_slow is not None}
     probed: dict[str, list[float]] = {name: [] for name in probes}
     for order in turns([*ways, *probes], rounds.fitting(round_seconds) if ways else 0, few):
         for name in order:
             if name in probed:
-                probed[name].append(seconds(probes[name].step, device))
+                probed[name].append(seconds(probes[name].step, device, probes[name].calls))
                 continue
             one = ways[name]
             if one.step is None:

@@ -8,6 +8,7 @@ import gc
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,19 @@ def run_command(options: argparse.Namespace) -> int:
     if options.json:
         write_json(options.json, result)
     written = [files[name] for name in suites if chosen[name]]
+    if not options.no_pictures:
+        print(_drawn(written))
+    print(f"written to {', '.join([*(str(file.path) for file in written), *filter(None, [options.json])])}")
+    return 0
+
+
+def _drawn(written: Sequence[ResultsFile]) -> str:
+    """Draw the pictures of results files; which ones, in words."""
     try:
         drawn = [pictures.write_picture(file.path.with_suffix(".png"), file.contents) for file in written]
     except ImportError as error:
-        print(f"no pictures: {error}")
-    else:
-        print(f"pictures: {', '.join(str(path) for path in drawn if path) or 'none, as nothing was timed'}")
-    print(f"written to {', '.join([*(str(file.path) for file in written), *filter(None, [options.json])])}")
-    return 0
+        return f"no pictures: {error}"
+    return f"pictures: {', '.join(str(path) for path in drawn if path) or 'none, as nothing was timed'}"
 
 
 def _cases(suites: Sequence[str], device: torch.device, size: str) -> tuple[dict[str, list[Case]], dict[str, str]]:
@@ -115,8 +121,8 @@ def run_suites(
         missing: why there are none of a suite.
         rounds: how often each is timed.
         run: the head of the result: machine and date.
-        save: called after each case with its suite, what was measured of it, and all that is known: a run that is
-            stopped has not been for nothing.
+        save: called after each case, and each part of one, with its suite, what was measured of it, and all that is
+            known: a run that is stopped has not been for nothing.
         earlier: seconds that cases took before, by suite and name: how long this run will take follows from them.
 
     Returns:
@@ -133,17 +139,26 @@ def run_suites(
         suite = result["suites"][name] = {"reason": missing.get(name, ""), "cases": [], "fits": []}
         for case in cases:
             started = time.perf_counter()
-            measured = measure(case, device, rounds, ceilings, peak)
-            taken = time.perf_counter() - started
-            progress.done((name, case.name), taken)
-            suite["cases"].append({**measured, "wall_seconds": taken})
-            suite["fits"] = fit_series(suite["cases"])
-            result["ceilings"] = ceilings.as_dict()
-            save(name, suite["cases"][-1], result)
-            gc.collect()  # the tensors of a case hang on closures that know each other
+            measured: list[dict[str, Any]] = suite["cases"]
+            for number, part in enumerate(parts_of(case, device)):
+                found = measure(part, device, rounds, ceilings, peak)
+                taken = time.perf_counter() - started
+                measured[len(measured) - (number > 0) :] = [{**found, "wall_seconds": taken}]
+                suite["fits"] = fit_series(measured)
+                result["ceilings"] = ceilings.as_dict()
+                save(name, measured[-1], result)
+                gc.collect()  # the tensors of a case hang on closures that know each other
+            progress.done((name, case.name), time.perf_counter() - started)
         print(tables.suite_as_text(name, suite), flush=True)
     result["complete"] = True
     return result
+
+
+def parts_of(case: Case, device: torch.device) -> list[Case]:
+    """What is measured of a case, each in place of the one before: on a GPU, which may be lent for minutes, first all
+    but the ways that take long to prepare."""
+    early = tuple(way for way in case.ways if not way.late)
+    return [replace(case, ways=early), case] if device.type == "cuda" and 0 < len(early) < len(case.ways) else [case]
 
 
 def _device(asked: str | None) -> torch.device:

@@ -91,9 +91,16 @@ def _case(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, mod
     inputs = Shared(lambda: make_inputs(shape, dtype, device))
     ways = [
         Way("eager", "eager", lambda: _step(eager_attention.attend, inputs())),
-        *(Way(compiled.name_of(mode), "peer", lambda mode=mode: _compiled_step(inputs(), mode)) for mode in modes),
+        *(
+            Way(compiled.name_of(mode), "peer", lambda mode=mode: _compiled_step(inputs(), mode), late=True)
+            for mode in modes
+        ),
         peer("SDPA", lambda: _step(sdpa.attend, inputs())),
-        peer("FlexAttention", lambda: _flex_step(inputs())),
+        *(
+            peer(f"SDPA, {name}", lambda name=name: _step(sdpa.attend_by(name), inputs()))
+            for name in (sdpa.BACKENDS if device.type == "cuda" else ())
+        ),
+        peer("FlexAttention", lambda: _flex_step(inputs()), late=True),
         peer("xformers", lambda: _xformers_step(inputs())),
         Way("cdt_fast", "ours", lambda: _step(_fused, inputs())),
     ]

@@ -135,7 +135,9 @@ def _ways(
 
     yield Way("eager, a depth at a time", "eager", lambda: each(eager_cross_entropy.loss))
     for mode in modes:
-        yield Way(f"{compiled.name_of(mode)}, a depth at a time", "peer", lambda mode=mode: compiled_each(mode))
+        yield Way(
+            f"{compiled.name_of(mode)}, a depth at a time", "peer", lambda mode=mode: compiled_each(mode), late=True
+        )
     peers: dict[str, Callable[[], Loss]] = {
         "torch linear_cross_entropy": torch_linear_cross_entropy.prepare,
         "Liger": lambda: liger.prepare(device),

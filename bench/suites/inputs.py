@@ -55,6 +55,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def peer(name: str, prepare: Callable[[], Step]) -> Way:
-    """A peer that is unavailable, with the reason, also where its first run fails."""
-    return Way(name, "peer", lambda: tried(prepare()))
+def peer(name: str, prepare: Callable[[], Step], late: bool = False) -> Way:
+    """A peer that is unavailable, with the reason, also where its first run fails; late: as `Way` has it."""
+    return Way(name, "peer", lambda: tried(prepare()), late=late)

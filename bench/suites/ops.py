@@ -116,7 +116,7 @@ def case_of(work: Work, dtype: torch.dtype, device: torch.device, size: str, mod
         dtype=name_of(dtype),
         ways=(
             Way("eager", "eager", lambda: _step(work.eager, inputs())),
-            *(Way(compiled.name_of(mode), "peer", lambda mode=mode: compiled_step(mode)) for mode in modes),
+            *(Way(compiled.name_of(mode), "peer", lambda mode=mode: compiled_step(mode), late=True) for mode in modes),
             *(peer(name, lambda apply=apply: _step(apply, inputs())) for name, apply in work.peers.items()),
             Way("cdt_fast", "ours", lambda: _step(work.ours, inputs())),
         ),

@@ -90,7 +90,7 @@ def against_eager(
             step.restart()
             return run
 
-        return Way(name_of(mode), "peer", prepare)
+        return Way(name_of(mode), "peer", prepare, late=True)
 
     ways = [
         way("eager", "eager", eager),

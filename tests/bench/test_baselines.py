@@ -97,6 +97,15 @@ def test_attention(baseline: str, width: int | None, padded: bool, monkeypatch: 
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_an_implementation_of_sdpa_runs_or_says_that_it_cannot() -> None:
+    z = torch.randn(2, 5, 16, requires_grad=True)
+    found, expected = (gradients(one, z, None, None) for one in (sdpa.attend_by("flash"), attention_written_out))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):  # there is none on a CPU
+        sdpa.attend_by("cuDNN")(z, None, None)
+
+
 def test_flex_attention_says_what_it_lacks_on_a_cpu() -> None:
     z, lengths = torch.randn(2, 16, 16, requires_grad=True), torch.tensor([16, 3])
     attend = flex_attention.prepare(z, lengths)

@@ -153,7 +153,7 @@ def test_the_ways_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return Way(name, role, lambda: step)
 
-    monkeypatch.setattr(measuring, "calls_a_reading", lambda once: 1)
+    monkeypatch.setattr(measuring, "calls_a_reading", lambda once, device: 1)
     measured(case_of(way("eager", "eager"), way("ours", "ours")), rounds=3)
     assert called == ["eager"] * 2 + ["ours"] * 2 + ["eager", "ours", "ours", "eager", "eager", "ours"]
 
@@ -165,9 +165,10 @@ def test_a_drift_cancels_in_the_ratio() -> None:
 
 
 def test_short_steps_are_called_several_times_a_reading() -> None:
-    assert calls_a_reading(1.0) == 1
-    assert calls_a_reading(0.001) == 5
-    assert calls_a_reading(0.0) == 100
+    assert calls_a_reading(1.0, CPU) == 1
+    assert calls_a_reading(0.001, CPU) == 5
+    assert calls_a_reading(0.0, CPU) == 100
+    assert calls_a_reading(0.001, torch.device("cuda")) == 50
 
 
 def test_the_floor_is_the_larger_of_compute_and_copy() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from cdt_fast.bench import run as running
 from cdt_fast.bench.case import ROLES, Case, Step, Way
 from cdt_fast.bench.progress import Progress, in_words
+from cdt_fast.bench.run import parts_of
 from cdt_fast.bench.suites import SUITES
 from tests.bench.bench_cases import case_of, fails, made_up, steady, unavailable
 
@@ -49,12 +51,13 @@ def test_a_suite_at_toy_size(suite: str, call: Call, tmp_path: Path) -> None:
 
 def test_only_the_cases_that_are_asked_for(call: Call, tmp_path: Path) -> None:
     options = ("--suite", "ops", "--device=cpu", "--size=toy", "--repeats=1", f"--out={tmp_path}")
-    answer = call("bench", *options, "--case", "lista_step, float32")
+    answer = call("bench", *options, "--case", "lista_step, float32", "--no-pictures")
     assert answer.status == 0, answer.err
     found = results_of(tmp_path, "ops")
     assert ["lista_step, float32" in case["case"] for case in found["cases"]] == [True]
     (run,) = found["runs"].values()
     assert run["machine"]["command"].endswith(" --case 'lista_step, float32'")
+    assert not list(tmp_path.glob("*.png"))
     answer = call("bench", *options, "--case", "no such work")
     assert answer.status == 2
     assert "--case is 'no such work'" in answer.err
@@ -177,3 +180,34 @@ def test_the_time_left_follows_from_earlier_runs_at_the_pace_of_this_one(capsys:
     fresh.done(names[2], 1.0)
     assert capsys.readouterr().err.splitlines()[-1] == "step: new: 1.0 s; 3 of 3"
     assert [in_words(seconds) for seconds in (12.0, 89.0, 1500.0)] == ["about 12 s", "about 89 s", "about 25 min"]
+
+
+def test_on_a_gpu_a_case_is_measured_without_its_late_ways_first() -> None:
+    ways = [Way("eager", "eager", steady(1.0)), Way("compiler", "peer", steady(1.0), late=True)]
+    case = case_of(*ways, Way("ours", "ours", steady(1.0)))
+    first, whole = parts_of(case, torch.device("cuda"))
+    assert [way.name for way in first.ways] == ["eager", "ours"]
+    assert whole is case
+    assert parts_of(case, CPU) == [case]
+    assert parts_of(first, torch.device("cuda")) == [first]
+
+
+def test_a_part_of_a_case_is_saved_and_replaced(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped() -> Step:
+        (before,) = results_of(tmp_path, "step")["cases"]
+        assert list(before["ways"]) == ["eager", "ours"]
+        raise KeyboardInterrupt
+
+    def slow() -> Step:
+        return stopped() if stopping else steady(1.0)()
+
+    ways = [Way("eager", "eager", steady(1.0)), Way("compiler", "peer", slow, late=True)]
+    case = case_of(*ways, Way("ours", "ours", steady(1.0)), suite="step")
+    monkeypatch.setitem(SUITES, "step", made_up(case))
+    monkeypatch.setattr(running, "parts_of", lambda case, device: parts_of(case, torch.device("cuda")))
+    stopping = True
+    assert run_step(call, tmp_path).status == 130
+    stopping = False
+    assert run_step(call, tmp_path).status == 0
+    (whole,) = results_of(tmp_path, "step")["cases"]
+    assert list(whole["ways"]) == ["eager", "compiler", "ours"]
