@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test emulate bench gpu gpu-tests gpu-bench gpu-install kernels-report lint clean
+.PHONY: demo test emulate bench gpu gpu-tests gpu-bench gpu-install kernels-report lint docs clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -77,6 +77,11 @@ lint: .venv/linters
 	cp -R kernels models bench build/as_installed/cdt_fast
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
+# The API reference, from the docstrings.
+docs: .venv/pdoc
+	rm -rf build/docs
+	$(BIN)/python docs/reference.py build/docs
+
 clean:
 	rm -rf .venv build cdt_fast.egg-info
 
@@ -91,4 +96,8 @@ clean:
 
 .venv/linters: .venv/installed
 	$(PIP) --no-build-isolation --editable '.[lint]'
+	touch $@
+
+.venv/pdoc: .venv/installed
+	$(PIP) --no-build-isolation --editable '.[docs]'
 	touch $@

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")] + sorted(ROOT.glob("docs/*.md"))
 BLOCKS = [
     pytest.param(match, id=f"{document.name}-{number}")
-    for document in sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+    for document in DOCUMENTS
     for number, match in enumerate(re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL))
 ]
 
@@ -33,12 +34,19 @@ def _anchors(document: Path) -> set[str]:
 
 
 def test_documents_link_to_files_and_headings_that_exist() -> None:
-    for document in [*ROOT.glob("docs/*.md"), ROOT / "README.md"]:
+    for document in DOCUMENTS:
         for target in re.findall(r"\]\((?!https?://)([^)]+)\)", document.read_text(encoding="utf-8")):
             name, _, anchor = target.partition("#")
             path = document.parent / name if name else document
             assert path.exists(), f"{document.name} links to {target}, which is not there"
             assert not anchor or anchor in _anchors(path), f"{document.name} links to {target}: no such heading"
+
+
+def test_files_that_documents_name_exist() -> None:
+    folders = "bench|cdt_fast|docs|kernels|models|tests"
+    for document in [*DOCUMENTS, *ROOT.glob("docs/mutations/*.md")]:
+        for name in re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)`", document.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file(), f"{document.name} names {name}, which is not there"
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
@@ -47,10 +55,23 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         assert f"(docs/{document.name})" in readme, document.name
 
 
+def test_one_version() -> None:
+    versions = [
+        re.findall(pattern, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+        for name, pattern in (
+            ("pyproject.toml", r'^version = "(.+)"'),
+            ("CITATION.cff", r"^version: (.+)"),
+            ("cdt_fast/__init__.py", r'^__version__ = "(.+)"'),
+        )
+    ]
+    assert versions == [versions[0]] * 3
+    assert len(versions[0]) == 1
+
+
 def test_commands_in_documents_parse() -> None:
     from cdt_fast import cli
 
-    for document in [*ROOT.glob("docs/*.md"), ROOT / "README.md"]:
+    for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         for line in re.findall(r"^ +(?:\.venv/bin/)?cdt-fast (.+)$", text, re.MULTILINE):
             words = [word for word in shlex.split(line, comments=True) if word != "$options"]  # of a loop over runs
