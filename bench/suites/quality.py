@@ -112,7 +112,7 @@ class Training:
             optimizer.step()
             if constraints is not None:
                 count = clean.shape[:-1].numel()
-                constraints.record(per_layer.to(torch.float64) * count, count)
+                constraints.record(per_layer, count)
                 constraints.step()
             steps += 1
             if steps % plan.validate_every == 0:

@@ -8,7 +8,7 @@ One step of training:
     weights = constraints.weights()                        # known before the forward
     total, per_layer = model.layer_losses(noisy, clean, depth_weights=weights)
     total.backward()
-    constraints.record(per_layer * count, count)           # once a micro-batch
+    constraints.record(per_layer, count)                   # once a micro-batch
     optimizer.step()
     constraints.step()                                     # the multipliers move for the next step
 """
@@ -262,20 +262,21 @@ class DescentConstraints:
         return weights
 
     @torch.no_grad()
-    def record(self, loss_sums: Tensor, count: float | Tensor) -> None:
+    def record(self, losses: Tensor, count: float | Tensor) -> None:
         """Add the losses of one micro-batch to what the next dual update sees.
 
         Args:
-            loss_sums: the SUM of the loss over the items of the micro-batch at each depth, (L+1,).
-            count: the number of those items (tokens, patches, windows), a number > 0 or a tensor of one element. On a
-                rank that has none for this step, record zeros with a count tensor of zero.
+            losses: the mean loss over the items of the micro-batch at each depth, (L+1,).
+            count: the number of those items (tokens, patches, windows), a number > 0 or a tensor of one element. What
+                a dual update sees is the mean over the items of all micro-batches and ranks. A rank that has none for
+                this step records a count tensor of zero; what the losses are does not matter then.
 
         Raises:
             InputError: the shape, the count or the device is wrong.
         """
-        if not isinstance(loss_sums, Tensor) or loss_sums.shape != (self.layers + 1,):
-            given = tuple(loss_sums.shape) if isinstance(loss_sums, Tensor) else type(loss_sums).__name__
-            raise InputError(f"loss_sums is {given}; expected a tensor of shape ({self.layers + 1},), a sum per depth")
+        if not isinstance(losses, Tensor) or losses.shape != (self.layers + 1,):
+            given = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise InputError(f"losses is {given}; expected a tensor of shape ({self.layers + 1},), a mean per depth")
         if isinstance(count, Tensor):
             if count.numel() != 1:
                 raise InputError(f"count has shape {tuple(count.shape)}; expected one element, the number of items")
@@ -283,20 +284,25 @@ class DescentConstraints:
         else:
             count = check_number("count", count, "a number > 0", lambda number: number > 0)
         if not self._placed:
-            self.to(loss_sums.device)
-        if loss_sums.device != self.device:
+            self.to(losses.device)
+        if losses.device != self.device:
             raise InputError(
-                f"loss_sums is on {loss_sums.device}; expected {self.device}, where the multipliers are (move them "
-                "with .to(device))"
+                f"losses is on {losses.device}; expected {self.device}, where the multipliers are (move them with "
+                ".to(device))"
             )
-        self.accumulate(loss_sums, count)
+        self.accumulate(losses, count)
         self._unstepped_records += 1
 
     @torch.no_grad()
-    def accumulate(self, loss_sums: Tensor, count: float | Tensor) -> None:
-        """The device's part of `record`, without its checks; a count of 0 is a number like others here."""
+    def accumulate(self, losses: Tensor, count: float | Tensor) -> None:
+        """The device's part of `record`, without its checks; the count may be the number 0 here."""
         accumulated = self._state["accumulated"]
-        accumulated[:-1].add_(loss_sums)
+        sums = losses.to(accumulated.dtype) * count
+        if isinstance(count, Tensor):
+            sums = torch.where(count > 0, sums, 0.0)  # the mean of nothing may be NaN
+        elif not count:
+            return
+        accumulated[:-1].add_(sums)
         accumulated[-1].add_(count)
 
     def step(self) -> None:
@@ -310,7 +316,7 @@ class DescentConstraints:
             InputError: nothing was recorded since the last step.
         """
         if self._unstepped_records == 0:
-            raise InputError("nothing was recorded since the last step(); expected record(loss_sums, count) before it")
+            raise InputError("nothing was recorded since the last step(); expected record(losses, count) before it")
         self._unstepped_records = 0
         self.apply(self.count_step())
 

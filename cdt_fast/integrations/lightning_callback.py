@@ -170,16 +170,17 @@ class DescentCallback(_Callback):
         return args, {**kwargs, "num_items_in_batch": self._items, "return_dict": True}
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        sums = output.get("layer_loss_sums") if isinstance(output, Mapping) else None
-        if sums is None:
+        losses = output.get("layer_losses") if isinstance(output, Mapping) else None
+        if losses is None:
             return
-        sums, count = sums.detach().to(self.constraints.device), output["layer_loss_count"].to(self.constraints.device)
+        device = self.constraints.device
+        losses, count = losses.detach().to(device), output["layer_loss_count"].to(device)
         if module.training and self._count is not None and self._logged is not None:
-            self.constraints.record(sums, count)
-            self._logged.add(sums, count)
+            self.constraints.record(losses, count)
+            self._logged.add(losses, count)
             self._count += count
         elif self._evaluated is not None:
-            self._evaluated.add(sums, count)
+            self._evaluated.add(losses, count)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # Not at the end of an epoch: a checkpoint may have been saved before that, after the last validation.

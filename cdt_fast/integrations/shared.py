@@ -24,7 +24,7 @@ def constraints_for(given: Any, layer_losses: LayerLosses) -> DescentConstraints
         InputError: it is neither, or its number of layers is not that of the depths that are read.
     """
     if isinstance(given, Mapping):
-        return DescentConstraints(**{"layers": layer_losses.layers, **given})
+        return DescentConstraints(**{"layers": layer_losses.num_constraints, **given})
     if not isinstance(given, DescentConstraints):
         raise InputError(
             f"constraints must be a DescentConstraints or a dictionary of its arguments, got {type(given).__name__}"
@@ -34,10 +34,10 @@ def constraints_for(given: Any, layer_losses: LayerLosses) -> DescentConstraints
 
 def check_layers(constraints: DescentConstraints, layer_losses: LayerLosses) -> None:
     """Require one loss a depth that is read."""
-    if constraints.layers != layer_losses.layers:
+    if constraints.layers != layer_losses.num_constraints:
         raise InputError(
-            f"constraints has layers = {constraints.layers}; expected {layer_losses.layers}, as losses are read at "
-            f"{layer_losses.layers + 1} depths ({', '.join(map(str, layer_losses.taps))})"
+            f"constraints has layers = {constraints.layers}; expected {layer_losses.num_constraints}, as losses are "
+            f"read at {layer_losses.num_constraints + 1} depths ({', '.join(map(str, layer_losses.taps))})"
         )
 
 
@@ -77,9 +77,9 @@ class LossSums:
         self._sums = multipliers.new_zeros(len(multipliers) + 1)
 
     @torch.no_grad()
-    def add(self, loss_sums: Tensor, count: Tensor) -> None:
-        """Those of one micro-batch."""
-        self._sums[:-1].add_(loss_sums)
+    def add(self, losses: Tensor, count: Tensor) -> None:
+        """The mean losses of one micro-batch and their count."""
+        self._sums[:-1].add_(losses.to(self._sums.dtype) * count)
         self._sums[-1].add_(count)
 
     def take(self) -> tuple[Tensor, int]:

@@ -154,9 +154,9 @@ class _DescentTrainer(Trainer):
             self.layer_losses.weights = self.constraints.weights()
             # Not num_items_in_batch: transformers 4.48 counts it and does not hand it on.
             output = model(**inputs, num_items_in_batch=self._items)
-            loss_sums, count = self._measured(output)
-            self.constraints.record(loss_sums, count)
-            self._logged.add(loss_sums, count)
+            losses, count = self._measured(output)
+            self.constraints.record(losses, count)
+            self._logged.add(losses, count)
         else:
             with self.layer_losses.evaluation():
                 items = items_in(self.layer_losses, inputs).clamp(min=1)
@@ -166,14 +166,14 @@ class _DescentTrainer(Trainer):
         return (output["loss"], output) if return_outputs else output["loss"]
 
     def _measured(self, output: Any) -> tuple[Tensor, Tensor]:
-        if "layer_loss_sums" not in output:
+        if "layer_losses" not in output:
             raise InputError(
                 "the model's forward returned no losses of its depths: something has replaced it since the "
                 "trainer was made (use_liger_kernel does)"
             )
         device = self.constraints.device  # a model split over devices has its head on another one
-        sums, count = output["layer_loss_sums"].detach(), output["layer_loss_count"]
-        return sums.to(device, non_blocking=True), count.to(device, non_blocking=True)
+        losses, count = output["layer_losses"].detach(), output["layer_loss_count"]
+        return losses.to(device, non_blocking=True), count.to(device, non_blocking=True)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:

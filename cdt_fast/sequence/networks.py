@@ -102,13 +102,13 @@ class PretrainedNetwork:
         self._handle = attach_layer_losses(
             model, taps, inner_fraction=inner_fraction, keep_logits=self._parts.kind != LANGUAGE_MODEL
         )
-        self.layers, last = self._handle.layers, len(self._parts.layers)
+        self.layers, last = self._handle.num_constraints, len(self._parts.layers)
         if self._handle.taps[-1] != last or self.layers < 1:
             raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         output = self.model(**self._named(inputs), labels=targets, depth_weights=weights)
-        return output.loss, output.layer_loss_sums / output.layer_loss_count
+        return output.loss, output.layer_losses
 
     def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         parts, states = self._parts, []

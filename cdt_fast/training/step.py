@@ -83,11 +83,10 @@ class TrainingStep:
                 total, per_layer = self.losses(inputs, targets, weights)
                 # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
                 (total * (count * self.ranks / tokens)).backward()
-            sums = per_layer.to(torch.float64) * count
-            self.logged_sums[:-1] += sums
+            self.logged_sums[:-1] += per_layer.to(torch.float64) * count
             self.logged_sums[-1] += count
             if self.constraints is not None:
-                self.constraints.accumulate(sums, count)
+                self.constraints.accumulate(per_layer, count)
         if self.clip is not None:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self.clip)

@@ -23,14 +23,16 @@ def attach_layer_losses(
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
-    A forward with `labels` then returns, besides what it did, `layer_loss_sums` `[depths]`, the summed cross-entropy at
-    each depth (in nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens
-    (language model: labels are shifted by one inside, as always) that count, those whose label is not −100. Every depth
-    is read through the model's own final norm, pooling and head; dropout of the readout draws anew at each depth.
+    A forward with `labels` then returns, besides what it did, `layer_losses` `[depths]`, the mean cross-entropy at each
+    depth (in nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens
+    (language model: labels are shifted by one inside, as always) that it is a mean over, those whose label is not −100;
+    where there is none of them the losses are 0. Every depth is read through the model's own final norm, pooling and
+    head; dropout of the readout draws anew at each depth.
 
-    With weights, `loss` is `Σ_l w_l sums_l / N`, in one fused pass, and the sums are detached; without, `loss` is the
-    model's own, that of the last layer, and the sums are differentiable. N is `num_items_in_batch` where the forward
-    is given that, else the count. Weights are those of the handle, or the forward's argument `depth_weights=`.
+    With weights, `loss` is `Σ_l w_l ℓ_l`, in one fused pass, and `layer_losses` is detached; without, `loss` is the
+    model's own, that of the last layer, and `layer_losses` is differentiable. Where the forward is given
+    `num_items_in_batch`, `loss` is divided by that in place of the count. Weights are those of the handle, or the
+    forward's argument `depth_weights=`.
 
     A mixture of experts that returns the loss of its routers (`output_router_logits`) has it added to `loss`, times the
     model's own factor and whatever the weights, as in its own forward.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
-from cdt_fast.models.layer_losses.outputs import LOSS_COUNT, LOSS_SUMS, router_loss, with_layer_losses
+from cdt_fast.models.layer_losses.outputs import LAYER_LOSSES, LOSS_COUNT, router_loss, with_layer_losses
 from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts
 from cdt_fast.models.layer_losses.patch import Patch
 from cdt_fast.models.layer_losses.structure import check_head, check_logits, check_readout
@@ -52,7 +52,7 @@ class LayerLosses:
 
     Attributes:
         taps: the depths that are read, as numbers of 0..L.
-        layers: their number less one, as `DescentConstraints` counts.
+        num_constraints: their number less one, the `layers` of a `DescentConstraints`.
         keep_logits: as in `attach_layer_losses`; may be changed at any time.
     """
 
@@ -65,7 +65,7 @@ class LayerLosses:
         generator: torch.Generator | None,
     ) -> None:
         self.taps = taps
-        self.layers = len(taps) - 1
+        self.num_constraints = len(taps) - 1
         self.keep_logits = keep_logits
         self._parts = parts
         self._inner_fraction = inner_fraction
@@ -90,7 +90,7 @@ class LayerLosses:
         self._check_hook = parts.layers[-1].register_forward_hook(self._note_last)
         config: Any = parts.model.config
         # A Trainer gathers every other output of an evaluation as if it were predictions.
-        keys = [*(getattr(config, _IGNORED_KEYS, None) or ()), LOSS_SUMS, LOSS_COUNT]
+        keys = [*(getattr(config, _IGNORED_KEYS, None) or ()), LAYER_LOSSES, LOSS_COUNT]
         self._config_keys = vars(config).get(_IGNORED_KEYS)
         setattr(config, _IGNORED_KEYS, keys)
         setattr(parts.model, MARK, self)
@@ -169,7 +169,8 @@ class LayerLosses:
         finally:
             self._pass = None
         count = count.to(sums.device, non_blocking=True)
-        output = with_layer_losses(output, loss=loss, logits=logits, **{LOSS_SUMS: sums, LOSS_COUNT: count})
+        means = sums / count.clamp(min=1)
+        output = with_layer_losses(output, loss=loss, logits=logits, **{LAYER_LOSSES: means, LOSS_COUNT: count})
         return output.to_tuple() if as_tuple else output
 
     def _whole_logits(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError
 
-LOSS_SUMS, LOSS_COUNT = "layer_loss_sums", "layer_loss_count"
+LAYER_LOSSES, LOSS_COUNT = "layer_losses", "layer_loss_count"
 
 # What models call the factor of that loss in the loss that they return; JetMoe has the second.
 _ROUTER_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -47,5 +47,5 @@ def router_loss(model: Any, output: Any) -> Tensor | None:
 def _extended(kind: type) -> type:
     # A class of its own, as the nodes that torch knows (FSDP2 and DDP take outputs apart and put them together again)
     # have the fields of their class alone.
-    fields = [(name, Any, field(default=None)) for name in (LOSS_SUMS, LOSS_COUNT)]
+    fields = [(name, Any, field(default=None)) for name in (LAYER_LOSSES, LOSS_COUNT)]
     return make_dataclass(kind.__name__, fields, bases=(kind,), namespace={"__module__": kind.__module__})

@@ -29,7 +29,7 @@ MODES = ("constraint", "anchor")
 def feed(constraints: DescentConstraints, *losses: list[float]) -> None:
     """One step a list of mean losses."""
     for values in losses:
-        constraints.record(torch.tensor(values, dtype=torch.float64) * 4, 4)
+        constraints.record(torch.tensor(values, dtype=torch.float64), 4)
         constraints.step()
 
 
@@ -339,7 +339,7 @@ def test_dual_every_updates_from_all_losses_of_the_window() -> None:
     constraints = DescentConstraints(1, 0.0, 1.0, dual="ascent", dual_lr=1.0, resilience=None, dual_every=3)
     seen = []
     for loss, count in [(2.0, 1), (3.0, 2), (5.0, 5)] * 2:
-        constraints.record(torch.full((2,), loss * count, dtype=torch.float64), count)
+        constraints.record(torch.full((2,), loss, dtype=torch.float64), count)
         constraints.step()
         seen.append(float(constraints.multipliers[0]))
     mean = (2.0 + 3.0 * 2 + 5.0 * 5) / 8
@@ -372,9 +372,9 @@ def test_accumulation_is_exact_for_unequal_counts(dual: str, resilience: str | N
                 hidden = [part]
                 for layer in model:
                     hidden.append(hidden[-1] + 0.1 * layer(hidden[-1]).tanh())
-                sums = torch.stack([(each - wanted).square().mean(1).sum() for each in hidden])
-                ((weights @ sums) / 8).backward()
-                constraints.record(sums, torch.tensor(len(part)))
+                losses = torch.stack([(each - wanted).square().mean() for each in hidden])
+                ((weights @ losses) * len(part) / 8).backward()
+                constraints.record(losses, torch.tensor(len(part)))
             optimizer.step()
             optimizer.zero_grad()
             constraints.step()
@@ -455,6 +455,17 @@ def test_a_non_finite_loss_leaves_no_trace(dual: str, resilience: str | None, br
     for constraints in (clean, hit):
         feed(constraints, [2.0, 3.0, 4.0])
     assert torch.equal(hit.multipliers, clean.multipliers)
+
+
+@pytest.mark.parametrize("count", [torch.tensor(0), 0])
+def test_a_mean_over_nothing_adds_nothing(count: Any) -> None:
+    with_it, without = (DescentConstraints(2, 0.1, 1.0) for _ in range(2))
+    for step in range(3):
+        with_it.accumulate(torch.full((3,), math.nan), count)
+        feed(with_it, [2.0 + step, 3.0, 4.0])
+        feed(without, [2.0 + step, 3.0, 4.0])
+    assert int(with_it.skipped_updates) == 0
+    assert torch.equal(with_it.multipliers, without.multipliers)
 
 
 def test_a_loss_that_no_constraint_reads_counts_too() -> None:
@@ -565,7 +576,7 @@ def test_the_state_goes_where_the_first_losses_are_and_stays() -> None:
     constraints.record(torch.ones(2, device="meta"), 1)
     assert constraints.device.type == "meta"
     assert constraints.weights().device.type == "meta"
-    with pytest.raises(InputError, match=r"loss_sums is on cpu; expected meta"):
+    with pytest.raises(InputError, match=r"losses is on cpu; expected meta"):
         constraints.record(torch.ones(2), 1)
     assert DescentConstraints(1, device="meta").multipliers.device.type == "meta"
     with pytest.raises(InputError, match=r"on meta; expected cpu"):
@@ -595,7 +606,7 @@ def random_losses() -> Iterator[tuple[Tensor, int]]:
     generator = torch.Generator().manual_seed(0)
     while True:
         count = int(torch.randint(1, 9, (), generator=generator))
-        yield count * (1 + torch.rand(4, dtype=torch.float64, generator=generator)), count
+        yield 1 + torch.rand(4, dtype=torch.float64, generator=generator), count
 
 
 @pytest.mark.parametrize(("dual", "resilience"), [*itertools.product(DUALS, RESILIENCES)])
@@ -849,10 +860,10 @@ def test_wrong_preset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_sums", "count", "message"),
+    ("losses", "count", "message"),
     [
-        (torch.zeros(2), 1, r"loss_sums is \(2,\); expected a tensor of shape \(3,\), a sum per depth"),
-        ([1.0, 1.0, 1.0], 1, "loss_sums is list; expected a tensor"),
+        (torch.zeros(2), 1, r"losses is \(2,\); expected a tensor of shape \(3,\), a mean per depth"),
+        ([1.0, 1.0, 1.0], 1, "losses is list; expected a tensor"),
         (torch.zeros(3), 0, "count must be a number > 0, got 0"),
         (torch.zeros(3), -2.0, "count must be .*, got -2.0"),
         (torch.zeros(3), math.nan, "count must be .*, got nan"),
@@ -860,10 +871,10 @@ def test_wrong_preset() -> None:
         (torch.zeros(3), torch.ones(2), r"count has shape \(2,\); expected one element"),
     ],
 )
-def test_wrong_records(loss_sums: Any, count: Any, message: str) -> None:
+def test_wrong_records(losses: Any, count: Any, message: str) -> None:
     constraints = DescentConstraints(2)
     with pytest.raises(InputError, match=message):
-        constraints.record(loss_sums, count)
+        constraints.record(losses, count)
     with pytest.raises(InputError, match="nothing was recorded since the last step"):
         constraints.step()
 

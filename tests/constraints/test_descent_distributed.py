@@ -30,7 +30,7 @@ def train(constraints: DescentConstraints, ranks: tuple[int, ...]) -> Tensor:
     for step in range(40):
         for micro_batch in range(len(SHARES)):
             losses = torch.cat([items(step, micro_batch, rank) for rank in ranks])
-            constraints.record(losses.sum(0), len(losses))
+            constraints.record(losses.mean(0), len(losses))
         if step == 30:
             # One rank alone meets a NaN: all must skip, or they drift apart.
             broken = torch.full((3,), torch.nan if 1 in ranks else 1.0, dtype=torch.float64)

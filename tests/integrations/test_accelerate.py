@@ -56,7 +56,7 @@ def by_loop(rank: int, folder: str) -> tuple[Any, torch.Tensor]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = language_model()
     handle = attach_layer_losses(model)
-    constraints = DescentConstraints(handle.layers, **ASCENT)
+    constraints = DescentConstraints(handle.num_constraints, **ASCENT)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     data = rows()
     for step in STEPS:
@@ -69,7 +69,7 @@ def by_loop(rank: int, folder: str) -> tuple[Any, torch.Tensor]:
         accelerator.backward(output.loss)
         optimizer.step()
         optimizer.zero_grad()
-        constraints.record(output.layer_loss_sums, output.layer_loss_count)
+        constraints.record(output.layer_losses, output.layer_loss_count)
         constraints.step()
     return model, constraints.multipliers.clone()
 

@@ -117,7 +117,7 @@ def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
             fully_shard(layer, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
     handle = attach_layer_losses(wrapped)
-    constraints = DescentConstraints(handle.layers, **ASCENT)
+    constraints = DescentConstraints(handle.num_constraints, **ASCENT)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
     data = rows()
     for step in STEPS:
@@ -130,7 +130,7 @@ def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
         output.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        constraints.record(output.layer_loss_sums, output.layer_loss_count)
+        constraints.record(output.layer_losses, output.layer_loss_count)
         constraints.step()
     return model, {"multipliers": constraints.multipliers}
 

@@ -119,7 +119,7 @@ def test_slacks_restart_each_epoch_and_the_model_is_given_back(tmp_path: Path) -
     descent, module = DescentCallback(DescentConstraints(2, RATE, dual_lr=0.1)), Module()
     _, history = fit(tmp_path, descent, module, count=3, accumulate_grad_batches=1)
     assert history.slacks == [False, False, True, False, True, True]  # λ moves first, then u
-    assert "layer_loss_sums" not in module.model(**stacked(rows(1)))
+    assert "layer_losses" not in module.model(**stacked(rows(1)))
     with pytest.raises(InputError, match="while the trainer runs"):
         _ = descent.layer_losses
 
@@ -175,7 +175,7 @@ def test_a_failed_training_gives_the_model_back(tmp_path: Path) -> None:
     module = Fails()
     with pytest.raises(RuntimeError, match="a step that fails"):
         fit(tmp_path, DescentCallback(ASCENT), module)
-    assert "layer_loss_sums" not in module.model(**stacked(rows(1)))
+    assert "layer_losses" not in module.model(**stacked(rows(1)))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -186,13 +186,13 @@ def rows(name: str = "bert", batch: int = 4, length: int = 7) -> dict[str, Tenso
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def eager_sums(model: Any, family: Family, inputs: dict[str, Tensor], labels_shifted: bool) -> Tensor:
-    """The summed cross-entropy of every depth `[L+1]`, with all logits held; differentiable."""
+def eager_losses(model: Any, family: Family, inputs: dict[str, Tensor], labels_shifted: bool) -> Tensor:
+    """The mean cross-entropy of every depth `[L+1]`, with all logits held; differentiable."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
     base = model.base_model(**given, output_hidden_states=True)
     # Which of the two the last of hidden_states is, before the final norm or after it, differs between models.
     states = [*base.hidden_states[:-1], base.last_hidden_state]
-    sums = []
+    losses = []
     for depth, state in enumerate(states):
         logits, labels = family.read(model, state, inputs, depth == len(states) - 1), inputs["labels"]
         if labels_shifted:
@@ -201,8 +201,8 @@ def eager_sums(model: Any, family: Family, inputs: dict[str, Tensor], labels_shi
             if getattr(model.config, "final_logit_softcapping", None) is not None:
                 cap = model.config.final_logit_softcapping
                 logits = cap * torch.tanh(logits / cap)
-        sums.append(nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-    return torch.stack(sums)
+        losses.append(nn.functional.cross_entropy(logits, labels, ignore_index=-100))
+    return torch.stack(losses)
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -218,9 +218,9 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 def expected(
     model: Any, family: Family, inputs: dict[str, Tensor], weights: Sequence[float], labels_shifted: bool
 ) -> tuple[Tensor, Tensor, int, dict[str, Tensor]]:
-    """Sums, weighted loss, count and gradients of the eager loop."""
+    """Mean losses, weighted loss, count and gradients of the eager loop."""
     labels = inputs["labels"][:, 1:] if labels_shifted else inputs["labels"]
     count = int((labels != -100).sum())
-    sums = eager_sums(model, family, inputs, labels_shifted)
-    loss = torch.dot(torch.tensor(weights, dtype=sums.dtype), sums) / count
-    return sums.detach(), loss.detach(), count, gradients(model, loss)
+    losses = eager_losses(model, family, inputs, labels_shifted)
+    loss = torch.dot(torch.tensor(weights, dtype=losses.dtype), losses)
+    return losses.detach(), loss.detach(), count, gradients(model, loss)

@@ -19,7 +19,7 @@ from tests.models.layer_loss_cases import (
     LAYERS,
     WEIGHTS,
     classifier,
-    eager_sums,
+    eager_losses,
     expected,
     gradients,
     language_model,
@@ -31,11 +31,11 @@ EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def check(model: Any, inputs: dict[str, Tensor], answer: tuple[Any, ...], tolerance: dict[str, Any] = EXACT) -> Any:
-    sums, loss, count, gradient = answer
+    losses, loss, count, gradient = answer
     output = model(**inputs)
-    assert not output.layer_loss_sums.requires_grad
+    assert not output.layer_losses.requires_grad
     assert output.layer_loss_count == count
-    torch.testing.assert_close(output.layer_loss_sums, sums, **tolerance)
+    torch.testing.assert_close(output.layer_losses, losses, **tolerance)
     torch.testing.assert_close(output.loss.detach(), loss, **tolerance)
     found = gradients(model, output.loss)
     for name, of_parameter in gradient.items():
@@ -52,7 +52,7 @@ def test_language_models(name: str) -> None:
     tolerance = EXACT if family.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
     plain = model(**inputs)
     handle = attach_layer_losses(model)
-    assert (handle.taps, handle.layers, handle.kind) == ((0, 1, 2, 3), LAYERS, "causal language model")
+    assert (handle.taps, handle.num_constraints, handle.kind) == ((0, 1, 2, 3), LAYERS, "causal language model")
     handle.weights = WEIGHTS
     output = check(model, inputs, answer, tolerance)
     torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=0)
@@ -77,14 +77,14 @@ def test_classifiers(name: str) -> None:
     torch.testing.assert_close(model(**inputs).loss, plain.loss, rtol=1e-6, atol=0, check_dtype=False)
 
 
-def test_sums_are_differentiable_without_weights() -> None:
+def test_losses_are_differentiable_without_weights() -> None:
     model, inputs = language_model(), tokens()
     attach_layer_losses(model)
     for depth in range(LAYERS + 1):
         weights = [float(depth == other) for other in range(LAYERS + 1)]
         _, loss, _, gradient = expected(model, LANGUAGE_MODELS["llama"], inputs, weights, True)
         output = model(**inputs)
-        loss_of_depth = output.layer_loss_sums[depth] / output.layer_loss_count
+        loss_of_depth = output.layer_losses[depth]
         torch.testing.assert_close(loss_of_depth.detach(), loss, **EXACT)
         torch.testing.assert_close(gradients(model, loss_of_depth), gradient, **EXACT)
 
@@ -97,13 +97,13 @@ def test_taps(taps: Any, kind: str) -> None:
     family = LANGUAGE_MODELS["llama"] if shifted else CLASSIFIERS["bert"]
     weights = torch.zeros(LAYERS + 1, dtype=torch.float64)
     weights[list(taps)] = torch.tensor([0.7, -0.4, 1.1], dtype=torch.float64)[: len(taps)]
-    sums, *rest = expected(model, family, inputs, weights.tolist(), shifted)
+    losses, *rest = expected(model, family, inputs, weights.tolist(), shifted)
     handle = attach_layer_losses(model, taps)
     handle.weights = weights[list(taps)]
-    check(model, inputs, (sums[list(taps)], *rest))
+    check(model, inputs, (losses[list(taps)], *rest))
     handle.weights = None
     output = model(**inputs)
-    torch.testing.assert_close(output.loss, sums[-1] / output.layer_loss_count, **EXACT)
+    torch.testing.assert_close(output.loss, losses[-1], **EXACT)
     assert output.hidden_states is None
 
 
@@ -118,10 +118,10 @@ def test_float32_and_bfloat16_autocast(make: Any) -> None:
     check(model, inputs, answer, {"rtol": 1e-5, "atol": 1e-5})
     with torch.autocast("cpu", torch.bfloat16):
         output = model(**inputs)
-    assert output.layer_loss_sums.dtype == torch.float32
-    torch.testing.assert_close(output.layer_loss_sums, answer[0], rtol=0.03, atol=0)
+    assert output.layer_losses.dtype == torch.float32
+    torch.testing.assert_close(output.layer_losses, answer[0], rtol=0.03, atol=0)
     half = model.to(torch.bfloat16)(**inputs)
-    torch.testing.assert_close(half.layer_loss_sums, answer[0], rtol=0.03, atol=0)
+    torch.testing.assert_close(half.layer_losses, answer[0], rtol=0.03, atol=0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -157,16 +157,16 @@ def test_dropout_of_the_readout_draws_at_every_depth() -> None:
     losses = {}
     for depth in [LAYERS, 0, 1, 2]:  # the model's own readout comes first, as without the handle
         features = model.dropout(torch.relu(model.pre_classifier(states[depth][:, 0])))
-        losses[depth] = torch.nn.functional.cross_entropy(model.classifier(features), inputs["labels"], reduction="sum")
-    torch.testing.assert_close(output.layer_loss_sums, torch.stack([losses[depth] for depth in range(4)]), **EXACT)
+        losses[depth] = torch.nn.functional.cross_entropy(model.classifier(features), inputs["labels"])
+    torch.testing.assert_close(output.layer_losses, torch.stack([losses[depth] for depth in range(4)]), **EXACT)
     handle.remove()
 
 
 def test_batch_of_one_and_number_of_items() -> None:
     model, inputs = language_model(), {name: value[1:2] for name, value in tokens().items()}
-    sums, loss, count, gradient = expected(model, LANGUAGE_MODELS["llama"], inputs, WEIGHTS, True)
+    losses, loss, count, gradient = expected(model, LANGUAGE_MODELS["llama"], inputs, WEIGHTS, True)
     attach_layer_losses(model).weights = WEIGHTS
-    check(model, inputs, (sums, loss, count, gradient))
+    check(model, inputs, (losses, loss, count, gradient))
     for items in (24, torch.tensor(24)):
         output = model(**inputs, num_items_in_batch=items)
         torch.testing.assert_close(output.loss.detach(), loss * count / 24, **EXACT)
@@ -182,16 +182,16 @@ def test_all_ignored_with_a_number_of_items_is_zero() -> None:
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
     output = model(**inputs, num_items_in_batch=torch.tensor(9))
     assert output.layer_loss_count == 0
-    assert not output.layer_loss_sums.any()
+    assert not output.layer_losses.any()
     assert all(not gradient.any() for gradient in gradients(model, output.loss).values())
 
 
 def test_shifted_labels_are_taken_as_they_are() -> None:
     model, inputs = language_model(), tokens()
     attach_layer_losses(model)
-    sums = model(**inputs).layer_loss_sums
+    losses = model(**inputs).layer_losses
     shifted = torch.nn.functional.pad(inputs.pop("labels"), (0, 1), value=-100)[:, 1:]
-    torch.testing.assert_close(model(**inputs, shift_labels=shifted).layer_loss_sums, sums, rtol=0, atol=0)
+    torch.testing.assert_close(model(**inputs, shift_labels=shifted).layer_losses, losses, rtol=0, atol=0)
 
 
 def test_weights_of_the_call_go_before_those_of_the_handle() -> None:
@@ -200,11 +200,11 @@ def test_weights_of_the_call_go_before_those_of_the_handle() -> None:
     handle.weights = own = torch.tensor(WEIGHTS)
     other = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     output = model(**inputs, depth_weights=other)
-    torch.testing.assert_close(output.loss.detach(), other @ output.layer_loss_sums / 3, **EXACT)
+    torch.testing.assert_close(output.loss.detach(), other @ output.layer_losses, **EXACT)
     own.mul_(2)  # taken as it is: a change in place counts
     torch.testing.assert_close(
         model(**inputs).loss.detach(),
-        2 * torch.tensor(WEIGHTS).double() @ output.layer_loss_sums / 3,
+        2 * torch.tensor(WEIGHTS).double() @ output.layer_losses,
         rtol=1e-6,
         atol=0,
     )
@@ -221,19 +221,19 @@ def test_evaluation_has_the_last_loss_and_logits() -> None:
         output = model(**inputs)
     torch.testing.assert_close(output.loss, plain.loss, rtol=1e-6, atol=0, check_dtype=False)
     torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=0)
-    exact = eager_sums(model, LANGUAGE_MODELS["llama"], inputs, True)
-    torch.testing.assert_close(output.layer_loss_sums, exact.detach(), **EXACT)
+    exact = eager_losses(model, LANGUAGE_MODELS["llama"], inputs, True)
+    torch.testing.assert_close(output.layer_losses, exact.detach(), **EXACT)
     assert model(**inputs).logits is None
 
 
 def test_a_fraction_of_the_tokens_is_unbiased_and_seeded() -> None:
     model, inputs = language_model(), tokens()
-    exact = eager_sums(model, LANGUAGE_MODELS["llama"], inputs, True).detach()
+    exact = eager_losses(model, LANGUAGE_MODELS["llama"], inputs, True).detach()
     generator = torch.Generator()
     attach_layer_losses(model.train(), inner_fraction=0.25, generator=generator)
     with torch.no_grad():
-        drawn = torch.stack([model(**inputs).layer_loss_sums for _ in range(200)])
-        first, second = (model(**inputs).layer_loss_sums for _ in range(2) if generator.manual_seed(3))
+        drawn = torch.stack([model(**inputs).layer_losses for _ in range(200)])
+        first, second = (model(**inputs).layer_losses for _ in range(2) if generator.manual_seed(3))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     torch.testing.assert_close(drawn[:, -1], exact[-1].expand(200), **EXACT)
     assert drawn[:, 0].std() > 0
@@ -247,15 +247,15 @@ def test_outputs_stay_outputs_of_transformers() -> None:
     attach_layer_losses(model)
     output = model(**inputs)
     assert isinstance(output, kind)
-    assert list(output)[-2:] == ["layer_loss_sums", "layer_loss_count"]
+    assert list(output)[-2:] == ["layer_losses", "layer_loss_count"]
     assert output[0] is output["loss"] is output.loss
     leaves, structure = tree_flatten(output)
     again = tree_unflatten(leaves, structure)
-    assert again.layer_loss_sums is output.layer_loss_sums
+    assert again.layer_losses is output.layer_losses
     as_tuple = model(**inputs, return_dict=False)
     assert isinstance(as_tuple, tuple)
-    torch.testing.assert_close(as_tuple[-2], output.layer_loss_sums)
-    assert "layer_loss_sums" not in model(input_ids=inputs["input_ids"])
+    torch.testing.assert_close(as_tuple[-2], output.layer_losses)
+    assert "layer_losses" not in model(input_ids=inputs["input_ids"])
     positional = model(inputs["input_ids"], inputs["attention_mask"], labels=inputs["labels"])
     torch.testing.assert_close(positional.loss, output.loss, rtol=0, atol=0)
 
@@ -287,20 +287,20 @@ def test_a_wrapper_put_on_later_survives_remove() -> None:
     patched = model.forward
     model.forward = lambda **kwargs: patched(**kwargs)
     handle.remove()
-    assert "layer_loss_sums" not in model(**inputs)
+    assert "layer_losses" not in model(**inputs)
 
 
 def test_a_deep_copy_stands_alone() -> None:
     model, inputs = language_model(), tokens()
     handle = attach_layer_losses(model)
     handle.weights = WEIGHTS
-    before = model(**inputs).layer_loss_sums
+    before = model(**inputs).layer_losses
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    torch.testing.assert_close(copied(**inputs).layer_loss_sums, before, rtol=0, atol=0)
-    assert model(**inputs).layer_loss_sums[0] != before[0]
+    torch.testing.assert_close(copied(**inputs).layer_losses, before, rtol=0, atol=0)
+    assert model(**inputs).layer_losses[0] != before[0]
 
 
 def test_nothing_is_kept_after_the_forward() -> None:
@@ -323,5 +323,5 @@ def test_nothing_is_kept_after_the_forward() -> None:
         model(**inputs)
     hook.remove()
     assert handle._pass is None
-    assert "layer_loss_sums" not in model(input_ids=inputs["input_ids"])
-    assert model(**inputs).layer_loss_sums.shape == (1,)
+    assert "layer_losses" not in model(input_ids=inputs["input_ids"])
+    assert model(**inputs).layer_losses.shape == (1,)

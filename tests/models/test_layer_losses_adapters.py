@@ -15,7 +15,7 @@ from tests.models.layer_loss_cases import (
     LANGUAGE_MODELS,
     WEIGHTS,
     classifier,
-    eager_sums,
+    eager_losses,
     expected,
     gradients,
     language_model,
@@ -56,10 +56,10 @@ def test_low_rank_adapter_on_the_head(disabled: bool) -> None:
     model, inputs = language_model("phi-bias"), tokens()
     model.lm_head = LowRank(model.lm_head)
     model.lm_head.disable_adapters = disabled
-    sums, _, _, gradient = expected(model, LANGUAGE_MODELS["phi-bias"], inputs, WEIGHTS, True)
+    losses, _, _, gradient = expected(model, LANGUAGE_MODELS["phi-bias"], inputs, WEIGHTS, True)
     attach_layer_losses(model).weights = WEIGHTS
     output = model(**inputs)
-    torch.testing.assert_close(output.layer_loss_sums, sums, **EXACT)
+    torch.testing.assert_close(output.layer_losses, losses, **EXACT)
     found = gradients(model, output.loss)
     torch.testing.assert_close(found, gradient, **EXACT)
     assert found["lm_head.lora_B.default.weight"].any() != disabled
@@ -69,10 +69,10 @@ def test_low_rank_adapter_on_the_head(disabled: bool) -> None:
 def test_low_rank_adapter_on_a_classifier() -> None:
     model, inputs = classifier("roberta"), rows()
     model.classifier.out_proj = LowRank(model.classifier.out_proj)
-    sums, _, _, gradient = expected(model, CLASSIFIERS["roberta"], inputs, WEIGHTS, False)
+    losses, _, _, gradient = expected(model, CLASSIFIERS["roberta"], inputs, WEIGHTS, False)
     attach_layer_losses(model).weights = WEIGHTS
     output = model(**inputs)
-    torch.testing.assert_close(output.layer_loss_sums, sums, **EXACT)
+    torch.testing.assert_close(output.layer_losses, losses, **EXACT)
     torch.testing.assert_close(gradients(model, output.loss), gradient, **EXACT)
 
 
@@ -105,11 +105,11 @@ def expected_of(wrapped: Any, family: Any, inputs: dict[str, Tensor], shifted: b
     held = {name: child for name, child in model.named_children() if hasattr(child, "modules_to_save")}
     for name, child in held.items():
         setattr(model, name, child.modules_to_save["default"])
-    sums, loss, count, _ = expected(model, family, inputs, WEIGHTS, shifted)
+    losses, loss, count, _ = expected(model, family, inputs, WEIGHTS, shifted)
     for name, child in held.items():
         setattr(model, name, child)
     found = {name: p.grad for name, p in wrapped.named_parameters() if p.requires_grad}
-    return sums, loss, count, found
+    return losses, loss, count, found
 
 
 PEFT = {
@@ -128,12 +128,12 @@ def test_peft(kind: str, peft: Any) -> None:
     model, inputs = (language_model(), tokens()) if shifted else (classifier("roberta"), rows())
     wrapped = adapted(peft, model, **options)
     family = LANGUAGE_MODELS["llama"] if shifted else CLASSIFIERS["roberta"]
-    sums, loss, count, gradient = expected_of(wrapped, family, inputs, shifted)
+    losses, loss, count, gradient = expected_of(wrapped, family, inputs, shifted)
     assert all(value is not None for value in gradient.values())
     handle = attach_layer_losses(wrapped)
     handle.weights = WEIGHTS
     output = wrapped(**inputs)
-    torch.testing.assert_close(output.layer_loss_sums, sums, **EXACT)
+    torch.testing.assert_close(output.layer_losses, losses, **EXACT)
     torch.testing.assert_close(output.loss.detach(), loss, **EXACT)
     assert output.layer_loss_count == count
     wrapped.zero_grad()
@@ -145,7 +145,7 @@ def test_peft(kind: str, peft: Any) -> None:
 @pytest.mark.parametrize("where", ["in place", "unloaded"])
 def test_merged_adapters(where: str, peft: Any) -> None:
     inputs, wrapped = tokens(), adapted(peft, language_model(), target_modules=["q_proj", "lm_head"])
-    before = eager_sums(wrapped.get_base_model(), LANGUAGE_MODELS["llama"], inputs, True).detach()
+    before = eager_losses(wrapped.get_base_model(), LANGUAGE_MODELS["llama"], inputs, True).detach()
     if where == "in place":
         handle = attach_layer_losses(wrapped)
         wrapped.merge_adapter()
@@ -153,10 +153,10 @@ def test_merged_adapters(where: str, peft: Any) -> None:
     else:
         merged = wrapped.merge_and_unload()
         handle = attach_layer_losses(merged)
-    torch.testing.assert_close(merged(**inputs).layer_loss_sums, before, **EXACT)
+    torch.testing.assert_close(merged(**inputs).layer_losses, before, **EXACT)
     if where == "in place":
         wrapped.unmerge_adapter()
-        torch.testing.assert_close(wrapped(**inputs).layer_loss_sums, before, **EXACT)
+        torch.testing.assert_close(wrapped(**inputs).layer_losses, before, **EXACT)
     handle.remove()
 
 
@@ -164,8 +164,8 @@ def test_attached_before_the_adapter(peft: Any) -> None:
     model, inputs = language_model(), tokens()
     handle = attach_layer_losses(model)
     wrapped = adapted(peft, model, target_modules=["q_proj"])
-    sums = eager_sums(model, LANGUAGE_MODELS["llama"], inputs, True)
-    torch.testing.assert_close(wrapped(**inputs).layer_loss_sums, sums, **EXACT)
+    losses = eager_losses(model, LANGUAGE_MODELS["llama"], inputs, True)
+    torch.testing.assert_close(wrapped(**inputs).layer_losses, losses, **EXACT)
     handle.remove()
     handle = attach_layer_losses(model)
     wrapped = adapted(peft, wrapped.unload(), target_modules=["lm_head"])

@@ -26,10 +26,10 @@ def make(kind: str) -> Any:
 
 
 def step(model: Any, inputs: dict[str, Tensor], items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums, count, and the loss of this share; its gradients are in the model."""
+    """Sums of the losses, their count, and the loss of this share; its gradients are in the model."""
     output = model(**inputs, num_items_in_batch=items)
     output.loss.backward()
-    return output.layer_loss_sums, output.layer_loss_count, output.loss.detach()
+    return output.layer_losses * output.layer_loss_count, output.layer_loss_count, output.loss.detach()
 
 
 def wrap(kind: str, model: Any) -> Any:
@@ -105,7 +105,7 @@ def test_two_processes_are_one(kind: str, results: list[dict[str, Any]]) -> None
     losses = []
     for rank in range(RANKS):
         reduced, loss, found = results[rank][kind]
-        torch.testing.assert_close(reduced[:-1], alone.layer_loss_sums, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(reduced[:-1] / reduced[-1], alone.layer_losses, rtol=1e-6, atol=1e-9)
         assert reduced[-1] == alone.layer_loss_count == items_of(kind)
         losses.append(loss)
         for name, of_parameter in found.items():

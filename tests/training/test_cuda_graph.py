@@ -204,11 +204,11 @@ def test_the_parts_of_a_step_are_the_step(reference: float | str | None, dual_ev
     whole, apart = (DescentConstraints(2, 0.3, reference, **settings) for _ in range(2))
     works = []
     for _ in range(30):
-        sums = torch.rand(3, generator=generator, dtype=torch.float64)
-        whole.record(sums, 2)
+        losses = torch.rand(3, generator=generator, dtype=torch.float64)
+        whole.record(losses, 2)
         whole.step()
         works.append(apart.count_step())
-        apart.accumulate(sums, 2)
+        apart.accumulate(losses, 2)
         apart.apply(works[-1])
         there = apart.state_dict()
         for name, value in whole.state_dict().items():
