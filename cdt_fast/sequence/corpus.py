@@ -1,4 +1,4 @@
-"""Texts and instructions as their settings name them: read, and divided into what trains, chooses and measures."""
+"""Texts and instructions as their settings name them: read, and divided into train, validation and test."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _SPLIT_SEED = 20_260_117  # one division for every run, so that runs with other 
 
 @dataclass(frozen=True)
 class InstructionSplits:
-    """Instructions that a model is trained on, chosen by and measured on; how many had no answer."""
+    """Instructions to train on, to choose the kept model by and to evaluate on, and how many were dropped."""
 
     train: list[Instruction]
     validation: list[Instruction]
     test: list[Instruction]
-    left_out: int = 0
+    num_dropped: int = 0
 
 
 def load_corpus(config: RunConfig) -> TextSplits | InstructionSplits:
     """The texts or instructions of the settings.
 
     Raises:
-        InputError: the source cannot be read, lacks a column, or holds too little.
+        InputError: the source cannot be read, lacks a column, or holds too little; a share leaves a part empty.
     """
     source = Path(config.data.source)
     if not source.exists():
@@ -45,21 +45,20 @@ def load_corpus(config: RunConfig) -> TextSplits | InstructionSplits:
 
 def describe(data: TextSplits | InstructionSplits, source: str) -> str:
     """How much there is, in a line."""
-    counts = f"{len(data.train):,} to train on, {len(data.validation):,} to choose by, {len(data.test):,} to measure on"
+    counts = f"{len(data.train):,} train, {len(data.validation):,} validation, {len(data.test):,} test"
     if isinstance(data, InstructionSplits):
-        noted = f"; {data.left_out:,} without an answer left out" if data.left_out else ""
-        return f"{source}: instructions: {counts}{noted}"
-    left_out = sum(part.left_out for part in (data.train, data.validation, data.test))
-    noted = f"; {left_out:,} rows without a class left out" if left_out else ""
-    return f"{source}: {'texts' if data.train.seconds is None else 'pairs'}: {counts}; classes: " + (
-        ", ".join(data.train.names) + noted
-    )
+        note = f"; {data.num_dropped:,} without an answer dropped" if data.num_dropped else ""
+        return f"{source}: instructions: {counts}{note}"
+    num_dropped = sum(part.num_dropped for part in (data.train, data.validation, data.test))
+    note = f"; {num_dropped:,} rows without a class dropped" if num_dropped else ""
+    kind = "texts" if data.train.text_pair is None else "pairs"
+    return f"{source}: {kind}: {counts}; classes: {', '.join(data.train.names)}{note}"
 
 
 def digest(part: TextData | Sequence[Instruction]) -> str:
     """A fingerprint of texts with their classes, or of instructions with their answers, in their order."""
     if isinstance(part, TextData):
-        content: Any = [part.texts, part.seconds, [part.names[label] for label in part.labels]]
+        content: Any = [part.texts, part.text_pair, [part.names[label] for label in part.labels]]
     else:
         content = [[entry.instruction, entry.input, entry.output] for entry in part]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -67,7 +66,7 @@ def digest(part: TextData | Sequence[Instruction]) -> str:
 
 def _texts(source: Path, data: TextDataSettings) -> TextSplits:
     if source.is_file():
-        return split_text(_table(source, data, None), data.validation, data.test, seed=_SPLIT_SEED)
+        return _completed(_table(source, data, None), None, None, data)
     if any((folder / "train" / "pos").is_dir() for folder in (source, source / "aclImdb")):
         train, test = read_imdb(source), read_imdb(source, "test")
         return _completed(train, None, test, data)
@@ -85,33 +84,43 @@ def _texts(source: Path, data: TextDataSettings) -> TextSplits:
 
 
 def _file_of(folder: Path, names: Sequence[str]) -> Path | None:
-    found = [path for name in names for ending in FORMATS if (path := folder / f"{name}.{ending}").is_file()]
-    if len(found) > 1:
-        raise InputError(f"{folder}: holds both {found[0].name} and {found[1].name}; leave one of them there")
-    return found[0] if found else None
+    files = [path for name in names for ending in FORMATS if (path := folder / f"{name}.{ending}").is_file()]
+    if len(files) > 1:
+        raise InputError(f"{folder}: holds both {files[0].name} and {files[1].name}; leave one of them there")
+    return files[0] if files else None
 
 
 def _completed(
     train: TextData, validation: TextData | None, test: TextData | None, data: TextDataSettings
 ) -> TextSplits:
     """The parts that are not there are taken from the training texts."""
-    shares = 0.0 if validation is not None else data.validation, 0.0 if test is not None else data.test
+    shares = [
+        0.0 if part is not None else _share(name, share)
+        for name, part, share in (("validation", validation, data.validation), ("test", test, data.test))
+    ]
     taken = split_text(train, *shares, seed=_SPLIT_SEED)
     return TextSplits(taken.train, validation or taken.validation, test or taken.test)
 
 
+def _share(name: str, share: float) -> float:
+    """A share that has to be taken from the training data: without it the training would end in an error."""
+    if not 0 < share < 1:
+        raise InputError(f"--{name} must be a share above 0 and below 1, as no file holds that part, got {share:g}")
+    return share
+
+
 def _table(path: Path, data: TextDataSettings, names: Sequence[str] | None) -> TextData:
     """A file with the columns that the settings name, or those of MNLI where they are there."""
-    given = (data.text_column, data.second_column, data.label_column)
+    named = (data.text_column, data.second_column, data.label_column)
     columns = _first_line(path, data)
     # GLUE's own files of MNLI do not quote; others with its columns do.
     quoting = data.quoting if data.quoting is not None else not columns.issuperset((*_NLI_COLUMNS, "pairID"))
-    if not any(given) and columns.issuperset(_NLI_COLUMNS):
+    if not any(named) and columns.issuperset(_NLI_COLUMNS):
         text, second, label = _NLI_COLUMNS
         return read_table(
             path, text, label, second, names=names or NLI_LABELS, unlabeled=("-",), format=data.format, quoting=quoting
         )
-    text, second, label = (_column(name, data.header) for name in given)
+    text, second, label = (_column(name, data.header) for name in named)
     return read_table(
         path,
         "text" if text is None else text,
@@ -142,12 +151,13 @@ def _column(name: str | None, header: bool) -> str | int | None:
 
 
 def _instructions(source: Path, data: LanguageDataSettings) -> InstructionSplits:
-    every, left_out = read_alpaca(source, seed=_SPLIT_SEED)
-    counts = [max(1, round(share * len(every))) for share in (data.validation, data.test)]
-    if sum(counts) >= len(every):
+    shares = _share("validation", data.validation), _share("test", data.test)
+    instructions, num_dropped = read_alpaca(source, seed=_SPLIT_SEED)
+    counts = [max(1, round(share * len(instructions))) for share in shares]
+    if sum(counts) >= len(instructions):
         raise InputError(
-            f"{source}: has {len(every):,} with an answer; {counts[0]:,} to choose by (--validation) and "
-            f"{counts[1]:,} to measure on (--test) leave none to train on"
+            f"{source}: has {len(instructions):,} with an answer; {counts[0]:,} for --validation and {counts[1]:,} for "
+            "--test leave none to train on"
         )
     first, second = counts[0], sum(counts)
-    return InstructionSplits(every[second:], every[:first], every[first:second], left_out)
+    return InstructionSplits(instructions[second:], instructions[:first], instructions[first:second], num_dropped)

@@ -47,7 +47,7 @@ def text_task(config: RunConfig, data: TextSplits) -> SequenceTask:
 
 def encoded_texts(data: TextData, reader: Reader, longest: int) -> EncodedSamples:
     """Texts as rows of ids, each with its class."""
-    rows = reader.encode(data.texts, data.seconds, longest)
+    rows = reader.encode(data.texts, data.text_pair, longest)
     return EncodedSamples(rows, list(torch.tensor(data.labels).unbind()), [1] * len(rows))
 
 
@@ -119,7 +119,7 @@ def _build_unrolled(settings: TextModelSettings, longest: int, train: TextData) 
     reader: Reader
     if settings.embedding is None:
         vocabulary = Vocabulary.build(
-            [*train.texts, *(train.seconds or [])], least=settings.least_count, size=settings.vocabulary_size
+            [*train.texts, *(train.text_pair or [])], least=settings.least_count, size=settings.vocabulary_size
         )
         reader = WordReader(vocabulary)
         embedding: Any = (len(vocabulary), _WIDTH if settings.width is None else settings.width)

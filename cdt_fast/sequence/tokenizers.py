@@ -59,7 +59,7 @@ class WordReader:
         self.special_ids: Sequence[int] = vocabulary.special_ids
 
     def encode(self, texts: Sequence[str], seconds: Sequence[str] | None, longest: int) -> list[Tensor]:
-        ids, lengths = self.vocabulary.encode(texts, seconds, longest=longest)
+        ids, lengths = self.vocabulary.encode(texts, seconds, max_length=longest)
         rows = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
         return [torch.stack([row, torch.ones_like(row)]) for row in rows]
 

@@ -124,7 +124,7 @@ def test_named_columns_of_any_file(call: Call, tmp_path: Path, quick_figures: No
     answer = call("train", "text", source, *TEXT, *columns, "--out", tmp_path / "run")
     assert answer.status == 0, answer
     assert read_json(tmp_path / "run" / "evaluation.json")["classes"] == ["0", "1"]
-    assert "pairs: 32 to train on, 4 to choose by, 4 to measure on; classes: 0, 1" in answer.err
+    assert "pairs: 32 train, 4 validation, 4 test; classes: 0, 1" in answer.err
     source = tmp_path / "plain.tsv"
     source.write_text("\n".join(f"{n % 2}\ta {'good' if n % 2 else 'bad'} film" for n in range(40)))
     columns = ["--no-header", "--text-column=1", "--label-column=0"]
@@ -143,7 +143,7 @@ BAD = [
     ("text", ["TABLE", "--perturbation", "drop", "--perturbation-rate", "1.5"], ["perturbation_rate"]),
     ("text", ["TABLE", "--no-header"], ["no column 'label' and no 'text'; there are 0, 1"]),
     ("text", ["TABLE", "--no-header", "--text-column", "text"], ["numbers from 0, got 'text'"]),
-    ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave something"]),
+    ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave a share for training"]),
     ("text", ["TABLE", "--rate", "0.1,0.2,0.3"], ["3", "2"]),
     ("text", ["TABLE", "--stpes", "3"], ["did you mean --steps?"]),
     ("text", ["TABLE", "--cuda-graph"], ["--cuda-graph"]),
@@ -231,7 +231,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     answer = call("train", task, *settings, *(places.get(word, word) for word in words), "--out", tmp_path / "run")
     assert answer.status == 2, answer
     *said, line = answer.err.splitlines()
-    assert all("to train on" in text or "times the FLOP" in text for text in said), said
+    assert all("train, " in text or "times the FLOP" in text for text in said), said
     assert line.startswith("cdt-fast")
     for fact in facts:
         assert fact in line

@@ -320,19 +320,19 @@ def test_a_batch_of_one_trains_under_noise(source: Path, tmp_path: Path) -> None
     assert load_checkpoint(run.checkpoint)["step"] == 2
 
 
-def test_answers_that_are_empty_are_left_out_and_counted(source: Path, tmp_path: Path) -> None:
+def test_answers_that_are_empty_are_dropped_and_counted(source: Path, tmp_path: Path) -> None:
     entries = json.loads(source.read_text())
     for entry in entries[:5]:
         entry["output"] = " "
     source.write_text(json.dumps(entries))
     data = load_data(settings_for(source), progress=False)
     assert len(data.train) + len(data.validation) + len(data.test) == len(entries) - 5
-    assert describe(data, "x").endswith("; 5 without an answer left out")
+    assert describe(data, "x").endswith("; 5 without an answer dropped")
     source.write_text(json.dumps(entries[:5]))
     with pytest.raises(InputError, match="holds no instruction with an answer"):
         load_data(settings_for(source), progress=False)
     source.write_text(json.dumps(entries[5:6]))
-    with pytest.raises(InputError, match=r"has 1 with an answer; 1 to choose by \(--validation\) and 1 to measure on"):
+    with pytest.raises(InputError, match=r"has 1 with an answer; 1 for --validation and 1 for --test leave none"):
         load_data(settings_for(source), progress=False)
     source.write_text(json.dumps(entries[5:8]))
     trained(settings_for(source, steps=2), tmp_path / "least")

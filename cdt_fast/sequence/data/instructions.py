@@ -42,14 +42,14 @@ def read_alpaca(path: str | os.PathLike[str], *, seed: int | None = 0) -> tuple[
         seed: of the order; None: as in the file.
 
     Returns:
-        The instructions, and how many were left out for want of an answer: the original file has some.
+        The instructions, and how many were dropped for want of an answer: the original file has some.
 
     Raises:
         InputError: the file cannot be read, an entry is broken or asks nothing, or none has an answer.
     """
     path = Path(path)
     instructions: list[Instruction] = []
-    left_out = 0
+    num_dropped = 0
     for where, row in read_rows(path):
         asked = _string(path, where, "instruction", column(path, where, row, "instruction"))
         if not asked:
@@ -59,12 +59,12 @@ def read_alpaca(path: str | os.PathLike[str], *, seed: int | None = 0) -> tuple[
         if answer:
             instructions.append(Instruction(asked, about, answer))
         else:
-            left_out += 1
+            num_dropped += 1
     if not instructions:
         raise InputError(f"{path}: holds no instruction with an answer")
     if seed is not None:
         random.Random(seed).shuffle(instructions)
-    return instructions, left_out
+    return instructions, num_dropped
 
 
 def _string(path: Path, where: str, name: str, value: Any) -> str:

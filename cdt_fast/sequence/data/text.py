@@ -28,15 +28,15 @@ class TextData:
         texts: the texts, or the first ones of pairs.
         labels: the class of each, an index into `names`.
         names: the classes.
-        seconds: the second texts of pairs, or None.
-        left_out: how many rows of the source have no label and are not here.
+        text_pair: the second texts of pairs, or None.
+        num_dropped: how many rows of the source have no label and are not here.
     """
 
     texts: list[str]
     labels: list[int]
     names: list[str]
-    seconds: list[str] | None = None
-    left_out: int = field(default=0, compare=False)
+    text_pair: list[str] | None = None
+    num_dropped: int = field(default=0, compare=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -47,7 +47,7 @@ class TextData:
             self,
             texts=[self.texts[index] for index in indices],
             labels=[self.labels[index] for index in indices],
-            seconds=None if self.seconds is None else [self.seconds[index] for index in indices],
+            text_pair=None if self.text_pair is None else [self.text_pair[index] for index in indices],
         )
 
     def shuffled(self, seed: int) -> TextData:
@@ -74,7 +74,7 @@ class TextData:
 
 @dataclass(frozen=True)
 class TextSplits:
-    """The parts that a model is trained on, chosen by and measured on."""
+    """Texts to train on, to choose the kept model by (validation), and to evaluate on (test)."""
 
     train: TextData
     validation: TextData
@@ -115,32 +115,32 @@ def read_table(
     """
     path = Path(path)
     texts: list[str] = []
-    seconds: list[str] = []
-    found: list[str] = []
+    text_pair: list[str] = []
+    values: list[str] = []
     places: list[str] = []
-    left_out = 0
+    num_dropped = 0
     for where, row in read_rows(path, format, quoting=quoting, header=header):
-        if not found and not left_out:
+        if not values and not num_dropped:
             _check_columns(path, where, row, {"label": label, "text": text, "second": second})
         value = _label(path, where, column(path, where, row, label))
         if value in unlabeled:
-            left_out += 1
+            num_dropped += 1
             continue
         texts.append(_text(path, where, row, text))
         if second is not None:
-            seconds.append(_text(path, where, row, second))
-        found.append(value)
+            text_pair.append(_text(path, where, row, second))
+        values.append(value)
         places.append(where)
     if not texts:
         raise InputError(f"{path}: holds no labeled text")
-    names = _in_order(found) if names is None else names
+    names = _in_order(values) if names is None else names
     numbers = _numbers(names)
     labels = []
-    for where, value in zip(places, found, strict=True):
+    for where, value in zip(places, values, strict=True):
         if _folded(value) not in numbers:
             raise InputError(f"{path}, {where}: label {value!r} is not among {', '.join(map(repr, names))}")
         labels.append(numbers[_folded(value)])
-    data = TextData(texts, labels, list(names), None if second is None else seconds, left_out)
+    data = TextData(texts, labels, list(names), None if second is None else text_pair, num_dropped)
     return data if seed is None else data.shuffled(seed)
 
 
@@ -221,11 +221,11 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
         seed: of the draw.
 
     Raises:
-        InputError: the fractions leave nothing to train on, or a class has too few texts.
+        InputError: the fractions leave no training texts, or a class has too few texts.
     """
     fractions = [check_fraction("validation", validation), check_fraction("test", test)]
     if sum(fractions) >= 1:
-        raise InputError(f"validation and test must leave something to train on, got {validation} and {test}")
+        raise InputError(f"validation and test must leave a share for training, got {validation} and {test}")
     generator = random.Random(seed)
     parts: list[list[int]] = [[], [], []]
     for number, name in enumerate(data.names):
@@ -280,12 +280,13 @@ def _folded(name: str) -> str:
     return name.strip().casefold()
 
 
-def _in_order(found: Collection[str]) -> list[str]:
+def _in_order(values: Collection[str]) -> list[str]:
     """The different values; those that differ in nothing but their case are the same class."""
-    values = list({_folded(value): value for value in sorted(found, reverse=True)}.values())
-    if all(re.fullmatch(r"-?[0-9]+", value) for value in values):
-        return sorted(values, key=int)
-    return sorted(values, key=_folded)
+    names = list({_folded(value): value for value in sorted(values, reverse=True)}.values())
+    # More digits than these are a name, and more than Python turns into a number.
+    if all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in names):
+        return sorted(names, key=int)
+    return sorted(names, key=_folded)
 
 
 def _numbers(names: Sequence[str]) -> dict[str, int]:

@@ -65,35 +65,35 @@ class Vocabulary:
         return len(self.words)
 
     def encode(
-        self, texts: Sequence[str], seconds: Sequence[str] | None = None, *, longest: int | None = None
+        self, texts: Sequence[str], text_pair: Sequence[str] | None = None, *, max_length: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """`(ids, lengths)`: int64 `[B, T]`, padded on the right to the longest of them, and int64 `[B]`.
 
         Args:
             texts: B texts.
-            seconds: the second texts of pairs, behind a separator.
-            longest: texts are cut to so many tokens, the longer of a pair first; None: none is cut.
+            text_pair: the second texts of pairs, behind a separator.
+            max_length: texts are cut to so many tokens, the longer of a pair first; None: none is cut.
 
         Raises:
             InputError: no text, not as many second ones, or a text without a single word.
         """
-        if not texts or (seconds is not None and len(seconds) != len(texts)):
-            given = "" if seconds is None else f" and {len(seconds)} second ones"
-            raise InputError(f"texts must be at least one text, and seconds as many, got {len(texts)}{given}")
-        if longest is not None:
-            check_integer("longest", longest, 1 if seconds is None else 3)
+        if not texts or (text_pair is not None and len(text_pair) != len(texts)):
+            numbers = len(texts) if text_pair is None else f"{len(texts)} and {len(text_pair)}"
+            raise InputError(f"texts must be at least one text, and text_pair as many, got {numbers}")
+        if max_length is not None:
+            check_integer("max_length", max_length, 1 if text_pair is None else 3)
         rows = []
         for index, text in enumerate(texts):
             first = [self._ids.get(word, 1) for word in words_of(text)]
-            second = [] if seconds is None else [self._ids.get(word, 1) for word in words_of(seconds[index])]
-            if not first or (seconds is not None and not second):
+            second = [] if text_pair is None else [self._ids.get(word, 1) for word in words_of(text_pair[index])]
+            if not first or (text_pair is not None and not second):
                 raise InputError(f"texts[{index}] holds no word: {text!r}")
-            if seconds is not None:
-                room = None if longest is None else longest - 1
+            if text_pair is not None:
+                room = None if max_length is None else max_length - 1
                 while room is not None and len(first) + len(second) > room:
                     (first if len(first) > len(second) else second).pop()
                 first = [*first, 2, *second]
-            rows.append(torch.tensor(first[:longest]))
+            rows.append(torch.tensor(first[:max_length]))
         lengths = torch.tensor([len(row) for row in rows])
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0), lengths
 

@@ -31,7 +31,7 @@ def test_reviews_in_a_tsv_with_quotes_and_line_breaks(tmp_path: Path) -> None:
     path = write(tmp_path / "train.tsv", REVIEWS + "Positive\tIt's 8½ minutes too short!\n")
     data = read_table(path, "Text", "Sentiment", seed=None)
     assert data.texts == ["Bad. Really  bad.", 'The "best" film\tof 2001\nis dull.', "It's 8½ minutes too short!"]
-    assert (data.labels, data.names, data.seconds) == ([0, 0, 1], ["Negative", "Positive"], None)
+    assert (data.labels, data.names, data.text_pair) == ([0, 0, 1], ["Negative", "Positive"], None)
 
 
 def mnli_tree(folder: Path) -> Path:
@@ -51,8 +51,8 @@ def test_mnli_as_glue_lays_it_out(tmp_path: Path) -> None:
     for path in (root, root / "MNLI", root / "MNLI" / "dev_matched.tsv"):
         data = read_mnli(path, "dev_matched", seed=None)
         assert data.texts == ['"He left\u2028early.', "uh-\rhuh"]
-        assert data.seconds == ["He left.", 'Yes "no".']
-        assert (data.labels, data.names, data.left_out) == ([0, 2], list(NLI_LABELS), 1)
+        assert data.text_pair == ["He left.", 'Yes "no".']
+        assert (data.labels, data.names, data.num_dropped) == ([0, 2], list(NLI_LABELS), 1)
     other = read_mnli(root, "dev_matched", names=["contradiction", "entailment", "neutral"], seed=None)
     assert other.labels == [1, 0]
 
@@ -68,7 +68,7 @@ def test_mnli_s_hidden_labels_are_a_missing_column(tmp_path: Path) -> None:
 def test_pairs_without_a_header_or_a_suffix(tmp_path: Path) -> None:
     path = write(tmp_path / "mnli_matched", 'neutral\tIn "A , b .\tc .\nentailment\td\te\n')
     data = read_table(path, 1, 0, 2, names=NLI_LABELS, format="tsv", header=False, quoting=False, seed=None)
-    assert (data.texts, data.seconds, data.labels) == (['In "A , b .', "d"], ["c .", "e"], [1, 0])
+    assert (data.texts, data.text_pair, data.labels) == (['In "A , b .', "d"], ["c .", "e"], [1, 0])
 
 
 def imdb_tree(folder: Path, count: int = 4) -> Path:
@@ -221,7 +221,7 @@ def test_a_split_keeps_the_proportions_and_depends_on_the_seed_alone() -> None:
 
 
 def test_a_split_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match="train on"):
+    with pytest.raises(InputError, match="a share for training"):
         split_text(texts([9]), 0.5, 0.5)
     with pytest.raises(InputError, match=r"class 'class 1' has 2 text\(s\), too few for 3 parts"):
         split_text(texts([9, 2]))
@@ -239,20 +239,20 @@ ALPACA: list[dict[str, Any]] = [
 
 def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     path = write(tmp_path / "alpaca.json", json.dumps(ALPACA))
-    found, left_out = read_alpaca(path, seed=None)
-    assert left_out == 1
-    assert found == [
+    read, num_dropped = read_alpaca(path, seed=None)
+    assert num_dropped == 1
+    assert read == [
         Instruction("Add.", "1 and 2", "3 <br />"),
         Instruction("Sing.", "", "La"),
         Instruction("Wait.", "", "Ok."),
     ]
-    assert found[0].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
-    assert "Input" not in found[1].prompt
-    assert found[1].prompt.endswith("### Instruction:\nSing.\n\n### Response:\n")
+    assert read[0].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
+    assert "Input" not in read[1].prompt
+    assert read[1].prompt.endswith("### Instruction:\nSing.\n\n### Response:\n")
     shuffled = read_alpaca(path, seed=3)[0]
-    assert sorted(map(repr, shuffled)) == sorted(map(repr, found))
+    assert sorted(map(repr, shuffled)) == sorted(map(repr, read))
     assert read_alpaca(path, seed=3)[0] == shuffled
-    assert any(read_alpaca(path, seed=seed)[0] != found for seed in range(4))
+    assert any(read_alpaca(path, seed=seed)[0] != read for seed in range(4))
 
 
 @pytest.mark.parametrize(
@@ -285,16 +285,16 @@ def test_words_and_their_ids(tmp_path: Path) -> None:
 
 def test_pairs_are_cut_from_the_longer_text() -> None:
     vocabulary = Vocabulary.build(["a b c d e"])
-    ids, lengths = vocabulary.encode(["a b c d", "a"], ["e", "b"], longest=5)
+    ids, lengths = vocabulary.encode(["a b c d", "a"], ["e", "b"], max_length=5)
     assert torch.equal(ids, torch.tensor([[3, 4, 5, 2, 7], [3, 2, 4, 0, 0]]))
     assert lengths.tolist() == [5, 3]
-    assert vocabulary.encode(["a b c d"], longest=2)[0].tolist() == [[3, 4]]
+    assert vocabulary.encode(["a b c d"], max_length=2)[0].tolist() == [[3, 4]]
     with pytest.raises(InputError, match=r"texts\[0\] holds no word"):
         vocabulary.encode([" "])
-    with pytest.raises(InputError, match="1 and 2 second"):
+    with pytest.raises(InputError, match="text_pair as many, got 1 and 2"):
         vocabulary.encode(["a"], ["b", "c"])
-    with pytest.raises(InputError, match="longest"):
-        vocabulary.encode(["a"], ["b"], longest=2)
+    with pytest.raises(InputError, match="max_length"):
+        vocabulary.encode(["a"], ["b"], max_length=2)
 
 
 @pytest.mark.parametrize("content", ['["a", "b"]', "{}", '["<pad>", "<unk>", "<sep>", "a", "a"]', "[1]", "["])
