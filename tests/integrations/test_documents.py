@@ -76,9 +76,8 @@ def test_distributed_examples_are_those_of_one_process(tmp_path: Path) -> None:
     if not dist.is_available():
         pytest.skip("this torch has no torch.distributed")
     alone = {"accelerate": run("accelerate")["constraints"].multipliers}
-    join(tmp_path, 0, 1)
     try:
-        alone["fsdp2"] = run("fsdp2")["constraints"].multipliers
+        alone["fsdp2"] = run("fsdp2")["constraints"].multipliers  # as by plain python: it makes a group of its own
     finally:
         dist.destroy_process_group()
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
