@@ -27,11 +27,12 @@ bench: .venv/installed
 	$(BIN)/cdt-fast bench --out bench/results
 	$(BIN)/python -m cdt_fast.bench.document
 
-# Compiles every kernel for every card, without a GPU; the status is that of the compilation's checks. What is in
-# build/kernels.json, from an earlier run of the same kernels, is not compiled again.
+# Compiles every kernel for every card, without a GPU; the status is that of the compilation's checks. The summary is
+# docs/kernels.md, every figure is in build/kernels.csv. What is in build/kernels.json, from an earlier run of the same
+# kernels, is not compiled again.
 kernels-report: .venv/installed
 	mkdir -p build
-	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --json build/kernels.json --csv docs/kernels.csv \
+	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --json build/kernels.json --csv build/kernels.csv \
 		--markdown docs/kernels.md
 
 # On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network. Besides these pytest is

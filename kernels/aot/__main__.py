@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--json", type=Path, help="write every figure to this file, and take from it what it holds of the same source"
     )
     parser.add_argument("--csv", type=Path, help="write a line a configuration to this file")
-    parser.add_argument("--markdown", type=Path, help="write the summary to this file; put the one of --csv beside it")
+    parser.add_argument("--markdown", type=Path, help="write the summary to this file")
     options = parser.parse_args(arguments)
     if kernels.interpreting():
         parser.error("TRITON_INTERPRET is set, and what the interpreter runs cannot be compiled: unset it")
@@ -103,8 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         given = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(("python", "-m", "cdt_fast.kernels.aot", *given))
-        table = options.csv.name if options.csv else None
-        files.write_text(options.markdown, as_markdown(found, measurements, command, table))
+        files.write_text(options.markdown, as_markdown(found, measurements, command))
     broken = faults(found, measurements)
     for line in broken:
         print(line)

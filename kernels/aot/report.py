@@ -139,15 +139,14 @@ def _record(row: Row, measurement: Measurement) -> dict[str, object]:
     }
 
 
-def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str, table: str | None = None) -> str:
-    """The document: the command that made it, a summary, a table a family, the floors; `table` is the CSV beside it."""
+def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -> str:
+    """The document: the command that made it, a summary, a table a family, the floors."""
     families, cards = list(dict.fromkeys(row.family for row in rows)), list(dict.fromkeys(row.card for row in rows))
     broken = faults(rows, measurements)
     parts = [
         "# The kernels, compiled for every card",
         f"Made by `{command}` with Triton {triton.__version__}, without a GPU: do not edit. `make kernels-report` "
-        "makes it for every card and dtype. "
-        f"{f'Every configuration is a line of [{table}]({table}). ' if table else ''}"
+        "makes it for every card and dtype, and `build/kernels.csv` with a line a configuration. "
         "The launchers are called with tensors that have a shape and no memory, and what they would launch is "
         "compiled for the card; the figures are read from the machine code. They say that a kernel fits, not how "
         "fast it is.",

@@ -87,7 +87,7 @@ def test_upstream_gradients_that_are_missing(
         assert all((found[name] == 0).all() for name in ("update", "signal", "projection", "codes"))
 
 
-@pytest.mark.parametrize("wanted", itertools.product([True, False], repeat=3))
+@pytest.mark.parametrize("wanted", [*itertools.product([True, False], repeat=3)])
 def test_only_what_is_needed_is_written(wanted: tuple[bool, bool, bool], device: torch.device) -> None:
     names = {"residual": "needs_dictionary", "projection": "needs_projection", "codes": "needs_codes"}
     missing = tuple(name for name, needed in zip(names, wanted, strict=True) if not needed)

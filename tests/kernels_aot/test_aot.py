@@ -324,12 +324,11 @@ class TestCommand:
     def test_every_configuration_is_a_line_of_the_csv(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         path = tmp_path / "report.csv"
         options = ("--precision", "bfloat16", "--csv", str(path))
-        _, _, text = self.run(monkeypatch, tmp_path, spilling(), *options)
+        self.run(monkeypatch, tmp_path, spilling(), *options)
         (line,) = csv.DictReader(path.read_text().splitlines())
         assert (line["family"], line["kernel"], line["card"]) == ("example", "spilling_kernel", "RTX 3090")
         assert int(line["spilled bytes"]) > 0
         assert line["fault"].startswith("spills")
-        assert "[report.csv](report.csv)" in text
 
     def test_redundant_products_are_shown(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         path = tmp_path / "report.csv"
