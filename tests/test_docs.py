@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
+
+import cdt_fast
+from cdt_fast import integrations, models, ops
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")] + sorted(ROOT.glob("docs/*.md"))
@@ -55,17 +60,20 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         assert f"(docs/{document.name})" in readme, document.name
 
 
-def test_one_version() -> None:
-    versions = [
-        re.findall(pattern, (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
-        for name, pattern in (
-            ("pyproject.toml", r'^version = "(.+)"'),
-            ("CITATION.cff", r"^version: (.+)"),
-            ("cdt_fast/__init__.py", r'^__version__ = "(.+)"'),
-        )
-    ]
-    assert versions == [versions[0]] * 3
-    assert len(versions[0]) == 1
+def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert project is not None
+    assert citation["version"] == project[1] == cdt_fast.__version__
+    (paper,) = citation["references"]
+    assert paper["url"].endswith("2601.17257")
+    assert f"({paper['url']})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    for module in (cdt_fast, ops, models, integrations):
+        for name in module.__all__:
+            assert inspect.getdoc(getattr(module, name)), f"{module.__name__}.{name}"
 
 
 def test_commands_in_documents_parse() -> None:
