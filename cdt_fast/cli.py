@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from cdt_fast.cli_settings import TASKS, add_settings, check_effect
-from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.errors import InputError, MissingExtra, printable
 from cdt_fast.files import write_json
 from cdt_fast.training.config import CONFIGS, SECTIONS, RunConfig
 from cdt_fast.training.memory import is_out_of_memory, memory_hint
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
         print(f"cdt-fast: stopped by {number.name}{options.hint}", file=sys.stderr)
         return 128 + number
-    print("cdt-fast: " + " ".join(message.split()), file=sys.stderr)
+    print("cdt-fast: " + printable(" ".join(message.split())), file=sys.stderr)
     return BAD_INPUT
 
 

@@ -14,6 +14,14 @@ class MissingExtra(ImportError):
     """A package of an optional extra is needed and not installed; the message names the extra."""
 
 
+def printable(text: str) -> str:
+    """`text` with control characters spelled out: names of files and answers of servers must not steer a terminal."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 def require(module: str, extra: str, purpose: str) -> ModuleType:
     """Import `module`, or say which extra of cdt-fast brings it.
 

@@ -1,68 +1,101 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and what others wrote read within limits."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
 import json
 import os
-import re
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar, overload
 
 from cdt_fast.errors import InputError
 
+T = TypeVar("T")
+
+MOST_BYTES = 64 << 20
+"""The largest JSON or TOML file that is read: none of this package comes near it."""
+
+MOST_LEVELS = 64
+"""How deep values may be nested in one another."""
+
 
 @contextmanager
-def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replaced_atomically(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Path]:
     """Give a temporary path beside `path`; move it there once the block has ended without an error.
 
     The temporary file keeps the suffix of `path` (writers of video and pictures choose the format by it). The data
     is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or a full
-    disk, nothing is left behind and an existing `path` is as it was.
+    disk, nothing is left behind and an existing `path` is as it was. What a killed process left of the same file is
+    removed first.
+
+    Args:
+        path: the file to write; folders above it are made.
+        mode: its permissions, less those that the umask takes.
 
     Raises:
         OSError: the file cannot be written; it names `path`, not the temporary file.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target.parent, f".{glob.escape(target.stem)}-*.tmp{glob.escape(target.suffix)}")
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.stem}-", suffix=f".tmp{target.suffix}", dir=target.parent)
+        temporary, lock = _locked_temporary(target, mode)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(target)) from error
-    os.close(handle)
-    temporary = Path(name)
     try:
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)
-    except Exception as error:
-        number = _system_error(error, temporary)
-        if number is None:
+    except OSError as error:
+        # Writing through an open file names no file; an error that names another file is not ours to rename.
+        if error.filename is not None and str(error.filename) != str(temporary):
             raise
-        raise OSError(number, os.strerror(number), str(target)) from error
+        raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         temporary.unlink(missing_ok=True)
+        lock.close()
 
 
-def _system_error(error: Exception, temporary: Path) -> int | None:
-    """The number of the system's error if `error` comes from writing `temporary`, else None."""
-    if isinstance(error, OSError):
-        # Writing through an open file names no file; an error that names another file is not ours to rename.
-        return error.errno if error.filename is None or str(error.filename) == str(temporary) else None
-    # safetensors reports a full disk as an error of its own, with the number in its text.
-    found = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__module__.startswith("safetensors") else None
-    return int(found[1]) if found else None
+def _locked_temporary(target: Path, mode: int) -> tuple[Path, IO[bytes]]:
+    """A new file beside `target`, locked while it is open, so that `remove_leftovers` knows it is in use."""
+    while True:
+        temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}.tmp{target.suffix}")
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        lock = os.fdopen(handle, "rb+")
+        try_lock(lock)
+        if temporary.exists():  # else another process took it for a leftover before the lock was there
+            return temporary, lock
+        lock.close()
 
 
-def _umask() -> int:
-    # mkstemp makes files that only the owner can read; os.umask can only be read by setting it.
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def try_lock(file: IO[Any]) -> bool:
+    """Lock an open file until it is closed, or this process ends; False if another process has locked it.
+
+    A file system without locks does without them.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def remove_leftovers(folder: str | os.PathLike[str], pattern: str = ".*.tmp*") -> None:
+    """Remove the temporary files that a killed process left in `folder`; those that another one is writing stay."""
+    for leftover in filter(Path.is_file, Path(folder).glob(pattern)):
+        try:
+            with leftover.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink(missing_ok=True)
+        except OSError:  # in use, or no longer there
+            continue
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -76,20 +109,115 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+@overload
+def read_json(path: str | os.PathLike[str]) -> Any: ...
+@overload
+def read_json(path: str | os.PathLike[str], kind: type[T]) -> T: ...
+def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
     """Read a JSON file.
 
+    Args:
+        path: a file of at most `MOST_BYTES`.
+        kind: what it has to hold, as for `parsed_json`.
+
     Raises:
-        InputError: the file is missing, cannot be read or is not whole.
+        InputError: the file is missing, cannot be read, is too large, is not whole, or does not hold a `kind`.
+    """
+    return parsed_json(_content(path, "JSON"), str(path), kind)
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a TOML file of at most `MOST_BYTES`.
+
+    Raises:
+        InputError: the file is missing, cannot be read, is too large or is no TOML.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib  # pyright: ignore[reportMissingImports]  # on 3.10 alone
+    try:
+        document = tomllib.loads(_content(path, "TOML").decode("utf-8"))
+        _check_plain(document)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as TOML ({_problem(error)})") from error
+    return document
 
 
-def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Remove the temporary files that a killed process left in `folder`."""
-    for leftover in Path(folder).glob(".*.tmp*"):
-        if leftover.is_file():
-            leftover.unlink(missing_ok=True)
+@overload
+def parsed_json(text: str | bytes, where: str) -> Any: ...
+@overload
+def parsed_json(text: str | bytes, where: str, kind: type[T]) -> T: ...
+def parsed_json(text: str | bytes, where: str, kind: Any = Any) -> Any:
+    """The value that a JSON text from outside stands for.
+
+    Refused besides what is no JSON: values nested deeper than `MOST_LEVELS`, whole numbers of more digits than Python
+    converts (4,300), and halves of surrogate pairs, which cannot be written or printed again.
+
+    Args:
+        text: one JSON value.
+        where: what to call it in a message: a file, or a line of one.
+        kind: a type that pydantic checks and converts to, such as `list[str]`, a dataclass or a model.
+
+    Raises:
+        InputError: it is no such value; one line that says where, and what was expected.
+    """
+    try:
+        value = json.loads(text)
+        _check_plain(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: cannot be read as JSON ({_problem(error)})") from error
+    return value if kind is Any else _as_kind(value, where, kind)
+
+
+def _content(path: str | os.PathLike[str], form: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read as {form} ({error.strerror})") from error
+    if len(content) > MOST_BYTES:
+        raise InputError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, the most that is read of such a file")
+    return content
+
+
+def _check_plain(value: Any) -> None:
+    """Raise ValueError for what is nested too deeply, and for words that UTF-8 cannot represent."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        inner: list[Any] = []
+        for entry in level:
+            if isinstance(entry, str):
+                entry.encode("utf-8")
+            elif isinstance(entry, dict):
+                inner.extend(chain(entry, entry.values()))
+            elif isinstance(entry, list):
+                inner.extend(entry)
+        if not inner:
+            return
+        level = inner
+    raise RecursionError
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno}: {error.msg}" if error.lineno > 1 else error.msg
+    return f"nested deeper than {MOST_LEVELS} levels" if isinstance(error, RecursionError) else str(error)
+
+
+def _as_kind(value: Any, where: str, kind: Any) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        place = f"{where}: {'.'.join(map(str, first['loc']))}" if first["loc"] else where
+        more = f"; and {len(others)} more" if others else ""
+        raise InputError(f"{place}: {first['msg']}, got {shown(first['input'])}{more}") from error
+
+
+def shown(value: Any) -> str:
+    """A value in a message, no longer than a part of a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

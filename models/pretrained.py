@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
+from cdt_fast.tensor_file import load_tensors, serialized
 
 _classes: dict[str, type[PretrainedModel]] = {}
 
@@ -26,13 +27,9 @@ class PretrainedModel(nn.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model to `folder`, each file atomically."""
-        # safetensors is imported where files are: without it the networks can still be trained and measured.
-        from safetensors.torch import save_file
-
         folder = Path(folder)
-        weights = {name: value.detach().contiguous().cpu() for name, value in self.state_dict().items()}
         with replaced_atomically(folder / "model.safetensors") as temporary:
-            save_file(weights, temporary)
+            temporary.write_bytes(serialized(self.state_dict()))
         write_json(folder / "config.json", {"model": type(self).__name__, **self.config})
 
     @classmethod
@@ -54,9 +51,6 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
     Raises:
         InputError: the folder holds no model, or a file of it is missing, unknown or not whole.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     folder = Path(folder)
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or config.get("model") not in list(_classes):
@@ -68,12 +62,10 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
         raise InputError(f"{folder / 'config.json'}: does not fit {name} ({error})") from error
     path = folder / "model.safetensors"
     try:
-        weights = load_file(path)
+        weights = load_tensors(path).tensors
         # A constructor builds in torch's default dtype; the weights keep the one they were saved in.
         model.to(next((value.dtype for value in weights.values() if value.is_floating_point()), None))
         model.load_state_dict(weights)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
     except RuntimeError as error:
         raise InputError(f"{path}: does not fit {folder / 'config.json'} ({error})") from error
     return model

@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from cdt_fast import cli
 from cdt_fast.constraints.descent import PRESETS
 from cdt_fast.files import read_json
 from cdt_fast.training import figures
+from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint
 from cdt_fast.training.config import RunConfig
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import evaluation
@@ -334,9 +337,10 @@ def test_a_run_gets_a_name_from_its_source(
 
 def damaged(run: RunFolder) -> Iterator[tuple[Path, str]]:
     """Damage one file after the other, and say which; each is whole again afterwards."""
-    for path in (run.checkpoint, run.model / "model.safetensors", run.model / "config.json", run.config):
+    for path in (run.model / "model.safetensors", run.model / "config.json", run.config):
         whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) * 2 // 3])
+        cut = whole.rindex(b" = ") + 3 if path == run.config else len(whole) * 2 // 3
+        path.write_bytes(whole[:cut])
         yield path, path.name
         path.write_bytes(whole)
 
@@ -345,14 +349,36 @@ def test_files_cut_short_are_named_in_one_line(call: Call, copied_run: RunFolder
     before = copied_run.evaluation.read_bytes()
     for path, name in damaged(copied_run):
         assert str(path) in call("evaluate", copied_run.path).line(), name
-        if path != copied_run.checkpoint:
-            line = call("denoise", copied_run.path, clip, tmp_path / "out.mp4").line()
-            assert str(path) in line, name
-        else:
-            line = call("train", "video", "--resume", copied_run.path).line()
-            assert f"{path}: cannot be read, or is cut short" in line
+        line = call("denoise", copied_run.path, clip, tmp_path / "out.mp4").line()
+        assert str(path) in line, name
     assert copied_run.evaluation.read_bytes() == before
     assert not (tmp_path / "out.mp4").exists()
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before_it(call: Call, copied_run: RunFolder) -> None:
+    whole, previous = copied_run.checkpoint.read_bytes(), previous_checkpoint(copied_run.checkpoint)
+    copied_run.checkpoint.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+    answer = call("evaluate", copied_run.path)
+    assert answer.status == 0
+    assert re.search(r"warning: .*is damaged.*the checkpoint before it is used, state\.previous", answer.err)
+    assert read_json(copied_run.evaluation)["trained_steps"] == 27
+    answer = call("train", "video", "--resume", copied_run.path)
+    assert answer.status == 0
+    assert "warning" in answer.err
+    assert copied_run.checkpoint.read_bytes() == whole
+    for path in (copied_run.checkpoint, previous):
+        path.write_bytes(whole[: len(whole) // 2])
+    for command in (("train", "video", "--resume"), ("evaluate",)):
+        line = call(*command, copied_run.path).line()
+        assert f"{copied_run.checkpoint}: cannot be read, or is cut short" in line
+
+
+def test_the_checkpoint_of_another_run_is_refused(call: Call, trained: Any, copied_run: RunFolder) -> None:
+    shutil.copyfile(RunFolder(trained.plain).checkpoint, copied_run.checkpoint)
+    for command in (("train", "video", "--resume"), ("evaluate",)):
+        line = call(*command, copied_run.path).line()
+        assert "state.safetensors: is of another run" in line
+        assert "[constraints] constrained was False, is True" in line
 
 
 def test_a_run_that_is_not_trained_yet_says_how_to_go_on(
@@ -382,27 +408,23 @@ def full(*_: object, **__: object) -> None:
 def test_a_full_disk_under_a_checkpoint_keeps_the_old_one(
     call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_figures: None
 ) -> None:
-    from safetensors import SafetensorError
-
-    from cdt_fast.training import checkpoint
-
     run = RunFolder(tmp_path / "run")
-    save_file = checkpoint.save_file
+    write_bytes = Path.write_bytes
     calls = 0
 
-    def second_time_full(tensors: Any, path: Path, metadata: Any) -> None:
+    def second_time_full(path: Path, content: bytes) -> int:
         nonlocal calls
-        calls += 1
-        if calls == 2:
-            path.write_bytes(b"half")
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        save_file(tensors, path, metadata=metadata)
+        calls += path.parent == run.checkpoint.parent
+        if calls == 2 and path.parent == run.checkpoint.parent:
+            write_bytes(path, b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, content)
 
-    monkeypatch.setattr(checkpoint, "save_file", second_time_full)
+    monkeypatch.setattr(Path, "write_bytes", second_time_full)
     answer = call("train", "video", clip, "--out", run.path, *tiny_arguments())
     assert answer.status == 2
     assert answer.err.splitlines()[-1] == f"cdt-fast: {run.checkpoint}: the disk is full"
-    assert checkpoint.load_checkpoint(run.checkpoint)["step"] == 3
+    assert load_checkpoint(run.checkpoint)["step"] == 3
     assert os.listdir(run.checkpoint.parent) == ["state.safetensors"]
     assert call("train", "video", "--resume", run.path).status == 0
 

@@ -1,17 +1,32 @@
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import stat
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import annotated_types
 import pytest
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cdt_fast.errors import InputError
-from cdt_fast.files import read_json, remove_leftovers, replaced_atomically, write_json, write_text
+from cdt_fast.errors import InputError, printable
+from cdt_fast.files import (
+    MOST_LEVELS,
+    parsed_json,
+    read_json,
+    read_toml,
+    remove_leftovers,
+    replaced_atomically,
+    write_json,
+    write_text,
+)
 
 
 def test_a_file_appears_whole_with_the_usual_permissions(tmp_path: Path) -> None:
@@ -46,34 +61,12 @@ def test_after_a_failure_the_old_file_is_as_it_was(tmp_path: Path, failure: Base
     assert os.listdir(tmp_path) == ["note.txt"]
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-)
-def test_a_full_disk_is_reported_with_the_name_of_the_target(tmp_path: Path, failure: Exception) -> None:
+def test_a_full_disk_is_reported_with_the_name_of_the_target(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     with pytest.raises(OSError, match="No space") as caught, replaced_atomically(path):
-        raise failure
+        raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(path)
-    assert not os.listdir(tmp_path)
-
-
-def test_safetensors_reports_the_systems_error_as_expected_here(tmp_path: Path) -> None:
-    """The number in the text of its error is what `replaced_atomically` reads."""
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    path = tmp_path / "weights.safetensors"
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        with pytest.raises(OSError, match="too large") as caught, replaced_atomically(path) as temporary:
-            save_file({"weights": torch.zeros(10_000)}, temporary)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.errno == errno.EFBIG
     assert not os.listdir(tmp_path)
 
 
@@ -86,13 +79,54 @@ def test_an_error_that_names_another_file_keeps_that_name(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_written_is_named_by_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**_: object) -> None:
+    def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/somewhere/.note-x.tmp.txt")
 
-    monkeypatch.setattr("cdt_fast.files.tempfile.mkstemp", refuse)
+    monkeypatch.setattr("cdt_fast.files.os.open", refuse)
     with pytest.raises(PermissionError) as caught:
         write_text(tmp_path / "note.txt", "")
     assert caught.value.filename == str(tmp_path / "note.txt")
+
+
+def test_permissions_are_those_asked_for_and_the_umask_is_never_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(mask: int) -> int:
+        raise AssertionError("the umask is that of the whole process")
+
+    monkeypatch.setattr(os, "umask", refuse)
+    with replaced_atomically(tmp_path / "clip.npy", mode=0o600) as temporary:
+        temporary.write_bytes(b"private")
+    assert stat.S_IMODE((tmp_path / "clip.npy").stat().st_mode) == 0o600
+
+
+_WRITE = """
+import sys
+from cdt_fast.files import replaced_atomically
+with replaced_atomically(sys.argv[1]) as temporary:
+    temporary.write_text("half")
+    print(temporary, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "clip[1].mp4"
+    for end in ("close", "kill"):
+        command = [sys.executable, "-c", _WRITE, str(path)]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdin is not None
+        assert other.stdout is not None
+        temporary = Path(other.stdout.readline().rstrip())
+        write_text(path, "mine")
+        remove_leftovers(tmp_path)
+        assert temporary.read_text() == "half"
+        other.stdin.close() if end == "close" else other.kill()
+        other.wait()
+        other.stdout.close()
+        assert temporary.exists() == (end == "kill")
+    write_text(path, "mine")
+    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_json_is_read_back_and_numbers_it_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -104,13 +138,113 @@ def test_json_is_read_back_and_numbers_it_cannot_hold_are_refused(tmp_path: Path
     assert read_json(path) == {"a": [1.5, None, "γ"]}
 
 
-@pytest.mark.parametrize("content", [b'{"a": 1', b"\xff\xfe", b""])
-def test_a_json_file_that_is_not_whole_is_named(tmp_path: Path, content: bytes) -> None:
+BROKEN = {
+    "cut": b'{"a": 1',
+    "not UTF-8": b"\xff\xfe",
+    "empty": b"",
+    "5,000 digits": b'{"a": ' + b"1" * 5000 + b"}",
+    "deep lists": b"[" * 5000 + b"]" * 5000,
+    "deep objects": b'{"a": ' * 5000 + b"1" + b"}" * 5000,
+    "nested 65 times": b"[" * 65 + b"]" * 65,
+    "half of a pair": b'{"a": "\\ud800"}',
+    "half of a pair as a key": b'{"\\udfff": 1}',
+    "zeros": bytes(100),
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_json_file_that_is_not_whole_is_named_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "values.json"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
         read_json(path)
     assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(path))
+
+
+def test_what_is_nested_less_deeply_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "values.json"
+    path.write_text("[" * MOST_LEVELS + "]" * MOST_LEVELS)
+    read_json(path)
+    path.write_text('"' + "\\ud83d\\ude00" + '"')
+    assert read_json(path) == "😀"
+
+
+BROKEN_TOML = [
+    b"a = " + b"1" * 5000,
+    b"a = " + b"[" * 5000 + b"]" * 5000,
+    b".".join([b"a"] * 100) + b" = 1",
+    b'a = "\\ud800"',
+    b"a = \xff",
+    b"[a",
+    bytes(9),
+]
+
+
+@pytest.mark.parametrize("content", BROKEN_TOML)
+def test_a_toml_file_that_is_none_is_named_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"config\.toml: cannot be read as TOML"):
+        read_toml(path)
+
+
+def test_a_file_that_is_missing_a_folder_or_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for read in (read_json, read_toml):
+        with pytest.raises(InputError, match=r"none: cannot be read as (JSON|TOML) \(No such file"):
+            read(tmp_path / "none")
+        with pytest.raises(InputError, match=r"cannot be read as (JSON|TOML) \(Is a directory"):
+            read(tmp_path)
+    monkeypatch.setattr("cdt_fast.files.MOST_BYTES", 2 << 20)
+    (tmp_path / "large").write_bytes(b" " * (3 << 20))
+    for read in (read_json, read_toml):
+        with pytest.raises(InputError, match="large: is larger than 2 MiB"):
+            read(tmp_path / "large")
+
+
+@dataclass
+class Entry:
+    step: Annotated[int, annotated_types.Ge(0)]
+    loss: list[float]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"step": -1, "loss": []}, "step: Input should be greater than or equal to 0, got -1"),
+        ({"step": "x", "loss": []}, "step: Input should be a valid integer"),
+        ({"step": 1, "loss": [0.5, None]}, "loss.1: Input should be a valid number, got None"),
+        ({"loss": 1}, "step: Field required, got {'loss': 1}; and 1 more"),
+        ([], "Input should be a dictionary or an instance of Entry, got []"),
+        ({"step": 1, "loss": ["word " * 99]}, "loss.0: Input should be a valid number"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_with_its_place(tmp_path: Path, value: object, message: str) -> None:
+    path = tmp_path / "entry.json"
+    write_json(path, {"step": 3, "loss": [1, 0.5]})
+    assert read_json(path, Entry) == Entry(3, [1.0, 0.5])
+    write_json(path, value)
+    with pytest.raises(InputError) as caught:
+        read_json(path, Entry)
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert len(str(caught.value)) < 250 + len(str(path))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    content=st.binary(max_size=40) | st.text(alphabet='[]{}",:0123456789.eE+-\\u d8tfn', max_size=40).map(str.encode)
+)
+def test_any_bytes_are_refused_or_can_be_written_again(content: bytes) -> None:
+    with contextlib.suppress(InputError):
+        json.dumps(parsed_json(content, "line 1"), ensure_ascii=False).encode()
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert printable("é γ 漢\t\n") == "é γ 漢\t\n"
+    assert printable("\x1b[2J\x07\r\u202e\udc80") == r"\x1b[2J\x07\r\u202e\udc80"
 
 
 def test_only_leftovers_are_removed(tmp_path: Path) -> None:

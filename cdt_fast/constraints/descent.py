@@ -457,8 +457,8 @@ class DescentConstraints:
         """Restore what `state_dict` returned, in place; a run continues bit for bit.
 
         Raises:
-            InputError: a setting differs from this object's, or an entry is missing, unknown or of the wrong shape.
-                Nothing is changed then.
+            InputError: a setting differs from this object's, an entry is missing, unknown, of the wrong shape or not
+                finite, or a counter is none. Nothing is changed then.
         """
         settings, tensors = self._settings(), self._tensors()
         # Settings first: another rule has other tensors too, and its name is what the reader needs to see.
@@ -475,6 +475,11 @@ class DescentConstraints:
             saved = state[name]
             if not isinstance(saved, Tensor) or saved.shape != tensor.shape:
                 raise InputError(f"the saved {name} is {saved!r}; expected a tensor of shape {list(tensor.shape)}")
+            # Sums of losses may be infinite: an update looks at them before it uses them.
+            if name != "accumulated" and not bool(saved.isfinite().all()):
+                raise InputError(f"the saved {name} is {saved.tolist()}; expected finite numbers")
+        for name in _COUNTERS:
+            check_integer(f"the saved {name}", state[name], 0)
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
         for name in _COUNTERS:

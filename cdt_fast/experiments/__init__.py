@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import read_json
-from cdt_fast.training.config import CONFIGS, SECTIONS, RunConfig, read_toml
+from cdt_fast.files import read_json, read_toml
+from cdt_fast.training.config import CONFIGS, SECTIONS, RunConfig
 from cdt_fast.training.run_folder import RunFolder
 
 FOLDER = Path(__file__).parent

@@ -17,7 +17,7 @@ from cdt_fast.sequence.perturbation import evaluate_classifier
 from cdt_fast.sequence.task import EVALUATION_SEED, IGNORED, EncodedSamples, perturbation_arguments
 from cdt_fast.sequence.text import encoded_texts, load_text_network
 from cdt_fast.training.building import build_constraints, load_data
-from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.checkpoint import load_checkpoint, run_identity
 from cdt_fast.training.config import RunConfig
 from cdt_fast.training.run_folder import RunFolder
 
@@ -35,7 +35,7 @@ def evaluate_sequences(run: RunFolder, config: RunConfig, progress: bool = True)
     Raises:
         InputError: the run's model, data or checkpoint cannot be read.
     """
-    state = load_checkpoint(run.checkpoint)
+    state = load_checkpoint(run.checkpoint, run=run_identity(config))
     data = load_data(config, progress)
     network, test, facts = _text(run, config, data) if config.task == "text" else _language(run, config, data)
     device = torch.device("cuda" if config.training.device != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,61 +1,178 @@
-"""Checkpoints: all the state of a run in one safetensors file, without pickle, whole or not there."""
+"""Checkpoints: all the state of a run in one safetensors file, without pickle; the last two are kept."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from cdt_fast.errors import InputError
-from cdt_fast.files import replaced_atomically
+from cdt_fast.errors import InputError, printable
+from cdt_fast.files import parsed_json, replaced_atomically, shown
+from cdt_fast.tensor_file import load_tensors, serialized
 
-_FORMAT = "cdt_fast checkpoint 1"
+_FORMAT = "cdt_fast checkpoint 2"
+
+# What the state of a training holds, as `training.loop` saves it.
+_ENTRIES: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "steps": int,
+    "model": dict,
+    "optimizer": dict,
+    "schedule": dict,
+    "constraints": dict,
+    "best": (dict, type(None)),
+    "run": dict,
+    "data": dict,
+}
+
+# Settings that do not say which run it is: places, and what may change between two resumptions.
+_NOT_OF_THE_RUN = (
+    *("source", "model", "embedding", "download", "device", "precision", "cuda_graph", "tensorboard"),
+    *("steps", "epochs", "validate_every", "checkpoint_every", "log_every"),
+)
+
+
+def previous_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """Where `save_checkpoint` keeps the checkpoint that was at `path` before."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write `state` to `path`, atomically.
+    """Write `state` to `path` with checksums, atomically; the checkpoint that was there before is kept beside it.
 
     Args:
+        path: the file.
         state: nested dictionaries (keys: words or whole numbers), lists and tuples of tensors, numbers, words, truth
             values and None. Tuples come back as lists.
+
+    Raises:
+        OSError: the file cannot be written; it names `path`.
+        TypeError: the state holds something else.
     """
     tensors: dict[str, Tensor] = {}
     document = _without_tensors(state, "", tensors)
     with replaced_atomically(path) as temporary:
-        save_file(tensors, temporary, metadata={"format": _FORMAT, "state": json.dumps(document)})
+        temporary.write_bytes(serialized(tensors, {"format": _FORMAT, "state": json.dumps(document)}))
+        if os.path.exists(path):
+            _keep(path)
 
 
-def load_checkpoint(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote.
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    *,
+    run: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read what `save_checkpoint` wrote; where that is damaged the one before it, with a warning on stderr.
+
+    Args:
+        path: the file.
+        device: where the tensors are to be.
+        run: the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
 
     Raises:
-        InputError: the file is missing, cut short or no checkpoint.
+        InputError: there is none, or none is whole. With `run` also: an entry is missing or of another type, the step
+            is below 0 or beyond the end, a weight or a moment of the optimizer is not finite, or it is of another run.
     """
-    if not os.path.exists(path):
+    previous = previous_checkpoint(path)
+    if not os.path.exists(path) and not previous.exists():
         raise InputError(f"{path}: there is no checkpoint yet")
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
-    if metadata.get("format") != _FORMAT:
-        raise InputError(f"{path}: is no checkpoint of this version of cdt_fast")
+        state = _load(path, device)
+    except InputError as error:
+        try:
+            state = _load(previous, device)
+        except InputError:
+            raise error from None
+        line = f"cdt-fast: warning: {error}; the checkpoint before it is used, {previous.name}"
+        print(printable(line), file=sys.stderr)
+    if run is not None:
+        _check_training_state(path, state, run)
+    return state
+
+
+def run_identity(settings: Any) -> dict[str, Any]:
+    """The settings that a checkpoint belongs to, for `load_checkpoint`: two runs that agree in them are the same.
+
+    Args:
+        settings: of a run: an object with the sections `data`, `model`, `constraints` and `training`.
+    """
+    return {
+        f"[{section}] {name}": value
+        for section in ("data", "model", "constraints", "training")
+        for name, value in vars(getattr(settings, section)).items()
+        if name not in _NOT_OF_THE_RUN
+    }
+
+
+def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Refuse a state that the training of `run` does not leave; see `load_checkpoint`."""
+    for name, kinds in _ENTRIES.items():
+        value = state.get(name, ...)
+        if value is ... or not isinstance(value, kinds) or isinstance(value, bool):
+            what = "is missing" if value is ... else f"is {shown(value)}"
+            raise InputError(f"{path}: is no checkpoint of a training: {name} {what}")
+    if not 0 <= state["step"] <= state["steps"]:
+        raise InputError(f"{path}: is at step {state['step']} of {state['steps']}, where no training comes to")
+    for name, here in run.items():
+        there = state["run"].get(name)
+        if there != here:
+            raise InputError(
+                f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
+            )
+    for part in ("model", "optimizer"):
+        for name, tensor in _tensors(state[part], part):
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")
+
+
+def _keep(path: str | os.PathLike[str]) -> None:
+    """Make the checkpoint at `path` the previous one too."""
+    previous = previous_checkpoint(path)
+    previous.unlink(missing_ok=True)
     try:
-        return _with_tensors(json.loads(metadata["state"]), tensors)
-    except (KeyError, TypeError, ValueError) as error:
+        os.link(path, previous)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, previous)
+
+
+def _load(path: str | os.PathLike[str], device: torch.device | str) -> dict[str, Any]:
+    file = load_tensors(path, device)
+    if file.metadata.get("format") != _FORMAT or not file.checked:
+        raise InputError(
+            f"{path}: is no checkpoint of this version of cdt_fast; resume with the version that wrote it, or train "
+            "in another folder"
+        )
+    try:
+        state = _with_tensors(parsed_json(file.metadata["state"], str(path)), file.tensors)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(state, dict):
+        raise InputError(f"{path}: is damaged (its state is {shown(state)})")
+    return state
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(entry, f"{name}.{key}")
 
 
 def _without_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        # A copy: safetensors refuses tensors that share memory.
-        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        while name in tensors:  # the entry "a.b", and the entry "b" of "a"
+            name += "'"
+        tensors[name] = value
         return {"tensor": name}
     if isinstance(value, dict):
         keys = {str: "words", int: "numbers"}[type(next(iter(value)))] if value else "words"

@@ -8,14 +8,13 @@ import os
 import types
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from cdt_fast.constraints.presets import PRESETS
 from cdt_fast.errors import InputError
-from cdt_fast.files import write_text
+from cdt_fast.files import read_toml, write_text
 from cdt_fast.sequence.settings import (
     LanguageConstraintSettings,
     LanguageDataSettings,
@@ -34,11 +33,6 @@ from cdt_fast.training.settings import (
     ModelSettings,
     TrainingSettings,
 )
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # on 3.10 alone
 
 
 @dataclass
@@ -156,18 +150,6 @@ def load_config(path: str | os.PathLike[str]) -> RunConfig:
     if task not in list(CONFIGS):
         raise InputError(f"{path}: task must be one of {', '.join(CONFIGS)}, got {task!r}")
     return CONFIGS[task].load(path)
-
-
-def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The document of a TOML file.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as TOML ({error})") from error
 
 
 def converted(name: str, value: Any, annotation: Any, choices: tuple[str, ...] | None) -> Any:

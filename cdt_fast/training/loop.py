@@ -18,7 +18,7 @@ from cdt_fast.constraints.feasibility import FeasibilityReport
 from cdt_fast.errors import InputError
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.building import build_constraints, check_settings, describe_data, load_data, samples_per_step
-from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
+from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.config import RunConfig
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.device import prepare_device
@@ -54,7 +54,9 @@ def train(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: 
     prepare_device(config, accelerator)
     progress = progress and accelerator.is_main_process
     with run.lock(accelerator.is_main_process):
-        state = load_checkpoint(run.checkpoint) if resume and run.checkpoint.exists() else None
+        state = None
+        if resume and run.checkpoint.exists():
+            state = load_checkpoint(run.checkpoint, run=run_identity(config))
         data = load_data(config, progress)
         if progress:
             print(describe_data(config, data), file=sys.stderr)
@@ -287,6 +289,7 @@ class Trainer:
         return {
             "step": self.step,
             "steps": self.task.steps,
+            "run": run_identity(self.config),
             "model": self._trained_weights(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -310,7 +313,11 @@ class Trainer:
         Raises:
             InputError: it belongs to other settings or other data.
         """
-        if state.get("data") != self.task.data_identity():
+        if state["step"] > self.task.steps:
+            raise InputError(
+                f"{self.folder.checkpoint}: is at step {state['step']}, but the training is of {self.task.steps} steps"
+            )
+        if state["data"] != self.task.data_identity():
             raise InputError(
                 f"{self.config.data.source}: the {self.task.subject} are not those that {self.folder.path} was trained "
                 "on so far"

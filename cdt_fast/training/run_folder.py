@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import remove_leftovers, write_text
+from cdt_fast.files import remove_leftovers, try_lock, write_text
 from cdt_fast.training.config import RunConfig, load_config
 
 
@@ -93,7 +91,7 @@ class RunFolder:
             yield
             return
         with self.config.open("r+b") as file:
-            if not _locked(file):
+            if not try_lock(file):
                 raise InputError(f"{self.path}: another process is training this run; wait for it, or stop it first")
             yield
 
@@ -130,20 +128,3 @@ class RunFolder:
         """Drop what was logged after `step`, the checkpoint that a resumed run starts from."""
         kept = [entry for entry in self.read_metrics() if entry["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
-
-
-def _locked(file: BinaryIO) -> bool:
-    """Lock an open file until it is closed; False if another process has locked it."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            file.seek(2**30)  # far behind the content: there a lock keeps nobody from reading it
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
-    return True

@@ -14,7 +14,7 @@ from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.building import build_constraints, load_data, load_model
-from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.training.checkpoint import load_checkpoint, run_identity
 from cdt_fast.training.config import RunConfig
 from cdt_fast.training.per_sample import per_sample_statistics
 from cdt_fast.training.run_folder import RunFolder
@@ -192,7 +192,7 @@ def evaluate_run(run: RunFolder, config: RunConfig, progress: bool = True) -> di
 
         return evaluate_sequences(run, config, progress)
     model = load_model(run, config)
-    state = load_checkpoint(run.checkpoint)
+    state = load_checkpoint(run.checkpoint, run=run_identity(config))
     data = load_data(config, progress)
     constraints = build_constraints(config, data, "cpu")
     constraints.load_state_dict(state["constraints"])

@@ -687,6 +687,13 @@ def test_a_damaged_state_is_refused() -> None:
     for wrong in (torch.zeros(7), [0.0, 0.0, 0.0]):
         with pytest.raises(InputError, match=r"the saved multipliers is .* expected a tensor of shape \[3\]"):
             constraints.load_state_dict({**state, "multipliers": wrong})
+    for name in ("multipliers", "slacks", "first_moment", "second_moment", "updates"):
+        with pytest.raises(InputError, match=f"the saved {name} is .*nan.* expected finite numbers"):
+            constraints.load_state_dict({**state, name: torch.tensor([0.0, torch.nan, 0.0])})
+    for count in (-1, 1.0, "1", None, True):
+        with pytest.raises(InputError, match="the saved steps must be an integer >= 0"):
+            constraints.load_state_dict({**state, "steps": count})
+    constraints.load_state_dict({**state, "accumulated": torch.full((4,), torch.nan)})
 
 
 # The report

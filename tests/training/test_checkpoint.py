@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
+from cdt_fast.tensor_file import serialized
+from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint, save_checkpoint
 
 
 def same(left: Any, right: Any) -> bool:
@@ -91,20 +96,160 @@ def test_a_checkpoint_cut_short_is_named_in_one_line(tmp_path: Path, share: floa
     assert "cut short" in str(caught.value)
 
 
+def resealed(tensors: dict[str, Tensor], **metadata: str) -> bytes:
+    """A checkpoint whose checksums are right, whatever it holds."""
+    return serialized(tensors, {"format": "cdt_fast checkpoint 2", **metadata})
+
+
 @pytest.mark.parametrize(
-    "metadata",
+    ("content", "message"),
     [
-        {},
-        {"format": "cdt_fast checkpoint 0", "state": "{}"},
-        {"format": "cdt_fast checkpoint 1"},
-        {"format": "cdt_fast checkpoint 1", "state": "{"},
-        {"format": "cdt_fast checkpoint 1", "state": json.dumps({"words": {"a": {"tensor": "lost"}}})},
-        {"format": "cdt_fast checkpoint 1", "state": json.dumps({"strange": 1})},
+        (save({"weights": torch.ones(2)}), "no checkpoint of this version"),
+        (
+            save({"weights": torch.ones(2)}, {"format": "cdt_fast checkpoint 1", "state": "{}"}),
+            "resume with the version",
+        ),
+        (save({}, {"format": "cdt_fast checkpoint 2", "state": '{"words": {}}'}), "no checkpoint of this version"),
+        (resealed({}), "is damaged"),
+        (resealed({}, state="{"), "cannot be read as JSON"),
+        (resealed({}, state="null"), r"is damaged \(its state is None"),
+        (resealed({}, state="[1]"), r"is damaged \(its state is \[1\]"),
+        (resealed({}, state=json.dumps({"words": {"a": {"tensor": "lost"}}})), "is damaged"),
+        (resealed({}, state=json.dumps({"strange": 1})), "is damaged"),
+        (resealed({}, state=json.dumps({"numbers": {"one": 1}})), "is damaged"),
+        (resealed({}, state=json.dumps({"words": 5})), "is damaged"),
+        (resealed({}, state=json.dumps({"tensor": []})), "is damaged"),
+        (resealed({}, state='{"words": {"a": ' + "[" * 999 + "]" * 999 + "}}"), "nested deeper"),
+        (resealed({}, state='{"words": {"a": ' + "9" * 4999 + "}}"), "digits"),
     ],
+    ids=range(14),
 )
-def test_another_safetensors_file_is_refused(tmp_path: Path, metadata: dict[str, str]) -> None:
+def test_another_safetensors_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "state.safetensors"
-    save_file({"weights": torch.ones(2)}, path, metadata=metadata)
-    with pytest.raises(InputError) as caught:
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
         load_checkpoint(path)
     assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+STATE = {"weights": torch.arange(50, dtype=torch.float32), "moment": torch.ones(7, dtype=torch.bfloat16), "step": 3}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_flipped_bit_passes_and_the_checkpoint_before_it_is_used_with_a_warning(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "state.safetensors"
+    save_checkpoint(path, {**STATE, "step": 2})
+    save_checkpoint(path, STATE)
+    assert sorted(os.listdir(tmp_path)) == ["state.previous.safetensors", "state.safetensors"]
+    assert same(load_checkpoint(path), STATE)
+    assert capsys.readouterr().err == ""
+    whole = path.read_bytes()
+    generator = random.Random(seed)
+    for _ in range(40):
+        place = generator.randrange(len(whole))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << generator.randrange(8)]) + whole[place + 1 :])
+        loaded = load_checkpoint(path)
+        said = capsys.readouterr().err
+        if loaded["step"] == 3:  # a blank of the header, for example: nothing that it says has changed
+            assert same(loaded, STATE), place
+            assert not said
+        else:
+            assert same(loaded, {**STATE, "step": 2})
+            assert said.startswith(f"cdt-fast: warning: {path}: ")
+            assert said.endswith("; the checkpoint before it is used, state.previous.safetensors\n")
+            assert said.count("\n") == 1
+
+
+def test_two_damaged_checkpoints_are_refused_and_none_is_said_to_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    for _ in range(2):
+        save_checkpoint(path, STATE)
+    for damaged in (path, previous_checkpoint(path)):
+        damaged.write_bytes(damaged.read_bytes()[:-5])
+    with pytest.raises(InputError, match=rf"^{path}: cannot be read, or is cut short"):
+        load_checkpoint(path)
+
+
+def test_a_checkpoint_that_was_removed_is_replaced_by_the_one_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    for step in (2, 3):
+        save_checkpoint(path, {"step": step})
+    path.unlink()
+    assert load_checkpoint(path) == {"step": 2}
+
+
+def test_a_file_system_without_hard_links_keeps_two_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "state.safetensors"
+    for step in (1, 2, 3):
+        save_checkpoint(path, {"step": step})
+    assert load_checkpoint(path) == {"step": 3}
+    assert load_checkpoint(previous_checkpoint(path)) == {"step": 2}
+
+
+def test_the_system_reports_a_full_disk_with_the_name_of_the_checkpoint(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "state.safetensors"
+    save_checkpoint(path, {"step": 1})
+    before = path.read_bytes()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(OSError, match="too large") as caught:
+            save_checkpoint(path, {"weights": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [path.name]
+
+
+RUN = {"[training] seed": 0}
+TRAINING: dict[str, Any] = {
+    "step": 3,
+    "steps": 6,
+    "run": RUN,
+    "model": {"weight": torch.ones(2)},
+    "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.1}]},
+    "schedule": {},
+    "constraints": {},
+    "best": None,
+    "data": {},
+}
+NAN = torch.tensor([1.0, torch.nan])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": -1}, "is at step -1 of 6"),
+        ({"step": 7}, "is at step 7 of 6"),
+        ({"step": 3.0}, r"no checkpoint of a training: step is 3\.0"),
+        ({"step": True}, "step is True"),
+        ({"step": "3"}, "step is '3'"),
+        ({"step": None}, "step is None"),
+        ({"step": ...}, "step is missing"),
+        ({"steps": []}, r"steps is \[\]"),
+        ({"model": None}, "model is None"),
+        ({"best": 0.5}, r"best is 0\.5"),
+        ({"model": {"weight": NAN}}, r"holds NaN or infinity in model\.weight"),
+        ({"optimizer": {"state": {0: {"exp_avg": NAN}}}}, r"infinity in optimizer\.state\.0\.exp_avg"),
+        ({"optimizer": {"param_groups": [{"lr": torch.tensor(torch.inf)}]}}, r"optimizer\.param_groups\.0\.lr"),
+        ({"run": {"[training] seed": 1}}, r"is of another run.*: \[training\] seed was 1, is 0"),
+        ({"run": {}}, "seed was None, is 0"),
+    ],
+)
+def test_a_state_that_no_training_leaves_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "state.safetensors"
+    save_checkpoint(path, TRAINING)
+    assert same(load_checkpoint(path, run=RUN), TRAINING)
+    save_checkpoint(path, {name: value for name, value in {**TRAINING, **change}.items() if value is not ...})
+    with pytest.raises(InputError, match=message) as caught:
+        load_checkpoint(path, run=RUN)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)

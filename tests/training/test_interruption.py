@@ -242,11 +242,13 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
         ({"layers": 3}, "does not fit config.toml"),
         ({"code_size": 32}, "does not fit config.toml"),
         ({"dual": "pi"}, "does not fit config.toml"),
-        ({"window": 4}, "not those"),
-        ({"size": 16}, "not those"),
+        ({"window": 4}, r"\[data\] window was 5, is 4"),
+        ({"seed": 1}, r"state\.safetensors: is of another run.*\[training\] seed was 0, is 1"),
+        ({"steps": 2}, "is at step 3, but the training is of 2 steps"),
+        ({"source": "demo"}, "not those"),
     ]:
         with pytest.raises(InputError, match=fact):
-            train(run, tiny_config(steps=3, **changes), resume=True, progress=False)
+            train(run, tiny_config(**{"steps": 3, **changes}), resume=True, progress=False)
     assert run.checkpoint.read_bytes() == before
 
 

@@ -1,0 +1,90 @@
+"""Tensors in a safetensors file with a checksum of each and of its metadata, so that no damage passes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import parsed_json
+
+# One entry of the file's metadata for all that is ours: safetensors writes several in an order that differs each time.
+_OURS = "cdt_fast"
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """What a file holds.
+
+    Attributes:
+        tensors: by name.
+        metadata: words by name.
+        checked: whether it came with checksums; files of other tools have none.
+    """
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    checked: bool
+
+
+def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The content of a safetensors file: tensors, their metadata, and a checksum (CRC-32) of each.
+
+    To write it is left to the caller, to whom the system reports a full disk; safetensors' own writer would reword it.
+
+    Args:
+        tensors: by name, on any device; those that share memory come back apart.
+        metadata: words by name.
+    """
+    from safetensors.torch import save
+
+    stored: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        # A copy where memory is shared: safetensors refuses it.
+        stored[name] = plain.clone() if plain.untyped_storage().data_ptr() in storages else plain
+        storages.add(stored[name].untyped_storage().data_ptr())
+    words = dict(metadata or {})
+    return save(stored, {_OURS: json.dumps({"metadata": words, "checksums": _checksums(stored, words)})})
+
+
+def load_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TensorFile:
+    """Read a safetensors file, and check it where its content is from `serialized`.
+
+    Raises:
+        InputError: the file is missing, cut short, no safetensors file, or damaged: it does not have its checksums.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            ours = (file.metadata() or {}).get(_OURS)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
+    metadata: dict[str, str] = {}
+    if ours is not None:
+        recorded = parsed_json(ours, f"{path}: is damaged: its metadata", dict[str, dict[str, str]])
+        metadata, expected = recorded.get("metadata", {}), recorded.get("checksums", {})
+        checksums = _checksums(tensors, metadata)
+        wrong = sorted(name for name in {*expected, *checksums} if expected.get(name) != checksums.get(name))
+        if wrong:
+            which = ", ".join(name or "the metadata" for name in wrong[:3])
+            raise InputError(f"{path}: is damaged: {len(wrong)} checksum(s) are wrong, of {which}")
+    return TensorFile({name: tensor.to(device) for name, tensor in tensors.items()}, metadata, ours is not None)
+
+
+def _checksums(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """CRC-32 of each tensor with its dtype and shape, and under "" of the metadata."""
+    checksums = {"": zlib.crc32(json.dumps(sorted(metadata.items())).encode())}
+    for name, tensor in tensors.items():
+        form = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        checksums[name] = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, form)
+    return {name: f"{checksum:08x}" for name, checksum in checksums.items()}
