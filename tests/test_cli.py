@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cdt_fast import cli
-from cdt_fast.constraints.descent import PRESETS
+from cdt_fast.constraints.presets import PRESETS, options_of
 from cdt_fast.files import read_json
 from cdt_fast.training import figures
 from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint
@@ -320,8 +320,8 @@ def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., RunC
     config = settings_of("--rate", "0.125", "--preset", name)
     assert config.constraints.preset == name
     assert config.constraints.rate == 0.125
-    assert config.constraints.coupling == PRESETS[name]["coupling"]
-    assert config.constraints.betas == list(PRESETS[name]["betas"])
+    assert config.constraints.coupling == options_of(name)["coupling"]
+    assert config.constraints.betas == list(options_of(name)["betas"])
 
 
 def test_a_run_gets_a_name_from_its_source(

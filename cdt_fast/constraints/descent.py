@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,12 +25,17 @@ from torch import Tensor
 from cdt_fast.checks import check_choice, check_fraction, check_integer, check_non_negative, check_number
 from cdt_fast.constraints.duals import DualAction, DualVariables
 from cdt_fast.constraints.feasibility import FeasibilityReport
-from cdt_fast.constraints.presets import PRESETS
+from cdt_fast.constraints.presets import (
+    DEFAULTS,
+    REFERENCE_MEASUREMENTS,
+    Coupling,
+    Dual,
+    Preset,
+    ReferenceMode,
+    Resilience,
+    options_of,
+)
 from cdt_fast.errors import InputError
-
-# reference="auto": ε₀ is the mean of ℓ_0 over this many measurements. Few, so that it describes the untrained network;
-# more than one, so that a single odd batch does not set the bound for the whole run.
-REFERENCE_MEASUREMENTS = 20
 
 # What a saved state holds besides settings and tensors.
 _COUNTERS = ("steps", "window_steps", "unstepped_records")
@@ -106,30 +111,30 @@ class DescentConstraints:
     def __init__(
         self,
         layers: int,
-        rate: float | Sequence[float] = 0.05,
-        reference: float | str | None = None,
+        rate: float | Sequence[float] = DEFAULTS.rate,
+        reference: float | Literal["auto"] | None = DEFAULTS.reference,
         *,
-        dual: str = "adam",
-        dual_lr: float = 0.01,
-        betas: tuple[float, float] = (0.0, 0.999),
-        proportional_gain: float = 0.2,
-        smoothing: float = 0.0,
-        resilience: str | None = "slack",
-        slack_cost: float = 1.0,
-        slack_lr: float | None = None,
-        coupling: str = "chain",
-        reference_mode: str = "constraint",
-        normalize: bool = False,
-        margin: float = 0.0,
-        warmup_steps: int = 0,
-        dual_every: int = 1,
+        dual: Dual = DEFAULTS.dual,
+        dual_lr: float = DEFAULTS.dual_lr,
+        betas: tuple[float, float] = DEFAULTS.betas,
+        proportional_gain: float = DEFAULTS.proportional_gain,
+        smoothing: float = DEFAULTS.smoothing,
+        resilience: Resilience | None = DEFAULTS.resilience,
+        slack_cost: float = DEFAULTS.slack_cost,
+        slack_lr: float | None = DEFAULTS.slack_lr,
+        coupling: Coupling = DEFAULTS.coupling,
+        reference_mode: ReferenceMode = DEFAULTS.reference_mode,
+        normalize: bool = DEFAULTS.normalize,
+        margin: float = DEFAULTS.margin,
+        warmup_steps: int = DEFAULTS.warmup_steps,
+        dual_every: int = DEFAULTS.dual_every,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.layers = check_integer("layers", layers, 1)
         self.reference = _reference(reference)
-        self.coupling = check_choice("coupling", coupling, ("chain", "detach", "absolute"))
-        self.reference_mode = check_choice("reference_mode", reference_mode, ("constraint", "anchor"))
+        self.coupling = check_choice("coupling", coupling, get_args(Coupling))
+        self.reference_mode = check_choice("reference_mode", reference_mode, get_args(ReferenceMode))
         self.normalize = bool(normalize)
         self.margin = check_fraction("margin", margin)
         self.warmup_steps = check_integer("warmup_steps", warmup_steps, 0)
@@ -191,23 +196,31 @@ class DescentConstraints:
         return state
 
     @classmethod
-    def preset(cls, name: str, layers: int, **overrides: Any) -> DescentConstraints:
-        """Build the constraints of a named setting.
+    def preset(
+        cls,
+        name: Preset,
+        layers: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float64,
+        **overrides: Any,
+    ) -> DescentConstraints:
+        """Build the constraints of a named setting, in which an option that the setting does not name has its default.
 
         Args:
-            name: "paper-video", "paper-text" and "paper-llm" are reconstructions of the paper's settings (rate and
-                ε₀ as tabled, Adam with its usual betas, slack, chain). "safe" is meant for a new problem: no depth is
-                ever pushed up, relative violations, no dual momentum, ε₀ from the first steps, decay.
+            name: "video", "text" and "lm" are what `cdt-fast train` starts from in these tasks. "paper-video",
+                "paper-text" and "paper-llm" are reconstructions of the paper's settings (rate and ε₀ as tabled, Adam
+                with its usual betas, slack, chain, raw violations, no margin). "safe" is meant for a new problem: no
+                depth is ever pushed up, relative violations, no dual momentum, ε₀ from the first steps, decay.
             layers: L.
-            overrides: keyword arguments of the constructor; they win over the preset. `warmup_steps` is among those
-                to give: the paper warms up for one epoch.
+            device, dtype: as in the constructor.
+            overrides: options of the constructor; they win over the preset. `warmup_steps` is among those to give:
+                the paper warms up for one epoch.
 
         Raises:
-            InputError: there is no such preset, or an override is not valid.
+            InputError: there is no such preset or option, or the value of an option is not valid.
         """
-        if name not in PRESETS:
-            raise InputError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
-        return cls(layers, **{**PRESETS[name], **overrides})
+        return cls(layers, device=device, dtype=dtype, **options_of(name, **overrides))
 
     @property
     def multipliers(self) -> Tensor:

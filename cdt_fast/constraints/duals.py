@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_fraction, check_non_negative, check_positive
+from cdt_fast.constraints.presets import Dual, Resilience
 from cdt_fast.errors import InputError
 
 # As in torch.optim.Adam: it keeps the step finite where the gradient has always been zero.
@@ -135,12 +136,12 @@ class DualVariables:
         size: int,
         dtype: torch.dtype,
         *,
-        dual: str,
+        dual: Dual,
         dual_lr: float,
         betas: Sequence[float],
         proportional_gain: float,
         smoothing: float,
-        resilience: str | None,
+        resilience: Resilience | None,
         slack_cost: float,
         slack_lr: float | None,
     ) -> None:
@@ -156,7 +157,7 @@ class DualVariables:
             "pi": ProportionalIntegral(dual_lr, gain, check_fraction("smoothing", smoothing)),
         }
         self._rule = rules[check_choice("dual", dual, tuple(rules))]
-        self._resilience = check_choice("resilience", resilience, ("slack", "decay", None))
+        self._resilience = check_choice("resilience", resilience, (*get_args(Resilience), None))
         self._slack_cost = check_positive("slack_cost", slack_cost)
         if slack_lr is None:
             slack_lr = SLACK_RELAXATION / self._slack_cost

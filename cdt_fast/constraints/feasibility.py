@@ -1,4 +1,4 @@
-"""The verdict on held-out losses: whether they satisfy the constraints, by how much, and where they do not."""
+"""The verdict on losses: whether they satisfy the constraints, by how much, and where they do not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
+
 
 @dataclass(frozen=True)
 class FeasibilityReport:
-    """Whether held-out per-depth losses satisfy the constraints. Depth 0 is the reference constraint.
+    """Whether per-depth losses satisfy the constraints. Depth 0 is the reference constraint.
 
     Attributes:
         feasible: every judged constraint holds within `tolerance`, every loss is finite, and at least one constraint
@@ -40,23 +42,38 @@ class FeasibilityReport:
 
     def __str__(self) -> str:
         if not self.finite:
-            return "Infeasible on held-out data: not every loss is finite."
+            return "Infeasible: not every loss is finite."
         if self.worst_layer is None or self.worst_violation is None:
-            return "Not known to be feasible on held-out data: no constraint has a bound yet."
+            return (
+                "No verdict: there is no constraint to judge by; one that needs an automatic reference has none until "
+                f"its {REFERENCE_MEASUREMENTS} measurements are there."
+            )
         where = f"layer {self.worst_layer}" if self.worst_layer else "depth 0 (the reference)"
-        excess = f"exceeds its bound by {self.violation[self.worst_layer]:.4g} ({self.worst_violation:.2%})"
+        excess = (
+            f"{where} is above its bound by {self.violation[self.worst_layer]:.4g} "
+            f"(relative violation {self.worst_violation:.2%})"
+        )
         judged = [relative for relative in self.relative_violation if relative is not None]
         if not self.feasible:
             violated = sum(relative > self.tolerance for relative in judged)
             return (
-                f"Infeasible on held-out data: {violated} of {len(judged)} constraints violated; "
-                f"the worst, {where}, {excess}."
+                f"Infeasible: {violated} of {len(judged)} constraints {'is' if violated == 1 else 'are'} violated; "
+                f"the worst: {excess}{self._remedy()}."
             )
         if self.worst_violation > 0:
-            margin = f"the worst, {where}, {excess}, within the tolerance of {self.tolerance:.2%}"
+            margin = f"the worst: {excess}, within the tolerance of {self.tolerance:.2%}"
         else:
             margin = f"the tightest, {where}, has {abs(self.worst_violation):.2%} to spare"
-        return f"Feasible on held-out data: all {len(judged)} constraints hold; {margin}."
+        return f"Feasible: all {len(judged)} constraints hold; {margin}."
+
+    def _remedy(self) -> str:
+        """What the worst layer does, as the rate that it would meet."""
+        ratio = self.ratio[self.worst_layer - 1] if self.worst_layer else math.nan
+        if not math.isfinite(ratio):
+            return ""
+        if ratio >= 1:
+            return f", as it multiplies the loss by {ratio:.3g}"
+        return f", as it removes {1 - ratio:.1%} of the loss"
 
 
 def _finite_or_none(value: Any) -> Any:

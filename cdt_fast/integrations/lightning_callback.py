@@ -48,7 +48,7 @@ class DescentCallback(_Callback):
     the constraints. The model is given back as it was when the trainer is done.
 
     Args:
-        constraints: a DescentConstraints, or a dictionary of its arguments without `layers`.
+        constraints: a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before.
         taps: the depths to read, as for `attach_layer_losses`; None: all.
         inner_fraction: the share of a language model's tokens that the inner depths are estimated from, as there.
         model: the name of the transformers model inside of the LightningModule.
@@ -61,7 +61,7 @@ class DescentCallback(_Callback):
 
     def __init__(
         self,
-        constraints: Any,
+        constraints: DescentConstraints | Mapping[str, Any],
         *,
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.presets import options_of
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import LayerLosses
 from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL
@@ -17,17 +18,17 @@ from cdt_fast.models.layer_losses.targets import IGNORED
 _WAITING = "accumulated"  # the one tensor of a DescentConstraints state that ranks do not share
 
 
-def constraints_for(given: Any, layer_losses: LayerLosses) -> DescentConstraints:
-    """`given`, or the constraints made of it where it is a dictionary of arguments; `layers` is known here.
+def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses) -> DescentConstraints:
+    """`given`, or the constraints made of it where it is a dictionary of options, which may name a `preset`.
 
     Raises:
-        InputError: it is neither, or its number of layers is not that of the depths that are read.
+        InputError: it is neither, or names an option that there is not.
     """
     if isinstance(given, Mapping):
-        return DescentConstraints(**{"layers": layer_losses.num_constraints, **given})
+        return DescentConstraints(layer_losses.num_constraints, **options_of(**given))
     if not isinstance(given, DescentConstraints):
         raise InputError(
-            f"constraints must be a DescentConstraints or a dictionary of its arguments, got {type(given).__name__}"
+            f"constraints must be a DescentConstraints or a dictionary of its options, got {type(given).__name__}"
         )
     return given
 

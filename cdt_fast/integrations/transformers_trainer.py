@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ def with_descent(trainer_class: Any) -> Any:
 
     It takes three more keyword arguments, all others as before:
 
-        constraints   a DescentConstraints, or a dictionary of its arguments without `layers`
+        constraints   a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before
         taps          the depths to read, as for `attach_layer_losses`; None: all
         inner_fraction  the share of the tokens that the inner depths are estimated from, as there
 
@@ -93,7 +93,7 @@ class _DescentTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        constraints: Any,
+        constraints: DescentConstraints | Mapping[str, Any],
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
         **kwargs: Any,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from cdt_fast.constraints.presets import GAMMAS, KINDS, PRESETS
 from cdt_fast.training.settings import ConstraintSettings, EvaluationSettings, SharedTrainingSettings, setting
@@ -57,22 +56,18 @@ class TextModelSettings:
     vocabulary_size: int | None = setting(None, "text-ut: most words of the vocabulary (default: all)", least=4)
 
 
-def _of_preset(name: str, key: str) -> Any:
-    return PRESETS[name][key]
-
-
 @dataclass
 class TextConstraintSettings(ConstraintSettings):
-    """[constraints] of labeled texts: rate and reference as in the preset paper-text."""
+    """[constraints] of labeled texts: the preset "text"."""
 
     rate: float | list[float] = setting(
-        _of_preset("paper-text", "rate"), "alpha, one number or one a layer: the share of the loss a layer removes"
+        PRESETS["text"]["rate"], "alpha, one number or one a layer: the share of the loss a layer removes"
     )
     reference: float | str | None = setting(
-        _of_preset("paper-text", "reference"), "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
+        PRESETS["text"]["reference"], "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
     reference_mode: str = setting(
-        _of_preset("paper-text", "reference_mode"), "how the reference enters", ("constraint", "anchor")
+        PRESETS["text"]["reference_mode"], "how the reference enters", ("constraint", "anchor")
     )
 
 
@@ -127,20 +122,16 @@ class LanguageModelSettings:
 
 @dataclass
 class LanguageConstraintSettings(ConstraintSettings):
-    """[constraints] of language models: the rate of the preset paper-llm, and an anchor that fits any vocabulary.
-
-    The paper's anchor of 12 nats is what a guess costs among 128,000 tokens; with fewer, a layer could meet it by
-    getting worse. The margin is small beside the rate, which it adds to.
-    """
+    """[constraints] of language models: the preset "lm"."""
 
     rate: float | list[float] = setting(
-        _of_preset("paper-llm", "rate"), "alpha, one number or one a layer: the share of the loss a layer removes"
+        PRESETS["lm"]["rate"], "alpha, one number or one a layer: the share of the loss a layer removes"
     )
-    reference_mode: str = setting(
-        _of_preset("paper-llm", "reference_mode"), "how the reference enters", ("constraint", "anchor")
-    )
+    reference_mode: str = setting(PRESETS["lm"]["reference_mode"], "how the reference enters", ("constraint", "anchor"))
     margin: float = setting(
-        0.02, "share by which bounds are lowered in training, so that held-out losses meet them", least=0
+        PRESETS["lm"]["margin"],
+        "share by which bounds are lowered in training, so that held-out losses meet them",
+        least=0,
     )
 
 

@@ -130,7 +130,7 @@ def build_constraints(
 
 
 def _constraints(config: RunConfig, warmup_steps: int, device: torch.device | str, layers: int) -> DescentConstraints:
-    settings = config.constraints
+    settings: Any = config.constraints
     return DescentConstraints(
         layers,
         settings.rate,
@@ -141,7 +141,7 @@ def _constraints(config: RunConfig, warmup_steps: int, device: torch.device | st
         margin=settings.margin,
         dual=settings.dual,
         dual_lr=settings.dual_lr,
-        betas=tuple(settings.betas),  # pyright: ignore[reportArgumentType]  # how many is checked there
+        betas=tuple(settings.betas),
         proportional_gain=settings.proportional_gain,
         smoothing=settings.smoothing,
         resilience=None if settings.resilience == "none" else settings.resilience,

@@ -12,7 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from cdt_fast.constraints.presets import PRESETS
+from cdt_fast.constraints.presets import options_of
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml, write_text
 from cdt_fast.sequence.settings import (
@@ -74,8 +74,9 @@ class RunConfig:
             raise InputError(f"[{section}] {name} must be at least {metadata['least']}, got {value!r}")
         setattr(settings, name, value)
         if name == "preset" and isinstance(value, str):
-            for taken, preset_value in PRESETS[value].items():
-                setattr(settings, taken, list(preset_value) if isinstance(preset_value, tuple) else preset_value)
+            for taken, preset_value in options_of(value).items():
+                if taken in known:
+                    setattr(settings, taken, list(preset_value) if isinstance(preset_value, tuple) else preset_value)
 
     def update(self, section: str, values: dict[str, Any]) -> None:
         """Set several values of a section; a preset first, so that what is given beside it wins."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from cdt_fast.constraints.presets import PRESETS
+from cdt_fast.constraints.presets import DEFAULTS, PRESETS, Coupling, Dual, ReferenceMode, Resilience
 
 
 def setting(default: Any, text: str, choices: tuple[str, ...] | None = None, least: float | None = None) -> Any:
@@ -50,25 +50,29 @@ class ConstraintSettings:
 
     constrained: bool = setting(True, "train with descent constraints")
     preset: str | None = setting(None, "take the settings below from a preset, before those given", tuple(PRESETS))
-    rate: float | list[float] = setting(0.1, "alpha, one number or one a layer: the share of the loss a layer removes")
+    rate: float | list[float] = setting(
+        DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes"
+    )
     reference: float | str | None = setting(
-        "auto", "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
+        DEFAULTS.reference, "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
-    reference_mode: str = setting("constraint", "how the reference enters", ("constraint", "anchor"))
-    coupling: str = setting("chain", "what bounds a layer's loss", ("chain", "detach", "absolute"))
-    normalize: bool = setting(True, "dual steps on relative violations")
+    reference_mode: str = setting(DEFAULTS.reference_mode, "how the reference enters", get_args(ReferenceMode))
+    coupling: str = setting(DEFAULTS.coupling, "what bounds a layer's loss", get_args(Coupling))
+    normalize: bool = setting(DEFAULTS.normalize, "dual steps on relative violations")
     margin: float = setting(
-        0.1, "share by which bounds are lowered in training, so that held-out losses meet them", least=0
+        DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them", least=0
     )
-    dual: str = setting("adam", "rule that moves the multipliers", ("ascent", "adam", "pi"))
-    dual_lr: float = setting(0.05, "step size of the multipliers")
-    betas: list[float] = setting([0.0, 0.9], "Adam's decay of the two moments of the dual gradient")
-    proportional_gain: float = setting(0.2, "proportional gain of 'pi'")
-    smoothing: float = setting(0.0, "decay of the average that the proportional part of 'pi' follows")
-    resilience: str = setting("slack", "what gives way when bounds cannot be met", ("slack", "decay", "none"))
-    slack_cost: float = setting(10.0, "cost of squared slack: the larger, the harder the constraints")
-    slack_lr: float | None = setting(None, "step size of the slacks (default: 0.1 / slack_cost)")
-    dual_every: int = setting(1, "optimizer steps a dual step", least=1)
+    dual: str = setting(DEFAULTS.dual, "rule that moves the multipliers", get_args(Dual))
+    dual_lr: float = setting(DEFAULTS.dual_lr, "step size of the multipliers")
+    betas: list[float] = setting(list(DEFAULTS.betas), "Adam's decay of the two moments of the dual gradient")
+    proportional_gain: float = setting(DEFAULTS.proportional_gain, "proportional gain of 'pi'")
+    smoothing: float = setting(DEFAULTS.smoothing, "decay of the average that the proportional part of 'pi' follows")
+    resilience: str = setting(
+        DEFAULTS.resilience or "none", "what gives way when bounds cannot be met", (*get_args(Resilience), "none")
+    )
+    slack_cost: float = setting(DEFAULTS.slack_cost, "cost of squared slack: the larger, the harder the constraints")
+    slack_lr: float | None = setting(DEFAULTS.slack_lr, "step size of the slacks (default: 0.1 / slack_cost)")
+    dual_every: int = setting(DEFAULTS.dual_every, "optimizer steps a dual step", least=1)
     warmup_epochs: int = setting(1, "epochs with the constraints off at the start", least=0)
 
 

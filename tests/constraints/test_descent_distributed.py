@@ -14,7 +14,7 @@ SHARES = ((5, 1), (2, 6), (7, 3))  # items of the two ranks in the micro-batches
 
 
 def make() -> DescentConstraints:
-    return DescentConstraints(2, 0.1, "auto", warmup_steps=3, dual_lr=0.05)
+    return DescentConstraints(2, 0.1, "auto", warmup_steps=3)
 
 
 def items(step: int, micro_batch: int, rank: int) -> Tensor:

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 VOCABULARY, LAYERS, ROWS, LENGTH = 50, 2, 8, 6
 RATE, REFERENCE = 0.3, 3.0
 LEARNING_RATE, DUAL_LR = 0.1, 0.2
-# Plain ascent without slacks, which the loop below writes out.
+# Plain ascent on raw violations without slacks, which the loop below writes out.
 ASCENT: dict[str, Any] = {
     "rate": RATE,
     "reference": REFERENCE,
     "dual": "ascent",
     "dual_lr": DUAL_LR,
     "resilience": None,
+    "normalize": False,
+    "margin": 0.0,
 }
 
 

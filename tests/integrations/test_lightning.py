@@ -149,7 +149,14 @@ def test_training_after_a_validation_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dual_every", [1, 2])
 def test_resume_is_bit_equal(dual_every: int, tmp_path: Path) -> None:
-    settings = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_lr": 0.3, "dual_every": dual_every}
+    settings = {
+        "rate": RATE,
+        "reference": 3.0,
+        "dual_lr": 0.1,
+        "slack_cost": 1.0,
+        "slack_lr": 0.3,
+        "dual_every": dual_every,
+    }
     whole, module = DescentCallback(settings), Module(adam=True)
     fit(tmp_path, whole, module, epochs=3)
     first = DescentCallback(settings)

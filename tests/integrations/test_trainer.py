@@ -175,7 +175,7 @@ def test_slacks_restart_after_an_epoch_that_was_cut_short(tmp_path: Path) -> Non
     assert slacks.seen == [False, False, True, True, False, True, True]
 
 
-SAVED = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_lr": 0.3}
+SAVED = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_cost": 1.0, "slack_lr": 0.3}
 
 
 # After step 1 and 4 in the middle of an epoch, after step 3 at its end.
@@ -256,6 +256,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         trainer_for(tmp_path, DescentConstraints(7))
     with pytest.raises(InputError, match="DescentConstraints"):
         trainer_for(tmp_path, 0.1)
+    with pytest.raises(InputError, match=r"the constraints have no option 'dual_rl'; did you mean 'dual_lr'\?"):
+        trainer_for(tmp_path, {"dual_rl": 0.1})
+    assert trainer_for(tmp_path, {"preset": "lm"}).constraints.reference_mode == "anchor"
     with pytest.raises(InputError, match="label_smoothing_factor"):
         trainer_for(tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(InputError, match="compute_loss_func"):
