@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from cdt_fast.errors import InputError
-from cdt_fast.fetch.download import download, file_sha256
-from cdt_fast.fetch.unpack import unpack
+from cdt_fast.errors import InputError, printable
+from cdt_fast.fetch.download import download_file, file_sha256
+from cdt_fast.fetch.unpack import check_whole, unpack_archive
+from cdt_fast.files import try_lock
 
 _NO_LICENSE = "carries no license: it is for research use as granted by its authors; never redistribute it"
 
@@ -73,8 +78,9 @@ def fetch(
 ) -> Path:
     """Download and unpack a data set, or say that it is there already.
 
-    An interrupted download goes on where it stopped when it is called again. The unpacked folder appears only when it
-    is whole. Messages go to stderr.
+    An interrupted download resumes where it stopped when it is called again. The unpacked folder appears only when it
+    is whole, and is counted when it is found there later. While another process fetches the same data set to the same
+    place, this one waits. Messages go to stderr.
 
     Args:
         name: a key of `DATASETS`.
@@ -88,40 +94,68 @@ def fetch(
         The unpacked folder, which `find_clips` and `load_video` take (of ucsd: one of its two subfolders).
 
     Raises:
-        InputError: no such data set, the download fails, its sum is wrong, the archive cannot be unpacked, or the
-            disk is full.
+        InputError: no such data set, the download fails, its sum is wrong, the archive cannot be unpacked, the disk is
+            full, or files of the data set have gone since it was unpacked.
     """
     dataset = DATASETS.get(name)
     if dataset is None:
         raise InputError(f"{name}: no such data set; expected one of {', '.join(DATASETS)}")
     place = Path(folder) / name
-    if place.exists():
-        _say(f"{name}: already at {place}")
-        return place
-    _say(f"{dataset.title} {dataset.terms}")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{place.parent}: the folder cannot be made ({error.strerror})") from error
-    address = url or dataset.url
-    archive = place.parent / (Path(urllib.parse.urlsplit(address).path).name or f"{name}.archive")
-    _obtain(archive, address, sha256 or dataset.sha256, progress)
-    unpack(archive, place)
-    if not keep_archive:
-        archive.unlink()
-    _say(f"{name}: unpacked to {place}")
+    if not place.exists():
+        _say(f"{dataset.title} {dataset.terms}")
+        with _alone(place):
+            if not place.exists():  # else another process has fetched it meanwhile
+                address = url or dataset.url
+                archive = place.parent / (Path(urllib.parse.urlsplit(address).path).name or f"{name}.archive")
+                _obtain(archive, address, sha256 or dataset.sha256, progress)
+                unpack_archive(archive, place)
+                if not keep_archive:
+                    archive.unlink()
+                _say(f"{name}: unpacked to {place}")
+                return place
+    check_whole(place)
+    _say(f"{name}: already at {place}")
     return place
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Wait until no other process fetches to `place`, and let others wait until the block, or this process, ends."""
+    path = place.with_name(f".{place.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _locked(path)
+    except OSError as error:
+        raise InputError(f"{place.parent}: cannot be written ({error.strerror})") from error
+    with lock:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file at `path`, open and locked; its lock is that of all who open the same file."""
+    while True:
+        file = path.open("ab")
+        if not try_lock(file):
+            _say(f"{path.parent}: another process fetches this data set; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # whoever held the lock has removed the file
 
 
 def _obtain(archive: Path, url: str, sha256: str, progress: bool) -> None:
     if not archive.exists():
-        download(url, archive, sha256, progress=progress)
+        download_file(url, archive, sha256, progress=progress)
         return
-    found = file_sha256(archive)
-    if found != sha256.lower():
-        raise InputError(f"{archive}: has sha256 {found}, expected {sha256.lower()}; move it away and fetch again")
+    actual = file_sha256(archive)
+    if actual != sha256.lower():
+        raise InputError(f"{archive}: has sha256 {actual}, expected {sha256.lower()}; move it away and fetch again")
     _say(f"{archive}: already downloaded")
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(printable(line), file=sys.stderr)

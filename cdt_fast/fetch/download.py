@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import json
 import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from cdt_fast.errors import InputError
-from cdt_fast.files import write_json
+from cdt_fast.errors import InputError, printable
+from cdt_fast.files import read_json, write_json
+
+MOST_BYTES = 100 << 30
+"""More than any archive here has: a server that sends without end must not fill the disk."""
 
 TIMEOUT_SECONDS = 60.0
 ATTEMPTS_WITHOUT_PROGRESS = 5
@@ -30,12 +32,12 @@ class _Interrupted(Exception):
     """The connection failed in a way that another attempt may mend."""
 
 
-def download(url: str, target: Path, sha256: str, *, progress: bool = True) -> None:
+def download_file(url: str, target: Path, sha256: str, *, progress: bool = True) -> None:
     """Download `url` to `target`.
 
-    The bytes gather in `<target>.part`, which a later call goes on from: it asks for the rest only, and begins anew
-    if the server's file has changed in the meantime (If-Range with the ETag or date, kept in `<target>.part.json`).
-    The part becomes `target` once its sum is right.
+    The bytes gather in `<target>.part`, from where a later call resumes: it asks for the rest only, and begins anew if
+    the server's file has changed in the meantime (If-Range with the ETag or date, kept in `<target>.part.json`). The
+    part becomes `target` once its sum is right. No other process may download to the same place.
 
     Args:
         url: http or https.
@@ -45,14 +47,14 @@ def download(url: str, target: Path, sha256: str, *, progress: bool = True) -> N
 
     Raises:
         InputError: the server refuses, the connection keeps failing, the disk is full (the part is kept in all three
-            cases), or the sum is wrong (the part is removed).
+            cases), the file is larger than `MOST_BYTES`, or the sum is wrong (the part is removed).
     """
     if not url.lower().startswith(("http://", "https://")):
         raise InputError(f"{url}: expected an address that begins with http:// or https://")
     part = _PartFile(target)
     furthest = part.size()
     failures = 0
-    with tqdm(desc=target.name, unit="B", unit_scale=True, disable=not progress) as bar:
+    with tqdm(desc=printable(target.name), unit="B", unit_scale=True, disable=not progress) as bar:
         while True:
             try:
                 _request_rest(url, part, bar)
@@ -62,15 +64,14 @@ def download(url: str, target: Path, sha256: str, *, progress: bool = True) -> N
                 furthest = max(furthest, part.size())
                 if failures == ATTEMPTS_WITHOUT_PROGRESS:
                     raise InputError(
-                        f"{url}: the download stopped after {part.size()} bytes ({error}); run it again to go on from "
-                        "there"
+                        f"{url}: the download stopped after {part.size()} bytes ({error}); run it again to resume there"
                     ) from error
                 time.sleep(FIRST_PAUSE_SECONDS * 2**failures)
-    found = file_sha256(part.path)
-    if found != sha256.lower():
+    actual = file_sha256(part.path)
+    if actual != sha256.lower():
         part.remove()
         raise InputError(
-            f"{url}: the download has sha256 {found}, expected {sha256.lower()}; it was removed: the file on the "
+            f"{url}: the download has sha256 {actual}, expected {sha256.lower()}; it was removed: the file on the "
             "server was altered or is another one"
         )
     part.path.replace(target)
@@ -105,9 +106,10 @@ class _PartFile:
 
     def validator(self) -> str | None:
         try:
-            return json.loads(self._validator_path.read_text(encoding="utf-8"))["validator"]
-        except (OSError, ValueError, KeyError, TypeError):
+            validator = read_json(self._validator_path, dict[str, Any]).get("validator")
+        except InputError:
             return None
+        return validator if isinstance(validator, str) and validator.isascii() and validator.isprintable() else None
 
     def open(self, start: int, validator: str | None) -> BinaryIO:
         """Open the part to write from byte `start` on; what lies beyond it is cut off."""
@@ -163,20 +165,30 @@ def _receive(response: http.client.HTTPResponse, part: _PartFile, bar: tqdm, sta
         raise _Interrupted("the server sent another part of the file than it was asked for")
     length = response.headers.get("Content-Length")
     total = start + int(length) if length and length.isdecimal() else None
+    if (total or 0) > MOST_BYTES:
+        raise _too_large(part)
     bar.reset(total)
     bar.update(start)
     try:
         with part.open(start, _validator(response)) as file:
             for block in _blocks(response):
+                if start + len(block) > MOST_BYTES:
+                    raise _too_large(part)
                 file.write(block)
+                start += len(block)
                 bar.update(len(block))
     except OSError as error:
         raise InputError(
             f"{part.path}: cannot be written after {part.size()} bytes ({error.strerror}); free some room and run it "
-            "again to go on from there"
+            "again to resume there"
         ) from error
     if total is not None and part.size() < total:
         raise _Interrupted(f"the connection ended {total - part.size()} bytes early")
+
+
+def _too_large(part: _PartFile) -> InputError:
+    part.remove()
+    return InputError(f"{part.path}: the file on the server is larger than {MOST_BYTES >> 30} GiB; it was removed")
 
 
 def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:

@@ -3,10 +3,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import http.server
-import importlib
 import io
 import os
 import re
+import subprocess
+import sys
 import tarfile
 import threading
 import zipfile
@@ -15,12 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from cdt_fast.errors import InputError
-from cdt_fast.fetch import DATASETS, fetch
-from cdt_fast.fetch.download import download
-from cdt_fast.fetch.unpack import unpack
-
-download_module = importlib.import_module("cdt_fast.fetch.download")  # the package has a function by this name
+from cdt_fast.errors import InputError, printable
+from cdt_fast.fetch import DATASETS, download, fetch, unpack
+from cdt_fast.fetch.download import download_file
+from cdt_fast.fetch.unpack import check_whole, unpack_archive
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -106,7 +105,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(download_module, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(download, "FIRST_PAUSE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def target(tmp_path) -> Path:
 
 
 def get(server: Server, target: Path, sha256: str = SUM) -> None:
-    download(server.url, target, sha256, progress=False)
+    download_file(server.url, target, sha256, progress=False)
 
 
 def names(folder: Path) -> list[str]:
@@ -211,7 +210,7 @@ def test_retries_are_bounded(server, target):
     server.statuses = [503] * 99
     with pytest.raises(InputError, match=r"stopped after 0 bytes .*503"):
         get(server, target)
-    assert len(server.requests) == download_module.ATTEMPTS_WITHOUT_PROGRESS
+    assert len(server.requests) == download.ATTEMPTS_WITHOUT_PROGRESS
 
 
 @pytest.mark.parametrize("status", [404, 403])
@@ -231,8 +230,8 @@ def test_no_server(server, target):
 
 
 def test_a_server_that_goes_silent(server, target, monkeypatch):
-    monkeypatch.setattr(download_module, "TIMEOUT_SECONDS", 0.1)
-    monkeypatch.setattr(download_module, "ATTEMPTS_WITHOUT_PROGRESS", 2)
+    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(download, "ATTEMPTS_WITHOUT_PROGRESS", 2)
     monkeypatch.setattr(Handler, "do_GET", lambda self: threading.Event().wait(0.5))
     with pytest.raises(InputError, match="timed out"):
         get(server, target)
@@ -244,7 +243,7 @@ def test_a_full_disk_keeps_the_part(server, target, monkeypatch):
             super().write(data[:1000])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    part_file = download_module._PartFile
+    part_file = download._PartFile
     with monkeypatch.context() as patch:
         patch.setattr(part_file, "open", lambda self, *_: Disk(self.path, "w"))
         with pytest.raises(InputError, match="No space left") as caught:
@@ -259,7 +258,7 @@ def test_a_full_disk_keeps_the_part(server, target, monkeypatch):
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/set.zip", "set.zip"])
 def test_other_addresses_are_refused(target, url):
     with pytest.raises(InputError, match="expected an address"):
-        download(url, target, SUM)
+        download_file(url, target, SUM)
 
 
 def test_fetch_unpacks_and_removes_the_archive(server, tmp_path, capsys):
@@ -331,9 +330,9 @@ def test_tars_are_unpacked_without_their_links(tmp_path, mode):
         (folder, b""),
         (tarfile.TarInfo("Set/b/c.txt"), b"c"),
     ]
-    unpack(tarred(tmp_path / "set.tar", mode, *members), tmp_path / "out")
+    unpack_archive(tarred(tmp_path / "set.tar", mode, *members), tmp_path / "out")
     unpacked = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*"))
-    assert unpacked == ["Set", "Set/a.txt", "Set/b", "Set/b/c.txt", "Set/empty"]
+    assert unpacked == [".fetched.json", "Set", "Set/a.txt", "Set/b", "Set/b/c.txt", "Set/empty"]
     assert (tmp_path / "out" / "Set" / "b" / "c.txt").read_bytes() == b"c"
 
 
@@ -346,7 +345,7 @@ def test_entries_outside_the_folder_are_refused(tmp_path, name, kind):
     else:
         tarred(path, "w:gz", (tarfile.TarInfo("Set/a.txt"), b"a"), (tarfile.TarInfo(name), b"bad"))
     with pytest.raises(InputError, match="outside the folder") as caught:
-        unpack(path, tmp_path / "out")
+        unpack_archive(path, tmp_path / "out")
     assert str(path) in str(caught.value)
     assert names(tmp_path) == [path.name]
 
@@ -360,25 +359,145 @@ def test_damaged_archives_leave_nothing_behind(tmp_path):
     (tmp_path / "set.txt").write_bytes(b"no archive")
     for name in ("set.tar.gz", "set.zip", "set.txt"):
         with pytest.raises(InputError, match=re.escape(name)):
-            unpack(tmp_path / name, tmp_path / "out")
+            unpack_archive(tmp_path / name, tmp_path / "out")
     assert names(tmp_path) == ["set.tar.gz", "set.txt", "set.zip"]
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path):
     (tmp_path / "set.zip").write_bytes(ARCHIVE)
-    (tmp_path / ".out.unpacking").mkdir()
-    (tmp_path / ".out.unpacking" / "half.avi").write_bytes(b"half")
-    unpack(tmp_path / "set.zip", tmp_path / "out")
+    (tmp_path / ".out-0f.unpacking").mkdir()
+    (tmp_path / ".out-0f.unpacking" / "half.avi").write_bytes(b"half")
+    unpack_archive(tmp_path / "set.zip", tmp_path / "out")
     assert names(tmp_path) == ["out", "set.zip"]
-    assert names(tmp_path / "out") == ["Set"]
+    assert names(tmp_path / "out") == [".fetched.json", "Set"]
 
 
 def test_a_full_disk_while_unpacking_leaves_nothing_behind(tmp_path, monkeypatch):
-    def full(*_: object) -> None:
+    def full(*_: object) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "set.zip").write_bytes(ARCHIVE)
-    monkeypatch.setattr("shutil.copyfileobj", full)
+    monkeypatch.setattr(Path, "open", full)
     with pytest.raises(InputError, match="No space left"):
-        unpack(tmp_path / "set.zip", tmp_path / "out")
+        unpack_archive(tmp_path / "set.zip", tmp_path / "out")
     assert names(tmp_path) == ["set.zip"]
+
+
+def test_a_data_set_that_has_lost_files_is_not_called_whole(server, tmp_path):
+    place = fetch("avenue", tmp_path, url=server.url, sha256=SUM, progress=False)
+    (place / "notes.txt").write_text("mine")
+    assert fetch("avenue", tmp_path) == place
+    lost = place / "Set" / "readme.txt"
+    lost.write_bytes(b"")
+    with pytest.raises(InputError, match=r"avenue: is not whole: it holds 3 of 2 files, 200,004 of 200,005 bytes"):
+        fetch("avenue", tmp_path)
+    lost.unlink()
+    (place / "notes.txt").unlink()
+    with pytest.raises(InputError, match=r"holds 1 of 2 files, .*remove the folder and fetch again"):
+        fetch("avenue", tmp_path)
+    (tmp_path / "made by hand").mkdir()
+    check_whole(tmp_path / "made by hand")
+
+
+_FETCH = """
+import sys
+from cdt_fast.fetch import fetch
+sys.stdin.readline()
+fetch("ucsd", sys.argv[1], url=sys.argv[2], sha256=sys.argv[3], progress=False)
+"""
+
+
+def test_two_fetches_at_once_leave_one_whole_data_set(server, tmp_path):
+    """The second waits for the first, and neither downloads nor unpacks on its own."""
+    files = {f"Train/Train{number:03}/{number}.tif": bytes([number % 251]) * 50 for number in range(1500)}
+    server.content = zipped(**files)
+    command = [sys.executable, "-c", _FETCH, str(tmp_path), server.url, hashlib.sha256(server.content).hexdigest()]
+    both = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answers = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], answers
+    assert len(server.requests) == 1
+    assert names(tmp_path) == ["ucsd"]
+    place = tmp_path / "ucsd"
+    assert {path.relative_to(place).as_posix() for path in place.rglob("*.tif")} == set(files)
+    check_whole(place)
+
+
+def test_a_fetch_whose_process_was_killed_does_not_block_the_next(server, tmp_path):
+    (tmp_path / ".ucsd.lock").touch()
+    (tmp_path / ".ucsd-0f.unpacking").mkdir()
+    fetch("ucsd", tmp_path, url=server.url, sha256=SUM, progress=False)
+    assert names(tmp_path) == ["ucsd"]
+
+
+def test_what_another_process_removes_while_it_is_unpacked_is_missed(tmp_path, monkeypatch):
+    (tmp_path / "set.zip").write_bytes(ARCHIVE)
+    extract = unpack._extract
+
+    def robbed(archive: Path, folder: Path) -> unpack.Content:
+        content = extract(archive, folder)
+        (folder / "Set" / "readme.txt").unlink()
+        return content
+
+    monkeypatch.setattr(unpack, "_extract", robbed)
+    with pytest.raises(InputError, match="another process removes"):
+        unpack_archive(tmp_path / "set.zip", tmp_path / "out")
+    assert names(tmp_path) == ["set.zip"]
+
+
+@pytest.mark.parametrize("mode", ["zip", "w:gz", "w:xz", "w:bz2"])
+def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch, mode):
+    monkeypatch.setattr(unpack, "_LEAST_BOUND", 1 << 20)
+    path = tmp_path / "set"
+    if mode == "zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("zeros", bytes(3 << 20))
+    else:
+        tarred(path, mode, (tarfile.TarInfo("zeros"), bytes(3 << 20)))
+    assert path.stat().st_size < 20_000
+    with pytest.raises(InputError, match="holds more than 1 MiB; nothing was unpacked"):
+        unpack_archive(path, tmp_path / "out")
+    assert names(tmp_path) == ["set"]
+
+
+def test_an_archive_of_endless_entries_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(unpack, "MOST_ENTRIES", 10)
+    path = tarred(tmp_path / "set.tar", "w", *((tarfile.TarInfo(f"{number}"), b"") for number in range(11)))
+    with pytest.raises(InputError, match="more than 10 entries"):
+        unpack_archive(path, tmp_path / "out")
+    assert names(tmp_path) == ["set.tar"]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_file_that_is_too_large_is_not_downloaded(server, target, monkeypatch, announced):
+    monkeypatch.setattr(download, "MOST_BYTES", 100_000)
+    if not announced:
+        monkeypatch.setattr(Handler, "send_header", lambda self, name, value: None)
+    with pytest.raises(InputError, match="is larger than"):
+        get(server, target)
+    assert names(target.parent) == []
+
+
+@pytest.mark.parametrize(
+    "record", [b"[]", b'["a"]', b"{", b"[" * 9999, b'{"validator": [1]}', b'{"validator": "a\\r\\nb"}']
+)
+def test_a_broken_record_of_the_part_does_not_matter(server, target, record):
+    interrupt(server, target, 60_000)
+    target.with_name("set.zip.part.json").write_bytes(record)
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+
+
+def test_control_characters_of_a_server_are_spelled_out(server, target, monkeypatch):
+    server.statuses = [404]
+    monkeypatch.setitem(Handler.responses, 404, ("\x1b[2J\x1b]0;mine\x07", ""))
+    with pytest.raises(InputError) as caught:
+        get(server, target)
+    assert "\x1b" not in printable(str(caught.value))
+    assert r"\x1b[2J" in printable(str(caught.value))
