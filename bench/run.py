@@ -41,7 +41,7 @@ def run_command(options: argparse.Namespace) -> int:
         InputError: a GPU is asked for and there is none, `--repeats` is below 1, `--case` is part of no name, or a
             file in the place of a results file is none.
     """
-    device = _device(options.device)
+    device = chosen_device(options.device)
     size = options.size or ("gpu" if device.type == "cuda" else "cpu")
     suites = list(dict.fromkeys(options.suite or SUITES))
     rounds = ROUNDS[device.type]
@@ -161,7 +161,7 @@ def parts_of(case: Case, device: torch.device) -> list[Case]:
     return [replace(case, ways=early), case] if device.type == "cuda" and 0 < len(early) < len(case.ways) else [case]
 
 
-def _device(asked: str | None) -> torch.device:
+def chosen_device(asked: str | None) -> torch.device:
     if asked == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda, but torch finds no CUDA GPU here")
     return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))

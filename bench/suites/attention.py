@@ -84,10 +84,11 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
             # Compiling takes seconds to a minute: at toy size once, and autotuned where it may matter most.
             compiles = size != "toy" or (number == 0 and dtype == torch.float32)
             autotunes = shape.tokens == 512 and not shape.padded
-            yield _case(shape, dtype, device, size, compiled.modes(device, autotunes) if compiles else ())
+            yield case_of(shape, dtype, device, size, compiled.modes(device, autotunes) if compiles else ())
 
 
-def _case(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
+def case_of(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()) -> Case:
+    """The attention and its gradients in every way, of torch.compile in these modes."""
     inputs = Shared(lambda: make_inputs(shape, dtype, device))
     ways = [
         Way("eager", "eager", lambda: _step(eager_attention.attend, inputs())),

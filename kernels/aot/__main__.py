@@ -13,7 +13,7 @@ import multiprocessing
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -46,20 +46,28 @@ def rows(
     return found
 
 
-def compile_all(configurations: Sequence[Configuration], processes: int) -> dict[Configuration, Measurement]:
-    """Compile each once, in several processes, and say on stderr how far it is."""
-    measurements: dict[Configuration, Measurement] = {}
+def compiled(configurations: Sequence[Configuration], processes: int) -> Iterator[tuple[Configuration, Measurement]]:
+    """Compile each once, in several processes; each as soon as it is there. What nobody waits for is not begun."""
     # Spawned: a fork would take over the threads that torch and LLVM have started here.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(measure, configuration): configuration for configuration in configurations}
-        for count, future in enumerate(as_completed(futures), 1):
-            configuration = futures[future]
-            result = measurements[configuration] = future.result()
-            what = f"{configuration.kernel} sm_{configuration.card.capability}"
-            outcome = result.error or (
-                f"{result.registers} registers, {result.local_bytes} bytes spilled, {result.shared_bytes} shared"
-            )
-            print(f"{count}/{len(futures)} {what}: {outcome}, {result.seconds:.1f} s", file=sys.stderr)
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def compile_all(configurations: Sequence[Configuration], processes: int) -> dict[Configuration, Measurement]:
+    """Compile each once, in several processes, and say on stderr how far it is."""
+    measurements: dict[Configuration, Measurement] = {}
+    for count, (configuration, result) in enumerate(compiled(configurations, processes), 1):
+        measurements[configuration] = result
+        what = f"{configuration.kernel} sm_{configuration.card.capability}"
+        outcome = result.error or (
+            f"{result.registers} registers, {result.local_bytes} bytes spilled, {result.shared_bytes} shared"
+        )
+        print(f"{count}/{len(configurations)} {what}: {outcome}, {result.seconds:.1f} s", file=sys.stderr)
     return measurements
 
 

@@ -1,0 +1,146 @@
+"""The stages of a triage, in their order, and how one runs in this process."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cdt_fast.bench.triage.lines import Lines
+
+if TYPE_CHECKING:  # the process that starts the others has no use for torch here
+    import torch
+
+# What a part finds, one mapping a line; and a stage's parts by name, each done when its turn comes.
+Work = Callable[[], Iterable[Mapping[str, Any]]]
+Parts = Iterator[tuple[str, Work]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A process of the triage.
+
+    Attributes:
+        name: unique.
+        limit: the seconds after which it is killed.
+        where: module and function in this package that give its parts.
+    """
+
+    name: str
+    limit: float
+    where: str
+
+
+# Those of one row run side by side: nothing is timed in them, or they are alone.
+PLAN: tuple[tuple[Stage, ...], ...] = (
+    (Stage("machine", 20, "machine:parts"),),
+    (Stage("compile", 40, "compiling:defaults"),),
+    (
+        Stage("check step", 30, "accuracy:step"),
+        Stage("check cross-entropy", 30, "accuracy:cross_entropy"),
+        Stage("check attention", 30, "accuracy:attention"),
+        Stage("racecheck", 30, "tools:racecheck"),
+        Stage("memcheck", 30, "tools:memcheck"),
+    ),
+    (Stage("step", 45, "speed:step"),),
+    (Stage("cross-entropy", 25, "speed:cross_entropy"),),
+    (Stage("attention", 20, "speed:attention"),),
+    (Stage("torch.compile", 30, "speed:compiler"),),
+    (Stage("compile blocks", 120, "compiling:candidates"),),
+    (Stage("sweep unrolled_forward", 20, "sweep:unrolled_forward"),),
+    (Stage("sweep unrolled_backward", 20, "sweep:unrolled_backward"),),
+    (Stage("sweep unrolled_update", 20, "sweep:unrolled_update"),),
+    (Stage("sweep cross_entropy", 20, "sweep:cross_entropy"),),
+    (Stage("sweep streaming_backward", 20, "sweep:streaming_backward"),),
+    (Stage("sweep streaming_forward", 20, "sweep:streaming_forward"),),
+    (Stage("ncu", 60, "tools:ncu"),),
+)
+# Started by tools, under a sanitizer or profiler.
+PROGRAMS = {"once": "accuracy:once", "hot": "sweep:hot"}
+NAMES = [stage.name for row in PLAN for stage in row]
+
+# How a stage's process says that it goes on in another one: its context on the card is lost.
+LOST = 75
+FAILED = 1
+_BEGINS = "part "
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a part may need to know.
+
+    Attributes:
+        device: where it computes.
+        size: "gpu" or "toy": which shapes.
+        lines: where results go, and those of earlier stages are.
+        command: starts this program again.
+        deadline: when this process is killed, by the monotonic clock.
+    """
+
+    device: torch.device
+    size: str
+    lines: Lines
+    command: Sequence[str]
+    deadline: float = math.inf
+
+    def left(self) -> float:
+        """The seconds until then."""
+        return self.deadline - time.monotonic()
+
+
+def run_here(name: str, context: Context, skip: int) -> int:
+    """Do the parts of a stage one after the other, but for the first `skip`; the exit status of the process.
+
+    A part that fails is a line and does not stop the next, unless nothing works any more in this process.
+    """
+    from cdt_fast.bench.case import Unavailable
+
+    stages = {stage.name: stage.where for row in PLAN for stage in row} | PROGRAMS
+    module, function = stages[name].split(":")
+    begin, status = time.perf_counter(), 0
+    # The parts of an earlier process of this stage are made again, and not done again.
+    parts: Parts = getattr(importlib.import_module(f"cdt_fast.bench.triage.{module}"), function)(context)
+    for number, (part, work) in enumerate(parts):
+        if number < skip:
+            continue
+        print(f"{_BEGINS}{number}: {part}", flush=True)
+        try:
+            for fields in work():
+                context.lines.add(name, part, {**fields, "after_seconds": round(time.perf_counter() - begin, 2)})
+        except Unavailable as reason:
+            context.lines.add(name, part, {"status": "unavailable", "reason": str(reason)})
+        except Exception as error:
+            traceback.print_exc(limit=-4, file=sys.stdout)
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            context.lines.add(name, part, {"status": "failed", "reason": words})
+            status = FAILED
+            if _lost(context):
+                return LOST
+        gc.collect()
+    return status
+
+
+def parts_begun(output: str) -> int:
+    """How many parts a process had begun, by what it printed."""
+    begun = [line for line in output.splitlines() if line.startswith(_BEGINS)]
+    return int(begun[-1].removeprefix(_BEGINS).split(":")[0]) + 1 if begun else 0
+
+
+def _lost(context: Context) -> bool:
+    """Whether the card answers no more in this process: after an access outside of its memory nothing does."""
+    import torch
+
+    if context.device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(context.device)
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return True
+    return False

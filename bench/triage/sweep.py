@@ -1,0 +1,172 @@
+"""The fastest blocks of a kernel, by the card's own clock: candidates in turn, the best of them against the default."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast.bench.clock import calls_a_reading, seconds, turns
+from cdt_fast.bench.measure import Refused, disagreement
+from cdt_fast.bench.triage.compiling import CANDIDATES, compiled_blocks
+from cdt_fast.bench.triage.hot_kernels import HOT, Hot, Inputs
+from cdt_fast.bench.triage.stages import Context, Parts
+from cdt_fast.kernels.launch import GpuSpec, card_of, math_mode
+
+# Seconds for the finalists, with which a stage ends whatever candidates it has not reached.
+_ENOUGH = 5.0
+_FINALISTS = 3
+_ROUNDS = 5
+# Other blocks sum in another order, and round what they sum to bfloat16.
+_TOLERANCE = 1e-2
+# A winner has to be faster by so much: less is what two readings of one kernel differ by.
+_GAIN = 1.02
+_PROFILED = ("unrolled_forward", "unrolled_backward", "cross_entropy")
+
+
+def _stage(name: str) -> Callable[[Context], Parts]:
+    hot = next(hot for hot in HOT if hot.name == name)
+
+    def parts(context: Context) -> Parts:
+        yield name, functools.partial(_Sweep(hot, context).run)
+
+    return parts
+
+
+unrolled_forward = _stage("unrolled_forward")
+unrolled_backward = _stage("unrolled_backward")
+unrolled_update = _stage("unrolled_update")
+cross_entropy = _stage("cross_entropy")
+streaming_backward = _stage("streaming_backward")
+streaming_forward = _stage("streaming_forward")
+
+
+def hot(context: Context) -> Parts:
+    """Some of the kernels once, with the blocks of their tables: for a profiler."""
+    for one in HOT:
+        if one.name in _PROFILED:
+            yield one.name, functools.partial(_once, one, context)
+
+
+def _once(hot: Hot, context: Context) -> Iterator[dict[str, Any]]:
+    sweep = _Sweep(hot, context)
+    sweep.prepared(None)[0]()
+    seconds(lambda: None, context.device)  # waits for the card
+    return iter(())
+
+
+class _Sweep:
+    """The candidates of one kernel on one set of tensors."""
+
+    def __init__(self, hot: Hot, context: Context) -> None:
+        self._hot, self._context, self._device = hot, context, context.device
+        self._kept: Tensor | None = None
+        self._restoring = 0.0
+
+    @functools.cached_property
+    def _inputs(self) -> Inputs:
+        torch.manual_seed(0)
+        return self._hot.inputs(self._device, self._context.size)
+
+    @functools.cached_property
+    def _card(self) -> GpuSpec:
+        return card_of(torch.empty(0, device=self._device))
+
+    def prepared(self, blocks: Mapping[str, int] | None) -> tuple[Callable[[], None], Mapping[str, Any]]:
+        """The launch with these blocks, and its arguments."""
+        inputs = self._inputs
+        launch = self._hot.launch(inputs, self._card, blocks)
+        torch.manual_seed(1)
+        read = {value.data_ptr() for value in inputs.values()}
+        for value in launch.arguments.values():
+            if isinstance(value, Tensor) and value.data_ptr() not in read:
+                value.normal_()  # what another kernel would have written, and what this one has to write over
+        if self._hot.overwritten is None:
+            return launch.run, launch.arguments
+        target = launch.arguments[self._hot.overwritten]
+        if self._kept is None:
+            self._kept = target.clone()
+            self._restoring = self._seconds(lambda: target.copy_(self._kept))
+
+        def restored() -> None:
+            target.copy_(self._kept)
+            launch.run()
+
+        return restored, launch.arguments
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """A line for each candidate, and the winner's."""
+        hot, size = self._hot, self._context.size
+        default = hot.default(self._card, size)
+        step, arguments = self.prepared(default)
+        step()
+        expected = _results(arguments)
+        known = [blocks for blocks in compiled_blocks(self._context.lines.read(CANDIDATES), hot) if blocks != default]
+        timed = {tuple(default.items()): self._microseconds(step)}
+        yield {"blocks": default, "microseconds": timed[tuple(default.items())], "status": "timed"}
+        tried = 1
+        for blocks in known:
+            if self._context.left() < _ENOUGH:
+                break
+            tried += 1
+            try:
+                step, arguments = self.prepared(blocks)
+                step()
+                difference = disagreement(_results(arguments), expected)
+                if not difference <= _TOLERANCE:
+                    raise Refused(f"differs from the default by {difference:.1e}")
+                timed[tuple(blocks.items())] = self._microseconds(step)
+            except Exception as error:
+                yield {"blocks": blocks, "status": "failed", "reason": f"{type(error).__name__}: {error}"[:200]}
+                seconds(lambda: None, self._device)  # raises where nothing works any more
+                continue
+            yield {"blocks": blocks, "microseconds": timed[tuple(blocks.items())], "status": "timed"}
+        yield self._winner(default, sorted(timed, key=timed.__getitem__)[:_FINALISTS], tried, len(known) + 1)
+
+    def _winner(
+        self, default: Mapping[str, int], finalists: list[tuple[tuple[str, int], ...]], tried: int, known: int
+    ) -> dict[str, Any]:
+        """The fastest of the finalists and the default, which take turns."""
+        own = tuple(default.items())
+        steps = {blocks: self.prepared(dict(blocks))[0] for blocks in dict.fromkeys([own, *finalists])}
+        taken: dict[tuple[tuple[str, int], ...], list[float]] = {blocks: [] for blocks in steps}
+        for order in turns(list(steps), _ROUNDS):
+            for blocks in order:
+                taken[blocks].append(self._microseconds(steps[blocks]))
+        medians = {blocks: statistics.median(readings) for blocks, readings in taken.items()}
+        best = min(medians, key=medians.__getitem__)
+        if medians[own] < _GAIN * medians[best]:
+            best = own
+        fields = ", ".join(f"{name}={value}" for name, value in best)
+        numbers = math_mode(torch.empty(0, dtype=torch.bfloat16, device=self._device))
+        return {
+            "result": "winner",
+            "table": self._hot.table,
+            "family": self._card.family,
+            "numbers": numbers,
+            "row": self._hot.row,
+            "blocks": dict(best),
+            "code": f"{self._hot.blocks.__name__}({fields})",
+            "microseconds": medians[best],
+            "before": dict(default),
+            "before_microseconds": medians[own],
+            "candidates_timed": tried,
+            "candidates_compiled": known,
+        }
+
+    def _microseconds(self, step: Callable[[], object]) -> float:
+        return 1e6 * (self._seconds(step) - self._restoring)
+
+    def _seconds(self, step: Callable[[], object]) -> float:
+        calls = calls_a_reading(seconds(step, self._device), self._device)
+        return seconds(step, self._device, calls)
+
+
+def _results(arguments: Mapping[str, Any]) -> list[Tensor]:
+    """What a launch leaves, to compare it by: of a number a tile, of which other blocks have others, the sum."""
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor) and value.is_floating_point()]
+    return [one.float().sum()[None] if one.dim() <= 1 else one.clone() for one in tensors]
