@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test emulate bench gpu gpu-tests gpu-bench gpu-install kernels-report lint docs clean
+.PHONY: demo test emulate bench gpu gpu-triage gpu-tests gpu-bench gpu-install gpu-carry kernels-report lint docs clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -35,10 +35,16 @@ kernels-report: .venv/installed
 	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --json build/kernels.json --csv build/kernels.csv \
 		--markdown docs/kernels.md
 
-# On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network. Besides these pytest is
-# needed; what else is missing is left out, with the reason. The bench also runs where a test failed.
+# On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network: docs/gpu.md. Besides
+# these pytest is needed; what else is missing is left out, with the reason. Three calls, none longer than ten minutes,
+# which may be made one by one; what each finds goes into the folder that OUT names (bench/results).
+GPU := PYTHONPATH="$(CURDIR)/build/site$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 gpu:
-	status=0; $(MAKE) gpu-tests || status=$$?; $(MAKE) gpu-bench && exit $$status
+	status=0; for target in gpu-triage gpu-tests gpu-bench; do $(MAKE) $$target || status=$$?; done; exit $$status
+
+# Is it right, how fast is it, what bounds it, which blocks are the fastest: what has been found is saved at once.
+gpu-triage: gpu-install
+	$(GPU) -m cdt_fast.bench.triage
 
 # The tests of the kernels, compiled: some 1,800 specializations, which take one core a quarter of an hour or more. With
 # pytest-xdist they are compiled side by side, a worker for every two cores; none of pyproject's options, which need
@@ -49,16 +55,15 @@ gpu-tests: gpu-install
 		tests/kernels
 
 # Less than nine minutes: each suite for so many seconds at most. A case's figures are added to its suite's results file
-# as soon as they are there, first those of the ways that need no compiler, in the folder that OUT names (bench/results);
-# cases that were not reached keep what an earlier run found. The first four suites are
-# measured in GPU_CASE alone, a part of a case's name: then `make gpu-bench GPU_CASE=float32`.
+# as soon as they are there, first those of the ways that need no compiler; cases that were not reached keep what an
+# earlier run found. The first four suites are measured in GPU_CASE alone, a part of a case's name: then
+# `make gpu-bench GPU_CASE=float32`.
 GPU_CASE ?= bfloat16
 GPU_SECONDS ?= step:180 attention:110 cross_entropy:90 ops:60
 gpu-bench: gpu-install
 	status=0; \
 	measure() { \
-		timeout --signal=INT --kill-after=15 "$$1" $(PYTHON) -m cdt_fast.bench --device cuda \
-			--no-pictures \
+		timeout --signal=INT --kill-after=15 "$$1" env $(GPU) -m cdt_fast.bench --device cuda --no-pictures \
 			--out "$${OUT:-bench/results}" --suite "$$2" --case "$$3" || case $$? in 124|130) ;; *) status=1 ;; esac; \
 	}; \
 	for part in $(GPU_SECONDS); do measure $${part#*:} $${part%:*} '$(GPU_CASE)'; done; \
@@ -67,6 +72,20 @@ gpu-bench: gpu-install
 
 gpu-install:
 	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+	rm -rf build/site
+	set -- build/carry/*.whl; [ ! -e "$$1" ] || \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target build/site "$$@"
+
+# Peers for such a machine (Python 3.12, x86-64), in a folder that git ignores: taken along, the targets above find them.
+# No Triton cache: its keys hash Triton's own library and its files hold absolute paths, so none made elsewhere is sure
+# to be found.
+CARRY_MIB := 60
+gpu-carry:
+	rm -rf build/carry
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		--dest build/carry liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+	du -sm build/carry | { read -r size folder; echo "$$folder: $$size of $(CARRY_MIB) MiB"; [ $$size -le $(CARRY_MIB) ]; }
 
 # The type checker does not know the folder-to-package mapping of setup.py: it reads a copy laid out as installed.
 lint: .venv/linters

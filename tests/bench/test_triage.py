@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import stat
@@ -29,7 +30,7 @@ if name == "fails":
     print("part 0: first", flush=True)
     print("what went wrong")
     sys.exit(1)
-if name == "hangs":
+if name.startswith("hangs"):
     subprocess.Popen([sys.executable, "-c", "import time, sys; time.sleep(1); open(sys.argv[1], 'w')", sys.argv[1]])
     print("part 0: endless", flush=True)
     time.sleep(1000)
@@ -83,9 +84,9 @@ def test_a_stage_that_hangs_is_killed_at_its_limit_with_all_that_it_started(
 
 def test_stages_of_a_row_run_side_by_side(pretended: Callable[..., Any]) -> None:
     begin = time.monotonic()
-    outcomes, _ = pretended(tuple(stage(name, 2.0) for name in ("hangs", "hangs too", "works")))
-    assert time.monotonic() - begin < 4.0
-    assert [outcome.status for outcome in outcomes.values()] == [KILLED, DONE, DONE]
+    outcomes, _ = pretended(tuple(stage(name, 4.0) for name in ("hangs", "hangs too", "works")))
+    assert time.monotonic() - begin < 7.5
+    assert [outcome.status for outcome in outcomes.values()] == [KILLED, KILLED, DONE]
 
 
 def test_a_stage_whose_card_is_lost_goes_on_behind_the_part_that_lost_it(pretended: Callable[..., Any]) -> None:
@@ -137,6 +138,59 @@ def test_the_metrics_of_a_profile() -> None:
     found = tools.metrics_by_kernel("\n".join(["==PROF== Connected", head, *rows]))
     assert found == {"a_kernel": {"Duration [us]": "12.5"}}
     assert tools.metrics_by_kernel("==ERROR== no permission") == {}
+
+
+def test_the_tables_that_the_sweep_names_have_the_rows_that_it_starts_from() -> None:
+    pytest.importorskip("triton")
+    from cdt_fast.bench.triage.hot_kernels import HOT
+    from cdt_fast.kernels.launch import CARDS
+
+    def rows(table: Any) -> set[Any]:
+        if isinstance(table, dict):
+            return set().union(*map(rows, table.values()))
+        if isinstance(table, list):
+            return {row[-1] for row in table}
+        return {table}
+
+    for hot in HOT:
+        module, name = hot.table.split(".")
+        known = rows(getattr(importlib.import_module(f"cdt_fast.kernels.{module}"), name))
+        for card in CARDS.values():
+            candidates = [hot.blocks(**blocks) for blocks in hot.candidates(card, "gpu")]
+            assert candidates[0] in known, (hot.name, candidates[0])
+            assert len(candidates) == len(set(candidates)) > 20
+            launch = hot.described(card, "gpu", hot.candidates(card, "gpu")[-1])
+            assert launch.kernel.__name__ == hot.function
+            assert launch.warps == candidates[-1].warps
+
+
+def test_the_sweep_reads_what_was_compiled() -> None:
+    pytest.importorskip("triton")
+    from cdt_fast.bench.triage.compiling import compiled_blocks
+    from cdt_fast.bench.triage.hot_kernels import HOT
+
+    def line(rows: int, status: str, spilled: int) -> dict[str, Any]:
+        return {"kernel": HOT[0].name, "blocks": {"rows": rows}, "status": status, "spilled_bytes": spilled}
+
+    lines = [line(1, "compiled", 8), line(2, "failed", 0), line(3, "compiled", 0), {"candidates": 4}]
+    assert compiled_blocks(lines, HOT[0]) == [{"rows": 3}, {"rows": 1}]
+
+
+@pytest.mark.parametrize(("capability", "known"), [(90, True), (103, False)])
+def test_a_card_of_an_unknown_family_is_told_which_rows_it_takes(
+    capability: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from cdt_fast.bench.triage import machine
+    from cdt_fast.kernels.launch import GpuSpec
+
+    monkeypatch.setattr(machine, "card_of", lambda tensor: GpuSpec(capability, 232_448))
+    (found,) = machine._block_tables(torch.device("cpu"))
+    assert found["known"] == known
+    assert found["family"] == "hopper"
+    assert f"sm_{capability}" in found["note"]
+    assert "it takes the rows of 'hopper'" in found["note"]
 
 
 FAKE_TOOL = """#!{python}
