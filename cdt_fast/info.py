@@ -24,16 +24,18 @@ OPTIONAL = {
     "trl": "extra: trl",
     "lightning": "extra: lightning",
     "tensorboard": "extra: tensorboard",
+    "shtab": "extra: completion",
 }
 
 
 def collect() -> dict[str, Any]:
     """Facts by name, words and numbers only."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "cdt_fast": cdt_fast.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": _device(),
+        "training computes in": _precision(),
         "ops run on": explain(),
         "CPU threads": torch.get_num_threads(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
@@ -42,10 +44,10 @@ def collect() -> dict[str, Any]:
     }
     for package, source in OPTIONAL.items():
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = f"not installed ({source})"
-    return found
+            facts[package] = f"not installed ({source})"
+    return facts
 
 
 def _device() -> str:
@@ -53,3 +55,9 @@ def _device() -> str:
         return "cpu (torch finds no CUDA GPU)"
     properties = torch.cuda.get_device_properties(0)
     return f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _precision() -> str:
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False):
+        return "bfloat16 with float32 weights by default; a step of video is one CUDA graph"
+    return "float32 by default"

@@ -124,10 +124,15 @@ class DUST(PretrainedModel):
         alone = [reconstruction for reconstruction, error in depths if error is None]
         _, first = ops.layerwise_reconstruction_loss(alone, clean)
         tokens = clean.shape[:-1].numel()
-        per_layer = torch.stack([*first, *(error / tokens for _, error in depths if error is not None)])
+        losses = [*first, *(error / tokens for _, error in depths if error is not None)]
+        per_depth = torch.stack(losses)
         if weights is None:
-            return per_layer.sum(), per_layer
-        return (weights.to(per_layer) * per_layer).sum(), per_layer.detach()
+            return per_depth.sum(), per_depth
+        if isinstance(depth_weights, Tensor):
+            return (weights.to(per_depth) * per_depth).sum(), per_depth.detach()
+        # Numbers of the host multiply where they are: no copy to the device, and no backward for a depth of weight 0.
+        counted = [weight * loss for weight, loss in zip(weights.tolist(), losses, strict=True) if weight]
+        return torch.stack(counted or [0 * losses[-1]]).sum(), per_depth.detach()
 
     def spectral_ratio(self) -> Tensor:
         """`‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`): above 1 the LISTA step may overshoot."""

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from cdt_fast import cli
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import evaluate_run, train
 from tests.tiny import TINY, scrolling_clip
 
 
@@ -34,11 +35,11 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_config(clip: Path) -> Callable[..., RunConfig]:
+def tiny_config(clip: Path) -> Callable[..., VideoSettings]:
     """Make tiny settings; keyword arguments replace some of them, whatever their section."""
 
-    def make(**changes: Any) -> RunConfig:
-        config = RunConfig()
+    def make(**changes: Any) -> VideoSettings:
+        config = VideoSettings()
         for section, values in TINY.items():
             config.update(section, values)
         config.data.source = str(clip)
@@ -94,18 +95,16 @@ class TrainedRuns:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, clip: Path, tiny_config: Callable[..., RunConfig]) -> TrainedRuns:
-    from cdt_fast.files import write_json
-    from cdt_fast.training.loop import train
-    from cdt_fast.video.evaluation import evaluate_run
-
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, clip: Path, tiny_config: Callable[..., VideoSettings]
+) -> TrainedRuns:
     folder = tmp_path_factory.mktemp("runs")
     paths = []
     for name, constrained in (("constrained", True), ("plain", False)):
         config = tiny_config(constrained=constrained, steps=30)
         run = RunFolder.create(folder / name, config)
         train(run, config, progress=False)
-        write_json(run.evaluation, evaluate_run(run, config, progress=False))
+        evaluate_run(run, config)
         paths.append(run.path)
     return TrainedRuns(*paths)
 

@@ -17,14 +17,16 @@ import av
 import numpy as np
 import pytest
 
-from cdt_fast import cli
+from cdt_fast.cli import commands
+from cdt_fast.cli.parser import build_parser
 from cdt_fast.constraints.presets import PRESETS, options_of
 from cdt_fast.files import read_json
 from cdt_fast.training import figures
-from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint
-from cdt_fast.training.config import RunConfig
+from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.video import evaluation
+from cdt_fast.video import task
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import open_run
 from tests.tiny import scrolling_clip, tiny_arguments
 
 Call = Callable[..., Any]
@@ -51,17 +53,17 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def settings_of(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> Callable[..., RunConfig]:
+def settings_of(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> Callable[..., VideoSettings]:
     """The settings that a call of `train video` begins with, as its config.toml has them."""
     monkeypatch.setattr("cdt_fast.training.loop.train", lambda *_, **__: None)
-    monkeypatch.setattr(cli, "_evaluate_run", lambda *_: 0)
+    monkeypatch.setattr(commands, "_evaluate", lambda *_: 0)
     count = iter(range(100))
 
-    def call_and_read(*words: object) -> RunConfig:
+    def call_and_read(*words: object) -> VideoSettings:
         out = tmp_path / f"run{next(count)}"
         answer = call("train", "video", *words, "--out", out)
         assert answer.status == 0, answer
-        return RunFolder.open(out, trained=False)[1]
+        return open_run(out, trained=False)[1]
 
     return call_and_read
 
@@ -76,14 +78,14 @@ def test_help_shows_an_example_that_parses(call: Call, command: list[str]) -> No
     line = next(line for line in example.splitlines() if "cdt-fast " in line)
     words = shlex.split(line.partition("cdt-fast ")[2])
     assert words[: len(command)] == command
-    cli._parser().parse_args(words)
+    build_parser().parse_args(words)
 
 
 def test_help_tells_every_default(call: Call) -> None:
     text = " ".join(call("train", "video", "--help").out.split())
-    defaults = RunConfig()
+    defaults = VideoSettings()
     for shown in (
-        f"T, frames of a window ({defaults.data.window})",
+        f"T, frames per window ({defaults.data.window})",
         f"L ({defaults.model.layers})",
         f"optimizer steps ({defaults.training.steps})",
         "train with descent constraints (yes)",
@@ -103,7 +105,7 @@ def test_help_tells_every_default(call: Call) -> None:
         (["train", "video", "--steps"], ["--steps"]),
         (["train", "video", "a.mp4", "b.mp4"], ["unknown argument: b.mp4"]),
         (["train", "video", "--steps", "ten"], ["[training] steps must be a whole number, got 'ten'"]),
-        (["train", "video", "--model", "vit"], ["[model] model must be one of dust, ut"]),
+        (["train", "video", "--model", "vet"], ["[model] model must be 'dust', 'ut' or 'vit', got 'vet'"]),
         (["train", "video", "--gammas", ""], ["[evaluation] gammas"]),
         (["train", "video", "--config", "missing.toml"], ["missing.toml"]),
         (["train", "video", "missing.mp4"], ["missing.mp4", "no such file"]),
@@ -213,7 +215,7 @@ def test_a_missing_extra_is_named_and_leaves_no_run(
 
 
 def test_a_run_that_is_to_resume_is_never_removed(
-    call: Call, clip: Path, tmp_path: Path, tiny_config: Callable[..., RunConfig]
+    call: Call, clip: Path, tmp_path: Path, tiny_config: Callable[..., VideoSettings]
 ) -> None:
     config = tiny_config()
     config.data.source = str(tmp_path / "gone.npy")
@@ -234,7 +236,15 @@ def test_training_prints_tables_a_verdict_and_the_report(
     assert answer.out.splitlines()[-2] == read_json(run / "evaluation.json")["report"]["text"]
     assert answer.out.splitlines()[-1] == f"report: {run / 'report.md'}"
     names = {path.name for path in run.iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "model", "checkpoint", "evaluation.json", "report.md"}
+    assert names == {
+        "config.toml",
+        "metrics.jsonl",
+        "model",
+        "checkpoint",
+        "evaluation.json",
+        "report.md",
+        "frames.safetensors",
+    }
     assert "holds a run already" in call("train", "video", clip, "--out", run, *tiny_arguments()).line()
     assert "no model yet" not in answer.err
 
@@ -254,13 +264,13 @@ def test_a_warm_up_that_never_ends_is_said_before_the_training(
 def test_a_signal_while_modules_are_imported_leaves_no_run(
     call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import_module = cli.importlib.import_module
+    import_module = commands.importlib.import_module
 
     def signalled(name: str) -> Any:
         signal.raise_signal(signal.SIGTERM)
         return import_module(name)
 
-    monkeypatch.setattr(cli.importlib, "import_module", signalled)
+    monkeypatch.setattr(commands.importlib, "import_module", signalled)
     answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
     assert answer.status == 128 + signal.SIGTERM
     assert not (tmp_path / "run").exists()
@@ -281,7 +291,7 @@ def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: 
 def test_a_run_that_is_not_finished_is_measured_with_a_note(
     call: Call, copied_run: RunFolder, quick_figures: None
 ) -> None:
-    copied_run.config.write_text(copied_run.config.read_text().replace("steps = 30", "steps = 60", 1))
+    save_checkpoint(copied_run.checkpoint, {**load_checkpoint(copied_run.checkpoint), "steps": 60})
     answer = call("evaluate", copied_run.path)
     assert answer.status == 0
     note = f"the training of {copied_run.path} is not finished, this is step 30 of 60"
@@ -289,7 +299,7 @@ def test_a_run_that_is_not_finished_is_measured_with_a_note(
 
 
 def test_options_win_over_a_file_and_a_file_over_the_defaults(
-    settings_of: Callable[..., RunConfig], clip: Path, tmp_path: Path
+    settings_of: Callable[..., VideoSettings], clip: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('[data]\nsource = "other.npy"\nwindow = 7\n[training]\nsteps = 11\nbatch = 3\n')
@@ -300,11 +310,11 @@ def test_options_win_over_a_file_and_a_file_over_the_defaults(
     assert config.training.batch == 3
     assert config.training.clip is None
     assert config.constraints.rate == [0.1, 0.2]
-    assert config.training.lr == RunConfig().training.lr
+    assert config.training.lr == VideoSettings().training.lr
     assert settings_of("--config", file).data.source == str(Path("other.npy").resolve())
 
 
-def test_flags_can_be_set_and_unset(settings_of: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_flags_can_be_set_and_unset(settings_of: Callable[..., VideoSettings], tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[constraints]\nconstrained = false\n[model]\ntied = true\n")
     assert settings_of("--config", file).constraints.constrained is False
@@ -316,7 +326,7 @@ def test_flags_can_be_set_and_unset(settings_of: Callable[..., RunConfig], tmp_p
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., RunConfig], name: str) -> None:
+def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., VideoSettings], name: str) -> None:
     config = settings_of("--rate", "0.125", "--preset", name)
     assert config.constraints.preset == name
     assert config.constraints.rate == 0.125
@@ -329,7 +339,7 @@ def test_a_run_gets_a_name_from_its_source(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("cdt_fast.training.loop.train", lambda *_, **__: None)
-    monkeypatch.setattr(cli, "_evaluate_run", lambda *_: 0)
+    monkeypatch.setattr(commands, "_evaluate", lambda *_: 0)
     assert call("train", "video", clip).status == 0
     assert call("train", "video", "--no-constrained").status == 0
     assert sorted(os.listdir(tmp_path / "runs")) == ["clip-constrained", "demo-unconstrained"]
@@ -382,7 +392,7 @@ def test_the_checkpoint_of_another_run_is_refused(call: Call, trained: Any, copi
 
 
 def test_a_run_that_is_not_trained_yet_says_how_to_go_on(
-    call: Call, tmp_path: Path, tiny_config: Callable[..., RunConfig]
+    call: Call, tmp_path: Path, tiny_config: Callable[..., VideoSettings]
 ) -> None:
     run = RunFolder.create(tmp_path / "run", tiny_config())
     for words in (["evaluate", run.path], ["compare", run.path], ["denoise", run.path, "in.mp4", "out.mp4"]):
@@ -433,7 +443,6 @@ def test_a_full_disk_under_an_evaluation_keeps_the_old_one(
     call: Call, copied_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = copied_run.evaluation.read_bytes()
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {"task": "video"})
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
         line = call("evaluate", copied_run.path).line()
@@ -462,7 +471,7 @@ def test_running_out_of_memory_is_one_line(call: Call, trained: Any, monkeypatch
     def exhausted(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(evaluation, "evaluate", exhausted)
+    monkeypatch.setattr(task, "evaluate", exhausted)
     assert "out of memory" in call("evaluate", trained.plain).line()
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cdt_fast import cli, experiments
+from cdt_fast import experiments
+from cdt_fast.cli import commands
 from cdt_fast.training import loop
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import open_run
 from tests.tiny import TINY
 
 Call = Callable[..., Any]
@@ -74,7 +76,7 @@ def test_a_run_is_that_of_the_training_command(call: Call, clip: Path, tmp_path:
     """Whatever was trained before it in the same process."""
     assert call("reproduce", "tiny", clip, "--out", tmp_path / "out").status == 0
     config = tmp_path / "out" / "constrained-1" / "config.toml"
-    assert RunConfig.load(config).constraints.rate == 0.25, "what a run says goes before what all share"
+    assert VideoSettings.load(config).constraints.rate == 0.25, "what a run says goes before what all share"
     alone = call("train", "video", "--config", config, "--out", tmp_path / "alone")
     assert alone.status == 0, alone
     assert weights(tmp_path / "alone") == weights(tmp_path / "out" / "constrained-1")
@@ -85,13 +87,13 @@ def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monk
     trained, resumed = [], []
     original = loop.train
 
-    def train(run: RunFolder, config: RunConfig, *, resume: bool) -> None:
+    def train(run: RunFolder, config: VideoSettings, task: Any, *, resume: bool) -> None:
         resumed.append(resume)
         if len(trained) == 1:
             trained.append("")
             raise loop.Interrupted(2, 3)
         trained.append(run.name)
-        original(run, config, resume=resume, progress=False)
+        original(run, config, task, resume=resume, progress=False)
 
     monkeypatch.setattr(loop, "train", train)
     answer = call("reproduce", "tiny", clip, "--out", tmp_path / "out", "--seeds", "3")
@@ -120,8 +122,8 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
         (["film", "clip"], "NAME must be one of encoder, instructions, "),
         (["encoder", "reviews"], "--model is missing: encoder needs the folder of a pretrained encoder"),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
-        (["video", "clip", "--seeds", "0,a"], "--seeds must be a list of numbers, got '0,a'"),
-        (["video", "clip", "--seeds", "-1"], "[training] seed must be at least 0, got -1"),
+        (["video", "clip", "--seeds", "0,a"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '0,a'"),
+        (["video", "clip", "--seeds", "-1"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '-1'"),
     ],
 )
 def test_bad_input_is_one_line_and_makes_no_folder(
@@ -149,8 +151,8 @@ def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     experiment = experiments.Experiment.load(name)
     planned = experiments.plan(experiment, "data", "encoder" if experiment.model else None, None, "out")
     assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * len(experiment.seeds)
-    assert {run.config.constraints.constrained for run in planned} == {True, False}
-    assert all(run.config.data.source == "data" for run in planned)
+    assert {run.settings.constrained for run in planned} == {True, False}
+    assert all(run.settings.data.source == "data" for run in planned)
     assert f"  {name} " in call("reproduce", "--help").out
 
 
@@ -183,10 +185,10 @@ def test_a_run_has_the_settings_of_the_documents(
     call: Call, name: str, run: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "train", lambda *_, **__: None)
-    monkeypatch.setattr(cli, "_evaluate_run", lambda *_: 0)
+    monkeypatch.setattr(commands, "_evaluate", lambda *_: 0)
     answer = call("train", *command.split(), "--seed", 2, "--out", tmp_path / "run")
     assert answer.status == 0, answer
-    _, expected = RunFolder.open(tmp_path / "run", trained=False)
+    _, expected = open_run(tmp_path / "run", trained=False)
     experiment = experiments.Experiment.load(name)
     model = "ENCODER" if experiment.model else None
-    assert experiment.config(run, 2, expected.data.source, model) == expected
+    assert experiment.settings(run, 2, expected.data.source, model) == expected

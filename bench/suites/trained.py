@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from cdt_fast.models import DUST, TextUT, VideoUT
 
 # The losses `[L+1]` of a model for its inputs and targets.
 Formula = Callable[[Any, Tensor, Tensor], Tensor]
+Weights = Tensor | Sequence[float]  # of the depths; numbers where the host knows them
 
 DTYPES = ("float32", "bfloat16")
 
@@ -72,7 +73,7 @@ class Trained(Protocol):
         """Model, inputs and targets; the same whatever the device."""
         ...
 
-    def last_loss(self, model: Any, inputs: Tensor, targets: Tensor, weights: Tensor, /) -> tuple[Tensor, Tensor]:
+    def last_loss(self, model: Any, inputs: Tensor, targets: Tensor, weights: Weights, /) -> tuple[Tensor, Tensor]:
         """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
         ...
 
@@ -155,7 +156,7 @@ class VideoWork:
         noisy = clean + 0.05 * torch.randn(clean.shape, generator=generator)
         return model.to(device, dtype), noisy.to(device, dtype), clean.to(device, dtype)
 
-    def last_loss(self, model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def last_loss(self, model: DUST, noisy: Tensor, clean: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
         return ops.layerwise_reconstruction_loss([model(noisy)], clean, depth_weights=weights[-1:])
 
@@ -236,7 +237,7 @@ class TextWork:
         labels[: self.texts // 2] = 0
         return model.to(device, dtype), ids.to(device), labels.to(device)
 
-    def last_loss(self, model: TextUT, ids: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def last_loss(self, model: TextUT, ids: Tensor, labels: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
         loss = torch.nn.functional.cross_entropy(model(ids).float(), labels)
         return loss, loss.detach()[None]

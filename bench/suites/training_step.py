@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cdt_fast import DescentConstraints
 from cdt_fast.bench.baselines.support import require_gpu
 from cdt_fast.bench.case import Step, Unavailable
-from cdt_fast.bench.suites.trained import Formula, Trained
+from cdt_fast.bench.suites.trained import Formula, Trained, Weights
 from cdt_fast.constraints.duals import DualAction
 from cdt_fast.ops.shared.products import cpu_has_bf16_products
 from cdt_fast.training import step as training
@@ -24,7 +24,7 @@ from cdt_fast.training.optimizer import build_optimizer
 CONSTRAINED, LOGGED, LAST = "constrained", "logged", "last"
 
 # `(total, per_layer)` of a model for its inputs, targets and weights.
-Losses = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Losses = Callable[[Any, Tensor, Tensor, Weights], tuple[Tensor, Tensor]]
 
 
 class TrainingStep:
@@ -61,12 +61,12 @@ class TrainingStep:
         self._constraints = constraints_under_way(work.layers, device) if reads == CONSTRAINED else None
         self._duals = None if self._constraints is None else self._constraints.state_dict()
         self._count = work.items
+        self._last_alone = (*[0.0] * work.layers, 1.0)
         self._step = training.TrainingStep(
             losses=self._losses,
             optimizer=self._optimizer,
             logged_sums=torch.zeros(2 if reads == LAST else work.layers + 2, dtype=torch.float64, device=device),
             constraints=self._constraints,
-            fixed_weights=torch.eye(work.layers + 1, device=device)[-1],
         )
         self._run = self._on if graphs is None else CapturedStep(self._on, graphs)
 
@@ -83,14 +83,14 @@ class TrainingStep:
             self._constraints.load_state_dict(self._duals)
 
     def __call__(self) -> list[Tensor]:
-        self._run(
-            self._inputs, self._targets, work=None if self._constraints is None else self._constraints.count_step()
-        )
+        action = None if self._constraints is None else self._constraints.count_step()
+        self._run(self._inputs, self._targets, action=action)
         gradients = [parameter.grad for parameter in self._model.parameters()]
         return [self._losses.per_layer, *(gradient for gradient in gradients if gradient is not None)]
 
-    def _on(self, inputs: Tensor, targets: Tensor, *, work: DualAction | None) -> None:
-        self._step.run([(inputs, targets)], [self._count], self._count, work)
+    def _on(self, inputs: Tensor, targets: Tensor, *, action: DualAction | None) -> None:
+        known = self._last_alone if self._constraints is None else None
+        self._step.run([(inputs, targets)], [self._count], self._count, known, action)
 
 
 class _Losses(nn.Module):
@@ -102,7 +102,7 @@ class _Losses(nn.Module):
         super().__init__()
         self._model, self._told, self._autocast, self._cached = model, losses, autocast, cached
 
-    def forward(self, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         # The cache of autocast is for those who launch each kernel: a copy of the weights must not outlive a capture.
         kind, cached = inputs.device.type, self._cached
         with torch.autocast(kind, torch.bfloat16, enabled=self._autocast, cache_enabled=cached):
@@ -118,7 +118,7 @@ def constraints_under_way(layers: int, device: torch.device) -> DescentConstrain
     return constraints
 
 
-def fused(model: Any, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def fused(model: Any, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     """The model's own losses, of all depths."""
     return model.layer_losses(inputs, targets, weights)
 
@@ -126,8 +126,11 @@ def fused(model: Any, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple
 def weighted(formula: Formula) -> Losses:
     """A function of the losses of all depths `[L+1]`, as one of their weighted sum."""
 
-    def run(model: Any, inputs: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def run(model: Any, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         per_layer = formula(model, inputs, targets)
+        if not isinstance(weights, Tensor):  # known to the host, which leaves out what counts nothing
+            counted = [weight * loss for weight, loss in zip(weights, per_layer, strict=True) if weight]
+            return torch.stack(counted).sum(), per_layer.detach()
         return (weights.to(per_layer) * per_layer).sum(), per_layer.detach()
 
     return run

@@ -274,6 +274,13 @@ class DescentConstraints:
         weights[-1].add_(1)
         return weights
 
+    def known_weights(self) -> tuple[float, ...] | None:
+        """The weights of the next step where the host knows them: (0, …, 0, 1) while the warm-up lasts; else None.
+
+        A loss that is given these and not the tensor of `weights` can leave out the backward of what counts nothing.
+        """
+        return (*[0.0] * self.layers, 1.0) if self._steps < self.warmup_steps else None
+
     @torch.no_grad()
     def record(self, losses: Tensor, count: float | Tensor) -> None:
         """Add the losses of one micro-batch to what the next dual update sees.

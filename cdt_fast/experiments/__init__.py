@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import read_json, read_toml
-from cdt_fast.training.config import CONFIGS, SECTIONS, RunConfig
+from cdt_fast.files import read_toml
+from cdt_fast.tasks import TASKS, open_evaluated, open_run
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import SECTIONS, RunSettings
 
 FOLDER = Path(__file__).parent
 
@@ -52,7 +53,7 @@ class Experiment:
             raise InputError(f"NAME must be one of {', '.join(names())}, got {name!r}")
         return cls(name=name, **read_toml(FOLDER / f"{name}.toml"))
 
-    def config(self, run: str, seed: int, source: str, model: str | None) -> RunConfig:
+    def settings(self, run: str, seed: int, source: str, model: str | None) -> RunSettings:
         """The settings of one training.
 
         Args:
@@ -61,15 +62,15 @@ class Experiment:
             source: where the data are.
             model: the pretrained model, where the experiment needs one.
         """
-        config = CONFIGS[self.task]()
+        settings = TASKS[self.task].settings()
         for sections in (self.shared, self.runs[run]):
             for section, values in sections.items():
-                config.update(section, dict(values))
-        config.set("data", "source", source)
-        config.set("training", "seed", seed)
+                settings.update(section, values)
+        settings.set("data", "source", source)
+        settings.set("training", "seed", seed)
         if model is not None:
-            config.set("model", "model", model)
-        return config
+            settings.set("model", "model", model)
+        return settings
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class PlannedRun:
     """One training of an experiment: where it goes, with which settings."""
 
     path: Path
-    config: RunConfig
+    settings: RunSettings
 
     def state(self) -> str:
         """What is there: "new" (nothing), "begun", or "done", which is trained to its end and measured.
@@ -88,20 +89,38 @@ class PlannedRun:
         folder = RunFolder(self.path)
         if not folder.config.exists():
             return "new"
-        _, there = RunFolder.open(self.path, trained=False)
+        _, there, _ = open_run(self.path, trained=False)
+        if there.task != self.settings.task:
+            raise InputError(f"{self.path}: holds a run of {there.task}; choose another folder with --out")
         for section in SECTIONS:
-            here, other = getattr(self.config, section), getattr(there, section)
-            for entry in fields(here):
-                wanted, found = getattr(here, entry.name), getattr(other, entry.name, None)
-                if there.task != self.config.task or wanted != found:
+            here, other = (getattr(settings, section).model_dump() for settings in (self.settings, there))
+            for name, wanted in here.items():
+                if wanted != other[name]:
                     raise InputError(
-                        f"{self.path}: holds a run with [{section}] {entry.name} {found!r}, and the experiment has "
+                        f"{self.path}: holds a run with [{section}] {name} {other[name]!r}, and the experiment has "
                         f"{wanted!r}; choose another folder with --out"
                     )
         if not folder.evaluation.exists():
             return "begun"
-        evaluation = read_json(folder.evaluation)
-        return "done" if evaluation.get("trained_steps", 0) >= evaluation.get("steps", 1) else "begun"
+        try:
+            return "done" if open_evaluated(self.path).evaluation.finished else "begun"
+        except InputError:
+            return "begun"  # evaluated before it was trained further, or by an older version
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds of the command line, as in 0,1,2.
+
+    Raises:
+        InputError: one is no whole number, or negative.
+    """
+    try:
+        seeds = [int(word) for word in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds or min(seeds) < 0:
+        raise InputError(f"--seeds must be whole numbers of at least 0, as in 0,1,2; got {text!r}")
+    return seeds
 
 
 def names() -> list[str]:
@@ -140,7 +159,7 @@ def plan(
     if not experiment.model and model is not None:
         raise InputError(f"--model is {model!r}, and {experiment.name} trains a network of its own")
     return [
-        PlannedRun(Path(out) / f"{run}-{seed}", experiment.config(run, seed, source, model))
+        PlannedRun(Path(out) / f"{run}-{seed}", experiment.settings(run, seed, source, model))
         for run in experiment.runs
         for seed in dict.fromkeys(experiment.seeds if seeds is None else seeds)
     ]

@@ -13,8 +13,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.sequence.data.instructions import Instruction, read_alpaca
 from cdt_fast.sequence.data.rows import FORMATS
 from cdt_fast.sequence.data.text import NLI_LABELS, TextData, TextSplits, read_imdb, read_mnli, read_table, split_text
-from cdt_fast.sequence.settings import LanguageDataSettings, TextDataSettings
-from cdt_fast.training.config import RunConfig
+from cdt_fast.sequence.settings import LanguageDataSettings, LanguageSettings, TextDataSettings, TextSettings
 
 _PARTS = (("train",), ("dev", "validation", "valid", "val"), ("test",))  # names of the files of each part
 _NLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
@@ -31,16 +30,29 @@ class InstructionSplits:
     num_dropped: int = 0
 
 
-def load_corpus(config: RunConfig) -> TextSplits | InstructionSplits:
-    """The texts or instructions of the settings.
+def load_texts(settings: TextSettings) -> TextSplits:
+    """The texts of the settings, divided.
 
     Raises:
         InputError: the source cannot be read, lacks a column, or holds too little; a share leaves a part empty.
     """
-    source = Path(config.data.source)
-    if not source.exists():
-        raise InputError(f"{source}: no such file or folder")
-    return _texts(source, config.data) if config.task == "text" else _instructions(source, config.data)
+    return _texts(_source(settings.data.source), settings.data)
+
+
+def load_instructions(settings: LanguageSettings) -> InstructionSplits:
+    """The instructions of the settings, divided.
+
+    Raises:
+        InputError: the source cannot be read, or holds too little.
+    """
+    return _instructions(_source(settings.data.source), settings.data)
+
+
+def _source(name: str | None) -> Path:
+    assert name is not None  # or the settings would have been refused
+    if not Path(name).exists():
+        raise InputError(f"{name}: no such file or folder")
+    return Path(name)
 
 
 def describe(data: TextSplits | InstructionSplits, source: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,77 +11,112 @@ import torch
 
 from cdt_fast.errors import InputError, require
 from cdt_fast.models.layer_losses import predicted_overhead
-from cdt_fast.sequence.corpus import InstructionSplits, digest
+from cdt_fast.sequence import corpus
+from cdt_fast.sequence.corpus import InstructionSplits
 from cdt_fast.sequence.data.instructions import Instruction
-from cdt_fast.sequence.networks import PretrainedNetwork, vocabulary_size
-from cdt_fast.sequence.settings import LanguageModelSettings
-from cdt_fast.sequence.task import IGNORED, EncodedSamples, SequenceTask
+from cdt_fast.sequence.evaluation import LanguageEvaluation, perplexities
+from cdt_fast.sequence.figures import accuracy_table, perplexity_table
+from cdt_fast.sequence.networks import Network, PretrainedNetwork, vocabulary_size
+from cdt_fast.sequence.samples import IGNORED, EncodedSamples
+from cdt_fast.sequence.settings import SMALL, LanguageModelSettings, LanguageSettings
+from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import (
-    TokenizerReader,
+    PretrainedTokenizer,
     from_hub,
     learned_tokenizer,
     load_tokenizer,
     pretrained_library,
 )
-from cdt_fast.training.config import RunConfig
+from cdt_fast.training.results import EvaluatedRun
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import Table
 
-SMALL = "llama-small"
 _LR = {"small": 1e-3, "lora": 2e-4, "whole": 2e-5}
 
-Encode = Callable[[Sequence[Instruction]], EncodedSamples]
 
+class LanguageTask(SequenceTask):
+    """See `training.task.Task`."""
 
-def language_task(config: RunConfig, data: InstructionSplits) -> SequenceTask:
-    """The task of the settings; see `tasks.build_task`."""
-    settings: LanguageModelSettings = config.model
-    _check(settings)
-    reader = _load_reader(settings, data.train)
-    model = _small_llama(settings, reader, config.data.max_tokens) if settings.model == SMALL else _load(settings)
-    overhead = predicted_overhead(model, settings.taps, settings.inner_fraction)
-    if settings.lora_rank is not None:
-        model = _adapted(model, settings.lora_rank)
-    network = _network(model, reader, settings)
-    train, validation = (
-        encoded_instructions(part, reader, config.data.max_tokens, purpose)
-        for part, purpose in ((data.train, "to train on"), (data.validation, "to choose by"))
-    )
-    notes = [
-        f"{settings.model}: reading {network.layers} inner depths takes {overhead:.2f} times the FLOP of a training "
-        f"without them (--taps and --inner-fraction lower it)",
-        *_cut(train, len(data.train), network),
-        *_anchor_above_a_guess(config, network),
-    ]
-    return SequenceTask(
-        config,
-        network,
-        train,
-        validation,
-        {name: digest(getattr(data, name)) for name in ("train", "validation", "test")},
-        lr=_LR["small" if settings.model == SMALL else "whole" if settings.lora_rank is None else "lora"],
-        samples="sequences",
-        subject="instructions",
-        note="\n".join(notes),
-    )
+    name, samples, subject, sample = "lm", "sequences", "instructions", "sequence"
+    accuracy = "Accuracy of the tokens"
+    evaluation = LanguageEvaluation
+
+    def check(self, settings: LanguageSettings) -> None:
+        super().check(settings)
+        _check(settings.model)
+
+    def load(self, settings: LanguageSettings, progress: bool = True) -> InstructionSplits:
+        return corpus.load_instructions(settings)
+
+    def describe(self, settings: LanguageSettings, data: InstructionSplits) -> str:
+        return corpus.describe(data, str(settings.data.source))
+
+    def build(self, settings: LanguageSettings, data: InstructionSplits, device: torch.device) -> SequenceWorkload:
+        chosen, max_tokens = settings.model, settings.data.max_tokens
+        tokenizer = _load_tokenizer(chosen, data.train)
+        model = _small_llama(chosen, tokenizer, max_tokens) if chosen.model == SMALL else _load(chosen)
+        overhead = predicted_overhead(model, chosen.taps, chosen.inner_fraction)
+        if chosen.lora_rank is not None:
+            model = _adapted(model, chosen.lora_rank)
+        network = _network(model, tokenizer, chosen)
+        train, validation = (
+            encoded_instructions(getattr(data, part), tokenizer, max_tokens, part) for part in ("train", "validation")
+        )
+        notes = [
+            f"{chosen.model}: reading {network.layers} inner depths takes {overhead:.2f} times the FLOP of a training "
+            f"without them (--taps and --inner-fraction lower it)",
+            *_cut(train, len(data.train), network),
+            *_anchor_above_a_guess(settings, network),
+        ]
+        identity = {name: corpus.digest(getattr(data, name)) for name in ("train", "validation", "test")}
+        lr = _LR["small" if chosen.model == SMALL else "whole" if chosen.lora_rank is None else "lora"]
+        return SequenceWorkload(settings, network, train, validation, identity, lr=lr, note="\n".join(notes))
+
+    def load_model(
+        self, folder: RunFolder, settings: LanguageSettings, data: InstructionSplits
+    ) -> tuple[Network, EncodedSamples, dict[str, Any]]:
+        tokenizer, network = _load_network(folder.model, settings.model)
+        test = encoded_instructions(data.test, tokenizer, settings.data.max_tokens, "test")
+        facts = {
+            "vocabulary": vocabulary_size(network.model),
+            "test_texts": len(test),
+            "test_digest": corpus.digest(data.test),
+        }
+        return network, test, facts
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        measured = super().evaluate(*arguments, **options)
+        return {**measured, "perplexity": perplexities(measured)}
+
+    def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
+        # Losses of tokens of another vocabulary are not of one scale.
+        return {"vocabulary": run.evaluation.vocabulary, **super().comparable(run)}
+
+    def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
+        return [perplexity_table(runs), accuracy_table(runs, "accuracy of tokens")]
+
+    def answers(self, run: EvaluatedRun) -> str:
+        return f" with {run.evaluation.answers:,} tokens to predict"
 
 
 def encoded_instructions(
-    instructions: Sequence[Instruction], reader: TokenizerReader, longest: int, purpose: str
+    instructions: Sequence[Instruction], tokenizer: PretrainedTokenizer, max_length: int, part: str
 ) -> EncodedSamples:
     """Prompt, answer and end token as one row; the prompt's labels are −100. What has no answer left is not there.
 
     Args:
         instructions: with their answers.
-        reader: gives the tokens.
-        longest: rows are cut to so many tokens.
-        purpose: what the instructions are for, in the words of a message.
+        tokenizer: gives the tokens.
+        max_length: rows are cut to so many tokens.
+        part: the name of the part that they are, for a message.
 
     Raises:
-        InputError: no answer begins within `longest` tokens.
+        InputError: no answer begins within `max_length` tokens.
     """
     rows, targets, counts = [], [], []
     for entry in instructions:
-        prompt, answer = _ids(reader, entry)
-        ids = torch.tensor((prompt + answer)[:longest], dtype=torch.int64)
+        prompt, answer = _ids(tokenizer, entry)
+        ids = torch.tensor((prompt + answer)[:max_length], dtype=torch.int64)
         labels = ids.clone()
         labels[: len(prompt)] = IGNORED
         count = int((labels[1:] != IGNORED).sum())  # the first token of a sequence is not predicted
@@ -91,20 +126,19 @@ def encoded_instructions(
             counts.append(count)
     if not rows:
         raise InputError(
-            f"[data] max_tokens is {longest}: the prompts of all {len(instructions):,} instructions {purpose} are as "
+            f"[data] max_tokens is {max_length}: the prompts of all {len(instructions):,} {part} instructions are as "
             "long as that, so that all tokens are masked; raise --max-tokens"
         )
     return EncodedSamples(rows, targets, counts)
 
 
-def load_language_network(folder: Path, config: RunConfig) -> tuple[Encode, PretrainedNetwork]:
-    """What encodes instructions, and the network, from what a run kept.
+def _load_network(folder: Path, settings: LanguageModelSettings) -> tuple[PretrainedTokenizer, PretrainedNetwork]:
+    """The tokenizer and the network that a run kept.
 
     Raises:
         InputError: a file of them is missing or not whole.
     """
-    settings: LanguageModelSettings = config.model
-    reader = load_tokenizer(str(folder), download=False)
+    tokenizer = load_tokenizer(str(folder), download=False)
     transformers = pretrained_library()
     if settings.lora_rank is None:
         with from_hub(str(folder), download=False) as where:
@@ -113,12 +147,7 @@ def load_language_network(folder: Path, config: RunConfig) -> tuple[Encode, Pret
         peft = require("peft", "peft", "--lora-rank")
         with from_hub(str(folder), download=False):
             model = peft.PeftModel.from_pretrained(_load(settings), folder)
-    network = _network(model, reader, settings)
-
-    def encode(instructions: Sequence[Instruction]) -> EncodedSamples:
-        return encoded_instructions(instructions, reader, config.data.max_tokens, "to measure on")
-
-    return encode, network
+    return tokenizer, _network(model, tokenizer, settings)
 
 
 def _cut(train: EncodedSamples, given: int, network: PretrainedNetwork) -> Iterator[str]:
@@ -131,13 +160,13 @@ def _cut(train: EncodedSamples, given: int, network: PretrainedNetwork) -> Itera
         yield f"answers cut short by --max-tokens: {short:,} of {given:,}"
 
 
-def _anchor_above_a_guess(config: RunConfig, network: PretrainedNetwork) -> Iterator[str]:
+def _anchor_above_a_guess(settings: LanguageSettings, network: PretrainedNetwork) -> Iterator[str]:
     """A warning where the anchor asks less of layer 1 than a model that knows nothing gives."""
-    settings, guess = config.constraints, math.log(vocabulary_size(network.model))
-    anchored = settings.constrained and settings.reference_mode == "anchor"
-    if anchored and isinstance(settings.reference, float | int) and settings.reference > guess + 0.5:
+    constraints, guess = settings.constraints, math.log(vocabulary_size(network.model))
+    anchored = constraints.constrained and constraints.reference_mode == "anchor"
+    if anchored and isinstance(constraints.reference, float | int) and constraints.reference > guess + 0.5:
         yield (
-            f"the anchor of {settings.reference:g} nats is above the loss of a guess among "
+            f"the anchor of {constraints.reference:g} nats is above the loss of a guess among "
             f"{vocabulary_size(network.model):,} tokens, {guess:.2f}: it lets inner depths do worse than that; "
             f"--reference {guess:.1f} does not"
         )
@@ -156,7 +185,7 @@ def _check(settings: LanguageModelSettings) -> None:
         )
 
 
-def _load_reader(settings: LanguageModelSettings, train: Sequence[Instruction]) -> TokenizerReader:
+def _load_tokenizer(settings: LanguageModelSettings, train: Sequence[Instruction]) -> PretrainedTokenizer:
     if settings.model != SMALL:
         return load_tokenizer(settings.model, settings.download)
     return learned_tokenizer(
@@ -164,29 +193,29 @@ def _load_reader(settings: LanguageModelSettings, train: Sequence[Instruction]) 
     )
 
 
-def _ids(reader: TokenizerReader, entry: Instruction) -> tuple[list[int], list[int]]:
+def _ids(tokenizer: PretrainedTokenizer, entry: Instruction) -> tuple[list[int], list[int]]:
     """The tokens of the prompt, with the tokenizer's start token, and those of the answer, with the end token."""
-    tokenizer = reader.tokenizer
-    if tokenizer.eos_token_id is None:
-        raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no end token to put behind an answer")
-    prompt = tokenizer(entry.prompt)["input_ids"]
-    if prompt and prompt[-1] == tokenizer.eos_token_id:
+    encode = tokenizer.tokenizer
+    if encode.eos_token_id is None:
+        raise InputError(f"{encode.name_or_path}: the tokenizer has no end token to put behind an answer")
+    prompt = encode(entry.prompt)["input_ids"]
+    if prompt and prompt[-1] == encode.eos_token_id:
         prompt = prompt[:-1]  # some tokenizers append it
-    return prompt, [*tokenizer(entry.output, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return prompt, [*encode(entry.output, add_special_tokens=False)["input_ids"], encode.eos_token_id]
 
 
-def _small_llama(settings: LanguageModelSettings, reader: TokenizerReader, longest: int) -> Any:
+def _small_llama(settings: LanguageModelSettings, tokenizer: PretrainedTokenizer, max_length: int) -> Any:
     transformers = pretrained_library()
     config = transformers.LlamaConfig(
-        vocab_size=reader.size,
+        vocab_size=tokenizer.size,
         hidden_size=settings.width,
         intermediate_size=settings.feedforward_width or 4 * settings.width,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
-        max_position_embeddings=longest,
-        pad_token_id=reader.padding_id,
+        max_position_embeddings=max_length,
+        pad_token_id=tokenizer.padding_id,
         bos_token_id=None,
-        eos_token_id=reader.tokenizer.eos_token_id,
+        eos_token_id=tokenizer.tokenizer.eos_token_id,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -202,7 +231,7 @@ def _adapted(model: Any, rank: int) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM"))
 
 
-def _network(model: Any, reader: TokenizerReader, settings: LanguageModelSettings) -> PretrainedNetwork:
+def _network(model: Any, tokenizer: PretrainedTokenizer, settings: LanguageModelSettings) -> PretrainedNetwork:
     return PretrainedNetwork(
-        model, reader.save, reader.padding_id, reader.special_ids, settings.taps, settings.inner_fraction
+        model, tokenizer.save, tokenizer.padding_id, tokenizer.special_ids, settings.taps, settings.inner_fraction
     )

@@ -17,20 +17,23 @@ from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, find_parts
+from cdt_fast.ops.shared.backend import explain
 from cdt_fast.sequence.perturbation import word_embeddings
-from cdt_fast.sequence.tokenizers import Reader
+from cdt_fast.sequence.tokenizers import Tokenizer
+
+Weights = Tensor | Sequence[float] | None  # of the depths
 
 
 class Network(Protocol):
     """A model, how it reads its batches, and how it is kept.
 
-    Inputs are `[planes, B, T]` as `readers.stacked` gives them; targets are int64, `[B]` classes or `[B, T]` labels of
-    tokens, those of −100 not counting.
+    Inputs are `[fields, B, T]` as `tokenizers.batch_encoding` gives them; targets are int64, `[B]` classes or `[B, T]`
+    labels of tokens, those of −100 not counting.
 
     Attributes:
         model: the module whose weights train.
         layers: L, the depths that are read less one.
-        padding_id, special_ids: of the ids that it reads; see `Reader`.
+        padding_id, special_ids: of the ids that it reads; see `Tokenizer`.
     """
 
     model: nn.Module
@@ -38,8 +41,8 @@ class Network(Protocol):
     padding_id: int
     special_ids: Sequence[int]
 
-    def losses(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`(total, per_layer)`: the losses of the depths `[L+1]`, means over what counts, and their weighted sum."""
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """`(total, per_depth)`: the losses of the depths `[L+1]`, means over what counts, and their weighted sum."""
         ...
 
     def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
@@ -50,25 +53,32 @@ class Network(Protocol):
         """Write the model and what turns texts into ids to `folder`, in place of what is there."""
         ...
 
+    def kernels(self, device: torch.device) -> str:
+        """Which kernels a step runs on `device`, in words."""
+        ...
+
 
 class UnrolledNetwork:
     """A `TextUT`; see `Network`."""
 
-    def __init__(self, model: TextUT, reader: Reader) -> None:
+    def __init__(self, model: TextUT, tokenizer: Tokenizer) -> None:
         self.model: nn.Module = model
-        self._model, self._reader = model, reader
-        self.layers, self.padding_id, self.special_ids = model.layers, reader.padding_id, reader.special_ids
+        self._model, self._tokenizer = model, tokenizer
+        self.layers, self.padding_id, self.special_ids = model.layers, tokenizer.padding_id, tokenizer.special_ids
 
-    def losses(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         return self._model.layer_losses(inputs[0], targets, weights, lengths=inputs[1].sum(-1))
 
     def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         return self._model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
 
+    def kernels(self, device: torch.device) -> str:
+        return f"ops on {explain() if device.type == 'cuda' else 'torch'}"
+
     def save(self, folder: Path) -> None:
         with _replaced_folder(folder) as temporary:
             self._model.save_pretrained(temporary)
-            self._reader.save(temporary)
+            self._tokenizer.save(temporary)
 
 
 class PretrainedNetwork:
@@ -76,7 +86,7 @@ class PretrainedNetwork:
 
     Args:
         model: the model, maybe with a low-rank adapter around it.
-        save_reader: writes what turns texts into ids.
+        save_tokenizer: writes what turns texts into ids.
         padding_id, special_ids: as in `Network`.
         taps, inner_fraction: as in `attach_layer_losses`; the last depth is among the taps.
 
@@ -87,13 +97,13 @@ class PretrainedNetwork:
     def __init__(
         self,
         model: Any,
-        save_reader: Callable[[Path], None],
+        save_tokenizer: Callable[[Path], None],
         padding_id: int,
         special_ids: Sequence[int],
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
     ) -> None:
-        self.model, self._save_reader = model, save_reader
+        self.model, self._save_tokenizer = model, save_tokenizer
         # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
         self.padding_id = padding_id if padding_id < vocabulary_size(model) else 0
         self.special_ids = special_ids
@@ -106,7 +116,7 @@ class PretrainedNetwork:
         if self._handle.taps[-1] != last or self.layers < 1:
             raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")
 
-    def losses(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         output = self.model(**self._named(inputs), labels=targets, depth_weights=weights)
         return output.loss, output.layer_losses
 
@@ -139,6 +149,9 @@ class PretrainedNetwork:
         named: dict[str, Any] = dict(zip(names, inputs.unbind(), strict=False))
         return {**named, "use_cache": False} if self._parts.kind == LANGUAGE_MODEL else named
 
+    def kernels(self, device: torch.device) -> str:
+        return f"the losses of all depths on {explain() if device.type == 'cuda' else 'torch'}"
+
     def save(self, folder: Path) -> None:
         with _replaced_folder(folder) as temporary:
             # One file, so that it is replaced in one move.
@@ -149,7 +162,7 @@ class PretrainedNetwork:
             config = read_json(temporary / "config.json")
             config.pop("keys_to_ignore_at_inference", None)
             write_json(temporary / "config.json", config)
-            self._save_reader(temporary)
+            self._save_tokenizer(temporary)
 
 
 def vocabulary_size(model: nn.Module) -> int:

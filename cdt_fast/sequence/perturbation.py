@@ -37,6 +37,7 @@ class Perturbation:
         next_sample: the number of the next text; set it to draw again, or to go on where a training stopped.
         stride: by how much the number rises from one text to the next. Where R ranks take every R-th text of a batch,
             rank r starts at r and has a stride of R: all of them draw what one process would.
+        samples: the numbers of the texts that pass next, int64 `[texts]`, in place of both; None: they are counted.
         std: the standard deviation of the embeddings, a tensor `[]`; None for "drop" and "swap".
     """
 
@@ -46,15 +47,14 @@ class Perturbation:
         self.kind, self.gamma, self.seed, self.rate = kind, gamma, seed, rate
         self.special_ids, self.padding_id, self.std = special_ids, padding_id, std
         self.next_sample, self.stride = 0, 1
+        self.samples: Tensor | None = None
 
     def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
         """The perturbed word embeddings `[..., T, width]` of the texts `ids` `[..., T]`; the numbering goes on."""
         tokens = ids.reshape(-1, ids.shape[-1])
-        first, stride = self.next_sample, self.stride
-        self.next_sample = first + stride * len(tokens)
+        samples = self._numbers(len(tokens), ids.device).unsqueeze(-1)
         if self.gamma == 0.0:
             return embedded
-        samples = (first + stride * torch.arange(len(tokens), device=ids.device)).unsqueeze(-1)
         start = torch.full_like(samples, self.seed)
         keys = hashed(hashed(start, samples), self._places(tokens))  # a stream a token
         if self.kind in DISTRIBUTIONS:
@@ -69,6 +69,13 @@ class Perturbation:
             return embedded.masked_fill(chosen.view(ids.shape).unsqueeze(-1), 0.0)
         source = _exchanged(chosen, unit_interval(hashed(keys, torch.ones_like(keys))))
         return embedded.gather(-2, source.view(ids.shape).unsqueeze(-1).expand(embedded.shape))
+
+    def _numbers(self, count: int, device: torch.device) -> Tensor:
+        if self.samples is not None:
+            return self.samples
+        first = self.next_sample
+        self.next_sample = first + self.stride * count
+        return first + self.stride * torch.arange(count, device=device)
 
     def _places(self, tokens: Tensor) -> Tensor:
         """The place of each token in its text, `[texts, T]`, so that padding on the left moves nothing."""

@@ -1,147 +1,195 @@
-"""The sections of the settings of `train text` and `train lm`."""
+"""The settings of `train text` and `train lm`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-from cdt_fast.constraints.presets import GAMMAS, KINDS, PRESETS
-from cdt_fast.training.settings import ConstraintSettings, EvaluationSettings, SharedTrainingSettings, setting
+from pydantic import Field
+
+from cdt_fast.constraints.presets import GAMMAS, PRESETS, ReferenceMode
+from cdt_fast.training.settings import (
+    ConstraintSettings,
+    EvaluationSettings,
+    Levels,
+    NonNegative,
+    Positive,
+    RunSettings,
+    Section,
+    TrainingSettings,
+    setting,
+)
+
+UNROLLED, SMALL = "text-ut", "llama-small"  # the networks of this package; any other name is a pretrained model's
+_PRETRAINED = "a pretrained model"
+
+Depths = Annotated[list[int], Field(min_length=1)]
 
 
-@dataclass
-class PerturbationSettings:
+class PerturbationSettings(Section):
     """What happens to the word embeddings."""
 
-    gamma: float = setting(0.0, "training noise as a multiple of the standard deviation of the embeddings", least=0)
-    perturbation: str = setting("gaussian", "what is done to the words' embeddings", KINDS)
-    perturbation_rate: float = setting(0.15, "share of the words that 'drop' and 'swap' choose at gamma 1", least=0)
+    gamma: NonNegative = setting(0.0, "training noise as a multiple of the standard deviation of the embeddings")
+    perturbation: Literal["gaussian", "laplace", "uniform", "drop", "swap"] = setting(
+        "gaussian", "what is done to the words' embeddings"
+    )
+    perturbation_rate: NonNegative = setting(0.15, "share of the words that 'drop' and 'swap' choose at gamma 1")
 
 
-@dataclass
 class TextDataSettings(PerturbationSettings):
     """[data] of labeled texts."""
 
-    gamma: float = setting(1.0, "training noise as a multiple of the standard deviation of the embeddings", least=0)
+    gamma: NonNegative = setting(1.0, "training noise as a multiple of the standard deviation of the embeddings")
     source: str | None = setting(None, "a file, a folder with train, dev and test files, or the folder of IMDb or MNLI")
     text_column: str | None = setting(None, "column of the text (default: that of MNLI where it is there, else text)")
     second_column: str | None = setting(None, "column of the second text of pairs (default: as above, else none)")
     label_column: str | None = setting(None, "column of the class (default: as above, else label)")
-    format: str | None = setting(None, "format of the files (default: by the suffix)", ("tsv", "csv", "json", "jsonl"))
+    format: Literal["tsv", "csv", "json", "jsonl"] | None = setting(
+        None, "format of the files (default: by the suffix)"
+    )
     quoting: bool | None = setting(None, "double quotes enclose fields (default: except in MNLI's files)")
     header: bool = setting(True, "the first line names the columns; without, columns are numbers from 0")
     validation: float = setting(0.1, "share of the training texts for the choice of the model, if no file has it")
     test: float = setting(0.1, "share of the texts for the evaluation, if no file has it")
-    max_tokens: int = setting(256, "longer texts are cut", least=3)
+    max_tokens: Annotated[int, Field(ge=3)] = setting(256, "longer texts are cut")
 
 
-@dataclass
-class TextModelSettings:
+class TextModelSettings(Section):
     """[model] of labeled texts."""
 
-    model: str = setting("text-ut", "text-ut, or the folder or hub name of a transformers encoder to fine-tune")
+    model: str = setting(UNROLLED, "text-ut, or the folder or hub name of a transformers encoder to fine-tune")
     embedding: str | None = setting(
-        None, "text-ut: folder or hub name of a pretrained model to take words and embeddings from (default: learned)"
+        None, "folder or hub name of a pretrained model to take words and embeddings from (default: learned)", UNROLLED
     )
     download: bool = setting(False, "models that are not here may be fetched from the hub")
-    taps: list[int] | None = setting(None, "encoder: depths that are read, 0 the input of layer 1 (default: all)")
-    layers: int = setting(3, "text-ut: L", least=1)
-    width: int | None = setting(None, "text-ut: d (default: 128, or that of the pretrained embeddings)", least=1)
-    attention_width: int | None = setting(None, "text-ut: k (default: d)", least=1)
-    residual: str = setting("layer", "text-ut: the residual of a layer", ("layer", "input", "bias"))
-    tied: bool = setting(False, "text-ut: one set of weights for all layers")
-    scale: float = setting(1.0, "text-ut: beta, factor of the attention scores")
-    positions: bool = setting(False, "text-ut: learned positions")
-    frozen_embedding: bool = setting(False, "text-ut: the embeddings do not train")
-    least_count: int = setting(2, "text-ut: how often a word must occur to be in the vocabulary", least=1)
-    vocabulary_size: int | None = setting(None, "text-ut: most words of the vocabulary (default: all)", least=4)
+    taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)", _PRETRAINED)
+    layers: Positive = setting(3, "L", UNROLLED)
+    width: Positive | None = setting(None, "d (default: 128, or that of the pretrained embeddings)", UNROLLED)
+    attention_width: Positive | None = setting(None, "k (default: d)", UNROLLED)
+    residual: Literal["layer", "input", "bias"] = setting("layer", "the residual of a layer", UNROLLED)
+    tied: bool = setting(False, "one set of weights for all layers", UNROLLED)
+    scale: float = setting(1.0, "beta, factor of the attention scores", UNROLLED)
+    positions: bool = setting(False, "learned positions", UNROLLED)
+    frozen_embedding: bool = setting(False, "the embeddings do not train", UNROLLED)
+    least_count: Positive = setting(2, "how often a word must occur to be in the vocabulary", UNROLLED)
+    vocabulary_size: Annotated[int, Field(ge=4)] | None = setting(
+        None, "most words of the vocabulary (default: all)", UNROLLED
+    )
 
 
-@dataclass
 class TextConstraintSettings(ConstraintSettings):
     """[constraints] of labeled texts: the preset "text"."""
 
     rate: float | list[float] = setting(
         PRESETS["text"]["rate"], "alpha, one number or one a layer: the share of the loss a layer removes"
     )
-    reference: float | str | None = setting(
+    reference: float | Literal["auto"] | None = setting(
         PRESETS["text"]["reference"], "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
-    reference_mode: str = setting(
-        PRESETS["text"]["reference_mode"], "how the reference enters", ("constraint", "anchor")
-    )
+    reference_mode: ReferenceMode = setting(PRESETS["text"]["reference_mode"], "how the reference enters")
 
 
-@dataclass
-class TextTrainingSettings(SharedTrainingSettings):
+class _EpochSettings(TrainingSettings):
+    """[training] in epochs."""
+
+    epochs: Positive = setting(3, "passes over the training samples")
+    steps: Positive | None = setting(None, "optimizer steps, in place of epochs (default: those of the epochs)")
+
+
+class TextTrainingSettings(_EpochSettings):
     """[training] of labeled texts."""
 
-    epochs: int = setting(3, "passes over the training texts", least=1)
-    steps: int | None = setting(None, "optimizer steps, in place of epochs (default: those of the epochs)", least=1)
-    batch: int = setting(16, "texts a micro-batch", least=1)
-    lr: float | None = setting(
-        None, "learning rate of Adam (default: 0.001 for text-ut, 5e-05 for a pretrained encoder)", least=0
+    batch: Positive = setting(16, "texts per micro-batch")
+    lr: NonNegative | None = setting(
+        None, "learning rate of Adam (default: 0.001 for text-ut, 5e-05 for a pretrained encoder)"
     )
 
 
-@dataclass
-class TextEvaluationSettings(EvaluationSettings):
+class SequenceEvaluationSettings(EvaluationSettings):
     """[evaluation] of labeled texts and of language models."""
 
-    gammas: list[float] = setting(list(GAMMAS), "ascending noise levels of the evaluation", least=0)
+    gammas: Levels = setting(list(GAMMAS), "ascending noise levels of the evaluation")
 
 
-@dataclass
 class LanguageDataSettings(PerturbationSettings):
     """[data] of instructions with answers."""
 
     source: str | None = setting(None, "a JSON or JSONL file in Alpaca's form: instruction, input, output")
     validation: float = setting(0.05, "share of the instructions for the choice of the model")
     test: float = setting(0.05, "share of the instructions for the evaluation")
-    max_tokens: int = setting(512, "longer sequences (prompt and answer) are cut", least=2)
+    max_tokens: Annotated[int, Field(ge=2)] = setting(512, "longer sequences (prompt and answer) are cut")
 
 
-@dataclass
-class LanguageModelSettings:
+class LanguageModelSettings(Section):
     """[model] of instructions with answers."""
 
-    model: str = setting(
-        "llama-small", "llama-small (random weights), or folder or hub name of a causal language model"
-    )
+    model: str = setting(SMALL, "llama-small (random weights), or folder or hub name of a causal language model")
     download: bool = setting(False, "models that are not here may be fetched from the hub")
-    taps: list[int] | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)")
+    taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)")
     inner_fraction: float = setting(1.0, "share of the tokens that the inner depths are read at in training")
-    lora_rank: int | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)", least=1)
-    vocabulary_size: int = setting(
-        4096, "llama-small: most tokens, byte pairs learned from the training texts (258: bytes alone)", least=258
+    lora_rank: Positive | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)")
+    vocabulary_size: Annotated[int, Field(ge=258)] = setting(
+        4096, "most tokens, byte pairs learned from the training texts (258: bytes alone)", SMALL
     )
-    layers: int = setting(4, "llama-small: L", least=1)
-    width: int = setting(256, "llama-small: d", least=2)
-    heads: int = setting(4, "llama-small: attention heads", least=1)
-    feedforward_width: int | None = setting(None, "llama-small: inner width of a block (default: 4 d)", least=1)
+    layers: Positive = setting(4, "L", SMALL)
+    width: Annotated[int, Field(ge=2)] = setting(256, "d", SMALL)
+    heads: Positive = setting(4, "attention heads", SMALL)
+    feedforward_width: Positive | None = setting(None, "inner width of a block (default: 4 d)", SMALL)
 
 
-@dataclass
 class LanguageConstraintSettings(ConstraintSettings):
     """[constraints] of language models: the preset "lm"."""
 
     rate: float | list[float] = setting(
         PRESETS["lm"]["rate"], "alpha, one number or one a layer: the share of the loss a layer removes"
     )
-    reference_mode: str = setting(PRESETS["lm"]["reference_mode"], "how the reference enters", ("constraint", "anchor"))
-    margin: float = setting(
-        PRESETS["lm"]["margin"],
-        "share by which bounds are lowered in training, so that held-out losses meet them",
-        least=0,
+    reference_mode: ReferenceMode = setting(PRESETS["lm"]["reference_mode"], "how the reference enters")
+    margin: NonNegative = setting(
+        PRESETS["lm"]["margin"], "share by which bounds are lowered in training, so that held-out losses meet them"
     )
 
 
-@dataclass
-class LanguageTrainingSettings(SharedTrainingSettings):
+class LanguageTrainingSettings(_EpochSettings):
     """[training] of language models."""
 
-    epochs: int = setting(3, "passes over the training sequences", least=1)
-    steps: int | None = setting(None, "optimizer steps, in place of epochs (default: those of the epochs)", least=1)
-    batch: int = setting(8, "sequences a micro-batch", least=1)
-    lr: float | None = setting(
-        None, "learning rate of Adam (default: 0.001 for llama-small, 0.0002 with lora, else 2e-05)", least=0
+    batch: Positive = setting(8, "sequences per micro-batch")
+    lr: NonNegative | None = setting(
+        None, "learning rate of Adam (default: 0.001 for llama-small, 0.0002 with lora, else 2e-05)"
     )
+
+
+class SequenceSettings(RunSettings):
+    """What the settings of both tasks share."""
+
+    own_network: ClassVar[str]
+
+    @property
+    def network(self) -> str:
+        return self.own_network if self.model.model == self.own_network else _PRETRAINED
+
+    @property
+    def sample_length(self) -> tuple[str, int, int]:
+        return "max_tokens", self.data.max_tokens, 3
+
+
+class TextSettings(SequenceSettings):
+    """All settings of a run on labeled texts."""
+
+    task: ClassVar[str] = "text"
+    own_network: ClassVar[str] = UNROLLED
+    data: TextDataSettings = Field(default_factory=TextDataSettings)
+    model: TextModelSettings = Field(default_factory=TextModelSettings)
+    constraints: ConstraintSettings = Field(default_factory=TextConstraintSettings)
+    training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
+    evaluation: EvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
+
+
+class LanguageSettings(SequenceSettings):
+    """All settings of a run on instructions with answers."""
+
+    task: ClassVar[str] = "lm"
+    own_network: ClassVar[str] = SMALL
+    data: LanguageDataSettings = Field(default_factory=LanguageDataSettings)
+    model: LanguageModelSettings = Field(default_factory=LanguageModelSettings)
+    constraints: ConstraintSettings = Field(default_factory=LanguageConstraintSettings)
+    training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)
+    evaluation: EvaluationSettings = Field(default_factory=SequenceEvaluationSettings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,82 +10,107 @@ import torch
 
 from cdt_fast.errors import InputError
 from cdt_fast.models import TextUT, load_pretrained
-from cdt_fast.sequence.corpus import digest
+from cdt_fast.sequence import corpus
 from cdt_fast.sequence.data.text import TextData, TextSplits
 from cdt_fast.sequence.data.vocabulary import Vocabulary
+from cdt_fast.sequence.evaluation import TextEvaluation
+from cdt_fast.sequence.figures import accuracy_table
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork
-from cdt_fast.sequence.settings import TextModelSettings
-from cdt_fast.sequence.task import EncodedSamples, SequenceTask
-from cdt_fast.sequence.tokenizers import Reader, WordReader, from_hub, load_reader, load_tokenizer, pretrained_library
-from cdt_fast.training.config import RunConfig
+from cdt_fast.sequence.samples import EncodedSamples
+from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
+from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
+from cdt_fast.sequence.tokenizers import (
+    Tokenizer,
+    WordTokenizer,
+    from_hub,
+    load_saved_tokenizer,
+    load_tokenizer,
+    pretrained_library,
+)
+from cdt_fast.training.results import EvaluatedRun
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import Table
 
-UNROLLED = "text-ut"
 _WIDTH = 128  # of learned embeddings
 _LR = {True: 1e-3, False: 5e-5}  # new weights, and pretrained ones
 
 
-def text_task(config: RunConfig, data: TextSplits) -> SequenceTask:
-    """The task of the settings; see `tasks.build_task`."""
-    present = {data.train.names[label] for label in data.train.labels}
-    if len(present) < 2:
-        raise InputError(f"{config.data.source}: all the training texts are of one class, {present.pop()!r}")
-    reader, network, names = _build(config.model, config.data.max_tokens, data.train)
-    train, validation = (
-        encoded_texts(part.with_names(names), reader, config.data.max_tokens) for part in (data.train, data.validation)
-    )
-    identity = {name: digest(getattr(data, name)) for name in ("train", "validation", "test")}
-    return SequenceTask(
-        config,
-        network,
-        train,
-        validation,
-        identity,
-        lr=_LR[config.model.model == UNROLLED],
-        samples="texts",
-        subject="texts",
-    )
+class TextTask(SequenceTask):
+    """See `training.task.Task`."""
+
+    name, samples, subject, sample, accuracy = "text", "texts", "texts", "text", "Accuracy"
+    evaluation = TextEvaluation
+
+    def load(self, settings: TextSettings, progress: bool = True) -> TextSplits:
+        return corpus.load_texts(settings)
+
+    def describe(self, settings: TextSettings, data: TextSplits) -> str:
+        return corpus.describe(data, str(settings.data.source))
+
+    def build(self, settings: TextSettings, data: TextSplits, device: torch.device) -> SequenceWorkload:
+        present = {data.train.names[label] for label in data.train.labels}
+        if len(present) < 2:
+            raise InputError(f"{settings.data.source}: all the training texts are of one class, {present.pop()!r}")
+        max_tokens = settings.data.max_tokens
+        tokenizer, network, names = _build(settings.model, max_tokens, data.train)
+        train, validation = (
+            encoded_texts(part.with_names(names), tokenizer, max_tokens) for part in (data.train, data.validation)
+        )
+        identity = {name: corpus.digest(getattr(data, name)) for name in ("train", "validation", "test")}
+        lr = _LR[settings.model.model == UNROLLED]
+        return SequenceWorkload(settings, network, train, validation, identity, lr=lr)
+
+    def load_model(
+        self, folder: RunFolder, settings: TextSettings, data: TextSplits
+    ) -> tuple[Network, EncodedSamples, dict[str, Any]]:
+        tokenizer, network, names = load_text_network(folder.model, settings, data.train.names)
+        facts = {"classes": names, "test_texts": len(data.test), "test_digest": corpus.digest(data.test)}
+        return network, encoded_texts(data.test.with_names(names), tokenizer, settings.data.max_tokens), facts
+
+    def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
+        return [accuracy_table(runs, "accuracy")]
 
 
-def encoded_texts(data: TextData, reader: Reader, longest: int) -> EncodedSamples:
+def encoded_texts(data: TextData, tokenizer: Tokenizer, max_length: int) -> EncodedSamples:
     """Texts as rows of ids, each with its class."""
-    rows = reader.encode(data.texts, data.text_pair, longest)
+    rows = tokenizer.encode(data.texts, data.text_pair, max_length)
     return EncodedSamples(rows, list(torch.tensor(data.labels).unbind()), [1] * len(rows))
 
 
-def load_text_network(folder: Path, config: RunConfig, names: list[str]) -> tuple[Reader, Network, list[str]]:
-    """The reader, the network and the classes in their order, from what a run kept; `names` are those of the texts.
+def load_text_network(folder: Path, settings: TextSettings, names: list[str]) -> tuple[Tokenizer, Network, list[str]]:
+    """The tokenizer, the network and the classes in their order, from what a run kept; `names` are those of the texts.
 
     Raises:
         InputError: a file of them is missing or not whole.
     """
-    reader = load_reader(folder)
-    if config.model.model == UNROLLED:
+    tokenizer = load_saved_tokenizer(folder)
+    if settings.model.model == UNROLLED:
         model = load_pretrained(folder)
         if not isinstance(model, TextUT):
             raise InputError(f"{folder}: holds a {type(model).__name__}, expected a TextUT")
-        return reader, UnrolledNetwork(model, reader), names
+        return tokenizer, UnrolledNetwork(model, tokenizer), names
     transformers = pretrained_library()
     with from_hub(str(folder), download=False) as where:
         encoder = transformers.AutoModelForSequenceClassification.from_pretrained(folder, **where)
-    return reader, _encoder_network(encoder, reader, config.model), _own_classes(encoder.config) or names
+    return tokenizer, _encoder_network(encoder, tokenizer, settings.model), _own_classes(encoder.config) or names
 
 
-def _build(settings: TextModelSettings, longest: int, train: TextData) -> tuple[Reader, Network, list[str]]:
-    """The reader, the untrained or pretrained network, and the classes in its order."""
+def _build(settings: TextModelSettings, max_length: int, train: TextData) -> tuple[Tokenizer, Network, list[str]]:
+    """The tokenizer, the untrained or pretrained network, and the classes in its order."""
     if settings.model == UNROLLED:
-        return *_build_unrolled(settings, longest, train), train.names
-    reader = load_tokenizer(settings.model, settings.download)
+        return *_build_unrolled(settings, max_length, train), train.names
+    tokenizer = load_tokenizer(settings.model, settings.download)
     model, names = _load_encoder(settings, train.names)
     positions = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and longest > positions:
-        raise InputError(f"[data] max_tokens is {longest}, but {settings.model} has {positions} positions")
+    if isinstance(positions, int) and max_length > positions:
+        raise InputError(f"[data] max_tokens is {max_length}, but {settings.model} has {positions} positions")
     if getattr(model.config, "pad_token_id", None) is None:
-        model.config.pad_token_id = reader.padding_id
-    return reader, _encoder_network(model, reader, settings), names
+        model.config.pad_token_id = tokenizer.padding_id
+    return tokenizer, _encoder_network(model, tokenizer, settings), names
 
 
-def _encoder_network(model: Any, reader: Any, settings: TextModelSettings) -> PretrainedNetwork:
-    return PretrainedNetwork(model, reader.save, reader.padding_id, reader.special_ids, settings.taps)
+def _encoder_network(model: Any, tokenizer: Any, settings: TextModelSettings) -> PretrainedNetwork:
+    return PretrainedNetwork(model, tokenizer.save, tokenizer.padding_id, tokenizer.special_ids, settings.taps)
 
 
 def _load_encoder(settings: TextModelSettings, names: list[str]) -> tuple[Any, list[str]]:
@@ -115,16 +141,16 @@ def _own_classes(config: Any) -> list[str] | None:
     return None if not classes or classes[0].upper() == "LABEL_0" else classes
 
 
-def _build_unrolled(settings: TextModelSettings, longest: int, train: TextData) -> tuple[Reader, UnrolledNetwork]:
-    reader: Reader
+def _build_unrolled(settings: TextModelSettings, max_length: int, train: TextData) -> tuple[Tokenizer, UnrolledNetwork]:
+    tokenizer: Tokenizer
     if settings.embedding is None:
         vocabulary = Vocabulary.build(
             [*train.texts, *(train.text_pair or [])], least=settings.least_count, size=settings.vocabulary_size
         )
-        reader = WordReader(vocabulary)
+        tokenizer = WordTokenizer(vocabulary)
         embedding: Any = (len(vocabulary), _WIDTH if settings.width is None else settings.width)
     else:
-        reader = load_tokenizer(settings.embedding, settings.download)
+        tokenizer = load_tokenizer(settings.embedding, settings.download)
         embedding = _load_embedding(settings)
     model = TextUT(
         embedding,
@@ -135,10 +161,10 @@ def _build_unrolled(settings: TextModelSettings, longest: int, train: TextData) 
         residual=settings.residual,
         tied=settings.tied,
         scale=settings.scale,
-        positions=longest if settings.positions else None,
+        positions=max_length if settings.positions else None,
         frozen_embedding=settings.frozen_embedding,
     )
-    return reader, UnrolledNetwork(model, reader)
+    return tokenizer, UnrolledNetwork(model, tokenizer)
 
 
 def _load_embedding(settings: TextModelSettings) -> Any:

@@ -14,12 +14,12 @@ from cdt_fast.errors import InputError, require
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 
 END, PADDING = "<|end|>", "<|padding|>"  # of `learned_tokenizer`
-_LONGEST = 10**6  # tokenizers say "no limit" by an absurdly large number
-_LONGEST_REASON = 240  # characters of another library's message
+_NO_LIMIT = 10**6  # tokenizers say "no limit" by an absurdly large number
+_MAX_REASON = 240  # characters of another library's message
 
 
-class Reader(Protocol):
-    """Turns texts into rows, each int64 `[planes, T]`: ids, ones, and where the model has them the token types.
+class Tokenizer(Protocol):
+    """Turns texts into rows, each int64 `[fields, T]`: ids, ones, and where the model has them the token types.
 
     Attributes:
         size: the number of ids.
@@ -31,35 +31,35 @@ class Reader(Protocol):
     padding_id: int
     special_ids: Sequence[int]
 
-    def encode(self, texts: Sequence[str], seconds: Sequence[str] | None, longest: int) -> list[Tensor]:
-        """A row a text, or a pair of texts, cut to `longest` tokens."""
+    def encode(self, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
+        """A row a text, or a pair of texts, cut to `max_length` tokens."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `load_reader` reads."""
+        """Write what `load_saved_tokenizer` reads."""
         ...
 
 
-def stacked(rows: Sequence[Tensor], padding_id: int) -> Tensor:
-    """`[planes, B, T]`: rows `[planes, t]` side by side, filled up on the right with `padding_id` and zeros."""
-    longest = max(row.shape[1] for row in rows)
-    batch = rows[0].new_zeros(rows[0].shape[0], len(rows), longest)
+def batch_encoding(rows: Sequence[Tensor], padding_id: int) -> Tensor:
+    """`[fields, B, T]`: rows `[fields, t]` side by side, filled up on the right with `padding_id` and zeros."""
+    width = max(row.shape[1] for row in rows)
+    batch = rows[0].new_zeros(rows[0].shape[0], len(rows), width)
     batch[0] = padding_id
     for number, row in enumerate(rows):
         batch[:, number, : row.shape[1]] = row
     return batch
 
 
-class WordReader:
-    """By the words of a vocabulary; see `Reader`."""
+class WordTokenizer:
+    """By the words of a vocabulary; see `Tokenizer`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.size, self.padding_id = len(vocabulary), 0
         self.special_ids: Sequence[int] = vocabulary.special_ids
 
-    def encode(self, texts: Sequence[str], seconds: Sequence[str] | None, longest: int) -> list[Tensor]:
-        ids, lengths = self.vocabulary.encode(texts, seconds, max_length=longest)
+    def encode(self, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
+        ids, lengths = self.vocabulary.encode(texts, text_pair, max_length=max_length)
         rows = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
         return [torch.stack([row, torch.ones_like(row)]) for row in rows]
 
@@ -67,8 +67,8 @@ class WordReader:
         self.vocabulary.save(folder / "vocabulary.json")
 
 
-class TokenizerReader:
-    """By the tokenizer of a pretrained model; see `Reader`.
+class PretrainedTokenizer:
+    """By the tokenizer of a pretrained model; see `Tokenizer`.
 
     Raises:
         InputError: the tokenizer knows no words, or has no token to fill up with.
@@ -86,21 +86,21 @@ class TokenizerReader:
         self.size, self.padding_id = len(tokenizer), int(self.tokenizer.pad_token_id)
         self.special_ids: Sequence[int] = tuple(tokenizer.all_special_ids)
 
-    def encode(self, texts: Sequence[str], seconds: Sequence[str] | None, longest: int) -> list[Tensor]:
-        if self.tokenizer.model_max_length < _LONGEST:
-            longest = min(longest, self.tokenizer.model_max_length)
-        pair = None if seconds is None else list(seconds)
-        encoded = self.tokenizer(list(texts), pair, truncation=True, max_length=longest)
-        planes = [encoded["input_ids"], encoded["attention_mask"]]
+    def encode(self, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
+        if self.tokenizer.model_max_length < _NO_LIMIT:
+            max_length = min(max_length, self.tokenizer.model_max_length)
+        pairs = None if text_pair is None else list(text_pair)
+        encoded = self.tokenizer(list(texts), pairs, truncation=True, max_length=max_length)
+        fields = [encoded["input_ids"], encoded["attention_mask"]]
         if "token_type_ids" in encoded:
-            planes.append(encoded["token_type_ids"])
-        return [torch.tensor(row, dtype=torch.int64) for row in zip(*planes, strict=True)]
+            fields.append(encoded["token_type_ids"])
+        return [torch.tensor(row, dtype=torch.int64) for row in zip(*fields, strict=True)]
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
 
 
-def learned_tokenizer(texts: Iterable[str], size: int) -> TokenizerReader:
+def learned_tokenizer(texts: Iterable[str], size: int) -> PretrainedTokenizer:
     """Byte pairs learned from texts: the end, what fills up, the 256 bytes, and the pairs that are most frequent.
 
     The same texts give the same tokens, whatever their order, and no text is beyond them.
@@ -110,9 +110,10 @@ def learned_tokenizer(texts: Iterable[str], size: int) -> TokenizerReader:
         size: at most so many tokens, ≥ 258; at 258 every byte of UTF-8 is a token of its own.
     """
     transformers = pretrained_library()
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as BytePairs
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = BytePairs(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
@@ -122,7 +123,7 @@ def learned_tokenizer(texts: Iterable[str], size: int) -> TokenizerReader:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return TokenizerReader(
+    return PretrainedTokenizer(
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
     )
 
@@ -153,7 +154,7 @@ def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
 def _short(error: Exception) -> str:
     """The beginning of a message: transformers likes to list all the models it has."""
     text = " ".join(str(error).split())
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} …"
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
 
 
 def pretrained_library() -> Any:
@@ -168,7 +169,7 @@ def pretrained_library() -> Any:
     return transformers
 
 
-def load_tokenizer(name: str, download: bool) -> TokenizerReader:
+def load_tokenizer(name: str, download: bool) -> PretrainedTokenizer:
     """The tokenizer of a pretrained model in a folder or on the hub.
 
     Raises:
@@ -177,14 +178,14 @@ def load_tokenizer(name: str, download: bool) -> TokenizerReader:
     """
     transformers = pretrained_library()
     with from_hub(name, download) as where:
-        return TokenizerReader(transformers.AutoTokenizer.from_pretrained(name, **where))
+        return PretrainedTokenizer(transformers.AutoTokenizer.from_pretrained(name, **where))
 
 
-def load_reader(folder: Path) -> Reader:
-    """The reader that a run saved beside its model.
+def load_saved_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that a run saved beside its model.
 
     Raises:
         InputError: there is none.
     """
     words = folder / "vocabulary.json"
-    return WordReader(Vocabulary.load(words)) if words.exists() else load_tokenizer(str(folder), download=False)
+    return WordTokenizer(Vocabulary.load(words)) if words.exists() else load_tokenizer(str(folder), download=False)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from cdt_fast.errors import InputError
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import RunSettings
 
 
 def is_first_process() -> bool:
@@ -29,29 +29,29 @@ def check_single_process(instead: str) -> None:
         raise InputError(f"launched as {processes} processes, but {instead}")
 
 
-def create_run(out: str | None, config: RunConfig) -> RunFolder:
+def create_run(out: str | None, settings: RunSettings) -> RunFolder:
     """`RunFolder.create` by the first process; the others go on once it is there.
 
     Args:
         out: the folder; None: one in `runs`, named after the source.
-        config: the settings.
+        settings: those of the run.
 
     Raises:
         InputError: the folder cannot be made; raised in the first process.
         SystemExit: the same in the others, which have nothing to add.
     """
-    kind = "constrained" if config.constraints.constrained else "unconstrained"
-    path = out or Path("runs") / f"{Path(config.data.source).stem}-{kind}"
+    kind = "constrained" if settings.constrained else "unconstrained"
+    path = out or Path("runs") / f"{Path(settings.data.source).stem}-{kind}"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return RunFolder.create(path, config)
+        return RunFolder.create(path, settings)
     import torch
     from accelerate import PartialState
 
-    state = PartialState(cpu=config.training.device == "cpu")
+    state = PartialState(cpu=settings.training.device == "cpu")
     run, refused = RunFolder(path), None
     if state.is_main_process:
         try:
-            run = RunFolder.create(path, config)
+            run = RunFolder.create(path, settings)
         except InputError as error:
             refused = error
     # Without this word the others would wait for a process that has ended.

@@ -17,29 +17,30 @@ from cdt_fast.constraints.duals import DualAction
 from cdt_fast.constraints.feasibility import FeasibilityReport
 from cdt_fast.errors import InputError
 from cdt_fast.training.allocator import disable_malloc_trim
-from cdt_fast.training.building import build_constraints, check_settings, describe_data, load_data, samples_per_step
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
-from cdt_fast.training.device import prepare_device
+from cdt_fast.training.execution import resolve_execution
+from cdt_fast.training.factory import build_constraints, samples_per_step, steps_per_epoch
 from cdt_fast.training.interruption import Interrupted, signals_noted
 from cdt_fast.training.metrics import metrics_writer
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.step import TrainingStep
-from cdt_fast.training.tasks import build_task, mean_depth_losses, notes_before
+from cdt_fast.training.task import Task, Workload
 
 # Spreads the seeds of runs apart, so that no two count through the same seeds of noise.
 _SEED_SPACING = 2_654_435_761
 _SEEDS = 2**63
 
 
-def train(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: bool = True) -> None:
+def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = False, progress: bool = True) -> None:
     """Train to the end, or until a signal, and leave the best model in `run.model`.
 
     Args:
         run: the run folder; its `config.toml` exists.
-        config: the settings.
+        settings: those of the run.
+        task: what is trained.
         resume: continue from the checkpoint, bit for bit. Without one the run starts at its beginning.
         progress: say on stderr what the data are and how the training goes: a bar on a terminal, elsewhere a line a
             validation.
@@ -49,25 +50,26 @@ def train(run: RunFolder, config: RunConfig, *, resume: bool = False, progress: 
         InputError: settings, data or checkpoint cannot be used; another process trains the run; losses are not finite.
     """
     disable_malloc_trim()
-    check_settings(config)
-    accelerator = Accelerator(cpu=config.training.device == "cpu")
-    prepare_device(config, accelerator)
+    task.check(settings)
+    accelerator = Accelerator(cpu=settings.training.device == "cpu")
+    resolve_execution(settings, accelerator, task)  # before the data are read
     progress = progress and accelerator.is_main_process
     with run.lock(accelerator.is_main_process):
         state = None
         if resume and run.checkpoint.exists():
-            state = load_checkpoint(run.checkpoint, run=run_identity(config))
-        data = load_data(config, progress)
+            state = load_checkpoint(run.checkpoint, run=run_identity(settings))
+        data = task.load(settings, progress)
         if progress:
-            print(describe_data(config, data), file=sys.stderr)
-        trainer = Trainer(run, config, data, accelerator)
+            print(task.describe(settings, data), file=sys.stderr)
+        trainer = Trainer(run, settings, task, data, accelerator)
         if state is not None:
             trainer.load(state)
         if progress:
-            for note in notes_before(trainer.task, trainer.constrained, trainer.constraints.warmup_steps, trainer.step):
+            for note in trainer.notes():
                 print(note, file=sys.stderr)
-        if resume and accelerator.is_main_process:
+        if accelerator.is_main_process:
             run.remove_leftovers()
+        if resume and accelerator.is_main_process:
             run.truncate_metrics(trainer.step)
         trainer.run(progress)
 
@@ -77,50 +79,72 @@ class Trainer:
 
     Args:
         run: its folder.
-        config: its settings.
-        data: what it trains on, from `building.load_data`.
+        settings: those of the run.
+        task: what is trained.
+        data: what it trains on, from `task.load`.
         accelerator: device and distribution.
-        graphs: where steps are captured; None: in CUDA graphs if the settings ask for them, else nowhere.
+        graphs: where steps are captured; None: in CUDA graphs if `resolve_execution` says so, else nowhere.
     """
 
     def __init__(
         self,
         run: RunFolder,
-        config: RunConfig,
+        settings: RunSettings,
+        task: Task,
         data: Any,
         accelerator: Accelerator,
         graphs: Graphs | None = None,
     ) -> None:
-        self.folder, self.config, self.data, self.accelerator = run, config, data, accelerator
-        training = config.training
+        self.folder, self.settings, self.task, self.accelerator = run, settings, task, accelerator
+        self.data = data
+        training = settings.training
         torch.manual_seed(training.seed % _SEEDS)
         self.device: torch.device = accelerator.device
-        self.task = build_task(config, data, self.device)
-        self.model: Any = self.task.model
-        self.losses = accelerator.prepare(self.task.losses())
-        if graphs is None and training.cuda_graph:
+        self.execution = resolve_execution(settings, accelerator, task)
+        self.workload: Workload = task.build(settings, data, self.device)
+        self.model: Any = self.workload.model
+        self.losses = accelerator.prepare(self.workload.losses(self.execution.autocast))
+        if graphs is None and self.execution.captured:
             graphs = CudaGraphs(self.device)
         # Eager steps on a GPU update as captured ones do, so that both come to the same weights.
         on_device = graphs is not None or self.device.type == "cuda"
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer, self.schedule = build_optimizer(
-            trained, self.task.lr, training.weight_decay, self._relative_rate, on_device=on_device
+            trained, self.workload.lr, training.weight_decay, self._relative_rate, on_device=on_device
         )
-        self.steps_per_epoch = self.task.steps_per_epoch
-        self.constraints = build_constraints(config, data, self.device, self.task.layers)
-        self.constrained = config.constraints.constrained
-        self.unconstrained_weights = torch.eye(self.task.layers + 1, device=self.device)[-1]
+        self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
+        self.constraints = build_constraints(settings, data, self.device, self.workload.num_constraints)
+        self.constrained = settings.constrained
         self.step = 0
         self.best: dict[str, Any] | None = None
-        self._logged_sums = torch.zeros(self.task.layers + 2, dtype=torch.float64, device=self.device)
+        depths = self.workload.num_constraints + 1
+        self._last_alone = (*[0.0] * (depths - 1), 1.0)
+        self._logged_sums = torch.zeros(depths + 1, dtype=torch.float64, device=self.device)
         self._timed_samples = 0
         self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
 
+    def notes(self) -> list[str]:
+        """What the user should know before the training starts or resumes: how it computes, the workload's own note,
+        where it resumes, and that its constraints never come on.
+        """
+        notes = [self.execution.describe(self.workload)]
+        if self.workload.note is not None:
+            notes.append(self.workload.note)
+        steps, warmup = self.workload.steps, self.constraints.warmup_steps
+        if self.step:
+            notes.append(f"resumes after step {self.step:,} of {steps:,}")
+        if self.constrained and warmup >= steps:
+            notes.append(
+                f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
+                f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
+            )
+        return notes
+
     def _relative_rate(self, step: int) -> float:
-        training = self.config.training
+        training = self.settings.training
         if step < training.warmup_steps:
             return (step + 1) / (training.warmup_steps + 1)
-        done = (step - training.warmup_steps) / max(1, self.task.steps - training.warmup_steps)
+        done = (step - training.warmup_steps) / max(1, self.workload.steps - training.warmup_steps)
         if training.schedule == "constant":
             return 1.0
         return 1 - done if training.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
@@ -132,11 +156,11 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM came; the checkpoint is that of the last step done.
             InputError: the losses or the weights are no longer finite; the checkpoint is one from before.
         """
-        training = self.config.training
+        training = self.settings.training
         shown = progress and self.accelerator.is_main_process
         on_terminal = shown and sys.stderr.isatty()
         bar = tqdm(
-            total=self.task.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal
+            total=self.workload.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal
         )
         writer = metrics_writer(
             self.folder, self.step, tensorboard=training.tensorboard, enabled=self.accelerator.is_main_process
@@ -144,10 +168,10 @@ class Trainer:
         self.losses.train()
         with signals_noted() as noted, bar, writer as write:
             started = time.perf_counter()
-            while self.step < self.task.steps:
+            while self.step < self.workload.steps:
                 self._train_step()
                 self.step += 1
-                last = self.step == self.task.steps
+                last = self.step == self.workload.steps
                 if last or self.step % training.log_every == 0:
                     entry = self._log_entry(time.perf_counter() - started)
                     write(entry)
@@ -159,7 +183,7 @@ class Trainer:
                     write({"step": self.step, "validation": validation})
                     if shown and not on_terminal:
                         held_out = self._summary(validation["loss"])
-                        print(f"step {self.step} of {self.task.steps}: held-out {held_out}", file=sys.stderr)
+                        print(f"step {self.step} of {self.workload.steps}: held-out {held_out}", file=sys.stderr)
                 # A step that a signal ended is neither logged nor validated: the resumed run would have to repeat it.
                 saved = last or self.step % training.checkpoint_every == 0
                 if saved:
@@ -175,17 +199,18 @@ class Trainer:
         micro_batches = self._micro_batches()
         ranks = self.accelerator.num_processes
         shares = [micro_batch[self.accelerator.process_index :: ranks] for micro_batch in micro_batches]
-        counts = tuple(sum(self.task.count(sample) for sample, _ in share) for share in shares)
-        items = sum(self.task.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
-        work = self.constraints.count_step() if self.constrained else None
+        counts = tuple(sum(self.workload.count(sample) for sample, _ in share) for share in shares)
+        items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
+        known = self.constraints.known_weights() if self.constrained else self._last_alone
+        action = self.constraints.count_step() if self.constrained else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         batches = (
             self._batch(share or micro_batch[:1]) for share, micro_batch in zip(shares, micro_batches, strict=True)
         )
         if self._captured is None:
-            self._device_step().run(batches, counts, items, work)
+            self._device_step().run(batches, counts, items, known, action)
         else:
-            self._captured(*chain.from_iterable(batches), counts=counts, tokens=items, work=work)
+            self._captured(*chain.from_iterable(batches), counts=counts, items=items, known=known, action=action)
         self._timed_samples += sum(map(len, micro_batches))
         self.schedule.step()
         if self.constrained and (self.step + 1) % self.steps_per_epoch == 0:
@@ -197,14 +222,22 @@ class Trainer:
             optimizer=self.optimizer,
             logged_sums=self._logged_sums,
             constraints=self.constraints if self.constrained else None,
-            fixed_weights=self.unconstrained_weights,
-            clip=self.config.training.clip,
+            clip=self.settings.training.clip,
             ranks=self.accelerator.num_processes,
         )
 
-    def _step_on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], tokens: int, work: DualAction | None) -> None:
-        """A step on noisy and clean tokens of one micro-batch after the other, all there at once."""
-        self._device_step().run(zip(buffers[::2], buffers[1::2], strict=True), counts, tokens, work)
+    def _step_on_buffers(
+        self,
+        *buffers: Tensor,
+        counts: tuple[int, ...],
+        items: int,
+        known: tuple[float, ...] | None,
+        action: DualAction | None,
+    ) -> None:
+        """A step on the tensors of one micro-batch after the other, all there at once."""
+        size = len(buffers) // len(counts)
+        batches = (buffers[start : start + size] for start in range(0, len(buffers), size))
+        self._device_step().run(batches, counts, items, known, action)
 
     def _micro_batches(self) -> list[list[tuple[int, int]]]:
         """The samples of this step, each with a seed of its own: a function of the run's seed and the step alone.
@@ -212,21 +245,21 @@ class Trainer:
         A sample has the same seed however the step is cut into micro-batches and spread over ranks.
         """
         epoch, position = divmod(self.step, self.steps_per_epoch)
-        together = samples_per_step(self.config)
-        seed = self.config.training.seed
+        together = samples_per_step(self.settings)
+        seed = self.settings.training.seed
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % _SEEDS)
-        order = torch.randperm(self.task.training_samples, generator=generator).tolist()
+        order = torch.randperm(self.workload.training_samples, generator=generator).tolist()
         first_seed = (seed + 1) * _SEED_SPACING + self.step * together
         chosen = [
             (sample, (first_seed + number) % _SEEDS)
             for number, sample in enumerate(order[position * together : (position + 1) * together])
         ]
-        batch = self.config.training.batch
+        batch = self.settings.training.batch
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
 
-    def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of samples with their seeds, on the device."""
-        return self.task.batch(chosen, self.device)
+    def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        """The tensors of samples with their seeds, on the device."""
+        return self.workload.batch(chosen, self.device)
 
     def _log_entry(self, seconds: float) -> dict[str, Any]:
         sums = self.accelerator.reduce(self._logged_sums, reduction="sum")
@@ -238,7 +271,7 @@ class Trainer:
             "step": self.step,
             "epoch": self.step / self.steps_per_epoch,
             "loss": losses,
-            "lr": self.task.lr * self._relative_rate(self.step),
+            "lr": self.workload.lr * self._relative_rate(self.step),
             f"{self.task.samples}_per_second": samples / seconds,
         }
         if self.constrained:
@@ -254,7 +287,7 @@ class Trainer:
         kept = "; the checkpoint is from before and is kept" if self.folder.checkpoint.exists() else ""
         raise InputError(
             f"{self.folder.path}: the {what} are no longer finite at step {self.step}{kept}; train again with a lower "
-            f"--lr (it was {self.task.lr:g})"
+            f"--lr (it was {self.workload.lr:g})"
         )
 
     def _summary(self, losses: list[float]) -> str:
@@ -266,7 +299,11 @@ class Trainer:
 
     def _validate(self) -> dict[str, Any]:
         """Losses on the validation samples; keeps the model if it is the best so far."""
-        losses = mean_depth_losses(self.task)
+        self.model.eval()
+        try:
+            losses = self.workload.validation_losses(self.execution.autocast)
+        finally:
+            self.model.train()
         self._check_finite("validation losses", losses)
         report = self.constraints.report(losses)
         entry = {"loss": losses, "feasible": report.feasible, **_worst(report)}
@@ -274,7 +311,7 @@ class Trainer:
         if self.best is None or rank < self.best["rank"]:
             self.best = {"rank": rank, "step": self.step, **entry}
             if self.accelerator.is_main_process:
-                self.task.save_model(self.folder.model)
+                self.workload.save_model(self.folder.model)
         return entry
 
     def _save_checkpoint(self) -> None:
@@ -288,15 +325,15 @@ class Trainer:
         """Everything that the rest of the run depends on, for `checkpoint.save_checkpoint`."""
         return {
             "step": self.step,
-            "steps": self.task.steps,
-            "run": run_identity(self.config),
+            "steps": self.workload.steps,
+            "run": run_identity(self.settings),
             "model": self._trained_weights(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "constraints": self.constraints.state_dict(),
             "best": self.best,
             "logged_sums": self._logged_sums,
-            "data": self.task.data_identity(),
+            "data": self.workload.data_identity(),
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
@@ -313,14 +350,15 @@ class Trainer:
         Raises:
             InputError: it belongs to other settings or other data.
         """
-        if state["step"] > self.task.steps:
+        if state["step"] > self.workload.steps:
             raise InputError(
-                f"{self.folder.checkpoint}: is at step {state['step']}, but the training is of {self.task.steps} steps"
+                f"{self.folder.checkpoint}: is at step {state['step']}, but the training is of {self.workload.steps} "
+                "steps"
             )
-        if state["data"] != self.task.data_identity():
+        if state["data"] != self.workload.data_identity():
             raise InputError(
-                f"{self.config.data.source}: the {self.task.subject} are not those that {self.folder.path} was trained "
-                "on so far"
+                f"{self.settings.data.source}: the {self.task.subject} are not those that {self.folder.path} was "
+                "trained on so far"
             )
         try:
             whole = self.model.state_dict()
@@ -340,8 +378,8 @@ class Trainer:
 
 
 def _worst(report: FeasibilityReport) -> dict[str, Any]:
-    found = report.as_dict()  # infinity, where a depth is exact and the next is not, has no word in JSON
-    return {name: found[name] for name in ("worst_layer", "worst_violation")}
+    verdict = report.as_dict()  # JSON cannot represent infinity, where a depth is exact and the next is not
+    return {name: verdict[name] for name in ("worst_layer", "worst_violation")}
 
 
 def _rank(report: FeasibilityReport, final_loss: float, constrained: bool) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cdt_fast.training.config import RunConfig
+from cdt_fast.training.settings import RunSettings
 
 # How torch's allocator of the CPU, which has no error of its own, and some libraries of CUDA put it.
 _WORDS = ("can't allocate memory", "out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -17,13 +17,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
-def memory_hint(config: RunConfig) -> str:
+def memory_hint(settings: RunSettings) -> str:
     """The end of a message: the setting that halves what a step needs, with its value."""
-    batch, accumulate = config.training.batch, config.training.accumulate
+    batch, accumulate = settings.training.batch, settings.training.accumulate
     if batch > 1:
         return f"; train with --batch {batch // 2} --accumulate {2 * accumulate}, which needs half as much" + (
             "" if batch % 2 else " for the same steps"
         )
-    if config.task == "video":
-        return f"; train with --window {max(1, config.data.window // 2)}, which needs half as much (--batch is 1)"
-    return f"; train with --max-tokens {max(3, config.data.max_tokens // 2)}, which needs half as much (--batch is 1)"
+    name, value, least = settings.sample_length
+    option = f"--{name.replace('_', '-')} {max(least, value // 2)}"
+    return f"; train with {option}, which needs half as much (--batch is 1)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import remove_leftovers, try_lock, write_text
-from cdt_fast.training.config import RunConfig, load_config
+from cdt_fast.files import read_toml, remove_leftovers, try_lock, write_text
+from cdt_fast.training.settings import RunSettings
 
 
 class RunFolder:
@@ -29,6 +30,8 @@ class RunFolder:
         self.model = self.path / "model"
         self.checkpoint = self.path / "checkpoint" / "state.safetensors"
         self.evaluation = self.path / "evaluation.json"
+        self.frames = self.path / "frames.safetensors"
+        self.created = False  # by `create`, in a place where there was none
 
     @property
     def name(self) -> str:
@@ -36,44 +39,54 @@ class RunFolder:
         return self.path.resolve().name
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], config: RunConfig) -> RunFolder:
+    def create(cls, path: str | os.PathLike[str], settings: RunSettings) -> RunFolder:
         """Make a new run folder with its `config.toml`.
+
+        Of two that are made in one place at once one is refused, whose files are not touched.
 
         Raises:
             InputError: the folder exists and is not empty, or cannot be made.
         """
         run = cls(path)
         if run.config.exists():
-            raise InputError(f"{path}: holds a run already; continue it with --resume, or choose another folder")
-        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-            raise InputError(f"{path}: exists and is no empty folder; choose another one for the run")
-        existed = run.path.exists()
+            raise InputError(f"{path}: holds a run already; resume it with --resume, or choose another folder")
+        run.created = not run.path.exists()
+        temporary = run.path / f".config-{os.getpid()}.tmp.toml"
         try:
-            config.save(run.config)
+            # Temporary files are those of a process that was killed here, or that is making a run right now.
+            if not run.created and not _is_empty(run.path):
+                raise InputError(f"{path}: exists and is no empty folder; choose another one for the run")
+            settings.save(temporary)
+            os.link(temporary, run.config)  # fails where there is one already, which a move would replace
+        except (FileExistsError, FileNotFoundError):
+            raise InputError(f"{path}: another process is making a run there; choose another folder") from None
         except OSError as error:
-            if not existed:
-                shutil.rmtree(run.path, ignore_errors=True)
             raise InputError(f"{path}: cannot be made ({error.strerror})") from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if run.created and not run.config.exists():
+                _remove_if_empty(run.path)
         return run
 
-    @classmethod
-    def open(cls, path: str | os.PathLike[str], *, trained: bool = True) -> tuple[RunFolder, RunConfig]:
-        """Open an existing run and read its settings.
-
-        Args:
-            path: the folder.
-            trained: also require that it holds a model.
+    def task_name(self) -> str:
+        """The task that `config.toml` names.
 
         Raises:
-            InputError: the folder is no run, or has no model yet.
+            InputError: the folder is no run, or its settings cannot be read.
         """
-        run = cls(path)
-        if not run.config.is_file():
-            raise InputError(f"{path}: is no run folder (it has no config.toml)")
-        config = load_config(run.config)
-        if trained and not (run.model / "config.json").is_file():
-            raise InputError(f"{path}: has no model yet; continue its training with --resume")
-        return run, config
+        if not self.config.is_file():
+            raise InputError(f"{self.path}: is no run folder (it has no config.toml)")
+        return str(read_toml(self.config).get("task", "video"))
+
+    def check_trained(self) -> None:
+        """Require that there is a model.
+
+        Raises:
+            InputError: there is none yet.
+        """
+        if not (self.model / "config.json").is_file():
+            raise InputError(f"{self.path}: has no model yet; resume its training with --resume")
 
     @contextmanager
     def lock(self, main: bool = True) -> Iterator[None]:
@@ -96,10 +109,15 @@ class RunFolder:
             yield
 
     def remove_if_untouched(self) -> None:
-        """Remove a folder that `create` made if no step was trained in it: nothing in it is worth keeping."""
+        """Take back what `create` made if no step was trained: the settings, and the folder if it is empty then."""
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
-        if not (logged or self.checkpoint.exists() or self.model.exists()):
-            shutil.rmtree(self.path, ignore_errors=True)
+        if logged or self.checkpoint.exists() or self.model.exists():
+            return
+        self.metrics.unlink(missing_ok=True)
+        self.config.unlink(missing_ok=True)
+        if self.created:
+            _remove_if_empty(self.checkpoint.parent)
+            _remove_if_empty(self.path)
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files that a killed training left."""
@@ -109,14 +127,19 @@ class RunFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`. A last line that a killed run did not finish is left out."""
+        """The lines of `metrics.jsonl`. A last line that a killed run did not finish is left out.
+
+        Raises:
+            InputError: a line before the last is no entry of a run.
+        """
         lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
         entries = []
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
-                entry["step"]  # what every line has
-            except (ValueError, KeyError, TypeError) as error:
+                if not isinstance(entry, dict) or type(entry.get("step")) is not int or entry["step"] < 0:
+                    raise ValueError("it has no step")
+            except (ValueError, RecursionError) as error:
                 # A power cut can leave zeros where the last line was being written.
                 if number < len(lines):
                     raise InputError(f"{self.metrics}: line {number} is no entry of a run ({error})") from error
@@ -124,7 +147,21 @@ class RunFolder:
                 entries.append(entry)
         return entries
 
+    def last_step(self) -> int:
+        """The last step that was logged; 0 where none was."""
+        return max((entry["step"] for entry in self.read_metrics()), default=0)
+
     def truncate_metrics(self, step: int) -> None:
         """Drop what was logged after `step`, the checkpoint that a resumed run starts from."""
         kept = [entry for entry in self.read_metrics() if entry["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether there is a folder that holds nothing but settings that are being written."""
+    return path.is_dir() and all(entry.name.startswith(".config-") for entry in path.iterdir())
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()

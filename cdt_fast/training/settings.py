@@ -1,114 +1,280 @@
-"""The sections of a run's settings: those of every task, and those of video. The command line has its options here."""
+"""The settings of a run, a section of `config.toml` each: what every task shares, and how they are read and written.
+
+A section is a pydantic model: its types, bounds and descriptions are what the TOML file, the command line and its help
+are checked and made by. Light: `cdt-fast --help` needs nothing else.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, get_args
+import os
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from cdt_fast.constraints.presets import DEFAULTS, PRESETS, Coupling, Dual, ReferenceMode, Resilience
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from typing_extensions import Self
+
+from cdt_fast.checks import suggestion
+from cdt_fast.constraints.presets import (
+    DEFAULTS,
+    Coupling,
+    Dual,
+    Preset,
+    ReferenceMode,
+    Resilience,
+    options_of,
+)
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_toml, shown, write_text
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Levels = Annotated[list[NonNegative], Field(min_length=1)]
+Precision = Literal["auto", "bf16", "fp32", "ieee"]
+
+SECTIONS = ("data", "model", "constraints", "training", "evaluation")
+
+# What a value has to be, by the kind of pydantic's error.
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a number",
+    "bool_type": "true or false",
+    "string_type": "a word",
+    "list_type": "a list of numbers",
+    "too_short": "a list of at least one number",
+    "none_required": "'none'",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "below {lt:g}",
+}
 
 
-def setting(default: Any, text: str, choices: tuple[str, ...] | None = None, least: float | None = None) -> Any:
-    """A field with its help text, for words the ones allowed, and for numbers the least."""
-    metadata = {"help": text, "choices": choices, "least": least}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+def setting(default: Any, description: str, owner: str | None = None) -> Any:
+    """A field of a section.
+
+    Args:
+        default: where nothing is given.
+        description: the help of the command line.
+        owner: the network that alone has the setting; None: all of the task's.
+    """
+    return Field(default, description=description, json_schema_extra={"owner": owner}, validate_default=False)
 
 
-@dataclass
-class DataSettings:
-    """[data]: which frames, and how they become sequences of patches."""
+class Section(BaseModel):
+    """One section. None is written as the word "none", which TOML and the command line share."""
 
-    source: str = setting("demo", "video file, frame folder, .npy or a tree of them; 'demo' is a generated clip")
-    window: int = setting(20, "T, frames of a window", least=1)
-    stride: int | None = setting(None, "frames between training windows (default: window, no overlap)", least=1)
-    size: int = setting(160, "side in pixels that frames are resized to, a multiple of patch", least=1)
-    patch: int = setting(16, "side in pixels of a square patch", least=1)
-    sequence: str = setting("time", "what one sequence runs over", ("time", "space", "spacetime"))
-    gamma: float = setting(0.15, "training noise as a multiple of the standard deviation of the clean frames", least=0)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False, protected_namespaces=())
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _from_words(cls, value: Any, info: ValidationInfo) -> Any:
+        """Words of the command line and of TOML: "none", and numbers parted by commas."""
+        options = _options(cls.model_fields[str(info.field_name)].annotation)
+        if value == "none" and type(None) in options:
+            return None
+        if isinstance(value, bool) != (bool in options) and not (value is None and type(None) in options):
+            return _NotOfTheType(value)
+        if isinstance(value, str) and any(typing.get_origin(option) is list for option in options):
+            return value.split(",") if "," in value or not _takes_one(options) else value
+        return value
 
-@dataclass
-class ModelSettings:
-    """[model]: the network."""
-
-    model: str = setting("dust", "network", ("dust", "ut"))
-    code_size: int = setting(1024, "m, atoms of a dictionary", least=1)
-    layers: int = setting(5, "L", least=1)
-    tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)")
-    sparsity: float = setting(0.2, "lambda_1; the threshold is lambda_1 * step ('ut' has none)", least=0)
-    step: float | None = setting(None, "1/c (default: 1 / squared spectral norm of the initial dictionary)")
-    scale: float = setting(1.0, "beta, factor of the attention scores")
-    initial_codes: str = setting("analysis", "H_0: X D / c, or zero", ("analysis", "zero"))
-    readout: str = setting("own", "dictionary that reads each depth", ("own", "next", "shared"))
+    @classmethod
+    def owner(cls, name: str) -> str | None:
+        """The network that alone has the setting `name`, or None where all of the task's have it."""
+        extra = cls.model_fields[name].json_schema_extra
+        return extra.get("owner") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
 
-@dataclass
-class ConstraintSettings:
+class _NotOfTheType:
+    """Refused by every type: a truth value in the place of a number, or the other way round."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The types that a field may have, without what annotates them."""
+    if typing.get_origin(annotation) is Annotated:
+        return _options(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is Literal or not typing.get_args(annotation):
+        return (annotation,)
+    if typing.get_origin(annotation) is list:
+        return (annotation,)
+    return tuple(option for part in typing.get_args(annotation) for option in _options(part))
+
+
+def _takes_one(options: Iterable[Any]) -> bool:
+    return float in options or int in options
+
+
+class ConstraintSettings(Section):
     """[constraints]: what every layer must achieve, and how the multipliers see to it."""
 
     constrained: bool = setting(True, "train with descent constraints")
-    preset: str | None = setting(None, "take the settings below from a preset, before those given", tuple(PRESETS))
+    preset: Preset | None = setting(None, "take the settings below from a preset, before those given")
     rate: float | list[float] = setting(
         DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes"
     )
-    reference: float | str | None = setting(
+    reference: float | Literal["auto"] | None = setting(
         DEFAULTS.reference, "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
-    reference_mode: str = setting(DEFAULTS.reference_mode, "how the reference enters", get_args(ReferenceMode))
-    coupling: str = setting(DEFAULTS.coupling, "what bounds a layer's loss", get_args(Coupling))
+    reference_mode: ReferenceMode = setting(DEFAULTS.reference_mode, "how the reference enters")
+    coupling: Coupling = setting(DEFAULTS.coupling, "what bounds a layer's loss")
     normalize: bool = setting(DEFAULTS.normalize, "dual steps on relative violations")
-    margin: float = setting(
-        DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them", least=0
+    margin: NonNegative = setting(
+        DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them"
     )
-    dual: str = setting(DEFAULTS.dual, "rule that moves the multipliers", get_args(Dual))
+    dual: Dual = setting(DEFAULTS.dual, "rule that moves the multipliers")
     dual_lr: float = setting(DEFAULTS.dual_lr, "step size of the multipliers")
     betas: list[float] = setting(list(DEFAULTS.betas), "Adam's decay of the two moments of the dual gradient")
     proportional_gain: float = setting(DEFAULTS.proportional_gain, "proportional gain of 'pi'")
     smoothing: float = setting(DEFAULTS.smoothing, "decay of the average that the proportional part of 'pi' follows")
-    resilience: str = setting(
-        DEFAULTS.resilience or "none", "what gives way when bounds cannot be met", (*get_args(Resilience), "none")
+    resilience: Resilience | Literal["none"] = setting(
+        DEFAULTS.resilience or "none", "what gives way when bounds cannot be met"
     )
     slack_cost: float = setting(DEFAULTS.slack_cost, "cost of squared slack: the larger, the harder the constraints")
     slack_lr: float | None = setting(DEFAULTS.slack_lr, "step size of the slacks (default: 0.1 / slack_cost)")
-    dual_every: int = setting(DEFAULTS.dual_every, "optimizer steps a dual step", least=1)
-    warmup_epochs: int = setting(1, "epochs with the constraints off at the start", least=0)
+    dual_every: Positive = setting(DEFAULTS.dual_every, "optimizer steps per dual step")
+    warmup_epochs: Count = setting(1, "epochs with the constraints off at the start")
 
 
-@dataclass
-class SharedTrainingSettings:
-    """[training]: the primal side of the loop, as far as it is that of every task."""
+class TrainingSettings(Section):
+    """[training]: the primal side of the loop, as far as it is that of every task; each adds `batch` and `lr`."""
 
-    accumulate: int = setting(1, "micro-batches an optimizer step", least=1)
-    schedule: str = setting("cosine", "learning rate over the run", ("cosine", "linear", "constant"))
-    warmup_steps: int = setting(0, "steps over which the learning rate rises to lr", least=0)
-    clip: float | None = setting(1.0, "largest gradient norm ('none' for no bound)", least=0)
-    weight_decay: float = setting(0.0, "decoupled weight decay (AdamW)", least=0)
-    precision: str = setting("fp32", "arithmetic of the matrix products", ("fp32", "tf32", "bf16"))
-    device: str = setting("auto", "where to compute", ("auto", "cpu", "cuda"))
-    seed: int = setting(0, "seed of data order and noise", least=0)
-    validate_every: int = setting(50, "optimizer steps between validations", least=1)
-    checkpoint_every: int = setting(50, "optimizer steps between checkpoints", least=1)
-    log_every: int = setting(10, "optimizer steps between lines of metrics.jsonl", least=1)
-    tensorboard: bool = setting(False, "also write the metrics for TensorBoard")
-    cuda_graph = False  # a setting of video alone, where all batches have one shape
-
-
-@dataclass
-class TrainingSettings(SharedTrainingSettings):
-    """[training] of video."""
-
-    steps: int = setting(1000, "optimizer steps", least=1)
-    batch: int = setting(4, "windows a micro-batch", least=1)
-    lr: float = setting(1e-3, "learning rate of Adam", least=0)
-    cuda_graph: bool = setting(
-        False, "launch a step as one CUDA graph, for a GPU that waits for the launches of small batches"
+    accumulate: Positive = setting(1, "micro-batches per optimizer step")
+    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
+    warmup_steps: Count = setting(0, "steps over which the learning rate rises to lr")
+    clip: NonNegative | None = setting(1.0, "largest gradient norm ('none' for no bound)")
+    weight_decay: NonNegative = setting(0.0, "decoupled weight decay (AdamW)")
+    precision: Precision = setting(
+        "auto",
+        "matrix products: bf16 with float32 masters, fp32 (TF32 on a GPU) or ieee; auto: bf16 on a GPU, else fp32",
     )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute")
+    seed: Count = setting(0, "seed of data order and noise")
+    validate_every: Positive = setting(50, "optimizer steps between validations")
+    checkpoint_every: Positive = setting(50, "optimizer steps between checkpoints")
+    log_every: Positive = setting(10, "optimizer steps between lines of metrics.jsonl")
+    tensorboard: bool = setting(False, "also write the metrics for TensorBoard")
 
 
-@dataclass
-class EvaluationSettings:
+class EvaluationSettings(Section):
     """[evaluation]: the noise levels that are reported."""
 
-    gammas: list[float] = setting([0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0], "noise levels of the evaluation", least=0)
+    gammas: Levels = setting([0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0], "noise levels of the evaluation")
+
+
+class RunSettings(BaseModel):
+    """All settings of a run, a section each; a task has a subclass with its own sections and their defaults."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    task: ClassVar[str]
+    data: Any = Field(default_factory=Section)
+    model: Any = Field(default_factory=Section)
+    constraints: ConstraintSettings = Field(default_factory=ConstraintSettings)
+    training: Any = Field(default_factory=TrainingSettings)
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+
+    @property
+    def network(self) -> str:
+        """Which of the task's networks the settings are for, as `Section.owner` names it."""
+        return self.model.model
+
+    @property
+    def sample_length(self) -> tuple[str, int, int]:
+        """The setting that a sample's memory grows with: its name, its value and the least it can be."""
+        raise NotImplementedError
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the run trains under descent constraints."""
+        return self.constraints.constrained
+
+    def set(self, section: str, name: str, value: Any) -> None:
+        """Set one value, checked against the type and the bounds of its field; a preset sets what it names.
+
+        Raises:
+            InputError: an unknown section or name, or a value of the wrong kind.
+        """
+        settings = getattr(self, section, None)
+        if not isinstance(settings, Section):
+            raise InputError(f"unknown section [{section}]{suggestion(section, SECTIONS)}")
+        if name not in type(settings).model_fields:
+            raise InputError(f"unknown key '{name}' in [{section}]{suggestion(name, type(settings).model_fields)}")
+        try:
+            setattr(settings, name, value)
+        except ValidationError as error:
+            raise InputError(f"[{section}] {name} must be {_expectation(error)}, got {shown(value)}") from None
+        if name == "preset" and settings.preset is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            for taken, preset_value in options_of(value).items():
+                if taken in type(settings).model_fields:
+                    given = list(preset_value) if isinstance(preset_value, tuple) else preset_value
+                    setattr(settings, taken, "none" if taken == "resilience" and given is None else given)
+
+    def update(self, section: str, values: Mapping[str, Any]) -> None:
+        """Set several values of a section; a preset first, so that what is given beside it wins."""
+        for name in sorted(values, key=lambda name: name != "preset"):
+            self.set(section, name, values[name])
+
+    def check_owners(self, given: Iterable[str]) -> None:
+        """Refuse settings of [model] that the chosen network does not have.
+
+        Args:
+            given: the names of those that the user gave.
+
+        Raises:
+            InputError: one of them would have no effect.
+        """
+        for name in given:
+            owner = type(self.model).owner(name)
+            if owner is not None and self.network not in owner.split(", "):
+                raise InputError(
+                    f"--{name.replace('_', '-')} is a setting of {owner}, and the model is {self.model.model}"
+                )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the settings as TOML, None as the word "none"."""
+        document: dict[str, Any] = {"task": self.task}
+        for section in SECTIONS:
+            values = getattr(self, section).model_dump()
+            document[section] = {name: "none" if value is None else value for name, value in values.items()}
+        write_text(path, tomli_w.dumps(document))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read settings from TOML; what the file does not name keeps its default.
+
+        Raises:
+            InputError: the file cannot be read, or names something unknown or of the wrong kind.
+        """
+        document = read_toml(path)
+        settings = cls()
+        if document.pop("task", cls.task) != cls.task:
+            raise InputError(f'{path}: task must be "{cls.task}"')
+        try:
+            for section, values in document.items():
+                if not isinstance(values, dict):
+                    raise InputError(f"unknown key '{section}' outside of a section")
+                settings.update(section, values)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        return settings
+
+
+def _expectation(error: ValidationError) -> str:
+    """What a value has to be, in words."""
+    problems = error.errors(include_url=False)
+    bounds = [problem for problem in problems if "ge" in problem.get("ctx", {}) or "lt" in problem.get("ctx", {})]
+    words = []
+    for problem in bounds or problems:  # of several types that one has whose bound is not kept is meant
+        form = _EXPECTED.get(problem["type"], problem["msg"].replace("Input should be ", ""))
+        words.append(form.format(**problem.get("ctx", {})))
+    return " or ".join(dict.fromkeys(words))

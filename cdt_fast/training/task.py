@@ -1,56 +1,80 @@
-"""What the training loop asks of a task."""
+"""The plug of a task: all that the training loop, the evaluation and the report ask of one kind of training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.errors import InputError
 
-class Task(Protocol):
-    """Data, model and losses of one kind of training.
+if TYPE_CHECKING:
+    from cdt_fast.training.results import EvaluatedRun, Evaluation
+    from cdt_fast.training.run_folder import RunFolder
+
+Table = list[list[str]]  # rows of words, the first of them the heading
+
+
+class Drawing(NamedTuple):
+    """A picture of a report: the name of its file, its caption, and what draws it from evaluated runs."""
+
+    name: str
+    caption: str
+    draw: Callable[[Sequence[EvaluatedRun]], Any]
+
+
+class Summary(NamedTuple):
+    """A column of the table over seeds: its heading, and a run's number in it (None: not known)."""
+
+    heading: str
+    value: Callable[[EvaluatedRun], float | None]
+
+
+class Workload(Protocol):
+    """Model, losses and batches of one training.
 
     A sample (a window, a text, a sequence) is chosen by its number among the training samples, and comes with a seed of
     its own for what is drawn for it.
 
     Attributes:
         model: the network, on the CPU until the loop places it.
-        layers: L; there are L+1 losses.
-        samples: what a sample is called, in the plural.
-        subject: what the samples are taken from, in the plural.
+        num_constraints: L; there are L+1 losses.
         training_samples: how many there are to train on.
         lr: the learning rate.
         steps: optimizer steps of the whole training.
-        steps_per_epoch: optimizer steps that see every sample once.
-        note: what a person should know before the training starts, or None.
+        note: what the user should know before the training starts, or None.
     """
 
     model: nn.Module
-    layers: int
-    samples: str
-    subject: str
+    num_constraints: int
     training_samples: int
     lr: float
     steps: int
-    steps_per_epoch: int
     note: str | None
 
-    def losses(self) -> nn.Module:
-        """A module whose forward `(inputs, targets, weights)` gives `(total, per_layer)`, means over what counts."""
+    def losses(self, autocast: torch.dtype | None) -> nn.Module:
+        """A module whose forward `(*batch, weights)` gives `(total, per_depth)`, means over what counts.
+
+        Args:
+            autocast: the dtype of the matrix products; None: that of the weights.
+        """
         ...
 
     def count(self, sample: int) -> int:
         """Over how many items (tokens, texts) the losses of a training sample are means."""
         ...
 
-    def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of training samples, `(number, seed)` each, on `device`; asked for right before use."""
+    def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
+        """What `losses` takes of training samples, `(number, seed)` each, on `device`; asked for right before use."""
         ...
 
-    def validation_losses(self) -> list[float]:
+    def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         """Mean loss of every depth `[L+1]` on the validation samples, at the training noise."""
         ...
 
@@ -62,27 +86,107 @@ class Task(Protocol):
         """Write the model to `folder`, in place of an earlier one."""
         ...
 
-
-def mean_depth_losses(task: Task) -> list[float]:
-    """`task.validation_losses()` with the model in evaluation mode."""
-    was_training = task.model.training
-    task.model.eval()
-    try:
-        return task.validation_losses()
-    finally:
-        task.model.train(was_training)
+    def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Which kernels a step runs on `device` with products in `dtype`, and why not others, in words."""
+        ...
 
 
-def notes_before(task: Task, constrained: bool, warmup_steps: int, step: int) -> list[str]:
-    """What a person should know before the training starts or, after `step` steps, goes on: the task's own note, where
-    it goes on, and that its constraints never come on.
+class Task(ABC):
+    """One kind of training. A subclass is all that `training` needs of it; it knows no other task.
+
+    Attributes:
+        name: as in the command line.
+        samples: what a sample is called, in the plural.
+        subject: what the samples are taken from, in the plural.
+        sample: what `per_sample` of an evaluation is of, in the singular.
+        evaluation: the type of its `evaluation.json`.
+        fixed_shapes: all full batches of a run have the same shapes, so that a step can be captured.
     """
-    notes = [] if task.note is None else [task.note]
-    if step:
-        notes.append(f"continues after step {step:,} of {task.steps:,}")
-    if constrained and warmup_steps >= task.steps:
-        notes.append(
-            f"note: the constraints come on after a warm-up of {warmup_steps:,} steps, and the training ends at step "
-            f"{task.steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
-        )
-    return notes
+
+    name: ClassVar[str]
+    samples: ClassVar[str]
+    subject: ClassVar[str]
+    sample: ClassVar[str]
+    evaluation: ClassVar[type[Evaluation]]
+    fixed_shapes: ClassVar[bool]
+
+    @abstractmethod
+    def check(self, settings: Any) -> None:
+        """Find settings that do not fit each other before any data are read.
+
+        Raises:
+            InputError: they do not fit each other.
+            MissingExtra: they ask for a package that is not installed.
+        """
+
+    @abstractmethod
+    def load(self, settings: Any, progress: bool = True) -> Any:
+        """What the settings name, divided into `train`, `validation` and `test`.
+
+        Raises:
+            InputError: the source cannot be read or holds too little.
+        """
+
+    @abstractmethod
+    def describe(self, settings: Any, data: Any) -> str:
+        """What `load` found, in a line or two."""
+
+    @abstractmethod
+    def build(self, settings: Any, data: Any, device: torch.device) -> Workload:
+        """The training of these settings on these data, with an untrained or a pretrained model.
+
+        Raises:
+            InputError: the settings and the data do not fit each other, or a pretrained model cannot be used.
+            MissingExtra: a package that the model needs is not installed.
+        """
+
+    @abstractmethod
+    def evaluate(
+        self, folder: RunFolder, settings: Any, data: Any, constraints: DescentConstraints, progress: bool = True
+    ) -> dict[str, Any]:
+        """Measure the model that a run kept on its test data.
+
+        Returns:
+            The entries of `evaluation` but for what `training.evaluation` adds.
+
+        Raises:
+            InputError: the model cannot be read.
+        """
+
+    @abstractmethod
+    def kind(self, run: EvaluatedRun) -> str:
+        """How a run was trained, in a word or two, beside whether it was constrained."""
+
+    @abstractmethod
+    def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
+        """What two runs must agree in to be compared, by the name that a message calls it."""
+
+    @abstractmethod
+    def conditions(self, run: EvaluatedRun) -> str:
+        """On what and how a run was measured, for the head of a report."""
+
+    @abstractmethod
+    def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
+        """The tables of a report that are the task's own."""
+
+    @abstractmethod
+    def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
+        """The task's own columns of the table over seeds."""
+
+    @abstractmethod
+    def drawings(self) -> list[Drawing]:
+        """The pictures of a report that are the task's own."""
+
+    def remark(self, run: EvaluatedRun) -> str:
+        """What a report says of a run after its verdict."""
+        return ""
+
+    def denoise(
+        self, folder: RunFolder, settings: Any, source: str, target: str | os.PathLike[str], **options: Any
+    ) -> dict[str, Any]:
+        """Run the trained model over `source` and write `target`; see `cdt_fast.video.denoising.denoise_video`.
+
+        Raises:
+            InputError: there is nothing to denoise in this task, or it cannot be done.
+        """
+        raise InputError(f"{folder.path}: is a run of `train {self.name}`; only runs on video denoise")

@@ -17,8 +17,9 @@ from cdt_fast.errors import InputError, require
 from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
-from cdt_fast.training.config import RunConfig
 from cdt_fast.video.data import from_patches, open_source, to_patches
+from cdt_fast.video.networks import Denoiser, device_of
+from cdt_fast.video.settings import VideoSettings
 
 # For sources that state no rate: folders of frames and arrays.
 DEFAULT_FRAME_RATE = Fraction(25)
@@ -28,8 +29,8 @@ CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".avi")
 
 
 def denoise_video(
-    model: DUST,
-    config: RunConfig,
+    model: Denoiser,
+    settings: VideoSettings,
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
@@ -44,7 +45,7 @@ def denoise_video(
 
     Args:
         model: the trained model.
-        config: the settings of its run.
+        settings: those of its run.
         source: a video file, a folder of frames or an array file.
         target: the video file to write, in a folder that exists; its suffix is one of `CONTAINERS`.
         depth: number of layers to run, None for all.
@@ -52,7 +53,7 @@ def denoise_video(
         progress: show a bar on stderr.
 
     Returns:
-        `frames`, `width`, `height`, `frame_rate` and `depth` of what was written.
+        `frames`, `width`, `height`, `frame_rate` and `depth` of what was written, and the model's `layers`.
 
     Raises:
         InputError: the source cannot be read, or the target exists or cannot be written as video.
@@ -66,9 +67,16 @@ def denoise_video(
     rate = frames.frame_rate or DEFAULT_FRAME_RATE
     shown = progress_bar(_colored(frames.frames()), desc=f"denoise {frames.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
-        denoised = _denoised(model, config, shown, depth)
+        denoised = _denoised(model, settings, shown, depth)
         count, height, width = _write(temporary, target, denoised, rate)
-    return {"frames": count, "width": width, "height": height, "frame_rate": float(rate), "depth": depth}
+    return {
+        "frames": count,
+        "width": width,
+        "height": height,
+        "frame_rate": float(rate),
+        "depth": depth,
+        "layers": model.layers,
+    }
 
 
 def _check_target(target: Path, source: Path, overwrite: bool) -> None:
@@ -91,48 +99,55 @@ def _colored(frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         yield frame[..., np.newaxis] if frame.ndim == 2 else frame
 
 
-def _denoised(model: DUST, config: RunConfig, frames: Iterable[np.ndarray], depth: int) -> Iterator[np.ndarray]:
+def _denoised(
+    model: Denoiser, settings: VideoSettings, frames: Iterable[np.ndarray], depth: int
+) -> Iterator[np.ndarray]:
     """The denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
     window: list[np.ndarray] = []
     before: list[np.ndarray] = []
     for frame in frames:
         window.append(frame)
-        if len(window) == config.data.window:
-            yield from _denoised_window(model, config, np.stack(window), depth)
+        if len(window) == settings.data.window:
+            yield from _denoised_window(model, settings, np.stack(window), depth)
             before, window = window, []
     if window:
         # The rest is filled up with frames from before, so that it too has the context the model was trained with.
         context = before[len(window) :]
-        yield from _denoised_window(model, config, np.stack([*context, *window]), depth)[len(context) :]
+        yield from _denoised_window(model, settings, np.stack([*context, *window]), depth)[len(context) :]
 
 
-def _denoised_window(model: DUST, config: RunConfig, frames: np.ndarray, depth: int) -> np.ndarray:
-    patch = config.data.patch
+def _denoised_window(model: Denoiser, settings: VideoSettings, frames: np.ndarray, depth: int) -> np.ndarray:
+    patch = settings.data.patch
     height, width = frames.shape[1:3]
-    planes = torch.from_numpy(frames).to(model.dictionary.device).permute(3, 0, 1, 2).to(torch.float32) / 255
+    planes = torch.from_numpy(frames).to(device_of(model)).permute(3, 0, 1, 2).to(torch.float32) / 255
     planes = torch.nn.functional.pad(planes, (0, -width % patch, 0, -height % patch), mode="replicate")
     # A plane at a time: at full size the codes of one are large enough.
-    result = torch.cat([denoised_frames(model, config, plane.unsqueeze(0), depth) for plane in planes])
+    result = torch.cat([denoised_frames(model, settings, plane.unsqueeze(0), depth) for plane in planes])
     levels = (result * 255).round_().clamp_(0, 255).to(torch.uint8)
     return levels[..., :height, :width].permute(1, 2, 3, 0).cpu().numpy()
 
 
 @torch.no_grad()
-def denoised_frames(model: DUST, config: RunConfig, frames: Tensor, depth: int | None = None) -> Tensor:
+def denoised_frames(model: Denoiser, settings: VideoSettings, frames: Tensor, depth: int | None = None) -> Tensor:
     """Denoise windows of frames.
 
     Args:
-        model, config: the model and the settings of its run.
+        model, settings: the model and the settings of its run.
         frames: `[b, T, h, w]` in [0, 1], h and w multiples of the patch.
         depth: number of layers to run, None for all.
 
     Returns:
         `[b, T, h, w]`, not clipped to [0, 1].
     """
-    sequence: Any = config.data.sequence
-    tokens = model(to_patches(frames, config.data.patch, sequence), depth=depth)
+    sequence = settings.data.sequence
     batch, time, height, width = frames.shape
-    return from_patches(tokens, (batch, time, height, width), config.data.patch, sequence)
+    if not isinstance(model, DUST) and (height, width) != (settings.data.size,) * 2:
+        raise InputError(
+            f"a vit denoises frames of the size it was trained on, {settings.data.size}x{settings.data.size}, got "
+            f"{width}x{height}"
+        )
+    tokens = model(to_patches(frames, settings.data.patch, sequence), depth=depth)
+    return from_patches(tokens, (batch, time, height, width), settings.data.patch, sequence)
 
 
 def _write(path: Path, target: Path, frames: Iterator[np.ndarray], rate: Fraction) -> tuple[int, int, int]:

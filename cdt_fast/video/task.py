@@ -2,68 +2,215 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.training.building import build_model, steps_per_epoch
-from cdt_fast.training.config import RunConfig
-from cdt_fast.training.step import ReconstructionLosses
-from cdt_fast.video.data import VideoData, to_patches
-from cdt_fast.video.evaluation import LEVELS, add_noise_by_window, mean_depth_losses
+from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.errors import InputError, require
+from cdt_fast.models import DUST
+from cdt_fast.ops.shared.backend import explain
+from cdt_fast.ops.unrolled_layer.operator import fused_unsupported_reason
+from cdt_fast.training.factory import build_constraints
+from cdt_fast.training.results import EvaluatedRun
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import Drawing, Summary, Table, Task
+from cdt_fast.video import figures
+from cdt_fast.video.data import VideoData, load_video, to_patches
+from cdt_fast.video.denoising import denoise_video, denoised_frames
+from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses
+from cdt_fast.video.frames import keep_frames
+from cdt_fast.video.losses import ReconstructionLosses
+from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
+from cdt_fast.video.noise import LEVELS, add_noise_by_window
+from cdt_fast.video.settings import VideoSettings
+
+_SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
 
 
-class VideoTask:
-    """See `Task`; a sample is a window, and counts with its tokens.
+class VideoWorkload:
+    """See `training.task.Workload`; a sample is a window, and counts with its tokens.
 
     Args:
-        config: the settings.
+        settings: of the run.
         data: the windows.
         device: where the noise is drawn.
     """
 
-    samples, subject = "windows", "frames"
+    note = None
 
-    def __init__(self, config: RunConfig, data: VideoData, device: torch.device) -> None:
-        self.config, self.data = config, data
-        self._denoiser = build_model(config)
+    def __init__(self, settings: VideoSettings, data: VideoData, device: torch.device) -> None:
+        self._settings, self._data = settings, data
+        self._denoiser = build_network(settings)
         self.model: nn.Module = self._denoiser
-        self.layers = self._denoiser.layers
-        self.note: str | None = None
-        self.lr: float = config.training.lr
-        self.steps: int = config.training.steps
-        self.steps_per_epoch = steps_per_epoch(config, data)
+        self.num_constraints = self._denoiser.layers
+        self.lr: float = settings.training.lr
+        self.steps: int = settings.training.steps
         self.training_samples = len(data.train)
-        self._tokens = config.data.window * (config.data.size // config.data.patch) ** 2
+        self._tokens = settings.data.window * (settings.data.size // settings.data.patch) ** 2
         self._noise = torch.Generator(device)  # seeded anew for every window
 
-    def losses(self) -> nn.Module:
-        return ReconstructionLosses(self._denoiser, self.config.training.precision)
+    def losses(self, autocast: torch.dtype | None) -> nn.Module:
+        return ReconstructionLosses(self._denoiser, autocast)
 
     def count(self, sample: int) -> int:
         return self._tokens
 
     def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
         """Noisy and clean tokens of windows with their seeds, in the dtype of the model."""
-        data = self.config.data
+        data = self._settings.data
         windows, seeds = zip(*chosen, strict=True)
-        frames = self.data.train.batch(windows)
+        frames = self._data.train.batch(windows)
         if device.type == "cuda":
-            # From other memory the host would wait for the copy.
+            # From pageable memory the copy would synchronize with the host.
             frames = frames.pin_memory().to(device, non_blocking=True)
-        frames = frames.to(device).to(self._denoiser.dictionary.dtype) / LEVELS
+        frames = frames.to(device).to(dtype_of(self._denoiser)) / LEVELS
         clean = to_patches(frames, data.patch, data.sequence)
-        return add_noise_by_window(clean, data.gamma, self.data.sigma, self._noise, seeds), clean
+        return add_noise_by_window(clean, data.gamma, self._data.sigma, self._noise, seeds), clean
 
-    def validation_losses(self) -> list[float]:
-        return mean_depth_losses(self._denoiser, self.data.validation, self.config, self.data.sigma)
+    def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
+        device = device_of(self._denoiser).type
+        with nullcontext() if autocast is None else torch.autocast(device, autocast):
+            return mean_depth_losses(self._denoiser, self._data.validation, self._settings, self._data.sigma)
 
     def data_identity(self) -> dict[str, Any]:
-        windows = [len(part) for part in (self.data.train, self.data.validation, self.data.test)]
-        return {"windows": windows, "sigma": self.data.sigma}
+        windows = [len(part) for part in (self._data.train, self._data.validation, self._data.test)]
+        return {"windows": windows, "sigma": self._data.sigma}
 
     def save_model(self, folder: Path) -> None:
         self._denoiser.save_pretrained(folder)
+
+    def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
+        if not isinstance(self._denoiser, DUST):
+            return "attention and layers of transformers, in torch"
+        if device.type != "cuda":
+            return "ops on torch"
+        backend = explain()
+        if not backend.startswith("triton"):
+            return f"ops on {backend}"
+        data = self._settings.data
+        positions = (data.size // data.patch) ** 2
+        tokens = {"time": data.window, "space": positions, "spacetime": data.window * positions}[data.sequence]
+        codes = torch.empty(1, tokens, self._denoiser.code_size, dtype=dtype, device="meta")
+        dictionary = torch.empty(data.patch**2, self._denoiser.code_size, dtype=dtype, device="meta")
+        reason = fused_unsupported_reason(codes, dictionary, data.patch**2)
+        if reason is None:
+            return "each layer in one fused Triton kernel, forward and backward"
+        return f"each layer composed of ops, not in one kernel ({reason})"
+
+
+class VideoTask(Task):
+    """See `training.task.Task`."""
+
+    name, samples, subject, sample = "video", "windows", "frames", "sequence"
+    evaluation = VideoEvaluation
+    fixed_shapes = True
+
+    def check(self, settings: VideoSettings) -> None:
+        _check_patches(settings)
+        if settings.model.pretrained is None:
+            network = build_network(settings)
+            build_constraints(settings, None, "cpu", network.layers)
+        if settings.training.tensorboard:
+            require("tensorboard", "tensorboard", "--tensorboard")
+
+    def load(self, settings: VideoSettings, progress: bool = True) -> VideoData:
+        _check_patches(settings)
+        data = settings.data
+        if data.source is None:
+            raise InputError("SOURCE is missing: cdt-fast train video SOURCE")
+        return load_video(data.source, window=data.window, size=data.size, stride=data.stride, progress=progress)
+
+    def describe(self, settings: VideoSettings, data: VideoData) -> str:
+        return data.describe()
+
+    def build(self, settings: VideoSettings, data: VideoData, device: torch.device) -> VideoWorkload:
+        return VideoWorkload(settings, data, device)
+
+    def evaluate(
+        self,
+        folder: RunFolder,
+        settings: VideoSettings,
+        data: VideoData,
+        constraints: DescentConstraints,
+        progress: bool = True,
+    ) -> dict[str, Any]:
+        model = load_network(folder.model, settings.training.device)
+        measured = evaluate(model, data, settings, progress)
+        nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
+        levels = sorted({settings.data.gamma, nearest})
+        keep_frames(
+            data.test, levels, data.sigma, device_of(model), lambda noisy: denoised_frames(model, settings, noisy)
+        ).save(folder.frames)
+        return measured
+
+    def kind(self, run: EvaluatedRun) -> str:
+        if run.settings.model.model == "vit":
+            return "vit"
+        return "tied" if run.evaluation.tied else "untied"
+
+    def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
+        # The loss of a depth is a sum over a patch, and the baselines cut patches too.
+        shape = {name: getattr(run.settings.data, name) for name in ("size", "window", "patch")}
+        return {**shape, **{name: getattr(run.evaluation, name) for name in ("sigma", "test_windows")}}
+
+    def conditions(self, run: EvaluatedRun) -> str:
+        values = run.evaluation
+        return (
+            f"Test windows: {len(values.test_windows)} of {run.settings.data.window} frames, none of them "
+            f"seen in training; training noise γ = {values.training_gamma:g}, "
+            f"σ = {values.sigma:.4f}. RMSE on 0..255 over all pixels of a noise level, then the plain mean "
+            "over the levels. Losses: squared error summed over the pixels of a patch with values in [0, 1]."
+        )
+
+    def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
+        return [error_table(runs)]
+
+    def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
+        largest = f"{runs[0].evaluation.gamma[-1]:g}"
+        return [
+            Summary("mean RMSE", lambda run: run.evaluation.mean_rmse),
+            Summary(f"RMSE, γ {largest}", lambda run: run.evaluation.rmse[-1]),
+        ]
+
+    def drawings(self) -> list[Drawing]:
+        return figures.drawings()
+
+    def remark(self, run: EvaluatedRun) -> str:
+        ratios = run.evaluation.spectral_ratio
+        if not ratios:
+            return ""
+        return f" ‖D‖²/c is at most {max(ratios):.3f}{'' if max(ratios) <= 1 else ', above the bound of 1'}."
+
+    def denoise(
+        self, folder: RunFolder, settings: VideoSettings, source: str, target: str | os.PathLike[str], **options: Any
+    ) -> dict[str, Any]:
+        model = load_network(folder.model, settings.training.device)
+        return denoise_video(model, settings, source, target, **options)
+
+
+def error_table(runs: Sequence[EvaluatedRun]) -> Table:
+    """RMSE a noise level and their mean: identity, baselines without weights, then the runs."""
+    reference = runs[0].evaluation
+    rows = [["RMSE (0..255)", "parameters", *(f"γ {gamma:g}" for gamma in reference.gamma), "mean"]]
+    plain = {"identity (the noisy frames)": reference.identity_rmse}
+    for name, values in reference.baseline_rmse.items():
+        plain[figures.baseline_label(runs[0], name)] = values
+    for name, values in plain.items():
+        rows.append([name, "0", *(f"{value:.2f}" for value in values), f"{sum(values) / len(values):.2f}"])
+    for run in runs:
+        values = run.evaluation
+        numbers = [*values.rmse, values.mean_rmse]
+        rows.append([run.label, f"{values.parameters:,}", *(f"{value:.2f}" for value in numbers)])
+    return rows
+
+
+def _check_patches(settings: VideoSettings) -> None:
+    data = settings.data
+    if data.size % data.patch:
+        raise InputError(f"[data] size must be a multiple of patch ({data.patch}), got {data.size}")

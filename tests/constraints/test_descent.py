@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.presets import DEFAULTS, REFERENCE_MEASUREMENTS, DescentOptions, options_of
 from cdt_fast.errors import InputError
-from cdt_fast.training.config import CONFIGS
+from cdt_fast.tasks import TASKS
 
 DUALS = ("ascent", "adam", "pi")
 RESILIENCES = ("slack", "decay", None)
@@ -818,8 +818,8 @@ def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
     parameters = inspect.signature(DescentConstraints).parameters
     options = {name: parameter.default for name, parameter in parameters.items() if name not in NOT_OPTIONS}
     assert options == dataclasses.asdict(DEFAULTS)
-    for task, config in CONFIGS.items():
-        expected, settings = options_of(task), vars(config().constraints)
+    for task, entry in TASKS.items():
+        expected, settings = options_of(task), vars(entry.settings().constraints)
         # Settings of their own: on or off, the preset, and a warm-up counted in epochs.
         assert set(settings) - set(expected) == {"constrained", "preset", "warmup_epochs"}
         assert set(expected) - set(settings) == {"warmup_steps"}

@@ -14,7 +14,8 @@ from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.duals import DualAction
 from cdt_fast.training.cuda_graph import CapturedStep
 from cdt_fast.training.optimizer import build_optimizer
-from cdt_fast.training.step import ReconstructionLosses, TrainingStep
+from cdt_fast.training.step import TrainingStep
+from cdt_fast.video.losses import ReconstructionLosses
 
 PATCH, CODES, LAYERS, TIME = 64, 96, 3, 20
 # The sequences of the micro-batches of a step: the third is the smaller one that ends an epoch.
@@ -63,19 +64,19 @@ class Steps:
         self.duals = None if settings is None else DescentConstraints(LAYERS, 0.5, **settings, device=device)
         self.logged_sums = torch.zeros(LAYERS + 2, dtype=torch.float64, device=device)
         self.step = TrainingStep(
-            losses=ReconstructionLosses(self.network, self.precision),
+            losses=ReconstructionLosses(self.network, torch.bfloat16 if self.precision == "bf16" else None),
             optimizer=self.optimizer,
             logged_sums=self.logged_sums,
             constraints=self.duals,
-            fixed_weights=torch.eye(LAYERS + 1, device=device)[-1],
             clip=1.0,
         )
         self.replays = CapturedStep(self._on_buffers) if self.captured else None
         self.generator = torch.Generator(device).manual_seed(0)
         self.taken = 0
 
-    def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], work: DualAction | None) -> None:
-        self.step.run(zip(buffers[::2], buffers[1::2], strict=True), counts, sum(counts), work)
+    def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], action: DualAction | None) -> None:
+        known = (*[0.0] * LAYERS, 1.0) if self.duals is None else None
+        self.step.run(zip(buffers[::2], buffers[1::2], strict=True), counts, sum(counts), known, action)
 
     def _tokens(self, sequences: tuple[int, ...]) -> Iterator[Tensor]:
         """Patches that change slowly, noisy and clean."""
@@ -91,11 +92,11 @@ class Steps:
         for _ in range(number):
             sequences = self.epoch[self.taken % len(self.epoch)]
             counts = tuple(TIME * entry for entry in sequences)
-            work = None if self.duals is None else self.duals.count_step()
+            action = None if self.duals is None else self.duals.count_step()
             if self.replays is None:
-                self._on_buffers(*self._tokens(sequences), counts=counts, work=work)
+                self._on_buffers(*self._tokens(sequences), counts=counts, action=action)
             else:
-                self.replays(*self._tokens(sequences), counts=counts, work=work)
+                self.replays(*self._tokens(sequences), counts=counts, action=action)
             self.schedule.step()
             self.taken += 1
 

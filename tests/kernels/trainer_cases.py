@@ -10,10 +10,10 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 
-from cdt_fast.training.building import load_data
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import new_trainer
 
 # Of the sections' settings all but these are the defaults.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ def trainer_on_gpu(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, A
         rows, columns = np.mgrid[0:32, 0:32]
         moving = [127 + 90 * np.sin((columns + index) / 3) * np.cos(rows / 5) for index in range(60)]
         np.save(clip, np.stack(moving).astype(np.uint8))
-    config = RunConfig()
+    config = VideoSettings()
     config.set("data", "source", str(clip))
     for section, values in SETTINGS.items():
         config.update(section, values)
@@ -43,4 +43,4 @@ def trainer_on_gpu(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, A
     for state in (PartialState, AcceleratorState):
         patch.setattr(state, "_shared_state", {})
     run = RunFolder.create(folder / name, config)
-    return Trainer(run, config, load_data(config, progress=False), Accelerator())
+    return new_trainer(run, config, accelerator=Accelerator())

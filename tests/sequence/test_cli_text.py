@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from cdt_fast.cli.parser import build_parser
 from cdt_fast.files import read_json
 from cdt_fast.training import figures
 from cdt_fast.training.loop import Trainer
-from cdt_fast.training.run_folder import RunFolder
+from tests.runs import open_run
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
 
 Call = Callable[..., Any]
@@ -80,7 +81,7 @@ def test_train_evaluate_and_compare(call: Call, task: str, table: Path, instruct
     }
     tables = answer.out.strip().split("\n\n")
     accuracy = tables[0 if task == "text" else 1].splitlines()
-    assert accuracy[0].split()[-1] == "AUC"
+    assert accuracy[0].split()[-1] == "area"
     for line, run in zip(accuracy[2:], runs, strict=True):
         evaluation = read_json(run / "evaluation.json")
         assert line.split()[-1] == f"{evaluation['auc']:.3f}"
@@ -97,12 +98,11 @@ def test_train_evaluate_and_compare(call: Call, task: str, table: Path, instruct
 
 @pytest.mark.parametrize("task", ["text", "lm"])
 def test_help_shows_an_example_that_parses_and_the_settings(call: Call, task: str) -> None:
-    from cdt_fast import cli
 
     answer = call("train", task, "--help")
     assert answer.status == 0
     example = next(line for line in answer.out.splitlines() if f"cdt-fast train {task} " in line and "[" not in line)
-    cli._parser().parse_args(example.split("cdt-fast ")[1].split())
+    build_parser().parse_args(example.split("cdt-fast ")[1].split())
     for option in ("--max-tokens", "--gamma", "--perturbation", "--epochs", "--steps", "--lr", "--taps", "--rate"):
         assert option in answer.out
     assert "--window" not in answer.out
@@ -112,7 +112,7 @@ def test_the_defaults_are_those_of_the_preset_of_the_paper(call: Call, table: Pa
     assert "--no-constrained" not in " ".join(TEXT)
     words = [word for word in TEXT if not word.startswith(("--rate", "--reference"))]
     assert call("train", "text", table, *words, "--out", tmp_path / "run").status == 0
-    settings = RunFolder.open(tmp_path / "run")[1].constraints
+    settings = open_run(tmp_path / "run")[1].constraints
     assert (settings.rate, settings.reference, settings.reference_mode) == (0.1, 0.9, "anchor")
 
 
@@ -139,7 +139,7 @@ BAD = [
     ("text", ["TABLE", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
     ("text", ["TABLE", "--embedding", "no-such-folder"], ["no-such-folder", "local folder"]),
     ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
-    ("text", ["TABLE", "--perturbation", "salt"], ["perturbation must be one of gaussian"]),
+    ("text", ["TABLE", "--perturbation", "salt"], ["perturbation must be 'gaussian', 'laplace'"]),
     ("text", ["TABLE", "--perturbation", "drop", "--perturbation-rate", "1.5"], ["perturbation_rate"]),
     ("text", ["TABLE", "--no-header"], ["no column 'label' and no 'text'; there are 0, 1"]),
     ("text", ["TABLE", "--no-header", "--text-column", "text"], ["numbers from 0, got 'text'"]),
@@ -147,7 +147,7 @@ BAD = [
     ("text", ["TABLE", "--rate", "0.1,0.2,0.3"], ["3", "2"]),
     ("text", ["TABLE", "--stpes", "3"], ["did you mean --steps?"]),
     ("text", ["TABLE", "--cuda-graph"], ["--cuda-graph"]),
-    ("text", ["TABLE", "--taps", "0,2"], ["--taps is a setting of a pretrained encoder, and the model is text-ut"]),
+    ("text", ["TABLE", "--taps", "0,2"], ["--taps is a setting of a pretrained model, and the model is text-ut"]),
     ("text", ["TABLE", "--model", "no/such-model", "--tied"], ["--tied is a setting of text-ut", "no/such-model"]),
     ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
     ("text", ["LATIN"], ["latin.tsv, line 4: is not UTF-8"]),

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from cdt_fast.errors import InputError
-from cdt_fast.sequence.corpus import load_corpus
-from cdt_fast.training.config import CONFIGS
+from cdt_fast.sequence.corpus import load_instructions, load_texts
+from cdt_fast.tasks import TASKS
 from tests.tiny_text import write_instructions, write_table
 
 
 def load(task: str, source: Path, **shares: float) -> Any:
-    config = CONFIGS[task]()
+    config: Any = TASKS[task].settings()
     config.update("data", {"source": str(source), **shares})
-    return load_corpus(config)
+    return load_texts(config) if task == "text" else load_instructions(config)
 
 
 @pytest.fixture

@@ -11,27 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from cdt_fast.errors import InputError, MissingExtra
-from cdt_fast.files import read_json, write_json
+from cdt_fast.files import read_json
 from cdt_fast.sequence.corpus import describe
-from cdt_fast.training.building import load_data
+from cdt_fast.sequence.settings import LanguageSettings
 from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.training.config import LanguageConfig
-from cdt_fast.training.loop import Trainer, train
+from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.tasks import build_task
-from cdt_fast.video.evaluation import evaluate_run
+from tests.runs import evaluate_run, load_data, new_trainer, task_of, train
 from tests.tiny_text import TINY_LANGUAGE, words_of_command, write_instructions
 from tests.training.training_cases import train_until_killed
 
 transformers = pytest.importorskip("transformers")
 
 
-def settings_for(source: Path, **changes: Any) -> LanguageConfig:
-    config = LanguageConfig()
+def settings_for(source: Path, **changes: Any) -> LanguageSettings:
+    config = LanguageSettings()
     for section, values in TINY_LANGUAGE.items():
         config.update(section, values)
     config.data.source = str(source)
@@ -41,16 +38,14 @@ def settings_for(source: Path, **changes: Any) -> LanguageConfig:
     return config
 
 
-def trained(config: LanguageConfig, folder: Path, progress: bool = False) -> RunFolder:
+def trained(config: LanguageSettings, folder: Path, progress: bool = False) -> RunFolder:
     run = RunFolder.create(folder, config)
     train(run, config, progress=progress)
     return run
 
 
-def evaluated(run: RunFolder, config: LanguageConfig) -> dict[str, Any]:
-    evaluation = evaluate_run(run, config, progress=False)
-    write_json(run.evaluation, evaluation)
-    return evaluation
+def evaluated(run: RunFolder, config: LanguageSettings) -> dict[str, Any]:
+    return evaluate_run(run, config).evaluation.model_dump(mode="json")
 
 
 @pytest.fixture
@@ -102,7 +97,7 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
     model = transformers.AutoModelForCausalLM.from_pretrained(run.model).double().eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
     sums, right, count = torch.zeros(3, dtype=torch.float64), 0, 0
-    for entry in load_data(config, progress=False).test:
+    for entry in load_data(config).test:
         prompt = tokenizer(entry.prompt)["input_ids"]
         ids = torch.tensor([[*prompt, *tokenizer(entry.output)["input_ids"], tokenizer.eos_token_id]])
         with torch.no_grad():
@@ -128,11 +123,11 @@ def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
     """A step as the loop takes it, against logits of every depth: in float32, and in float64 for what is true."""
     config = settings_for(source, **({**changes, "model": str(qwen)} if "model" in changes else changes))
     run = RunFolder.create(tmp_path / "run", config)
-    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
-    inputs, targets = trainer._batch(trainer._micro_batches()[0])
+    trainer = new_trainer(run, config)
+    inputs, targets, _ = trainer._batch(trainer._micro_batches()[0])
     assert len({int(length) for length in inputs[1].sum(-1)}) > 1  # unequal lengths, so that there is padding
-    trainer.task.save_model(run.model)
-    weights = torch.linspace(-0.5, 1.5, trainer.task.layers + 1)
+    trainer.workload.save_model(run.model)
+    weights = torch.linspace(-0.5, 1.5, trainer.workload.num_constraints + 1)
     total, losses = trainer.losses(inputs, targets, weights)
     total.backward()
     for dtype in (torch.float32, torch.float64):
@@ -265,23 +260,23 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
         entry["instruction"] += " please" * 40
     source.write_text(json.dumps(entries))
     config = settings_for(source, steps=1)
-    data = load_data(config, progress=False)
+    data = load_data(config)
     run = RunFolder.create(tmp_path / "run", config)
-    trainer = Trainer(run, config, data, Accelerator(cpu=True))
+    trainer = new_trainer(run, config)
     short = [entry for entry in data.train if "please" not in entry.instruction]
-    assert trainer.task.training_samples == len(short) < len(data.train)
-    assert trainer.task.note is not None
-    assert f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}" in trainer.task.note
-    assert "cut short" not in trainer.task.note
-    inputs, targets = trainer._batch([(0, 0), (1, 1)])
+    assert trainer.workload.training_samples == len(short) < len(data.train)
+    assert trainer.workload.note is not None
+    assert f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}" in trainer.workload.note
+    assert "cut short" not in trainer.workload.note
+    inputs, targets, _ = trainer._batch([(0, 0), (1, 1)])
     assert inputs.shape[0] == 2
     assert inputs.shape[1:] == targets.shape
     counted = targets[0][targets[0] != -100].tolist()
-    trainer.task.save_model(run.model)
+    trainer.workload.save_model(run.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
     assert tokenizer.decode(counted) == f"{short[0].output}{tokenizer.eos_token}"
-    assert trainer.task.count(0) == len(counted)
-    with pytest.raises(InputError, match=r"instructions to train on.*all tokens are masked.*--max-tokens"):
+    assert trainer.workload.count(0) == len(counted)
+    with pytest.raises(InputError, match=r"train instructions.*all tokens are masked.*--max-tokens"):
         trained(settings_for(source, max_tokens=50), tmp_path / "masked")
 
 
@@ -290,27 +285,27 @@ def test_an_answer_cut_short_has_no_end_and_is_told(source: Path, tmp_path: Path
     source.write_text(json.dumps(entries))
     config = settings_for(source, steps=1)
     run = RunFolder.create(tmp_path / "run", config)
-    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
-    inputs, targets = trainer._batch([(0, 0)])
+    trainer = new_trainer(run, config)
+    inputs, targets, _ = trainer._batch([(0, 0)])
     assert inputs.shape[2] == 200
     assert targets[0, -1] == inputs[0, 0, -1] > 1  # no end token
-    assert trainer.task.note is not None
-    assert "answers cut short by --max-tokens: 32 of 32" in trainer.task.note
+    assert trainer.workload.note is not None
+    assert "answers cut short by --max-tokens: 32 of 32" in trainer.workload.note
 
 
 def test_the_evaluation_counts_the_instructions_that_it_measures(source: Path, tmp_path: Path) -> None:
     config = settings_for(source, steps=1)
     run = trained(config, tmp_path / "run")
-    test = load_data(config, progress=False).test
+    test = load_data(config).test
     entries = json.loads(source.read_text())
     for entry in entries:
         # What is too long is known by its answer: an instruction decides where it is in the order.
         if entry["instruction"] == test[0].instruction and entry["output"] == test[0].output:
             entry["instruction"] += " please" * 40
     source.write_text(json.dumps(entries))
-    left = [entry for entry in load_data(config, progress=False).test if "please" not in entry.instruction]
+    left = [entry for entry in load_data(config).test if "please" not in entry.instruction]
     assert 0 < len(left) < len(test)
-    evaluation = evaluate_run(run, config, progress=False)
+    evaluation = evaluated(run, config)
     assert evaluation["test_texts"] == len(left)
     assert evaluation["answers"] == sum(len(entry.output.encode()) + 1 for entry in left)
 
@@ -325,15 +320,15 @@ def test_answers_that_are_empty_are_dropped_and_counted(source: Path, tmp_path: 
     for entry in entries[:5]:
         entry["output"] = " "
     source.write_text(json.dumps(entries))
-    data = load_data(settings_for(source), progress=False)
+    data = load_data(settings_for(source))
     assert len(data.train) + len(data.validation) + len(data.test) == len(entries) - 5
     assert describe(data, "x").endswith("; 5 without an answer dropped")
     source.write_text(json.dumps(entries[:5]))
     with pytest.raises(InputError, match="holds no instruction with an answer"):
-        load_data(settings_for(source), progress=False)
+        load_data(settings_for(source))
     source.write_text(json.dumps(entries[5:6]))
     with pytest.raises(InputError, match=r"has 1 with an answer; 1 for --validation and 1 for --test leave none"):
-        load_data(settings_for(source), progress=False)
+        load_data(settings_for(source))
     source.write_text(json.dumps(entries[5:8]))
     trained(settings_for(source, steps=2), tmp_path / "least")
 
@@ -341,7 +336,7 @@ def test_answers_that_are_empty_are_dropped_and_counted(source: Path, tmp_path: 
 def test_an_anchor_above_a_guess_is_told(source: Path, tmp_path: Path) -> None:
     def note(**changes: Any) -> str:
         config = settings_for(source, **changes)
-        task = build_task(config, load_data(config, progress=False), torch.device("cpu"))
+        task = task_of(config).build(config, load_data(config), torch.device("cpu"))
         assert task.note is not None
         return task.note
 

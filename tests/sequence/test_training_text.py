@@ -9,29 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import read_json, write_json
+from cdt_fast.files import read_json
 from cdt_fast.sequence.perturbation import area_under_curve, perturbed
-from cdt_fast.training.building import load_data
-from cdt_fast.training.config import TextConfig
-from cdt_fast.training.loop import Trainer, train
+from cdt_fast.sequence.settings import TextSettings
+from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training.report import seed_table
-from cdt_fast.training.results import EvaluatedRun, check_comparable
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.tasks import mean_depth_losses
-from cdt_fast.video.evaluation import evaluate_run
+from tests.runs import evaluate_run, load_data, new_trainer, train
 from tests.tiny_text import TINY_TEXT, reviews, write_table
 from tests.training.training_cases import train_until_killed
 
-Settings = Callable[..., TextConfig]
+Settings = Callable[..., TextSettings]
 
 
-def settings_for(source: Path, **changes: Any) -> TextConfig:
+def settings_for(source: Path, **changes: Any) -> TextSettings:
     """Tiny settings, some replaced, whatever their section."""
-    config = TextConfig()
+    config = TextSettings()
     for section, values in TINY_TEXT.items():
         config.update(section, values)
     config.data.source = str(source)
@@ -62,16 +58,14 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(config: TextConfig, folder: Path) -> RunFolder:
+def trained(config: TextSettings, folder: Path) -> RunFolder:
     run = RunFolder.create(folder, config)
     train(run, config, progress=False)
     return run
 
 
-def evaluated(run: RunFolder, config: TextConfig) -> dict[str, Any]:
-    evaluation = evaluate_run(run, config, progress=False)
-    write_json(run.evaluation, evaluation)
-    return evaluation
+def evaluated(run: RunFolder, config: TextSettings) -> dict[str, Any]:
+    return evaluate_run(run, config).evaluation.model_dump(mode="json")
 
 
 def test_training_lowers_the_loss_and_a_constrained_run_becomes_feasible(tmp_path: Path) -> None:
@@ -111,7 +105,7 @@ def test_the_evaluation_holds_what_others_rely_on(tmp_path: Path) -> None:
     assert evaluation["layers"] == len(evaluation["layer_ratio"]) == len(evaluation["layer_loss"]) - 1 == 2
     assert evaluation["auc"] == pytest.approx(area_under_curve([0.0, 1.0, 2.0], evaluation["accuracy"]))
     assert len(evaluation["violation"]) == 3
-    assert evaluation == evaluate_run(run, config, progress=False)
+    assert evaluation == evaluated(run, config)
 
 
 @pytest.mark.parametrize("model", ["text-ut", "encoder"])
@@ -140,13 +134,13 @@ def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path) -> None:
     table = write_table(tmp_path / "reviews.tsv")
     config = settings_for(table, warmup_epochs=0, clip=None, schedule="constant", batch=4, accumulate=2)
     run = RunFolder.create(tmp_path / "run", config)
-    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    trainer = new_trainer(run, config)
     trainer.constraints.multipliers.copy_(torch.tensor([0.0, 0.5, 2.0]))
     model = trainer.model
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     loss = torch.zeros(())
     for micro_batch in trainer._micro_batches():
-        inputs, labels = trainer._batch(micro_batch)
+        inputs, labels, _ = trainer._batch(micro_batch)
         with perturbed(model, gamma=0.3, seed=0, padding_id=0, std=model.embedding.weight.std(correction=0)) as noise:
             noise.next_sample = micro_batch[0][1]
             logits = model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
@@ -175,7 +169,7 @@ def test_an_encoder_is_fine_tuned_and_comes_back(tmp_path: Path, encoder: Path) 
     assert "keys_to_ignore_at_inference" not in read_json(run.model / "config.json")
     # The accuracy is that of the saved model, used as anybody would use it.
     tokenizer = transformers.AutoTokenizer.from_pretrained(run.model)
-    test = load_data(config, progress=False).test
+    test = load_data(config).test
     with torch.no_grad():
         inputs = tokenizer(test.texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
         right = (loaded(**inputs).logits.argmax(-1) == torch.tensor(test.labels)).double().mean().item()
@@ -207,12 +201,12 @@ def test_the_parts_are_those_of_the_files_and_do_not_overlap(tmp_path: Path) -> 
     folder = tmp_path / "parts"
     for seed, name in enumerate(("train", "dev", "test")):
         write_table(folder / f"{name}.tsv", 20 + seed, seed=seed)
-    data = load_data(settings_for(folder), progress=False)
+    data = load_data(settings_for(folder))
     assert [len(part) for part in (data.train, data.validation, data.test)] == [20, 21, 22]
     (folder / "dev.tsv").unlink()
-    data = load_data(settings_for(folder), progress=False)
+    data = load_data(settings_for(folder))
     assert [len(part) for part in (data.train, data.validation, data.test)] == [18, 2, 22]
-    data = load_data(settings_for(folder / "train.tsv", validation=0.2, test=0.2), progress=False)
+    data = load_data(settings_for(folder / "train.tsv", validation=0.2, test=0.2))
     assert [len(part) for part in (data.train, data.validation, data.test)] == [12, 4, 4]
 
 
@@ -224,7 +218,7 @@ def test_the_folder_of_imdb_is_known(tmp_path: Path) -> None:
             for number, (text, label) in enumerate(reviews(20)):
                 if label == name:
                     (place / f"{number}_7.txt").write_text(text)
-    data = load_data(settings_for(tmp_path / "aclImdb", validation=0.2), progress=False)
+    data = load_data(settings_for(tmp_path / "aclImdb", validation=0.2))
     assert [len(part) for part in (data.train, data.validation, data.test)] == [16, 4, 20]
 
 
@@ -238,7 +232,7 @@ def test_pairs_of_mnli_train_too(tmp_path: Path) -> None:
     config = settings_for(tmp_path, steps=40, gamma=0.0)
     run = trained(config, tmp_path / "run")
     evaluation = evaluated(run, config)
-    alone = load_data(settings_for(tmp_path / "MNLI" / "train.tsv"), progress=False)
+    alone = load_data(settings_for(tmp_path / "MNLI" / "train.tsv"))
     assert len(alone.train) + len(alone.validation) + len(alone.test) == 60
     assert evaluation["classes"] == list(labels)
     assert evaluation["accuracy"][0] > 0.9
@@ -260,7 +254,7 @@ def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: P
     evaluation = evaluated(run, config)
     assert evaluation["classes"] == ["POS", "NEG"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(made)
-    data = load_data(config, progress=False)
+    data = load_data(config)
     logits, targets = {}, {}
     for name in ("validation", "test"):
         part = getattr(data, name)
@@ -278,9 +272,9 @@ def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: P
 def test_validation_switches_dropout_off_and_training_on_again(tmp_path: Path, encoder: Path) -> None:
     config = settings_for(write_table(tmp_path / "reviews.tsv"), model=str(encoder))
     run = RunFolder.create(tmp_path / "run", config)
-    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    trainer = new_trainer(run, config)
     trainer.losses.train()
-    assert mean_depth_losses(trainer.task) == mean_depth_losses(trainer.task)
+    assert trainer._validate()["loss"] == trainer._validate()["loss"]
     assert trainer.model.training
 
 
@@ -311,7 +305,7 @@ def test_runs_on_other_texts_are_not_compared(tmp_path: Path) -> None:
         config = settings_for(source, steps=1)
         run = trained(config, tmp_path / str(seed))
         evaluated(run, config)
-        runs.append(EvaluatedRun.open(run.path))
+        runs.append(open_evaluated(run.path))
     check_comparable(runs[:1] * 2)
     with pytest.raises(InputError, match="different data: test_digest"):
         check_comparable(runs)
@@ -323,10 +317,10 @@ def test_runs_of_two_seeds_are_summed_up(tmp_path: Path) -> None:
         config = settings_for(write_table(tmp_path / "reviews.tsv"), steps=2, seed=seed)
         run = trained(config, tmp_path / str(seed))
         evaluated(run, config)
-        runs.append(EvaluatedRun.open(run.path))
+        runs.append(open_evaluated(run.path))
     head, row = seed_table(runs)
-    assert head[2:4] == ["AUC", "accuracy, γ 2"]
-    areas = [run.evaluation["auc"] for run in runs]
+    assert head[2:4] == ["area", "accuracy, γ 2"]
+    areas = [run.evaluation.auc for run in runs]
     assert row[:2] == ["constrained, text-ut", "2"]
     assert row[2] == f"{sum(areas) / 2:.3g} ({min(areas):.3g}..{max(areas):.3g})"
 

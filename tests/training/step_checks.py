@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cdt_fast.training.building import load_data
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import load_data, task_of
 
 
 class HostWaits(AssertionError):
@@ -85,21 +85,22 @@ class _HostGenerator(torch.Generator):
         return super().__new__(cls)
 
 
-def meta_trainer(config: RunConfig, folder: Path, patch: pytest.MonkeyPatch, dtype: torch.dtype) -> Trainer:
+def meta_trainer(config: VideoSettings, folder: Path, patch: pytest.MonkeyPatch, dtype: torch.dtype) -> Trainer:
     """A trainer all of whose tensors of the device, frames too, are without values."""
     accelerator: Any = SimpleNamespace(
         device=torch.device("meta"),
         num_processes=1,
         process_index=0,
         is_main_process=True,
+        mixed_precision="no",
         prepare=lambda losses: losses.to("meta", dtype),
         reduce=lambda sums, reduction: sums,
     )
     run = RunFolder.create(folder, config)
-    data = load_data(config, progress=False)
+    data = load_data(config)
     with patch.context() as inside:
         inside.setattr(torch, "Generator", _HostGenerator)
-        trainer = Trainer(run, config, data, accelerator)
+        trainer = Trainer(run, config, task_of(config), data, accelerator)
     frames = config.data.window, config.data.size, config.data.size
     patch.setattr(
         trainer.data.train,

@@ -9,31 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import Tensor
 
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.duals import DualAction
 from cdt_fast.errors import InputError
-from cdt_fast.training.building import load_data
 from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
-from cdt_fast.training.device import prepare_device
+from cdt_fast.training.execution import resolve_execution
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.settings import VideoSettings
 from tests.graph_fakes import EagerGraphs, TapeGraphs
+from tests.runs import new_trainer
 from tests.tiny import tiny_arguments
 
-Config = Callable[..., RunConfig]
+Config = Callable[..., VideoSettings]
+SHAPES_ALIKE: Any = SimpleNamespace(fixed_shapes=True)
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 
 
-def trainer_for(config: RunConfig, folder: Path, graphs: Graphs | None = None) -> Trainer:
+def trainer_for(config: VideoSettings, folder: Path, graphs: Graphs | None = None) -> Trainer:
     run = RunFolder.create(folder, config)
-    return Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True), graphs)
+    return new_trainer(run, config, graphs)
 
 
 def test_a_kind_of_call_runs_eagerly_then_is_captured_then_replayed() -> None:
@@ -257,7 +257,7 @@ def test_what_a_capture_cannot_hold_is_said_so(tiny_config: Config, launched: di
         device=torch.device("cuda"), state=SimpleNamespace(dynamo_plugin=plugin), **described
     )
     with pytest.raises(InputError, match=message) as caught:
-        prepare_device(tiny_config(device="auto", cuda_graph=True), accelerator)
+        resolve_execution(tiny_config(device="auto", cuda_graph=True), accelerator, SHAPES_ALIKE)
     assert "\n" not in str(caught.value)
 
 
@@ -266,4 +266,5 @@ def test_what_a_capture_can_hold_is_accepted(tiny_config: Config) -> None:
     accelerator: Any = SimpleNamespace(
         device=torch.device("cuda"), num_processes=1, mixed_precision="no", state=SimpleNamespace(dynamo_plugin=plugin)
     )
-    prepare_device(tiny_config(device="auto", cuda_graph=True, accumulate=2), accelerator)
+    settings = tiny_config(device="auto", cuda_graph=True, accumulate=2)
+    assert resolve_execution(settings, accelerator, SHAPES_ALIKE).captured

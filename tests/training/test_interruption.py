@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.training import loop
 from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.training.config import RunConfig
-from cdt_fast.training.loop import Interrupted, Trainer, train
+from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.settings import VideoSettings
+from cdt_fast.video.task import VideoTask
+from tests.runs import train
 from tests.tiny import tiny_arguments
 from tests.training.training_cases import Killed, train_until_killed
 
-Config = Callable[..., RunConfig]
+Config = Callable[..., VideoSettings]
 
 # Slack, Adam, automatic reference and accumulation, past the step in which the reference is fixed; the three
 # intervals share few steps, so that sums for the log wait in most checkpoints.
@@ -289,7 +290,7 @@ def test_a_signal_before_the_first_step_leaves_no_run(
     number: signal.Signals,
     status: int,
 ) -> None:
-    monkeypatch.setattr(loop, "load_data", lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr(VideoTask, "load", lambda *_: signal.raise_signal(number))
     answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
     assert answer.status == status
     assert answer.err == f"cdt-fast: stopped by {number.name}\n"
@@ -300,7 +301,7 @@ def test_a_signal_before_the_first_step_leaves_no_run(
 def test_a_signal_after_the_training_says_so(
     call: Callable[..., Any], clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cdt_fast.video.evaluation.evaluate", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("cdt_fast.video.task.evaluate", lambda *_: signal.raise_signal(signal.SIGTERM))
     answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
     assert answer.status == 143
     assert answer.err.splitlines()[-1].endswith(

@@ -12,27 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast.constraints.feasibility import FeasibilityReport
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.models import DUST
 from cdt_fast.training import loop
-from cdt_fast.training.building import load_data
 from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.training.config import RunConfig
-from cdt_fast.training.loop import Trainer, train
+from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data import add_noise, to_patches
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import new_trainer, train
 from tests.training.training_cases import run_on_two_ranks
 
-Config = Callable[..., RunConfig]
+Config = Callable[..., VideoSettings]
 
 
-def trainer_for(config: RunConfig, folder: Path) -> Trainer:
+def trainer_for(config: VideoSettings, folder: Path) -> Trainer:
     run = RunFolder.create(folder, config)
-    return Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    return new_trainer(run, config)
 
 
 @pytest.fixture
@@ -288,7 +287,7 @@ def test_the_best_feasible_model_is_kept(tiny_config: Config, tmp_path: Path, mo
     config = tiny_config(steps=6, validate_every=1, warmup_epochs=0, reference=2.0, checkpoint_every=1)
     trainer = trainer_for(config, tmp_path / "run")
     losses = iter(told)
-    monkeypatch.setattr(loop, "mean_depth_losses", lambda *_: next(losses)[0])
+    monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: next(losses)[0])
     weights = {}
     original = trainer._save_checkpoint
 
@@ -315,7 +314,7 @@ def test_a_model_from_before_the_automatic_reference_does_not_stay_best(
     """ε₀ is fixed after 20 measurements; on held-out frames depth 0 may lie above it for good."""
     trainer = trainer_for(tiny_config(steps=30, validate_every=10, batch=8), tmp_path / "run")
     losses = iter([[1e6, 1.0, 0.5], [1e6, 1.0, 0.6], [1e6, 1.0, 0.55]])
-    monkeypatch.setattr(loop, "mean_depth_losses", lambda *_: next(losses))
+    monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: next(losses))
     trainer.run(progress=False)
     assert trainer.best is not None
     assert trainer.best["step"] == 30
@@ -417,7 +416,7 @@ def test_bf16_trains_and_keeps_its_weights_in_float32(tiny_config: Config, tmp_p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
-@pytest.mark.parametrize("changes", [{"device": "cuda"}, {"precision": "tf32"}])
+@pytest.mark.parametrize("changes", [{"device": "cuda"}, {"cuda_graph": True}])
 def test_a_gpu_that_is_not_there_is_said_so(tiny_config: Config, tmp_path: Path, changes: dict[str, str]) -> None:
     config = tiny_config(**changes)
     with pytest.raises(InputError, match="GPU"):
@@ -471,13 +470,13 @@ import torch
 from pathlib import Path
 from accelerate import Accelerator
 torch.set_default_dtype(torch.float64)
-from cdt_fast.training.building import load_data
-from cdt_fast.training.config import RunConfig
+from cdt_fast.video.settings import VideoSettings
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.loop import Trainer
+from tests.runs import new_trainer
 folder = Path(sys.argv[1])
-config = RunConfig.load(folder / "config.toml")
-trainer = Trainer(RunFolder(folder), config, load_data(config, progress=False), Accelerator(cpu=True))
+config = VideoSettings.load(folder / "config.toml")
+trainer = new_trainer(RunFolder(folder), config)
 assert trainer.accelerator.num_processes == 2
 trainer.run(progress=False)
 """

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from cdt_fast.files import read_json
-from cdt_fast.training.building import load_data
+from cdt_fast.tasks import TASKS as ENTRIES
 from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.training.config import CONFIGS, RunConfig
-from cdt_fast.training.loop import Trainer, train
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import RunSettings
+from tests.runs import new_trainer, train
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
 from tests.training.training_cases import run_on_two_ranks
 
@@ -33,8 +32,8 @@ def source_of(task: str, folder: Path) -> Path:
     return write_instructions(folder / "alpaca.json", 52)
 
 
-def settings_for(task: str, source: Path, **changes: Any) -> RunConfig:
-    config = CONFIGS[task]()
+def settings_for(task: str, source: Path, **changes: Any) -> RunSettings:
+    config = ENTRIES[task].settings()
     for section, values in TASKS[task].items():
         config.update(section, values)
     for name, value in {**UNEQUAL, **changes}.items():
@@ -48,14 +47,14 @@ def settings_for(task: str, source: Path, **changes: Any) -> RunConfig:
 def test_the_losses_of_the_shares_are_those_of_the_batch(task: str, kind: str, tmp_path: Path) -> None:
     config = settings_for(task, source_of(task, tmp_path), perturbation=kind, perturbation_rate=0.9)
     run = RunFolder.create(tmp_path / "run", config)
-    trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+    trainer = new_trainer(run, config)
     trainer.model.double()
-    weights = torch.ones(trainer.task.layers + 1, dtype=torch.float64)
+    weights = torch.ones(trainer.workload.num_constraints + 1, dtype=torch.float64)
     batch = trainer._micro_batches()[0]
     assert len(batch) == 5
 
     def sums(chosen: list[tuple[int, int]]) -> torch.Tensor:
-        count = sum(trainer.task.count(sample) for sample, _ in chosen)
+        count = sum(trainer.workload.count(sample) for sample, _ in chosen)
         return trainer.losses(*trainer._batch(chosen), weights)[1].detach() * count
 
     expected = sums(batch)
@@ -72,11 +71,11 @@ import sys
 from pathlib import Path
 import torch
 from accelerate import Accelerator
-from cdt_fast.training.building import load_data
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.loop import Trainer
-run, config = RunFolder.open(sys.argv[1], trained=False)
-trainer = Trainer(run, config, load_data(config, progress=False), Accelerator(cpu=True))
+from tests.runs import new_trainer, open_run, train
+run, config = open_run(sys.argv[1], trained=False)
+trainer = new_trainer(run, config)
 assert trainer.accelerator.num_processes == 2
 trainer.run(progress=False)
 torch.save(trainer.constraints.multipliers, run.path / f"multipliers-{trainer.accelerator.process_index}.pt")

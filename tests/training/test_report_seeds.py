@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.report import seed_table
 from cdt_fast.training.results import EvaluatedRun
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import task_of
 
 
 def run(name: str, seed: int, mean: float, feasible: bool, ratios: list[float | None], **settings: Any) -> EvaluatedRun:
-    config = RunConfig()
+    config = VideoSettings()
     config.update("training", {"seed": seed})
     config.update("model", settings)
-    evaluation = {
-        "gamma": [0.1, 1.0],
-        "rmse": [mean, 2 * mean],
-        "mean_rmse": mean,
-        "layer_loss": [4.0, mean / 10],
-        "layer_ratio": ratios,
-        "feasible": feasible,
-        "constrained": True,
-        "tied": False,
-    }
-    return EvaluatedRun(RunFolder(Path(name)), config, evaluation)
+    evaluation = SimpleNamespace(
+        gamma=[0.1, 1.0],
+        rmse=[mean, 2 * mean],
+        mean_rmse=mean,
+        layer_loss=[4.0, mean / 10],
+        layer_ratio=ratios,
+        feasible=feasible,
+        constrained=True,
+        tied=False,
+    )
+    return EvaluatedRun(RunFolder(Path(name)), config, task_of(config), evaluation)
 
 
 def test_mean_and_range_over_seeds() -> None:

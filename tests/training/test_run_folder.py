@@ -9,29 +9,30 @@ from pathlib import Path
 import pytest
 
 from cdt_fast.errors import InputError
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import open_run
 
 
 def test_a_new_run_holds_its_settings(tmp_path: Path) -> None:
-    config = RunConfig()
+    config = VideoSettings()
     config.model.layers = 2
     run = RunFolder.create(tmp_path / "runs" / "mine", config)
     assert run.name == "mine"
-    assert RunFolder.open(run.path, trained=False)[1] == config
+    assert open_run(run.path, trained=False)[1] == config
 
 
 def test_a_folder_in_use_is_not_taken(tmp_path: Path) -> None:
-    RunFolder.create(tmp_path / "mine", RunConfig())
+    RunFolder.create(tmp_path / "mine", VideoSettings())
     with pytest.raises(InputError, match="--resume"):
-        RunFolder.create(tmp_path / "mine", RunConfig())
+        RunFolder.create(tmp_path / "mine", VideoSettings())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "note").touch()
     with pytest.raises(InputError, match="no empty folder"):
-        RunFolder.create(tmp_path / "other", RunConfig())
+        RunFolder.create(tmp_path / "other", VideoSettings())
     with pytest.raises(InputError, match="no empty folder"):
-        RunFolder.create(tmp_path / "other" / "note", RunConfig())
-    RunFolder.create(tmp_path / "empty", RunConfig())
+        RunFolder.create(tmp_path / "other" / "note", VideoSettings())
+    RunFolder.create(tmp_path / "empty", VideoSettings())
 
 
 def test_a_run_that_cannot_be_made_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,28 +41,28 @@ def test_a_run_that_cannot_be_made_leaves_no_folder(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(InputError, match="No space left"):
-        RunFolder.create(tmp_path / "mine", RunConfig())
+        RunFolder.create(tmp_path / "mine", VideoSettings())
     assert not (tmp_path / "mine").exists()
 
 
 def test_a_folder_that_is_no_run_or_not_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run folder"):
-        RunFolder.open(tmp_path)
+        open_run(tmp_path)
     with pytest.raises(InputError, match="no run folder"):
-        RunFolder.open(tmp_path / "nowhere")
-    RunFolder.create(tmp_path / "mine", RunConfig())
+        open_run(tmp_path / "nowhere")
+    RunFolder.create(tmp_path / "mine", VideoSettings())
     with pytest.raises(InputError, match="no model yet"):
-        RunFolder.open(tmp_path / "mine")
+        open_run(tmp_path / "mine")
 
 
 def test_only_a_run_without_results_is_removed(tmp_path: Path) -> None:
     for number, name in enumerate(["metrics.jsonl", "checkpoint/state.safetensors", "model/config.json"]):
-        run = RunFolder.create(tmp_path / str(number), RunConfig())
+        run = RunFolder.create(tmp_path / str(number), VideoSettings())
         (run.path / name).parent.mkdir(exist_ok=True)
         (run.path / name).write_text("something\n")
         run.remove_if_untouched()
         assert run.config.exists()
-    run = RunFolder.create(tmp_path / "untouched", RunConfig())
+    run = RunFolder.create(tmp_path / "untouched", VideoSettings())
     run.metrics.touch()
     run.remove_if_untouched()
     assert not run.path.exists()
@@ -95,6 +96,7 @@ def test_metrics_keep_every_bit_of_a_number(tmp_path: Path) -> None:
 _HOLD = """
 import sys
 from cdt_fast.training.run_folder import RunFolder
+from tests.runs import open_run
 with RunFolder(sys.argv[1]).lock():
     print("held", flush=True)
     sys.stdin.read()
@@ -102,7 +104,7 @@ with RunFolder(sys.argv[1]).lock():
 
 
 def test_a_run_that_another_process_trains_is_refused_until_that_ends_or_is_killed(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "mine", RunConfig())
+    run = RunFolder.create(tmp_path / "mine", VideoSettings())
     before = {path: path.read_bytes() for path in run.path.iterdir()}
     command = [sys.executable, "-c", _HOLD, str(run.path)]
     for end in ("close", "kill"):
@@ -115,7 +117,7 @@ def test_a_run_that_another_process_trains_is_refused_until_that_ends_or_is_kill
                 pass
             with run.lock(main=False):  # another rank of the process that holds it
                 pass
-            assert RunFolder.open(run.path, trained=False)[1] == RunConfig()
+            assert open_run(run.path, trained=False)[1] == VideoSettings()
         finally:
             other.stdin.close() if end == "close" else other.kill()
             other.wait()

@@ -15,12 +15,12 @@ from cdt_fast import kernels
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.duals import DualVariables
 from cdt_fast.models import DUST
-from cdt_fast.training.config import RunConfig
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.optimizer import build_optimizer
+from cdt_fast.video.settings import VideoSettings
 from tests.training.step_checks import HostWaits, NoWaiting, meta_trainer, never_waiting
 
-Config = Callable[..., RunConfig]
+Config = Callable[..., VideoSettings]
 
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},

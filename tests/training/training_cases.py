@@ -9,16 +9,17 @@ import sys
 
 import pytest
 
-from cdt_fast.training.config import RunConfig
-from cdt_fast.training.loop import Trainer, train
+from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import RunSettings
+from tests.runs import train
 
 
 class Killed(BaseException):
     """Nobody handles it: what is on the disk is what a `kill -9` at this moment leaves."""
 
 
-def train_until_killed(run: RunFolder, config: RunConfig, step: int) -> None:
+def train_until_killed(run: RunFolder, config: RunSettings, step: int) -> None:
     """Train, and end after `step` steps as a killed process does."""
     original = Trainer._train_step
 

@@ -14,19 +14,18 @@ import torch
 
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
-from cdt_fast.training.building import load_model
-from cdt_fast.training.config import RunConfig
-from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import denoising as denoise
 from cdt_fast.video.data import to_patches
 from cdt_fast.video.denoising import CONTAINERS, denoise_video, denoised_frames
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import open_run
 from tests.tiny import scrolling_clip
 
 
 @pytest.fixture(scope="module")
-def model_and_config(trained: Any) -> tuple[DUST, RunConfig]:
-    run, config = RunFolder.open(trained.constrained)
-    return load_model(run, config), config
+def model_and_config(trained: Any) -> tuple[DUST, VideoSettings]:
+    run, config = open_run(trained.constrained)
+    return DUST.from_pretrained(run.model), config
 
 
 class _Identity(DUST):
@@ -74,14 +73,15 @@ def test_the_output_plays_like_the_input(
     """Same size, rate and frames, in order: odd sides, windows that do not fill up, fewer frames than one window."""
     frames = colored(count, height, width)
     source = write_video(tmp_path / "in.mkv", frames, rate)
-    config = RunConfig()
+    config = VideoSettings()
     config.data.patch, config.data.window = 8, 5
     target = tmp_path / f"out{suffix}"
     told = denoise_video(_Identity(), config, source, target, progress=False)
     written, written_rate = decoded(target)
     assert written.shape == frames.shape
     assert written_rate == rate
-    assert told == {"frames": count, "width": width, "height": height, "frame_rate": float(rate), "depth": 2}
+    size = {"frames": count, "width": width, "height": height}
+    assert told == {**size, "frame_rate": float(rate), "depth": 2, "layers": 2}
     # x264 loses little, and halves the resolution of color where the sides are even.
     error = (written.astype(float).mean(-1) - frames.astype(float).mean(-1)) ** 2
     assert np.sqrt(error.mean((1, 2))).max() < 6
@@ -91,7 +91,7 @@ def test_the_output_plays_like_the_input(
 
 def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", scrolling_clip(13, 16, 16))
-    config = RunConfig()
+    config = VideoSettings()
     config.data.patch, config.data.window = 8, 5
     model = _Identity()
     denoise_video(model, config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
@@ -102,7 +102,7 @@ def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
     assert model.lengths == [3]
 
 
-def test_frames_are_those_of_the_model_in_every_plane_and_window(model_and_config: tuple[DUST, RunConfig]) -> None:
+def test_frames_are_those_of_the_model_in_every_plane_and_window(model_and_config: tuple[DUST, VideoSettings]) -> None:
     model, config = model_and_config
     frames = colored(7, 11, 18)
     found = np.stack(list(denoise._denoised(model, config, iter(frames), 1)))
@@ -162,8 +162,8 @@ def test_every_depth_is_an_early_exit(call: Callable[..., Any], trained: Any, cl
 @pytest.mark.parametrize("sequence", ["space", "spacetime"])
 def test_other_sequences_are_denoised_too(tmp_path: Path, sequence: str) -> None:
     np.save(tmp_path / "in.npy", scrolling_clip(7, 17, 23))
-    config = RunConfig()
-    config.data.patch, config.data.window, config.data.sequence = 8, 5, sequence
+    config = VideoSettings()
+    config.update("data", {"patch": 8, "window": 5, "sequence": sequence})
     frames = torch.rand(1, 5, 16, 24)
     assert torch.equal(denoised_frames(_Identity(), config, frames), frames)
     denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
@@ -240,7 +240,7 @@ def test_a_full_disk_is_said_with_the_name_of_the_output(
 
 def test_a_size_that_the_codec_refuses_is_one_line(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.zeros((3, 1, 20_000), dtype=np.uint8))
-    config = RunConfig()
+    config = VideoSettings()
     config.data.patch, config.data.window = 8, 5
     with pytest.raises(InputError) as caught:
         denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)

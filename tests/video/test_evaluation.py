@@ -12,13 +12,15 @@ from torch import Tensor
 
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
-from cdt_fast.training.building import build_constraints, load_data
-from cdt_fast.training.config import RunConfig
+from cdt_fast.training.evaluation import judged
+from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.per_sample import HISTOGRAM_EDGES
-from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.baselines import THRESHOLD_FACTOR, dct3d_denoise, dct_denoise, orthonormal_dct
 from cdt_fast.video.data import Windows, from_patches, to_patches
-from cdt_fast.video.evaluation import evaluate, evaluate_run, mean_depth_losses, noisy_batches
+from cdt_fast.video.evaluation import evaluate, mean_depth_losses
+from cdt_fast.video.noise import noisy_batches
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import evaluate_run, load_data, open_run
 
 # What ARCHITECTURE.md promises to whoever reads an evaluation.json.
 PROMISED = {
@@ -39,9 +41,10 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def evaluated(model: DUST, config: RunConfig) -> dict[str, Any]:
-    data = load_data(config, progress=False)
-    return evaluate(model, data, config, build_constraints(config, data, "cpu"), progress=False)
+def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
+    data = load_data(config)
+    constraints = build_constraints(config, data, "cpu", model.layers)
+    return judged(evaluate(model, data, config, progress=False), config, constraints)
 
 
 def test_an_evaluation_holds_what_is_promised(trained: Any) -> None:
@@ -62,14 +65,14 @@ def test_an_evaluation_holds_what_is_promised(trained: Any) -> None:
 
 @pytest.mark.parametrize("sequence", ["time", "space", "spacetime"])
 def test_every_number_is_that_of_its_definition(
-    tiny_config: Callable[..., RunConfig], longer: Path, sequence: str
+    tiny_config: Callable[..., VideoSettings], longer: Path, sequence: str
 ) -> None:
     config = tiny_config(source=str(longer), sequence=sequence, reference=2.0)
     torch.manual_seed(0)
     model = DUST(64, 64, 2)
     with torch.no_grad():
         model.dictionary.mul_(1 + 0.05 * torch.randn_like(model.dictionary))
-    data = load_data(config, progress=False)
+    data = load_data(config)
     found = evaluated(model, config)
     assert len(data.test) == 2
     assert found["test_windows"] == [list(data.test.name(index)) for index in range(2)]
@@ -117,7 +120,7 @@ def test_the_noisy_frames_are_off_by_gamma_sigma(trained: Any) -> None:
         assert value == pytest.approx(255 * gamma * evaluation["sigma"], rel=0.03)  # 5120 pixels
 
 
-def test_all_runs_see_the_same_noise(trained: Any, tiny_config: Callable[..., RunConfig]) -> None:
+def test_all_runs_see_the_same_noise(trained: Any, tiny_config: Callable[..., VideoSettings]) -> None:
     first, second = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
     assert first["identity_rmse"] == second["identity_rmse"]
     assert first["baseline_rmse"] == second["baseline_rmse"]
@@ -125,8 +128,10 @@ def test_all_runs_see_the_same_noise(trained: Any, tiny_config: Callable[..., Ru
     assert other["identity_rmse"] == first["identity_rmse"]
 
 
-def test_noise_depends_on_the_window_and_not_on_its_batch(tiny_config: Callable[..., RunConfig], longer: Path) -> None:
-    data = load_data(tiny_config(source=str(longer)), progress=False)
+def test_noise_depends_on_the_window_and_not_on_its_batch(
+    tiny_config: Callable[..., VideoSettings], longer: Path
+) -> None:
+    data = load_data(tiny_config(source=str(longer)))
     single = [noisy for noisy, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"))]
     batched = [noisy for noisy, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"), batch=3)]
     assert torch.equal(torch.cat(single), torch.cat(batched))
@@ -144,10 +149,12 @@ class _Perfect(DUST):
         return [self.answer] * (self.layers + 1)
 
 
-def test_a_perfect_model_has_no_error(tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_perfect_model_has_no_error(
+    tiny_config: Callable[..., VideoSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config()
     model = _Perfect(64, 64, 2)
-    data = load_data(config, progress=False)
+    data = load_data(config)
     model.answer = to_patches(data.test.batch([0]).float() / 255, 8, "time")
     found = evaluated(model, config)
     assert found["rmse"] == [0.0, 0.0]
@@ -159,7 +166,7 @@ def test_a_perfect_model_has_no_error(tiny_config: Callable[..., RunConfig], mon
 
 
 def test_flat_patches_without_noise_do_not_spoil_the_statistics(
-    tiny_config: Callable[..., RunConfig], tmp_path: Path
+    tiny_config: Callable[..., VideoSettings], tmp_path: Path
 ) -> None:
     """A black border is reconstructed exactly where there is no noise: its ratios are 0/0."""
     import numpy as np
@@ -177,14 +184,14 @@ def test_flat_patches_without_noise_do_not_spoil_the_statistics(
     json.dumps(found, allow_nan=False)
 
 
-def test_ratios_above_the_last_edge_are_counted_in_the_last_bin(tiny_config: Callable[..., RunConfig]) -> None:
+def test_ratios_above_the_last_edge_are_counted_in_the_last_bin(tiny_config: Callable[..., VideoSettings]) -> None:
     class Worse(_Perfect):
         def reconstructions(self, noisy: Tensor) -> list[Tensor]:
             return [self.answer + 0.1, self.answer + 1.0, self.answer + 1.2]
 
     config = tiny_config()
     model = Worse(64, 64, 2)
-    model.answer = to_patches(load_data(config, progress=False).test.batch([0]).float() / 255, 8, "time")
+    model.answer = to_patches(load_data(config).test.batch([0]).float() / 255, 8, "time")
     counts = evaluated(model, config)["per_sample"]["histogram"]["counts"]
     assert len(counts) == len(HISTOGRAM_EDGES) - 1
     assert counts[-1] == 16
@@ -192,15 +199,15 @@ def test_ratios_above_the_last_edge_are_counted_in_the_last_bin(tiny_config: Cal
     assert sum(counts) == 32
 
 
-def test_a_noise_level_given_twice_is_measured_twice(tiny_config: Callable[..., RunConfig]) -> None:
+def test_a_noise_level_given_twice_is_measured_twice(tiny_config: Callable[..., VideoSettings]) -> None:
     found = evaluated(DUST(64, 64, 2), tiny_config(gammas=[0.15, 0.15]))
     assert found["rmse"][0] == found["rmse"][1]
     assert found["rmse"][0] == evaluated(DUST(64, 64, 2), tiny_config())["rmse"][0]
 
 
-def test_validation_losses_are_means_over_all_tokens(tiny_config: Callable[..., RunConfig], longer: Path) -> None:
+def test_validation_losses_are_means_over_all_tokens(tiny_config: Callable[..., VideoSettings], longer: Path) -> None:
     config = tiny_config(source=str(longer))
-    data = load_data(config, progress=False)
+    data = load_data(config)
     model = DUST(64, 64, 2)
     found = mean_depth_losses(model, data.train, config, data.sigma)
     single = []
@@ -214,10 +221,10 @@ def test_validation_losses_are_means_over_all_tokens(tiny_config: Callable[..., 
 
 
 def test_the_final_model_is_judged_as_in_its_training(trained: Any) -> None:
-    run, config = RunFolder.open(trained.constrained)
-    again = evaluate_run(run, config, progress=False)
-    assert again == read_json(run.evaluation)
-    data = load_data(config, progress=False)
+    run, config = open_run(trained.constrained)
+    again = evaluate_run(run, config)
+    assert again.evaluation.model_dump(mode="json") == read_json(run.evaluation)
+    data = load_data(config)
     model = DUST.from_pretrained(run.model)
     best = min(
         (entry for entry in run.read_metrics() if "validation" in entry),
@@ -261,8 +268,8 @@ def test_the_baselines_beat_the_noise_where_there_is_much(trained: Any) -> None:
 
 
 def test_windows_are_those_held_out(trained: Any) -> None:
-    _, config = RunFolder.open(trained.constrained)
-    data = load_data(config, progress=False)
+    _, config = open_run(trained.constrained)
+    data = load_data(config)
 
     def frames(windows: Windows) -> set[int]:
         starts = [windows.name(index).first_frame for index in range(len(windows))]

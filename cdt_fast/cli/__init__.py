@@ -1,0 +1,70 @@
+"""The command line, `cdt-fast`."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from cdt_fast.errors import InputError, MissingExtra, printable
+
+BAD_INPUT = 2
+
+
+class _Terminated(BaseException):
+    """SIGTERM: like KeyboardInterrupt, so that what is half done is cleaned up on the way out."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Bad input is one line on stderr and status 2."""
+    options = argparse.Namespace(hint="", memory_hint="")
+    try:
+        # Here, where a signal is one line too: the settings of all tasks take a moment.
+        from cdt_fast.cli.parser import build_parser
+
+        options = build_parser().parse_args(arguments)
+        with _terminated_by_exception():
+            return options.run(options)
+    except (InputError, MissingExtra) as error:
+        message = str(error)
+    except BrokenPipeError:
+        # Whoever read the output has seen enough, as `head` does; nothing more can be written there, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        message = where + ("the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error))
+    except (MemoryError, RuntimeError) as error:
+        from cdt_fast.training.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        message = f"out of memory{options.memory_hint}"
+    except (KeyboardInterrupt, _Terminated) as stop:
+        number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
+        print(f"cdt-fast: stopped by {number.name}{options.hint}", file=sys.stderr)
+        return 128 + number
+    print("cdt-fast: " + printable(" ".join(message.split())), file=sys.stderr)
+    return BAD_INPUT
+
+
+@contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)

@@ -1,0 +1,239 @@
+"""The commands of the command line: each takes the parsed options and returns the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from cdt_fast import experiments, tasks
+from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.files import write_json
+from cdt_fast.tasks import TASKS, TaskEntry
+from cdt_fast.training.memory import memory_hint
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import SECTIONS, RunSettings
+
+# What computes is imported in the commands: torch takes seconds, for which help and a refusal need not wait.
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train a run, new or resumed, and evaluate it."""
+    given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in vars(options).items():
+        section, dot, key = name.partition(".")
+        if dot and value is not None:
+            given[section][key] = value
+    if options.source is not None:
+        given["data"]["source"] = options.source
+    if options.resume is not None:
+        if options.config or options.out or any(given.values()):
+            raise InputError("--resume takes no other settings: a run resumes as it began")
+        run, settings, entry = tasks.open_run(options.resume, trained=False)
+        if settings.task != options.task:
+            raise InputError(f"{options.resume}: resume it with cdt-fast train {settings.task} --resume")
+    else:
+        entry = TASKS[options.task]
+        settings = entry.settings.load(options.config) if options.config else entry.settings()
+        for section, values in given.items():
+            settings.update(section, values)
+        settings.check_owners(given["model"])
+        _make_absolute(settings)
+        # Imported before there is a folder: it takes a while, and a signal meanwhile must leave no empty run behind.
+        launch = importlib.import_module("cdt_fast.training.launch")
+        importlib.import_module("cdt_fast.training.loop")
+        run = launch.create_run(options.out, settings)
+    folder = shlex.quote(str(run.path))
+    resume, measure = f"cdt-fast train {settings.task} --resume {folder}", f"cdt-fast evaluate {folder}"
+    return _train_and_evaluate(options, run, settings, entry, options.resume is not None, resume, measure)
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    """Train what is left of an experiment, and compare its runs."""
+    from cdt_fast.training import launch
+
+    again = "the same command"
+    launch.check_single_process("reproduce trains one run after the other; launch each with cdt-fast train")
+    experiment = experiments.Experiment.load(options.name)
+    seeds = None if options.seeds is None else experiments.parse_seeds(options.seeds)
+    out = Path(options.out or Path("runs") / experiment.name)
+    planned = experiments.plan(experiment, options.source, options.model, seeds, out)
+    for run in planned:
+        _make_absolute(run.settings)
+    states = [run.state() for run in planned]
+    # Before there is a folder, as in `train`.
+    importlib.import_module("cdt_fast.training.loop")
+    for number, (run, state) in enumerate(zip(planned, states, strict=True), 1):
+        done = " is done" if state == "done" else ", which was begun" if state == "begun" else ""
+        print(f"run {number} of {len(planned)}: {run.path}{done}", file=sys.stderr)
+        if state == "done":
+            continue
+        folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
+        entry = TASKS[experiment.task]
+        status = _train_and_evaluate(options, folder, run.settings, entry, state == "begun", again, again)
+        if status:
+            return status
+    options.folders, options.out = [str(run.path) for run in planned], str(out / "comparison")
+    return compare(options)
+
+
+def list_experiments() -> str:
+    """Every experiment and an example, for the end of the help."""
+    example = "cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"
+    return f"experiments:\n{experiments.listing()}\n\nexample: {example}"
+
+
+def _train_and_evaluate(
+    options: argparse.Namespace,
+    run: RunFolder,
+    settings: RunSettings,
+    entry: TaskEntry,
+    resumed: bool,
+    resume: str,
+    measure: str,
+) -> int:
+    """The exit status; a signal is answered by what resumes the training, or measures what was trained."""
+    from cdt_fast.training import launch, loop
+
+    options.memory_hint = memory_hint(settings)
+    task = entry.load()
+    try:
+        loop.train(run, settings, task, resume=resumed)
+    except loop.Interrupted as stop:
+        print(f"cdt-fast: {stop}; continue with: {resume}", file=sys.stderr)
+        return 128 + stop.signal_number
+    except BaseException:
+        if not resumed:
+            run.remove_if_untouched()
+        raise
+    options.hint = f"; the training is done, measure it with: {measure}"
+    return _evaluate(run, settings, task) if launch.is_first_process() else 0
+
+
+def _make_absolute(settings: RunSettings) -> None:
+    """The paths of the settings from the root, so that the run can be evaluated from any folder."""
+    if settings.data.source is None:
+        raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
+    if settings.data.source != "demo":
+        settings.data.source = str(Path(settings.data.source).resolve())
+    for name in ("model", "embedding", "pretrained"):
+        value = getattr(settings.model, name, None)
+        if value is not None and settings.network != value and Path(value).is_dir():
+            setattr(settings.model, name, str(Path(value).resolve()))
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Evaluate a run."""
+    run, settings, entry = tasks.open_run(options.folder)
+    if options.gammas is not None:
+        settings.set("evaluation", "gammas", options.gammas)
+    options.memory_hint = memory_hint(settings)
+    return _evaluate(run, settings, entry.load(), options.json)
+
+
+def _evaluate(run: RunFolder, settings: RunSettings, task: Any, json_file: str | None = None) -> int:
+    from cdt_fast.training import evaluation, report
+
+    measured = evaluation.evaluate_run(run, settings, task)
+    if json_file is not None:
+        write_json(json_file, measured.evaluation.model_dump(mode="json"))
+    _print_notes([measured])
+    _print_tables([measured])
+    print(measured.evaluation.report.text)
+    try:
+        path = report.write_report(run.path, [measured], f"cdt-fast evaluate {shlex.quote(str(run.path))}")
+    except MissingExtra as error:
+        print(f"no report.md: {error}")
+    else:
+        print(f"report: {path}")
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Set evaluated runs side by side."""
+    runs = tasks.open_all(options.folders)
+    tasks.check_comparable(runs)
+    from cdt_fast.training import report
+
+    _print_notes(runs)
+    _print_tables(runs)
+    for run in runs:
+        print(f"{run.label}: {run.evaluation.report.text}")
+    if options.json is not None:
+        write_json(options.json, {run.label: run.evaluation.model_dump(mode="json") for run in runs})
+    command = shlex.join(["cdt-fast", "compare", *options.folders, "--out", options.out])
+    print(f"report: {report.write_report(options.out, runs, command)}")
+    return 0
+
+
+def _print_notes(runs: list[Any]) -> None:
+    from cdt_fast.training import report
+
+    for note in report.unfinished(runs):
+        print(f"cdt-fast: {note}", file=sys.stderr)
+
+
+def _print_tables(runs: list[Any]) -> None:
+    from cdt_fast.tables import as_text
+    from cdt_fast.training import report
+
+    for table in report.tables(runs):
+        print("\n" + as_text(table))
+    print()
+
+
+def denoise(options: argparse.Namespace) -> int:
+    """Denoise a video."""
+    run, settings, entry = tasks.open_run(options.folder)
+    written = entry.load().denoise(
+        run, settings, options.source, options.target, depth=options.depth, overwrite=options.overwrite
+    )
+    if options.json is not None:
+        write_json(options.json, written)
+    print(
+        f"{options.target}: {written['frames']} frames, {written['width']}x{written['height']}, "
+        f"{written['frame_rate']:.4g} a second, {written['depth']} of {written['layers']} layers"
+    )
+    return 0
+
+
+def fetch(options: argparse.Namespace) -> int:
+    """Download a data set."""
+    from cdt_fast import fetch
+
+    print(fetch.fetch(options.name, options.to))
+    return 0
+
+
+def check(options: argparse.Namespace) -> int:
+    """Decode all of a source."""
+    from cdt_fast.video import data
+
+    contents = data.check(options.source)
+    if options.json is not None:
+        write_json(options.json, contents)
+    print(data.describe_check(contents))
+    return 0 if not contents.get("problems") else 1
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run the bench."""
+    from cdt_fast.bench.run import run_command
+
+    return run_command(options)
+
+
+def info(options: argparse.Namespace) -> int:
+    """Say what is installed."""
+    from cdt_fast.info import collect
+
+    facts = collect()
+    if options.json is not None:
+        write_json(options.json, facts)
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name.ljust(width)}  {value}")
+    return 0

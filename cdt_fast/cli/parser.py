@@ -1,0 +1,186 @@
+"""What the command line takes: its commands, and an option for each setting of a task."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import typing
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import cdt_fast
+from cdt_fast.bench.arguments import add_arguments
+from cdt_fast.cli import commands
+from cdt_fast.errors import require
+from cdt_fast.tasks import TASKS, TaskEntry
+from cdt_fast.training.settings import SECTIONS, Section
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that keeps the layout of the examples and answers a wrong call in one line.
+
+    Attributes:
+        ending: what the help ends with, where it has to be read from files first.
+    """
+
+    ending: Callable[[], str] | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        # No abbreviations: --warm would be one setting today and another one tomorrow.
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(*arguments, formatter_class=layout, allow_abbrev=False, **options)
+
+    def format_help(self) -> str:
+        if self.ending is not None:
+            self.epilog = self.ending()
+        return super().format_help()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # Answered here and not by the parser above, which knows neither the command nor its options.
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+            self.error(f"unknown argument: {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> Parser:
+    """The parser of `cdt-fast`; `run` of what it parses is the command's function."""
+    parser = Parser(
+        prog="cdt-fast",
+        description="Train transformers whose every layer lowers the loss.",
+        epilog="example: cdt-fast train video clip.mp4 --out runs/mine",
+    )
+    parser.add_argument("--version", action="version", version=f"cdt-fast {cdt_fast.__version__}")
+    shown = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
+    train = _command(shown, "train", None, "train a network")
+    train.epilog = "example: cdt-fast train video clip.mp4 --out runs/mine"
+    tasks = train.add_subparsers(dest="task", required=True, parser_class=Parser, metavar="TASK")
+    for name, task in TASKS.items():
+        _add_settings(_command(tasks, name, commands.train, task.text), name, task)
+
+    command = _command(shown, "evaluate", commands.evaluate, "measure a run on its held-out data, and write its report")
+    command.epilog = "example: cdt-fast evaluate runs/mine --gammas 0.1,0.5,1.0 --json mine.json"
+    command.add_argument("folder", metavar="RUN", help="run folder")
+    command.add_argument("--gammas", metavar="LIST", help="noise levels, in place of those of the run's settings")
+    _add_json(command)
+
+    command = _command(shown, "compare", commands.compare, "set runs side by side: tables, and a report with pictures")
+    command.epilog = "example: cdt-fast compare runs/constrained runs/unconstrained --out comparison"
+    command.add_argument("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same data")
+    command.add_argument("--out", default="comparison", metavar="DIR", help="folder of the report (comparison)")
+    _add_json(command)
+
+    command = _command(shown, "denoise", commands.denoise, "denoise a video with a trained run")
+    command.epilog = "example: cdt-fast denoise runs/mine noisy.mp4 clean.mp4 --depth 3"
+    command.add_argument("folder", metavar="RUN", help="run folder")
+    command.add_argument("source", metavar="IN", help="video file, frame folder or .npy")
+    command.add_argument(
+        "target", metavar="OUT", help="video file to write, same size and frame rate: .mp4, .m4v, .mov, .mkv or .avi"
+    )
+    command.add_argument("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
+    command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    _add_json(command)
+
+    _add_reproduce(shown)
+    _add_data(shown)
+    command = _command(
+        shown, "bench", commands.bench, "measure ops and training steps against other ways to do the same"
+    )
+    command.epilog = "example: cdt-fast bench --suite step quality --repeats 9 --out benchmarks"
+    add_arguments(command)
+
+    command = _command(shown, "info", commands.info, "say what is installed, which device is used, and why")
+    command.epilog = "example: cdt-fast info --json info.json"
+    _add_json(command)
+
+    command = _command(shown, "completion", _completion, "print what completes these commands in a shell")
+    command.epilog = 'example: eval "$(cdt-fast completion bash)"'
+    command.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
+    return parser
+
+
+def _completion(options: argparse.Namespace) -> int:
+    """Print what completes the commands in a shell."""
+    shtab = require("shtab", "completion", "completing commands")
+    print(shtab.complete(build_parser(), options.shell))
+    return 0
+
+
+def _command(shown: Any, name: str, run: Any, text: str) -> Parser:
+    command: Parser = shown.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    # What to add when a signal ends the command, and when memory does.
+    command.set_defaults(run=run, hint="", memory_hint="")
+    return command
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="also write what was measured as JSON")
+
+
+def _add_data(shown: Any) -> None:
+    data = _command(shown, "data", None, "fetch or check data")
+    data.epilog = "example: cdt-fast data check clips/"
+    actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
+    command = _command(actions, "fetch", commands.fetch, "download a public data set, with checksum and resume")
+    command.epilog = "example: cdt-fast data fetch ucsd --to datasets"
+    command.add_argument("name", metavar="NAME", help="avenue, ucsd or shanghaitech")
+    command.add_argument("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
+    command = _command(actions, "check", commands.check, "say what a source holds, by decoding all of it")
+    command.epilog = "example: cdt-fast data check 'Avenue Dataset' --json avenue.json"
+    command.add_argument("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
+    _add_json(command)
+
+
+def _add_reproduce(shown: Any) -> None:
+    text = "train the runs of an experiment by its name, and compare them"
+    command = _command(shown, "reproduce", commands.reproduce, text)
+    command.description = "Train the runs of an experiment and compare them. Called again, it resumes where it stopped."
+    command.ending = commands.list_experiments
+    command.add_argument("name", metavar="NAME", help="which experiment")
+    command.add_argument("source", metavar="SOURCE", help="where its data are")
+    command.add_argument("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
+    command.add_argument("--seeds", metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
+    command.add_argument("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
+    _add_json(command)
+
+
+def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) -> None:
+    """What `train` takes for a task: SOURCE, where to write, and its settings, a group a section."""
+    call = f"cdt-fast train {name}"
+    command.epilog = "\n".join(["examples:", *(f"  {call} {example}" for example in task.examples)])
+    command.usage = f"{call} [SOURCE] [--out RUN] [--config FILE] [SETTINGS]"
+    settings = task.settings()
+    source = type(settings.data).model_fields["source"]
+    default = "" if settings.data.source is None else f" ({settings.data.source})"
+    command.add_argument("source", nargs="?", metavar="SOURCE", help=f"{source.description}{default}")
+    command.add_argument("--out", metavar="RUN", help="new run folder (runs/SOURCE-constrained or -unconstrained)")
+    command.add_argument("--config", metavar="FILE", help="settings as TOML, such as the config.toml of a run")
+    command.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint; takes no settings")
+    for section in SECTIONS:
+        group = command.add_argument_group(f"[{section}]")
+        values: Section = getattr(settings, section)
+        for setting in type(values).model_fields:
+            if setting != "source":
+                _add_setting(group, section, values, setting)
+
+
+def _add_setting(group: Any, section: str, values: Section, name: str) -> None:
+    option, destination = f"--{name.replace('_', '-')}", f"{section}.{name}"
+    field, default, owner = type(values).model_fields[name], getattr(values, name), values.owner(name)
+    text = f"{f'{owner}: ' if owner else ''}{field.description}".replace("%", "%%")
+    options = typing.get_args(field.annotation) or (field.annotation,)
+    if bool in options:
+        shown = {True: " (yes)", False: " (no)"}.get(default, "")
+        group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text + shown)
+        return
+    shown = "" if default is None else f" ({','.join(map(str, default)) if isinstance(default, list) else default})"
+    literals = [part for part in (field.annotation, *options) if typing.get_origin(part) is typing.Literal]
+    choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
+    only_choices = len(choices) > 1
+    metavar = "{" + ",".join(dict.fromkeys(choices)) + "}" if only_choices else "VALUE"
+    group.add_argument(option, dest=destination, metavar=metavar, help=text + shown.replace("%", "%%"))

@@ -1,0 +1,159 @@
+"""The table of the tasks, and runs opened by the task that their settings name."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_json, shown
+from cdt_fast.sequence.settings import LanguageSettings, TextSettings
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import RunSettings
+from cdt_fast.video.settings import VideoSettings
+
+if TYPE_CHECKING:
+    from cdt_fast.training.results import EvaluatedRun
+    from cdt_fast.training.task import Task
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """A task as the command line shows it, before anything of it is loaded.
+
+    Attributes:
+        settings: the type of its settings.
+        text: what `train` does in it.
+        examples: what may follow `cdt-fast train NAME`.
+        place: module and class of its `training.task.Task`.
+    """
+
+    settings: type[RunSettings]
+    text: str
+    examples: tuple[str, ...]
+    place: str
+
+    def load(self) -> Task:
+        """The task itself, with all that it imports."""
+        module, _, name = self.place.partition(":")
+        return getattr(importlib.import_module(module), name)()
+
+
+TASKS = {
+    "video": TaskEntry(
+        VideoSettings,
+        "train a denoiser on video, then evaluate it on held-out frames",
+        ("clip.mp4 --out runs/mine", "clip.mp4 --out runs/plain --no-constrained", "--resume runs/mine"),
+        "cdt_fast.video.task:VideoTask",
+    ),
+    "text": TaskEntry(
+        TextSettings,
+        "train a classifier of texts or of pairs of texts, then evaluate it on held-out ones under perturbation",
+        (
+            "aclImdb --out runs/imdb",
+            "reviews.tsv --text-column Text --label-column Sentiment --max-tokens 128",
+            "MNLI --model path/to/encoder --gamma 1 --epochs 2 --out runs/nli",
+            "--resume runs/imdb",
+        ),
+        "cdt_fast.sequence.text:TextTask",
+    ),
+    "lm": TaskEntry(
+        LanguageSettings,
+        "train a language model on instructions with answers, then evaluate it on held-out ones",
+        (
+            "alpaca_data.json --out runs/small",
+            "alpaca_data.json --model path/to/llama --lora-rank 16 --taps 0,8,16,24,32 --inner-fraction 0.125",
+            "--resume runs/small",
+        ),
+        "cdt_fast.sequence.language:LanguageTask",
+    ),
+}
+
+
+def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[RunFolder, RunSettings, TaskEntry]:
+    """Open an existing run.
+
+    Args:
+        path: the folder.
+        trained: also require that it holds a model.
+
+    Raises:
+        InputError: the folder is no run, its settings cannot be read, or it has no model yet.
+    """
+    folder = RunFolder(path)
+    name = folder.task_name()
+    if name not in TASKS:
+        raise InputError(f"{folder.config}: task must be one of {', '.join(TASKS)}, got {name!r}")
+    settings = TASKS[name].settings.load(folder.config)
+    if trained:
+        folder.check_trained()
+    return folder, settings, TASKS[name]
+
+
+def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
+    """Open a run that has been evaluated since it was last trained.
+
+    Raises:
+        InputError: it is no run, has no evaluation of this version, or was trained further since.
+    """
+    from cdt_fast.training.results import EvaluatedRun
+
+    folder, settings, entry = open_run(path)
+    remedy = f"run `cdt-fast evaluate {shlex.quote(str(path))}`"
+    if not folder.evaluation.exists():
+        raise InputError(f"{path}: has not been evaluated; {remedy}")
+    task = entry.load()
+    try:
+        evaluation = read_json(folder.evaluation, task.evaluation)
+    except InputError as error:
+        raise InputError(f"{error}; {remedy}") from None
+    trained = folder.last_step()
+    if trained > evaluation.trained_steps:
+        raise InputError(
+            f"{path}: was evaluated after step {evaluation.trained_steps} and trained to step {trained} since; {remedy}"
+        )
+    return EvaluatedRun(folder, settings, task, evaluation)
+
+
+def open_all(paths: Sequence[str | os.PathLike[str]]) -> list[EvaluatedRun]:
+    """Open several evaluated runs; those whose folders have the same name are called by the paths that were given.
+
+    Raises:
+        InputError: one is no run, or is given twice, or has no evaluation of this version.
+    """
+    runs = [open_evaluated(path) for path in paths]
+    places = [run.folder.path.resolve() for run in runs]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise InputError(f"{path}: is given more than once")
+    names = [run.folder.name for run in runs]
+    return [
+        run.named(str(path)) if names.count(run.folder.name) > 1 else run for run, path in zip(runs, paths, strict=True)
+    ]
+
+
+def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
+    """Require that all runs were measured on the same data with the same noise, see `Task.comparable`.
+
+    Raises:
+        InputError: two runs differ; the message says in what.
+    """
+    reference = _data_of(runs[0])
+    for run in runs[1:]:
+        for key, here in _data_of(run).items():
+            there = reference.get(key)
+            if here != there:
+                raise InputError(
+                    f"{run.folder.path} and {runs[0].folder.path} were evaluated on different data: {key} is "
+                    f"{shown(here)} and {shown(there)}"
+                )
+
+
+def _data_of(run: EvaluatedRun) -> dict[str, object]:
+    evaluation = run.evaluation
+    shared = {name: getattr(evaluation, name) for name in ("task", "source", "gamma", "training_gamma")}
+    return {**shared, **run.task.comparable(run)}

@@ -1,0 +1,93 @@
+"""Where and how precisely a training computes, by its settings and by what the machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+
+from cdt_fast.errors import InputError
+from cdt_fast.training.settings import RunSettings
+from cdt_fast.training.task import Task, Workload
+
+_PRODUCTS = {
+    "bf16": "products in bfloat16, weights and sums in float32",
+    "fp32": "float32",
+    "ieee": "float32 (IEEE products)",
+}
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a training computes.
+
+    Attributes:
+        device: where.
+        precision: of the matrix products: "bf16", "fp32" (TF32 on a GPU) or "ieee".
+        captured: a step is launched as one CUDA graph.
+    """
+
+    device: torch.device
+    precision: str
+    captured: bool
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype that products are cast to; None: that of the weights."""
+        return torch.bfloat16 if self.precision == "bf16" else None
+
+    def describe(self, workload: Workload) -> str:
+        """What runs, and why, in a line."""
+        on_gpu = self.device.type == "cuda"
+        place = f"cuda, {torch.cuda.get_device_name(self.device)}" if on_gpu else str(self.device)
+        products = "float32 (TF32 products)" if on_gpu and self.precision == "fp32" else _PRODUCTS[self.precision]
+        kernels = workload.kernels(self.device, self.autocast or torch.float32)
+        step = "; a step is one CUDA graph" if self.captured else "; each kernel is launched" if on_gpu else ""
+        return f"computes on {place}: {products}; {kernels}{step}"
+
+
+def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Task) -> Execution:
+    """How to compute what the settings leave open, and torch's precision of float32 products set to match.
+
+    Raises:
+        InputError: a setting asks for what this machine, or the way the training was launched, does not have.
+    """
+    training, device = settings.training, accelerator.device
+    if training.device == "cuda" and device.type != "cuda":
+        raise InputError("[training] device is cuda, but torch finds no CUDA GPU here")
+    if accelerator.mixed_precision == "fp16":
+        raise InputError(
+            "accelerate's mixed precision is fp16, in which the gradient of an error underflows without a scaler; "
+            "launch without it ([training] precision bf16 works)"
+        )
+    precision = training.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
+    asked: bool | None = getattr(training, "cuda_graph", None)
+    obstacle = _capture_obstacle(accelerator, task)
+    if asked and obstacle is not None:
+        raise InputError(f"[training] cuda_graph {obstacle}")
+    torch.backends.cuda.matmul.allow_tf32 = precision == "fp32" and device.type == "cuda"
+    return Execution(device, precision, obstacle is None if asked is None else asked)
+
+
+def _capture_obstacle(accelerator: Accelerator, task: Task) -> str | None:
+    """Why a step cannot be captured, or None where it can."""
+    if accelerator.device.type != "cuda":
+        return f"needs a CUDA GPU, and this training would run on {accelerator.device}"
+    if accelerator.num_processes > 1:
+        return (
+            f"captures the step of one process, got {accelerator.num_processes} of them; train with --no-cuda-graph, "
+            "or on one GPU"
+        )
+    plugin: Any = accelerator.state.dynamo_plugin
+    compiled = plugin is not None and plugin.backend != DynamoBackend.NO
+    if compiled or accelerator.mixed_precision != "no":
+        return (
+            "works without accelerate's own mixed precision and compilation; launch without them ([training] "
+            "precision bf16 works)"
+        )
+    return None if task.fixed_shapes else "needs batches of one shape, and those of this task differ in length"

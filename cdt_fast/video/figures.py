@@ -1,0 +1,83 @@
+"""The pictures of a report on video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cdt_fast.training.figures import (
+    GRAY,
+    add_legend,
+    axes_of,
+    early_exits,
+    mark_training,
+    plot_runs,
+    pyplot,
+    set_log_scale,
+)
+from cdt_fast.training.results import EvaluatedRun
+from cdt_fast.training.task import Drawing
+from cdt_fast.video.frames import read_frames
+
+_STYLES = {"dct": "--", "dct3d": "-."}
+
+
+def drawings() -> list[Drawing]:
+    """All of them."""
+    return [
+        Drawing("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
+        Drawing("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
+        Drawing("frames.png", "A held-out frame: clean, noisy and denoised", _frames),
+    ]
+
+
+def baseline_label(run: EvaluatedRun, name: str) -> str:
+    """What to call a baseline without weights that a run was measured beside."""
+    data = run.settings.data
+    patch = f"{data.patch}x{data.patch}"
+    return {"dct": f"DCT {patch}, hard threshold", "dct3d": f"3-D DCT {patch}x{data.window}, hard threshold"}[name]
+
+
+def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
+    figure, (axis,) = axes_of()
+    reference = runs[0].evaluation
+    axis.plot(reference.gamma, reference.identity_rmse, ":", color=GRAY, label="identity")
+    for name, values in reference.baseline_rmse.items():
+        axis.plot(reference.gamma, values, _STYLES[name], color=GRAY, label=baseline_label(runs[0], name))
+    plot_runs(axis, runs, "rmse", reference.gamma)
+    mark_training(axis, reference.training_gamma)
+    axis.set(xlabel="noise level γ", ylabel="RMSE (0..255)")
+    add_legend(axis)
+    return figure
+
+
+def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
+    identity = runs[0].evaluation.identity_rmse
+
+    def add_identity(axis: Any, index: int) -> None:
+        axis.axhline(identity[index], linestyle=":", color=GRAY, label="identity")
+
+    figure, axes = early_exits(runs, "depth_rmse", add_identity)
+    set_log_scale(axes[0], "RMSE (0..255)")
+    add_legend(axes[0], middle=1.1)
+    return figure
+
+
+def _frames(runs: Sequence[EvaluatedRun]) -> Any:
+    """A row a noise level; None where a run has kept no frames."""
+    kept = [frames for run in runs if (frames := read_frames(run.folder.frames)) is not None]
+    if len(kept) < len(runs):
+        return None
+    rows, columns = len(kept[0].gammas), 2 + len(runs)
+    figure, axes = pyplot().subplots(
+        rows, columns, figsize=(2.6 * columns, 2.8 * rows), squeeze=False, layout="constrained"
+    )
+    for number, (row, gamma) in enumerate(zip(axes, kept[0].gammas, strict=True)):
+        shown = {"clean": kept[0].clean, f"noisy, γ = {gamma:g}": kept[0].noisy[number]}
+        shown.update({run.label: frames.denoised[number] for run, frames in zip(runs, kept, strict=True)})
+        for axis, (title, frame) in zip(row, shown.items(), strict=True):
+            error = 255 * (frame - kept[0].clean).square().mean().sqrt().item()
+            axis.imshow(frame.numpy(), cmap="gray", vmin=0, vmax=1)
+            axis.set_title(f"{title}\nRMSE {error:.1f}" if error else title, fontsize="small", wrap=True)
+            axis.axis("off")
+    return figure

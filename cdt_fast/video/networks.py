@@ -1,0 +1,75 @@
+"""The networks that denoise video, from the settings or from what a run kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cdt_fast.errors import InputError
+from cdt_fast.models import DUST, DenoisingViT, VideoUT, load_pretrained
+from cdt_fast.video.settings import VideoSettings
+
+Denoiser = DUST | DenoisingViT
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the weights are."""
+    return next(model.parameters()).device
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of the weights."""
+    return next(model.parameters()).dtype
+
+
+def build_network(settings: VideoSettings) -> Denoiser:
+    """The untrained network that the settings describe, or a pretrained ViT.
+
+    Raises:
+        InputError: the settings do not fit each other, or the pretrained ViT cannot be used.
+        MissingExtra: transformers is not installed, which a ViT needs.
+    """
+    model, patch = settings.model, settings.data.patch
+    if model.model == "vit":
+        return _build_vit(settings)
+    common: dict[str, Any] = {
+        "patch_size": patch**2,
+        "code_size": model.code_size,
+        "layers": model.layers,
+        "tied": not settings.constrained if model.tied is None else model.tied,
+        "step": model.step,
+        "scale": model.scale,
+        "initial_codes": model.initial_codes,
+        "readout": model.readout,
+    }
+    return VideoUT(**common) if model.model == "ut" else DUST(**common, sparsity=model.sparsity)
+
+
+def _build_vit(settings: VideoSettings) -> DenoisingViT:
+    model, data = settings.model, settings.data
+    if data.sequence != "space":
+        raise InputError(f"[data] sequence must be space for a vit, which sees a frame at once; got {data.sequence!r}")
+    grid = (data.size // data.patch,) * 2
+    if model.pretrained is None:
+        return DenoisingViT(data.patch**2, grid, model.layers, width=model.width, heads=model.heads)
+    vit = DenoisingViT.from_pretrained(model.pretrained, grid=grid)
+    if vit.patch_size != data.patch**2:
+        side = int(vit.patch_size**0.5)
+        raise InputError(f"[data] patch must be {side}, that of the ViT in {model.pretrained}; got {data.patch}")
+    return vit
+
+
+def load_network(folder: Path, device: str) -> Denoiser:
+    """The trained network of a run, on the GPU where there is one and `device` is not "cpu".
+
+    Raises:
+        InputError: the run's model cannot be read.
+    """
+    model = load_pretrained(folder)
+    if not isinstance(model, Denoiser):
+        raise InputError(f"{folder}: holds a {type(model).__name__}, expected a model for video")
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    return model.to("cuda" if use_cuda else "cpu").eval()

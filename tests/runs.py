@@ -1,0 +1,46 @@
+"""Runs in tests: trained, evaluated and opened by the task that their settings are of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from cdt_fast import tasks
+from cdt_fast.training import evaluation, loop
+from cdt_fast.training.results import EvaluatedRun
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import RunSettings
+from cdt_fast.training.task import Task
+
+
+def task_of(settings: RunSettings) -> Task:
+    """The task of some settings."""
+    return tasks.TASKS[settings.task].load()
+
+
+def load_data(settings: RunSettings) -> Any:
+    """What the settings name, without a bar."""
+    return task_of(settings).load(settings, progress=False)
+
+
+def new_trainer(run: RunFolder, settings: RunSettings, graphs: Any = None, accelerator: Any = None) -> loop.Trainer:
+    """A trainer, on the CPU where no accelerator is given."""
+    accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
+    return loop.Trainer(run, settings, task_of(settings), load_data(settings), accelerator, graphs)
+
+
+def train(run: RunFolder, settings: RunSettings, **options: Any) -> None:
+    """`loop.train` in the task of the settings."""
+    loop.train(run, settings, task_of(settings), **options)
+
+
+def evaluate_run(run: RunFolder, settings: RunSettings) -> EvaluatedRun:
+    """`evaluation.evaluate_run` in the task of the settings."""
+    return evaluation.evaluate_run(run, settings, task_of(settings), progress=False)
+
+
+def open_run(path: str | Path, *, trained: bool = True) -> tuple[RunFolder, Any]:
+    """The folder and the settings of a run."""
+    return tasks.open_run(path, trained=trained)[:2]
