@@ -17,10 +17,11 @@ import av
 import numpy as np
 import pytest
 
+import cdt_fast
 from cdt_fast.cli import commands
 from cdt_fast.cli.parser import build_parser
 from cdt_fast.constraints.presets import PRESETS, options_of
-from cdt_fast.files import read_json
+from cdt_fast.files import read_json, write_json
 from cdt_fast.training import figures
 from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
@@ -484,3 +485,37 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     os.close(writing)
     assert process.stderr == ""
     assert process.returncode == 141
+
+
+def test_a_shell_can_complete_commands_and_settings(call: Call) -> None:
+    answer = call("completion", "bash")
+    assert answer.status == 0
+    assert "--code-size" in answer.out
+
+
+def test_the_version_is_that_of_the_package(call: Call) -> None:
+    assert call("--version").out == f"cdt-fast {cdt_fast.__version__}\n"
+    module = subprocess.run([sys.executable, "-m", "cdt_fast", "--version"], capture_output=True, text=True, check=True)
+    assert module.stdout == f"cdt-fast {cdt_fast.__version__}\n"
+
+
+def test_an_evaluation_from_before_more_training_is_not_compared(call: Call, copied_run: RunFolder) -> None:
+    evaluation = read_json(copied_run.evaluation)
+    write_json(copied_run.evaluation, {**evaluation, "trained_steps": 26})
+    line = call("compare", copied_run.path).line()
+    assert "was evaluated after step 26 and trained to step 30 since" in line
+    assert "cdt-fast evaluate" in line
+
+
+def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, quick_figures: None) -> None:
+    pytest.importorskip("transformers")
+    words = ["--model", "vit", "--layers", 2, "--width", 12, "--heads", 2, "--sequence", "space", "--steps", 2]
+    words += ["--size", 32, "--patch", 8, "--window", 5, "--batch", 2, "--device", "cpu", "--gammas", 0.15]
+    answer = call("train", "video", clip, "--out", tmp_path / "run", *words)
+    assert answer.status == 0, answer
+    assert "run (constrained, vit)" in answer.out
+    small = call("denoise", tmp_path / "run", clip, tmp_path / "out.mp4")
+    assert small.status == 0
+    assert "sequence must be space for a vit" in call("train", "video", clip, "--model", "vit").line()
+    line = call("train", "video", clip, "--model", "vit", "--sequence", "space", "--code-size", 64).line()
+    assert "--code-size is a setting of dust, ut, and the model is vit" in line

@@ -124,11 +124,11 @@ def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
     config = settings_for(source, **({**changes, "model": str(qwen)} if "model" in changes else changes))
     run = RunFolder.create(tmp_path / "run", config)
     trainer = new_trainer(run, config)
-    inputs, targets, _ = trainer._batch(trainer._micro_batches()[0])
+    inputs, targets, seeds = trainer._batch(trainer._micro_batches()[0])
     assert len({int(length) for length in inputs[1].sum(-1)}) > 1  # unequal lengths, so that there is padding
     trainer.workload.save_model(run.model)
     weights = torch.linspace(-0.5, 1.5, trainer.workload.num_constraints + 1)
-    total, losses = trainer.losses(inputs, targets, weights)
+    total, losses = trainer.losses(inputs, targets, seeds, weights)
     total.backward()
     for dtype in (torch.float32, torch.float64):
         model = transformers.AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype).train()

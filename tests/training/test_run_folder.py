@@ -4,6 +4,7 @@ import errno
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,42 @@ def test_a_run_that_another_process_trains_is_refused_until_that_ends_or_is_kill
         with run.lock():
             pass
     assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+
+
+def test_files_that_were_there_before_are_not_removed_with_an_untouched_run(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    run = RunFolder.create(tmp_path / "mine", VideoSettings())
+    (run.path / "note").write_text("mine")
+    run.remove_if_untouched()
+    assert [path.name for path in run.path.iterdir()] == ["note"]
+    empty = RunFolder.create(tmp_path / "empty", VideoSettings())
+    (empty.path / "note").write_text("put there meanwhile")
+    empty.remove_if_untouched()
+    assert [path.name for path in empty.path.iterdir()] == ["note"]
+
+
+def test_of_runs_that_are_made_in_one_folder_at_once_one_is_whole(tmp_path: Path) -> None:
+    barrier = threading.Barrier(8)
+    refused = []
+
+    def make() -> None:
+        barrier.wait()
+        try:
+            RunFolder.create(tmp_path / "mine", VideoSettings())
+        except InputError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 7
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.toml"]
+    assert open_run(tmp_path / "mine", trained=False)[1] == VideoSettings()
+
+
+def test_what_a_process_left_that_was_killed_at_once_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".config-123.tmp.toml").write_text("half")
+    assert RunFolder.create(tmp_path / "mine", VideoSettings()).config.exists()
