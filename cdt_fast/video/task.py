@@ -42,7 +42,7 @@ class VideoWorkload:
         device: where the noise is drawn.
     """
 
-    note = None
+    note: str | None = None
 
     def __init__(self, settings: VideoSettings, data: VideoData, device: torch.device) -> None:
         self._settings, self._data = settings, data
