@@ -17,8 +17,7 @@ from cdt_fast.training.settings import RunSettings
 from cdt_fast.video.settings import VideoSettings
 
 if TYPE_CHECKING:
-    from cdt_fast.training.results import EvaluatedRun
-    from cdt_fast.training.task import Task
+    from cdt_fast.training.task import EvaluatedRun, Task
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
     Raises:
         InputError: it is no run, has no evaluation of this version, or was trained further since.
     """
-    from cdt_fast.training.results import EvaluatedRun
+    from cdt_fast.training.task import EvaluatedRun
 
     folder, settings, entry = open_run(path)
     remedy = f"run `cdt-fast evaluate {shlex.quote(str(path))}`"

@@ -9,10 +9,9 @@ from accelerate import Accelerator
 
 from cdt_fast import tasks
 from cdt_fast.training import evaluation, loop
-from cdt_fast.training.results import EvaluatedRun
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
-from cdt_fast.training.task import Task
+from cdt_fast.training.task import EvaluatedRun, Task
 
 
 def task_of(settings: RunSettings) -> Task:

@@ -7,8 +7,7 @@ from typing import Any
 
 from cdt_fast.training.figures import add_legend, axes_of, colored, early_exits, mark_training, plot_runs
 from cdt_fast.training.report import formatted
-from cdt_fast.training.results import EvaluatedRun
-from cdt_fast.training.task import Drawing, Table
+from cdt_fast.training.task import Drawing, EvaluatedRun, Table
 
 
 def drawings(accuracy: str) -> list[Drawing]:

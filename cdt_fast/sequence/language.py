@@ -27,9 +27,8 @@ from cdt_fast.sequence.tokenizers import (
     load_tokenizer,
     pretrained_library,
 )
-from cdt_fast.training.results import EvaluatedRun
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Table
+from cdt_fast.training.task import EvaluatedRun, Table
 
 _LR = {"small": 1e-3, "lora": 2e-4, "whole": 2e-5}
 

@@ -20,9 +20,8 @@ from cdt_fast.sequence.losses import EVALUATION_SEED, SequenceLosses, autocast_t
 from cdt_fast.sequence.networks import Network, vocabulary_size
 from cdt_fast.sequence.samples import EncodedSamples, moved
 from cdt_fast.sequence.settings import SequenceSettings
-from cdt_fast.training.results import EvaluatedRun
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Drawing, Summary, Task
+from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Task
 
 
 class SequenceWorkload:

@@ -27,9 +27,8 @@ from cdt_fast.sequence.tokenizers import (
     load_tokenizer,
     pretrained_library,
 )
-from cdt_fast.training.results import EvaluatedRun
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Table
+from cdt_fast.training.task import EvaluatedRun, Table
 
 _WIDTH = 128  # of learned embeddings
 _LR = {True: 1e-3, False: 5e-5}  # new weights, and pretrained ones

@@ -10,10 +10,9 @@ from cdt_fast.files import write_json
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity
 from cdt_fast.training.factory import build_constraints
-from cdt_fast.training.results import EvaluatedRun
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
-from cdt_fast.training.task import Task
+from cdt_fast.training.task import EvaluatedRun, Task
 
 
 def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress: bool = True) -> EvaluatedRun:

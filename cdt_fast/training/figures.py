@@ -8,8 +8,7 @@ from typing import Any
 
 from cdt_fast.errors import require
 from cdt_fast.files import replaced_atomically
-from cdt_fast.training.results import EvaluatedRun
-from cdt_fast.training.task import Drawing
+from cdt_fast.training.task import Drawing, EvaluatedRun
 
 # Okabe and Ito's palette: told apart by most kinds of color vision.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]

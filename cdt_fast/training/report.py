@@ -9,8 +9,7 @@ from pathlib import Path
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown
 from cdt_fast.training import figures
-from cdt_fast.training.results import EvaluatedRun
-from cdt_fast.training.task import Summary, Table
+from cdt_fast.training.task import EvaluatedRun, Summary, Table
 
 _VERDICT = (
     "Worst: the largest share by which a layer exceeds its bound, negative where all bounds hold, and that layer; "

@@ -1,16 +1,11 @@
-"""What was measured of a run, as `evaluation.json` holds it, and the run together with it."""
+"""What was measured of a run, as `evaluation.json` holds it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
-
-from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.settings import RunSettings
-from cdt_fast.training.task import Task
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -82,29 +77,3 @@ class Evaluation(_Part):
     def finished(self) -> bool:
         """Whether the training had come to its end."""
         return self.trained_steps >= self.steps
-
-
-@dataclass(frozen=True)
-class EvaluatedRun:
-    """A run with its measurements, and what to call it where its folder's name is not enough."""
-
-    folder: RunFolder
-    settings: RunSettings
-    task: Task
-    evaluation: Any  # an Evaluation: that of the task
-    name: str | None = None
-
-    @property
-    def kind(self) -> str:
-        """How the run was trained, in words."""
-        constrained = "constrained" if self.evaluation.constrained else "unconstrained"
-        return f"{constrained}, {self.task.kind(self)}"
-
-    @property
-    def label(self) -> str:
-        """The run's name and how it was trained."""
-        return f"{self.name or self.folder.name} ({self.kind})"
-
-    def named(self, name: str) -> EvaluatedRun:
-        """The same run by another name."""
-        return replace(self, name=name)

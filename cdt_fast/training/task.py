@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError
-
-if TYPE_CHECKING:
-    from cdt_fast.training.results import EvaluatedRun, Evaluation
-    from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.results import Evaluation
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import RunSettings
 
 Table = list[list[str]]  # rows of words, the first of them the heading
 
@@ -190,3 +190,29 @@ class Task(ABC):
             InputError: there is nothing to denoise in this task, or it cannot be done.
         """
         raise InputError(f"{folder.path}: is a run of `train {self.name}`; only runs on video denoise")
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """A run with its measurements, and what to call it where its folder's name is not enough."""
+
+    folder: RunFolder
+    settings: RunSettings
+    task: Task
+    evaluation: Any  # an Evaluation: that of the task
+    name: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """How the run was trained, in words."""
+        constrained = "constrained" if self.evaluation.constrained else "unconstrained"
+        return f"{constrained}, {self.task.kind(self)}"
+
+    @property
+    def label(self) -> str:
+        """The run's name and how it was trained."""
+        return f"{self.name or self.folder.name} ({self.kind})"
+
+    def named(self, name: str) -> EvaluatedRun:
+        """The same run by another name."""
+        return replace(self, name=name)

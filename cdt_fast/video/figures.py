@@ -15,8 +15,7 @@ from cdt_fast.training.figures import (
     pyplot,
     set_log_scale,
 )
-from cdt_fast.training.results import EvaluatedRun
-from cdt_fast.training.task import Drawing
+from cdt_fast.training.task import Drawing, EvaluatedRun
 from cdt_fast.video.frames import read_frames
 
 _STYLES = {"dct": "--", "dct3d": "-."}

@@ -17,9 +17,8 @@ from cdt_fast.models import DUST
 from cdt_fast.ops.shared.backend import explain
 from cdt_fast.ops.unrolled_layer.operator import fused_unsupported_reason
 from cdt_fast.training.factory import build_constraints
-from cdt_fast.training.results import EvaluatedRun
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Drawing, Summary, Table, Task
+from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Table, Task
 from cdt_fast.video import figures
 from cdt_fast.video.data import VideoData, load_video, to_patches
 from cdt_fast.video.denoising import denoise_video, denoised_frames

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from cdt_fast.training.report import seed_table
-from cdt_fast.training.results import EvaluatedRun
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import EvaluatedRun
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import task_of
 
