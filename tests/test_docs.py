@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,24 @@ def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
     (paper,) = citation["references"]
     assert paper["url"].endswith("2601.17257")
     assert f"({paper['url']})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_contributing_finds_every_op_by_its_name() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    (find .*)$", text, re.MULTILINE)
+    names = set(ops.__all__) - {"use_backend"}
+    assert len(commands) == len(names)
+    for name in names:
+        (command,) = (line for line in commands if f"*{name}*" in line)
+        result = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, check=True)
+        sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in result.stdout.split()}
+        ours = "".join(source for path, source in sources.items() if path.startswith(f"cdt_fast/ops/{name}/"))
+        assert f"def {name}(" in ours
+        assert f"def {name}_reference(" in ours
+        if name == "soft_threshold":  # nothing to fuse; it is tested with lista_step
+            continue
+        assert any(path.startswith("kernels/") and "@triton.jit" in source for path, source in sources.items()), name
+        assert f"tests/ops/test_{name}.py" in sources
 
 
 def test_every_public_name_has_a_docstring() -> None:
