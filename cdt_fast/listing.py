@@ -50,11 +50,13 @@ def count_junk(folder: Path) -> int:
         InputError: a folder cannot be listed.
     """
     count = 0
-    for path in _listed(folder):
-        if is_junk(path):
-            count += 1
-        elif path.is_dir() and not path.is_symlink():
-            count += count_junk(path)
+    folders = [folder]
+    while folders:
+        for path in _listed(folders.pop()):
+            if is_junk(path):
+                count += 1
+            elif path.is_dir() and not path.is_symlink():
+                folders.append(path)
     return count
 
 

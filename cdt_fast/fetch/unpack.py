@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import read_json, write_json
+from cdt_fast.files import MOST_LEVELS, read_json, write_json
 
 MOST_ENTRIES = 2_000_000
 """More files and folders than any data set holds."""
@@ -138,4 +138,6 @@ def _safe_parts(archive: Path, name: str) -> tuple[str, ...]:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
         raise InputError(f"{archive}: the entry {name!r} would be written outside the folder; nothing was unpacked")
+    if len(path.parts) > MOST_LEVELS:
+        raise InputError(f"{archive}: holds folders nested deeper than {MOST_LEVELS} levels; nothing was unpacked")
     return path.parts

@@ -474,6 +474,13 @@ def test_an_archive_of_endless_entries_is_not_unpacked(tmp_path, monkeypatch):
     assert names(tmp_path) == ["set.tar"]
 
 
+def test_an_archive_of_endless_folders_is_not_unpacked(tmp_path):
+    path = tarred(tmp_path / "set.tar", "w", (tarfile.TarInfo("a/" * 1500 + "b"), b"deep"))
+    with pytest.raises(InputError, match="nested deeper"):
+        unpack_archive(path, tmp_path / "out")
+    assert names(tmp_path) == ["set.tar"]
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_file_that_is_too_large_is_not_downloaded(server, target, monkeypatch, announced):
     monkeypatch.setattr(download, "MOST_BYTES", 100_000)

@@ -1,28 +1,51 @@
-"""Decoded clips on the disk: one uint8 array a clip, made once and read through the page cache."""
+"""Decoded clips on the disk: one uint8 array a clip, made once and read through the page cache.
+
+A file is a NumPy array, followed by the clip's notes as JSON and by `_TRAILER`: the number of frames, the length of the
+notes, and a checksum of all of it and of what the clip is.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
+import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from cdt_fast.errors import InputError
-from cdt_fast.files import replaced_atomically
+from cdt_fast.errors import InputError, printable
+from cdt_fast.files import remove_leftovers, replaced_atomically
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data.frames import open_source
 from cdt_fast.video.data.preprocess import PREPROCESS_VERSION, preprocess
 from cdt_fast.video.data.source import FrameSource
 from cdt_fast.video.data.trees import Clip
 
-_CHECKSUM_BYTES = 4
+_TRAILER = struct.Struct(">QII")  # frames, bytes of the notes, CRC-32
 _BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class DecodedClip:
+    """A clip as the networks see it.
+
+    Attributes:
+        frames: uint8 memory map [frames, size, size], read-only.
+        frame_rate: frames a second as the clip states it, or None.
+        notes: what is wrong with frames that were decoded all the same, a line each.
+    """
+
+    frames: np.ndarray
+    frame_rate: Fraction | None
+    notes: tuple[str, ...]
 
 
 def default_cache_dir() -> Path:
@@ -36,11 +59,12 @@ def default_cache_dir() -> Path:
 
 def load_clip(
     clip: Clip, size: int = 160, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True
-) -> np.ndarray:
+) -> DecodedClip:
     """The pre-processed frames of a clip, decoded on the first call and cached.
 
     A cached file belongs to the place, sizes and times of the clip's files, to `size` and to the version of the
-    pre-processing. It ends with a checksum: one that was cut short or altered is made again.
+    pre-processing, and its checksum covers them: one that was cut short, altered or put there for another clip is made
+    again. Only its owner can read it. Temporary files that a killed process left in the cache are removed.
 
     Args:
         clip: from `find_clips`.
@@ -48,30 +72,31 @@ def load_clip(
         cache_dir: folder of the cache; see `default_cache_dir`.
         progress: show a bar on stderr while decoding.
 
-    Returns:
-        uint8 memory map [frames, size, size], read-only.
-
     Raises:
         InputError: the clip cannot be read, or the cache cannot be written.
     """
     source = open_source(clip.path)
-    path = (default_cache_dir() if cache_dir is None else Path(cache_dir)) / _file_name(source, size)
-    cached = _read(path, size)
-    if cached is not None:
-        return cached
-    bar = progress_bar(source.frames(), desc=clip.name, unit="frame", shown=progress)
-    try:
-        with bar, replaced_atomically(path) as temporary, temporary.open("wb") as file:
-            _write(file, (preprocess(frame, size) for frame in bar), size)
-    except OSError as error:
-        raise InputError(
-            f"{path.parent}: the cache cannot be written ({error.strerror}); free some room, or choose another folder "
-            "with CDT_FAST_CACHE"
-        ) from error
-    return _mapped(path)
+    folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    key = _key(source, size)
+    path = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', source.path.stem)[:40]}-{key[:32]}.npy"
+    cached = _read(path, size, key)
+    if cached is None:
+        bar = progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_leftovers(folder)
+            with bar, replaced_atomically(path, mode=0o600) as temporary, temporary.open("wb") as file:
+                count = _write(file, (preprocess(frame, size) for frame in bar), size, key, source)
+        except OSError as error:
+            raise InputError(
+                f"{folder}: the cache cannot be written ({error.strerror}); free some room, or choose another folder "
+                "with CDT_FAST_CACHE"
+            ) from error
+        cached = _mapped(path, count, size), tuple(source.notes)
+    return DecodedClip(cached[0], source.frame_rate, cached[1])
 
 
-def _file_name(source: FrameSource, size: int) -> str:
+def _key(source: FrameSource, size: int) -> str:
     identity: list[object] = [PREPROCESS_VERSION, size, str(source.path.resolve())]
     for file in source.files:
         try:
@@ -79,51 +104,64 @@ def _file_name(source: FrameSource, size: int) -> str:
         except OSError as error:
             raise InputError(f"{file}: the file cannot be read ({error.strerror})") from error
         identity.append([file.name, status.st_size, status.st_mtime_ns])
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', source.path.stem)[:40]}-{key[:32]}.npy"
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def _write(file: BinaryIO, frames: Iterator[np.ndarray], size: int) -> None:
-    count = checksum = 0
-    _write_header(file, count, size)
-    start = file.tell()
+def _write(file: BinaryIO, frames: Iterable[np.ndarray], size: int, key: str, source: FrameSource) -> int:
+    """Write all `frames`; returns how many. The notes of `source` are whole only after the last of them."""
+    checksum = zlib.crc32(key.encode())
+    count = 0
+    file.write(_header(0, size))
     for frame in frames:
         data = frame.tobytes()
         file.write(data)
         checksum = zlib.crc32(data, checksum)
         count += 1
     # numpy.load maps the array and never looks at what follows it.
-    file.write(checksum.to_bytes(_CHECKSUM_BYTES, "big"))
+    notes = json.dumps(source.notes).encode()
+    file.write(notes)
+    file.write(_TRAILER.pack(count, len(notes), _sealed(checksum, notes, count)))
     file.seek(0)
-    _write_header(file, count, size)
-    if file.tell() != start:
-        raise RuntimeError("the header of a .npy file changed its length with the frame count")
+    file.write(_header(count, size))
+    return count
 
 
-def _write_header(file: BinaryIO, count: int, size: int) -> None:
+def _header(count: int, size: int) -> bytes:
     # The format leaves room for the first axis to grow, which is what lets the count be filled in at the end.
-    header = {"descr": "|u1", "fortran_order": False, "shape": (count, size, size)}
-    np.lib.format.write_array_header_1_0(file, header)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (count, size, size)})
+    return header.getvalue()
 
 
-def _read(path: Path, size: int) -> np.ndarray | None:
-    """The cached array, or None where there is none or it is not what was written."""
+def _sealed(checksum: int, notes: bytes, count: int) -> int:
+    return zlib.crc32(notes + struct.pack(">Q", count), checksum)
+
+
+def _read(path: Path, size: int, key: str) -> tuple[np.ndarray, tuple[str, ...]] | None:
+    """The cached frames and notes, or None where there are none or they are not what was written."""
     try:
-        array = _mapped(path)
-        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[1:] != (size, size):
-            return None
         with path.open("rb") as file:
-            file.seek(-array.nbytes - _CHECKSUM_BYTES, os.SEEK_END)
-            checksum = 0
-            remaining = array.nbytes
+            file.seek(-_TRAILER.size, os.SEEK_END)
+            end = file.tell()
+            count, note_bytes, sealed = _TRAILER.unpack(file.read())
+            # The header is not parsed: it is known. A count that is not that of the file leads to another one.
+            header = _header(count, size)
+            remaining = count * size * size
+            file.seek(0)
+            if len(header) + remaining + note_bytes != end or file.read(len(header)) != header:
+                return None
+            checksum = zlib.crc32(key.encode())
             while remaining:
                 block = file.read(min(_BLOCK_BYTES, remaining))
                 checksum = zlib.crc32(block, checksum)
                 remaining -= len(block)
-            return array if file.read() == checksum.to_bytes(_CHECKSUM_BYTES, "big") else None
-    except (OSError, ValueError, EOFError):
+            notes = file.read(note_bytes)
+        if _sealed(checksum, notes, count) != sealed:
+            return None
+        return _mapped(path, count, size), tuple(json.loads(notes))
+    except (OSError, ValueError):
         return None
 
 
-def _mapped(path: Path) -> np.memmap:
-    return np.lib.format.open_memmap(path, mode="r")
+def _mapped(path: Path, count: int, size: int) -> np.memmap:
+    return np.memmap(path, np.uint8, "r", offset=len(_header(count, size)), shape=(count, size, size))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cdt_fast.errors import InputError
+from cdt_fast.errors import InputError, printable
 from cdt_fast.listing import count_junk
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data.frames import open_source
@@ -22,7 +22,7 @@ Half a level is what rounding alone can make of an unchanged picture; repeated f
 
 
 def check(source: str | os.PathLike[str], *, progress: bool = True) -> dict[str, Any]:
-    """Decode every clip once and report what was found. A clip that cannot be read does not stop the others.
+    """Decode every clip once and report what is there. A clip that cannot be read does not stop the others.
 
     Args:
         source: anything `find_clips` takes.
@@ -33,18 +33,19 @@ def check(source: str | os.PathLike[str], *, progress: bool = True) -> dict[str,
         the readable clips); `static_share` (of all frames that follow another, those whose mean absolute difference
         from it is below `STATIC_DIFFERENCE`; None without frames); `junk_skipped` (files and folders passed over);
         `problems` (clips that cannot be read); `clips`, each with `name`, `split`, `frames`, `width`, `height`,
-        `frame_rate` (frames a second, or None), `static_share` and `problem` (its first one, or None).
+        `frame_rate` (frames a second, or None), `static_share`, `notes` (signs of damage in a clip that can be read)
+        and `problem` (its first one, or None).
 
     Raises:
         InputError: there are no clips at `source` to look at.
     """
     root = Path(source)
-    found = find_clips(root)
-    clips = [_check_clip(clip, progress) for clip in found]
+    sources = find_clips(root)
+    clips = [_check_clip(clip, progress) for clip in sources]
     readable = [clip for clip in clips if clip["problem"] is None]
     pairs = sum(clip["frames"] - 1 for clip in readable)
     static = sum(clip["static_share"] * (clip["frames"] - 1) for clip in readable)
-    splits = [clip.split or "unmarked" for clip in found]
+    splits = [clip.split or "unmarked" for clip in sources]
     return {
         "source": str(root),
         "splits": {name: splits.count(name) for name in ("train", "test", "unmarked")},
@@ -73,7 +74,8 @@ def describe_check(report: dict[str, Any]) -> str:
             f"  {clip['name']}: {clip['frames']} frames, {clip['width']}x{clip['height']}{rate}, "
             f"{clip['static_share']:.0%} static"
         )
-    return "\n".join(lines)
+        lines += [f"  NOTE {note}" for note in clip["notes"]]
+    return printable("\n".join(lines))
 
 
 def _check_clip(clip: Clip, progress: bool) -> dict[str, Any]:
@@ -85,6 +87,7 @@ def _check_clip(clip: Clip, progress: bool) -> dict[str, Any]:
         "height": None,
         "frame_rate": None,
         "static_share": None,
+        "notes": [],
         "problem": None,
     }
     count = static = 0
@@ -92,7 +95,7 @@ def _check_clip(clip: Clip, progress: bool) -> dict[str, Any]:
     try:
         source = open_source(clip.path)
         result["frame_rate"] = None if source.frame_rate is None else float(source.frame_rate)
-        for frame in progress_bar(source.frames(), desc=clip.name, unit="frame", shown=progress):
+        for frame in progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress):
             result["height"], result["width"] = frame.shape[:2]
             count += 1
             # A folder may mix gray and color pictures; those are never the same picture.
@@ -100,6 +103,7 @@ def _check_clip(clip: Clip, progress: bool) -> dict[str, Any]:
                 static += _difference(previous, frame) < STATIC_DIFFERENCE
             previous = frame
         result["static_share"] = static / (count - 1)
+        result["notes"] = source.notes
     except InputError as error:
         result["problem"] = str(error)
     result["frames"] = count

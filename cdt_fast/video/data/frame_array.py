@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cdt_fast.errors import InputError
+from cdt_fast.files import shown
 from cdt_fast.video.data.source import FrameSource, require_frames
 
+_MOST_PACKED_BYTES = 2 << 30  # of a .npz file, whose array is unpacked into the memory
 _EXPECTED = "expected uint8, or floats within [0, 1], of shape [frames, h, w] or [frames, h, w, 3]"
 
 
@@ -44,8 +46,8 @@ class FrameArray(FrameSource):
         if not np.isfinite(frame).all():
             raise InputError(f"{self.path}: {label} holds NaN or infinity; {_EXPECTED}")
         if frame.min() < 0 or frame.max() > 1:
-            found = f"[{frame.min():g}, {frame.max():g}]"
-            raise InputError(f"{self.path}: {label} has values in {found}; {_EXPECTED}")
+            values = f"[{frame.min():g}, {frame.max():g}]"
+            raise InputError(f"{self.path}: {label} has values in {values}; {_EXPECTED}")
         return np.rint(frame.astype(np.float64) * 255).astype(np.uint8)
 
     def _load(self) -> np.ndarray:
@@ -54,16 +56,26 @@ class FrameArray(FrameSource):
             if isinstance(loaded, np.ndarray):
                 return loaded
             with loaded:
-                return loaded[self._member(loaded.files)]
+                array = self._member(loaded)
         except InputError:
             raise
-        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError) as error:
-            raise InputError(f"{self.path}: cannot be read as a NumPy array ({error}); {_EXPECTED}") from error
+        # NumPy reports broken files by SyntaxError, TypeError, MemoryError and what unpacks the member reports, too.
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"{self.path}: cannot be read as a NumPy array ({reason}); {_EXPECTED}") from error
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"{self.path}: holds something else than an array; {_EXPECTED}")
+        return array
 
-    def _member(self, names: list[str]) -> str:
-        if "frames" in names:
-            return "frames"
-        if len(names) != 1:
-            held = ", ".join(names) or "none"
-            raise InputError(f"{self.path}: expected one array, or one called 'frames'; the arrays are: {held}")
-        return names[0]
+    def _member(self, archive: Any) -> Any:
+        names = archive.files
+        if "frames" not in names and len(names) != 1:
+            raise InputError(f"{self.path}: expected one array, or one called 'frames'; the arrays are: {shown(names)}")
+        name = "frames" if "frames" in names else names[0]
+        size = max(entry.file_size for entry in archive.zip.infolist())
+        if size > _MOST_PACKED_BYTES:
+            raise InputError(
+                f"{self.path}: unpacks to {size / (1 << 30):.1f} GiB, which would fill the memory; save the array as "
+                ".npy, which is read a frame at a time"
+            )
+        return archive[name]

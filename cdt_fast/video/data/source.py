@@ -21,12 +21,14 @@ class FrameSource(ABC):
         name: file or folder name, with its suffix.
         path: where it lies.
         frame_rate: frames a second as the file states it, None where it states none (frame folders, arrays).
+        notes: what is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
     """
 
     def __init__(self, path: Path, frame_rate: Fraction | None = None) -> None:
         self.name = path.resolve().name
         self.path = path
         self.frame_rate = frame_rate
+        self.notes: list[str] = []
 
     @property
     @abstractmethod
@@ -65,5 +67,5 @@ def require_frames(path: Path, count: int) -> None:
         InputError: there are fewer than `MINIMUM_FRAMES`.
     """
     if count < MINIMUM_FRAMES:
-        found = "no frames" if count == 0 else "only one frame"
-        raise InputError(f"{path}: {found} found; a clip needs at least {MINIMUM_FRAMES} frames")
+        frames = "no frames" if count == 0 else "only one frame"
+        raise InputError(f"{path}: {frames} found; a clip needs at least {MINIMUM_FRAMES} frames")

@@ -60,7 +60,7 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
         raise InputError(f"{root}: no such file or folder")
     if not root.is_dir():
         return [Clip(_name(root, root), root)]
-    clips = _clips_below(root, root, depth=0)
+    clips = _clips_below(root, root, 0, {root.resolve()})
     if not clips:
         raise InputError(
             f"{root}: no clips found; expected videos, .npy or .npz arrays, folders of frames "
@@ -69,7 +69,8 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
     return clips
 
 
-def _clips_below(folder: Path, root: Path, depth: int) -> list[Clip]:
+def _clips_below(folder: Path, root: Path, depth: int, seen: set[Path]) -> list[Clip]:
+    """The clips of `folder`; `seen` are the folders that were opened so far, which a link may lead to again."""
     marked = _marked_clips(folder, root)
     if marked:
         return marked
@@ -83,7 +84,7 @@ def _clips_below(folder: Path, root: Path, depth: int) -> list[Clip]:
         return [Clip(_name(folder, root), folder)]
     if sources or depth == _DEEPEST_WRAPPER:
         return [Clip(_name(source, root), source) for source in sources]
-    return _only_data_set(folder, root, depth)
+    return _only_data_set(folder, root, depth, seen)
 
 
 def _marked_clips(folder: Path, root: Path) -> list[Clip]:
@@ -114,12 +115,17 @@ def _sources(folder: Path) -> list[Path]:
     ]
 
 
-def _only_data_set(folder: Path, root: Path, depth: int) -> list[Clip]:
-    found = [clips for part in _subfolders(folder) if (clips := _clips_below(part, root, depth + 1))]
-    if len(found) > 1:
-        choices = ", ".join(sorted(str(_data_set_folder(folder, clips)) for clips in found))
-        raise InputError(f"{folder}: holds {len(found)} data sets; give one of them: {choices}")
-    return found[0] if found else []
+def _only_data_set(folder: Path, root: Path, depth: int, seen: set[Path]) -> list[Clip]:
+    parts: list[Path] = []
+    for part in sorted(_subfolders(folder), key=Path.is_symlink):  # a folder goes before a link to it
+        if part.resolve() not in seen:
+            seen.add(part.resolve())
+            parts.append(part)
+    data_sets = [clips for part in parts if (clips := _clips_below(part, root, depth + 1, seen))]
+    if len(data_sets) > 1:
+        choices = ", ".join(sorted(str(_data_set_folder(folder, clips)) for clips in data_sets))
+        raise InputError(f"{folder}: holds {len(data_sets)} data sets; give one of them: {choices}")
+    return data_sets[0] if data_sets else []
 
 
 def _data_set_folder(folder: Path, clips: list[Clip]) -> Path:

@@ -1,15 +1,17 @@
 """A video file, decoded with PyAV from its first packet to its last.
 
 Nothing is sought and no header is believed: seeking by timestamp fails on some surveillance data sets, and header
-frame counts are wrong in others (682 written, 341 there).
+frame counts are wrong in others (682 written, 341 there). What could be decoded of a damaged file comes with notes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -18,6 +20,38 @@ from cdt_fast.video.data.containers import declared_bytes
 from cdt_fast.video.data.source import FrameSource
 
 _EXPECTED = "expected a video, a folder of frames, or a .npy or .npz file"
+
+
+_READ_BYTES = 1 << 18
+_MOST_ZERO_BYTES = 128 << 20  # more than the black frame of 8K that is the largest packet of nothing else
+_TS_PACKET_BYTES = (188, 192, 204)
+# Of the times from frame to frame that are about equal where a camera keeps its rate, and of the stated duration.
+_EVEN_SHARE = 0.9
+
+
+class _Input:
+    """The file that FFmpeg reads; it is stopped where nothing but zeros comes, which it would search to the end.
+
+    Attributes:
+        name: by its suffix FFmpeg knows some formats.
+        zeros: bytes of zeros since the last packet, in whole blocks; set to 0 with each.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.name = str(path.absolute())
+        self.zeros = 0
+        self._path, self._file = path, file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size)
+        self.zeros = 0 if block.strip(b"\0") else self.zeros + len(block)
+        if self.zeros > _MOST_ZERO_BYTES:
+            raise InputError(
+                f"{self._path}: the video is damaged: {_MOST_ZERO_BYTES >> 20} MiB up to byte {self._file.tell()} are "
+                "zeros, as in a file that was never written whole; copy or download it again"
+            )
+        return block
 
 
 class VideoFile(FrameSource):
@@ -30,7 +64,7 @@ class VideoFile(FrameSource):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._require_whole()
-        with self._open() as container:
+        with self._open() as (container, _):
             stream = self._stream(container)
             rate = stream.average_rate or stream.guessed_rate
             self.frame_rate = Fraction(rate) if rate else None
@@ -51,12 +85,18 @@ class VideoFile(FrameSource):
                 f"{self.path}: the video is cut short: it holds {held} of {declared} bytes; copy or download it again"
             )
 
-    def _open(self) -> Any:
+    @contextmanager
+    def _open(self) -> Iterator[tuple[Any, _Input]]:
+        """The file as FFmpeg's container, and what FFmpeg reads it through."""
         av = require("av", "video", "reading a video file")
         try:
-            # The absolute path keeps FFmpeg from taking a name with a colon for a network address; the list of
-            # protocols keeps a playlist from fetching one.
-            return av.open(str(self.path.absolute()), options={"protocol_whitelist": "file"})
+            with self.path.open("rb") as file:
+                source = _Input(self.path, file)
+                # Without a protocol to open others by, a playlist reads neither a neighboring file nor an address.
+                with av.open(source, options={"protocol_whitelist": "none"}, buffer_size=_READ_BYTES) as container:
+                    yield container, source
+        except InputError:
+            raise
         except (av.error.FFmpegError, OSError, ValueError) as error:
             raise InputError(f"{self.path}: cannot be read as a video ({_reason(error)}); {_EXPECTED}") from error
 
@@ -71,13 +111,19 @@ class VideoFile(FrameSource):
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         av = require("av", "video", "reading a video file")
-        count = 0
-        with self._open() as container:
+        count = damaged_packets = damaged_frames = 0
+        times: list[int] = []
+        with self._open() as (container, source):
             stream = self._stream(container)
             stream.thread_type = "AUTO"
             try:
                 for packet in container.demux(stream):
+                    source.zeros = 0
+                    damaged_packets += packet.is_corrupt
                     for frame in _decoded(packet, lenient=count == 0):
+                        damaged_frames += frame.is_corrupt
+                        if frame.pts is not None:
+                            times.append(frame.pts)
                         yield f"frame {count}", _pixels(frame)
                         count += 1
             except av.error.FFmpegError as error:
@@ -85,6 +131,21 @@ class VideoFile(FrameSource):
                     f"{self.path}: the video is damaged or cut short: decoding fails after {count} frames "
                     f"({_reason(error)}); copy or download it again"
                 ) from error
+            missing, marked = _missing(times), max(damaged_packets, damaged_frames)
+            stated = float((container.duration or 0) / av.time_base)
+            span = stated
+            if len(times) > 1 and stream.time_base:
+                span = float((times[-1] - times[0]) * stream.time_base) * len(times) / (len(times) - 1)
+            signs = {
+                f"the decoder marks {marked} of {count} frames as damaged": marked > 0,
+                f"it holds {count} of the {stream.frames} frames that it states": stream.frames > count,
+                f"it ends after {span:.3g} of the {stated:.3g} s that it states": not stream.frames
+                and span < _EVEN_SHARE * stated,
+                f"{missing} frames are missing between the {count} that it holds, by their times": missing > 0,
+                "it begins or ends within a packet": container.format.name == "mpegts"
+                and all(self.path.stat().st_size % size for size in _TS_PACKET_BYTES),
+            }
+        self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign, seen in signs.items() if seen]
 
 
 def _decoded(packet: Any, lenient: bool) -> list[Any]:
@@ -96,6 +157,16 @@ def _decoded(packet: Any, lenient: bool) -> list[Any]:
         if lenient:
             return []
         raise
+
+
+def _missing(times: list[int]) -> int:
+    """How many frames fit into the gaps of a clip whose frames otherwise come at one rate."""
+    steps = sorted(later - earlier for earlier, later in pairwise(times))
+    usual = steps[len(steps) // 2] if steps else 0
+    even = sum(0.5 * usual < step < 1.5 * usual for step in steps)
+    if usual <= 0 or even < _EVEN_SHARE * len(steps):
+        return 0
+    return sum(round(step / usual) - 1 for step in steps if step >= 1.5 * usual)
 
 
 def _pixels(frame: Any) -> np.ndarray:

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.errors import InputError, printable
 from cdt_fast.video.data.cache import load_clip
 from cdt_fast.video.data.demo import DEMO_FRAME_RATE, demo_clip
-from cdt_fast.video.data.frames import open_source
 from cdt_fast.video.data.splits import ClipLength, Part, split_clips
 from cdt_fast.video.data.trees import find_clips
 
 _LEVELS = 256
 _FRAMES_A_BLOCK = 64
+_NOTES_SHOWN = 10
 
 
 class WindowName(NamedTuple):
@@ -85,7 +85,7 @@ class VideoData:
         clips: names of all clips, in order.
         size: height and width of a frame in pixels.
         method: "clip" when the splits are of whole clips, "time" when each clip is divided.
-        notes: what was left out, a line each.
+        notes: what was left out, and what may be damaged, a line each.
     """
 
     train: Windows
@@ -108,7 +108,8 @@ class VideoData:
             f"{len(self.test)} test",
             f"sigma {self.sigma:.6f} (standard deviation of the training frames in [0, 1])",
         ]
-        return "\n".join([*lines, *self.notes])
+        more = [f"and {len(self.notes) - _NOTES_SHOWN} more notes"] if len(self.notes) > _NOTES_SHOWN else []
+        return printable("\n".join([*lines, *self.notes[:_NOTES_SHOWN], *more]))
 
 
 def load_video(
@@ -144,13 +145,13 @@ def load_video(
         clips = [("demo", demo_clip(size=size))]
         lengths = [ClipLength("demo", len(clips[0][1]))]
         rates = {DEMO_FRAME_RATE}
+        notes = []
     else:
-        found = find_clips(source)
-        clips = [(clip.name, load_clip(clip, size, cache_dir, progress)) for clip in found]
-        lengths = [
-            ClipLength(clip.name, len(frames), clip.split) for clip, (_, frames) in zip(found, clips, strict=True)
-        ]
-        rates = {open_source(clip.path).frame_rate for clip in found}
+        decoded = [(clip, load_clip(clip, size, cache_dir, progress)) for clip in find_clips(source)]
+        clips = [(clip.name, loaded.frames) for clip, loaded in decoded]
+        lengths = [ClipLength(clip.name, len(loaded.frames), clip.split) for clip, loaded in decoded]
+        rates = {loaded.frame_rate for _, loaded in decoded}
+        notes = [note for _, loaded in decoded for note in loaded.notes]
     splits = split_clips(lengths, window)
     return VideoData(
         train=Windows(clips, splits.train, window, stride),
@@ -161,7 +162,7 @@ def load_video(
         clips=tuple(name for name, _ in clips),
         size=size,
         method=splits.method,
-        notes=tuple(splits.notes),
+        notes=(*splits.notes, *notes),
     )
 
 

@@ -40,6 +40,20 @@ def write_video(moving_frames) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def write_lying_video(write_video) -> Callable[[Path], Path]:
+    """An .avi of 12 frames whose headers state 24."""
+
+    def write(path: Path) -> Path:
+        data = bytearray(write_video(path, count=12).read_bytes())
+        main, stream = data.index(b"avih"), data.index(b"strh")
+        data[main + 24 : main + 28] = data[stream + 40 : stream + 44] = (24).to_bytes(4, "little")
+        path.write_bytes(data)
+        return path
+
+    return write
+
+
+@pytest.fixture
 def write_folder(moving_frames) -> Callable[..., Path]:
     def write(folder: Path, count: int = 12, suffix: str = "png", first: int = 1) -> Path:
         folder.mkdir(parents=True, exist_ok=True)

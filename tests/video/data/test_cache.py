@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import subprocess
+import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +37,7 @@ def decoded(monkeypatch) -> list[Path]:
 
 
 def load(clip: Clip, tmp_path: Path, size: int = 16) -> np.ndarray:
-    return cache.load_clip(clip, size, tmp_path / "cache", progress=False)
+    return cache.load_clip(clip, size, tmp_path / "cache", progress=False).frames
 
 
 def only_file(tmp_path: Path) -> Path:
@@ -72,7 +76,7 @@ def test_another_version_of_the_preprocessing_is_another_file(clip, tmp_path, de
     assert len(decoded) == 10
 
 
-@pytest.mark.parametrize("kept", [0, 1, 60, 128, 700, -4, -1])
+@pytest.mark.parametrize("kept", [0, 1, 60, 128, 700, -16, -4, -1])
 def test_a_cut_file_is_made_again(clip, tmp_path, decoded, kept):
     frames = np.array(load(clip, tmp_path))
     path = only_file(tmp_path)
@@ -81,7 +85,7 @@ def test_a_cut_file_is_made_again(clip, tmp_path, decoded, kept):
     assert len(decoded) == 10
 
 
-@pytest.mark.parametrize("place", [3, 130, 900, -6, -1])
+@pytest.mark.parametrize("place", [3, 60, 130, 900, -18, -14, -10, -6, -1])
 def test_an_altered_file_is_made_again(clip, tmp_path, decoded, place):
     frames = np.array(load(clip, tmp_path))
     path = only_file(tmp_path)
@@ -127,3 +131,58 @@ def test_where_the_cache_lies(monkeypatch, tmp_path):
     assert cache.default_cache_dir() == tmp_path / "shared" / "cdt_fast"
     monkeypatch.setenv("CDT_FAST_CACHE", str(tmp_path / "chosen"))
     assert cache.default_cache_dir() == tmp_path / "chosen"
+
+
+def test_the_file_of_another_clip_is_not_taken_for_this_one(clip, tmp_path, write_folder, decoded):
+    other = Clip("other", write_folder(tmp_path / "other", count=5, first=3))
+    load(other, tmp_path)
+    foreign = only_file(tmp_path)
+    frames = np.array(load(clip, tmp_path))
+    [own] = set((tmp_path / "cache").iterdir()) - {foreign}
+    own.write_bytes(foreign.read_bytes())
+    assert len(decoded) == 10
+    assert np.array_equal(load(clip, tmp_path), frames)
+    assert len(decoded) == 15
+
+
+def test_only_the_owner_can_read_the_cache(clip, tmp_path):
+    load(clip, tmp_path)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "cache", only_file(tmp_path))] == [0o700, 0o600]
+
+
+_DECODE = """
+import sys
+from pathlib import Path
+from cdt_fast.video.data import cache, trees
+def half(frame, size, preprocess=cache.preprocess):
+    print("decoding", flush=True)
+    sys.stdin.readline()
+    return preprocess(frame, size)
+cache.preprocess = half
+cache.load_clip(trees.Clip("walk", Path(sys.argv[1])), 16, sys.argv[2], progress=False)
+"""
+
+
+def test_what_a_killed_decoding_left_is_removed_by_that_of_any_other_clip(clip, tmp_path, write_folder):
+    command = [sys.executable, "-c", _DECODE, str(clip.path), str(tmp_path / "cache")]
+    other = Clip("other", write_folder(tmp_path / "other", count=3))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "decoding\n"
+        [half] = (tmp_path / "cache").iterdir()
+        load(other, tmp_path)
+        assert half.exists()  # it is being written
+        process.kill()
+    load(other, tmp_path, size=24)
+    assert not half.exists()
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_notes_are_kept_with_the_frames(tmp_path, write_lying_video, decoded):
+    path = write_lying_video(tmp_path / "clip.avi")
+    first = cache.load_clip(Clip("clip", path), 16, tmp_path / "cache", progress=False)
+    again = cache.load_clip(Clip("clip", path), 16, tmp_path / "cache", progress=False)
+    assert len(decoded) == len(first.frames)
+    assert first.notes == again.notes
+    assert "frames that it states" in first.notes[0]
+    assert (again.frame_rate, again.frames.shape) == (Fraction(25), first.frames.shape)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -67,3 +68,29 @@ def test_gray_and_color_pictures_may_be_mixed(tmp_path, write_folder):
 def test_a_missing_path_is_refused(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         check(tmp_path / "gone")
+
+
+def test_signs_of_damage_are_notes_and_no_clip_stops_the_others(tmp_path, write_video, write_lying_video):
+    path = write_lying_video(tmp_path / "a.avi")
+    with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
+        archive.writestr("frames.txt", "no array")
+    whole = write_video(tmp_path / "c.avi", count=5)
+    report = check(tmp_path, progress=False)
+    notes = {clip["name"]: (clip["problem"], clip["notes"]) for clip in report["clips"]}
+    assert notes["c.avi"] == (None, [])
+    assert report["problems"] == 1
+    assert "b.npz" in notes["b.npz"][0]
+    assert notes["a.avi"][0] is None
+    assert f"NOTE {path}: may be damaged or cut short: it holds" in describe_check(report)
+    assert f"NOTE {whole}" not in describe_check(report)
+
+
+def test_control_characters_in_names_are_spelled_out(tmp_path):
+    folder = tmp_path / "\x1b]0;mine\x07"
+    folder.mkdir()
+    for name in ("\x1b[2J.npy", "b.npy"):
+        np.save(folder / name, np.zeros((3, 8, 8), np.uint8))
+    (folder / "\x1b[31m.avi").write_bytes(b"broken")
+    text = describe_check(check(folder, progress=False))
+    assert "\x1b" not in text
+    assert r"\x1b[31m.avi: cannot be read" in text

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from cdt_fast.errors import InputError
 from cdt_fast.listing import count_junk, natural_key
 from cdt_fast.video.data.trees import find_clips
 
@@ -144,3 +148,33 @@ def test_a_missing_path_is_refused(tmp_path, refused):
 def test_a_folder_without_clips_is_refused(tmp_path, refused):
     make(tmp_path, "a/b/notes.txt", "masks/01_label.mat", "a/._1.png")
     refused(tmp_path, "no clips found", "expected videos", by=lambda: find_clips(tmp_path))
+
+
+def test_links_that_lead_back_are_followed_once(tmp_path, monkeypatch):
+    """A folder with twenty links to itself has 20⁴ paths of four steps."""
+    listed = []
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
+    root = tmp_path / "data"
+    for part in ("a", "b"):
+        (root / part).mkdir(parents=True)
+        for number in range(20):
+            (root / f"loop{number}").unlink(missing_ok=True)
+            (root / f"loop{number}").symlink_to(root)
+            (root / part / f"loop{number}").symlink_to(root / ("b" if part == "a" else "a"))
+    with pytest.raises(InputError, match="no clips found"):
+        find_clips(root)
+    make(root, "b/walk/1.png", "b/walk/2.png")
+    assert found(root) == [("b/walk", None)]
+    assert count_junk(root) == 0
+    assert len(listed) < 1000
+
+
+def test_the_depth_of_a_tree_does_not_matter(tmp_path):
+    make(tmp_path, "a/" * 60 + "b~")
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(len(inspect.stack()) + 50)
+        assert count_junk(tmp_path) == 1
+    finally:
+        sys.setrecursionlimit(limit)

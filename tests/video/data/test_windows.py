@@ -274,3 +274,12 @@ def test_the_word_demo_is_the_generated_clip(tmp_path, monkeypatch, refused):
 def test_bad_settings_are_refused(setting, value):
     with pytest.raises(InputError, match=f"{setting} is {value}"):
         load_video("demo", **{setting: value})
+
+
+def test_describe_counts_the_notes_of_many_clips_and_spells_out_control_characters(tmp_path, load):
+    save_clips(tmp_path / "set", *[20] * 3, *[3] * 15)
+    (tmp_path / "set" / "3.npy").rename(tmp_path / "set" / "\x1b[2J.npy")
+    text = load(tmp_path / "set", window=5, size=16).describe()
+    assert text.count("left out") == 10
+    assert text.endswith("\nand 5 more notes")
+    assert "\x1b" not in text
