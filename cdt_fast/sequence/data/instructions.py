@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
+from cdt_fast.files import shown
 from cdt_fast.sequence.data.rows import column, read_rows
 
 _TASK = "Below is an instruction that describes a task"
@@ -69,5 +70,5 @@ def read_alpaca(path: str | os.PathLike[str], *, seed: int | None = 0) -> tuple[
 
 def _string(path: Path, where: str, name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{path}, {where}: {name!r} must be a text, got {value!r}")
+        raise InputError(f"{path}, {where}: {name!r} must be a text, got {shown(value)}")
     return value.strip()

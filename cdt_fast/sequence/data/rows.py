@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
+from cdt_fast.files import parsed_json
 
 FORMATS = ("tsv", "csv", "json", "jsonl")
 
@@ -118,10 +118,7 @@ def _unquoted(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _from_json(path: Path) -> Iterator[Row]:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {error.lineno}: is not JSON ({error.msg})") from error
+    entries = parsed_json(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{path}: must hold a list of objects, got {_kind(entries)}")
     for number, entry in enumerate(entries, 1):
@@ -133,12 +130,9 @@ def _from_json(path: Path) -> Iterator[Row]:
 def _from_json_lines(path: Path) -> Iterator[Row]:
     empty = True
     for line, fields in _unquoted(path, "\n"):
-        try:
-            entry = json.loads(fields[0])
-        except json.JSONDecodeError as error:
-            if not fields[0].strip():
-                continue
-            raise InputError(f"{path}, line {line}: is not JSON ({error.msg})") from error
+        if not fields[0].strip():
+            continue
+        entry = parsed_json(fields[0], f"{path}, line {line}")
         if not isinstance(entry, dict):
             raise InputError(f"{path}, line {line}: must be an object, got {_kind(entry)}")
         empty = False

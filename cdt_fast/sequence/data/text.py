@@ -12,6 +12,7 @@ from typing import Any
 
 from cdt_fast.checks import check_fraction
 from cdt_fast.errors import InputError
+from cdt_fast.files import shown
 from cdt_fast.listing import entries
 from cdt_fast.sequence.data.rows import column, read_rows
 
@@ -138,7 +139,7 @@ def read_table(
     labels = []
     for where, value in zip(places, values, strict=True):
         if _folded(value) not in numbers:
-            raise InputError(f"{path}, {where}: label {value!r} is not among {', '.join(map(repr, names))}")
+            raise InputError(f"{path}, {where}: label {shown(value)} is not among {', '.join(map(repr, names))}")
         labels.append(numbers[_folded(value)])
     data = TextData(texts, labels, list(names), None if second is None else text_pair, num_dropped)
     return data if seed is None else data.shuffled(seed)
@@ -261,7 +262,7 @@ def _cleaned(text: str) -> str:
 def _text(path: Path, where: str, row: Any, name: str | int) -> str:
     value = column(path, where, row, name)
     if not isinstance(value, str):
-        raise InputError(f"{path}, {where}: {name!r} must be a text, got {value!r}")
+        raise InputError(f"{path}, {where}: {name!r} must be a text, got {shown(value)}")
     text = _cleaned(value)
     if not text:
         raise InputError(f"{path}, {where}: {name!r} is empty")
@@ -273,7 +274,7 @@ def _label(path: Path, where: str, value: Any) -> str:
         return value.strip()
     if isinstance(value, int):  # bool too
         return str(value).lower()
-    raise InputError(f"{path}, {where}: the label must be a word or a whole number, got {value!r}")
+    raise InputError(f"{path}, {where}: the label must be a word or a whole number, got {shown(value)}")
 
 
 def _folded(name: str) -> str:

@@ -166,12 +166,22 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("a.tsv", 'text\tlabel\n"a" b\tc\n', {}, r"line 2: .*quoting=False"),
     ("a.tsv", 'text\tlabel\na\tb\n"open\tc\nd\te\n', {}, r"line 3: .*quoting=False"),
     ("a.tsv", 'text\tlabel\n"a\tb"\tc\n', {"quoting": False}, r"line 2: 3 fields, expected 2.*quoting=True"),
-    ("a.jsonl", '{"text": "a", "label": 0}\n\n{"text": \n', {}, r"line 3: is not JSON"),
+    ("a.jsonl", '{"text": "a", "label": 0}\n\n{"text": \n', {}, r"line 3: cannot be read as JSON"),
     ("a.jsonl", '{"text": "a", "label": 0}\n[1]\n', {}, r"line 2: must be an object, got a list"),
     ("a.jsonl", '{"text": 5, "label": 0}\n', {}, r"line 1: 'text' must be a text, got 5"),
     ("a.jsonl", '{"text": "a", "label": 0.5}\n', {}, r"line 1: the label must be .* got 0\.5"),
     ("a.jsonl", "\n", {}, r"is empty"),
-    ("a.json", '[{"text": "a",\n "label"]', {}, r"line 2: is not JSON"),
+    ("a.jsonl", '{"text": "a", "label": ' + "9" * 5000 + "}", {}, r"line 1: cannot be read as JSON .*digits"),
+    ("a.jsonl", '{"text": ' + "[" * 5000 + "]" * 5000 + "}", {}, r"line 1: cannot be read as JSON .*nested deeper"),
+    ("a.jsonl", '{"text": "\\ud800", "label": 1}', {}, r"line 1: cannot be read as JSON .*surrogates"),
+    ("a.json", '[{"text": "a", "label": ' + "9" * 5000 + "}]", {}, r"cannot be read as JSON .*digits"),
+    (
+        "a.jsonl",
+        '{"text": [' + "1," * 999 + '1], "label": 1}',
+        {},
+        r"line 1: 'text' must be a text, got \[1, .{60,80}\.\.\.$",
+    ),
+    ("a.json", '[{"text": "a",\n "label"]', {}, r"a\.json: cannot be read as JSON \(line 2: "),
     ("a.json", '{"text": "a"}', {}, r"must hold a list of objects, got a dict"),
     ("a.json", "[]", {}, r"an empty list"),
     ("a.json", '[{"text": "a", "label": 1}, 3]', {}, r"entry 2: must be an object, got a int"),
@@ -196,6 +206,11 @@ def test_a_missing_file_and_one_that_is_not_utf_8(tmp_path: Path) -> None:
     for name in ("a.csv", "a.jsonl", "a.json"):
         with pytest.raises(InputError, match=r"line \d+: is not UTF-8"):
             read_table(write(tmp_path / name, b"text,label\ncaf\xe9,1\n"))
+
+
+def test_labels_of_more_digits_than_python_converts_are_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "text,label\na," + "9" * 5000 + "\nb,1\n")
+    assert read_table(path, seed=None).names == ["1", "9" * 5000]
 
 
 def texts(counts: list[int]) -> TextData:
