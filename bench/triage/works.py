@@ -26,7 +26,7 @@ _TOY: dict[str, Any] = {"window": 5, "patch": 16, "code": 64, "layers": 2}
 # Sequences of 20 tokens: 64,000 and 8,000 of them.
 _TIMED_SEQUENCES = {"toy": (3,), "gpu": (3200, 400)}
 # One, some, more than one tile a multiprocessor, and a batch of the default training.
-_CHECKED_SEQUENCES = {"toy": (1, 3), "gpu": (1, 3, 134, 400)}
+_CHECKED_SEQUENCES = {"toy": (3,), "gpu": (1, 3, 134, 400)}
 _CHECKED_HEADS = {
     "toy": (cross_entropy.Shape("toy", 2, 8, 16, 100),),
     "gpu": (cross_entropy.Shape("check", 3, 300, 256, 50257), cross_entropy.Shape("check", 3, 256, 128, 128256)),
