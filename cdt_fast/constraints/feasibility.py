@@ -1,12 +1,18 @@
-"""The verdict on losses: whether they satisfy the constraints, by how much, and where they do not."""
+"""The verdict on losses: whether they satisfy the constraints, by how much, where not, and what would be met."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
+
+Kind = Literal["descent", "bound", "agreement"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,11 @@ class FeasibilityReport:
         worst_layer: the depth with the largest relative violation, or None when no constraint was judged.
         worst_violation: the relative violation there; negative: how much is to spare.
         tolerance: the relative violation that still counts as feasible.
+        worst_kind: which of its constraints that is: of descent, a bound on its loss, or on its agreement.
+        bound_violation, relative_bound_violation: ℓ_k − b_k, and the same over |b_k|, for each depth; empty where there
+            are no bounds.
+        agreement_violation: a_k − P_k for each depth; empty where agreement is not judged.
+        advice: where the worst constraint is violated, what to ask for in its place.
     """
 
     feasible: bool
@@ -35,9 +46,14 @@ class FeasibilityReport:
     worst_layer: int | None
     worst_violation: float | None
     tolerance: float
+    worst_kind: Kind = "descent"
+    bound_violation: list[float | None] = field(default_factory=list)
+    relative_bound_violation: list[float | None] = field(default_factory=list)
+    agreement_violation: list[float | None] = field(default_factory=list)
+    advice: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for `json.dump`. A number that is not finite becomes None: JSON has no word for it."""
+        """Return the fields for `json.dump`. A number that is not finite becomes None: JSON cannot represent it."""
         return {name: _finite_or_none(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
@@ -48,32 +64,132 @@ class FeasibilityReport:
                 "No verdict: there is no constraint to judge by; one that needs an automatic reference has none until "
                 f"its {REFERENCE_MEASUREMENTS} measurements are there."
             )
-        where = f"layer {self.worst_layer}" if self.worst_layer else "depth 0 (the reference)"
-        excess = (
-            f"{where} is above its bound by {self.violation[self.worst_layer]:.4g} "
-            f"(relative violation {self.worst_violation:.2%})"
-        )
-        judged = [relative for relative in self.relative_violation if relative is not None]
+        judged = [
+            relative
+            for part in (self.relative_violation, self.relative_bound_violation, self.agreement_violation)
+            for relative in part
+            if relative is not None
+        ]
         if not self.feasible:
             violated = sum(relative > self.tolerance for relative in judged)
+            advice = f"; {self.advice}" if self.advice else ""
             return (
                 f"Infeasible: {violated} of {len(judged)} constraints {'is' if violated == 1 else 'are'} violated; "
-                f"the worst: {excess}{self._remedy()}."
+                f"the worst: {self._excess()}{advice}."
             )
         if self.worst_violation > 0:
-            margin = f"the worst: {excess}, within the tolerance of {self.tolerance:.2%}"
+            margin = f"the worst: {self._excess()}, within the tolerance of {self.tolerance:.2%}"
         else:
-            margin = f"the tightest, {where}, has {abs(self.worst_violation):.2%} to spare"
+            margin = f"the tightest, {self._where()}, has {abs(self.worst_violation):.2%} to spare"
         return f"Feasible: all {len(judged)} constraints hold; {margin}."
 
-    def _remedy(self) -> str:
-        """What the worst layer does, as the rate that it would meet."""
-        ratio = self.ratio[self.worst_layer - 1] if self.worst_layer else math.nan
-        if not math.isfinite(ratio):
-            return ""
-        if ratio >= 1:
-            return f", as it multiplies the loss by {ratio:.3g}"
-        return f", as it removes {1 - ratio:.1%} of the loss"
+    def _where(self) -> str:
+        if self.worst_kind == "bound":
+            return f"the bound of depth {self.worst_layer}"
+        if self.worst_kind == "agreement":
+            return f"the agreement of depth {self.worst_layer}"
+        return f"layer {self.worst_layer}" if self.worst_layer else "depth 0 (the reference)"
+
+    def _excess(self) -> str:
+        assert self.worst_layer is not None
+        assert self.worst_violation is not None
+        if self.worst_kind == "agreement":
+            return f"{self._where()} with the last is too small by {self.worst_violation:.2%} of the items"
+        where, violations = self._where(), self.violation
+        if self.worst_kind == "bound":
+            where, violations = f"depth {self.worst_layer}", self.bound_violation
+        absolute = violations[self.worst_layer]
+        return f"{where} is above its bound by {absolute:.4g} (relative violation {self.worst_violation:.2%})"
+
+
+class Group(NamedTuple):
+    """Constraints of one kind, an entry a depth, each `[L+1]`.
+
+    Attributes:
+        kind: of descent (depth 0 is the reference), bounds on losses, or on agreement.
+        violation: positive where violated.
+        scale: what makes it relative.
+        active: which are in force, bool; the others have no meaning.
+    """
+
+    kind: Kind
+    violation: Tensor
+    scale: Tensor
+    active: Tensor
+
+
+def judge(
+    losses: Tensor, ratios: Tensor | None, groups: Sequence[Group], chained: Sequence[bool], tolerance: float
+) -> FeasibilityReport:
+    """The verdict on losses.
+
+    Args:
+        losses: `[L+1]`.
+        ratios: `[L]`, what layers are judged by; None: those of the losses.
+        groups: of constraints, that of descent first.
+        chained: of each depth 0..L, whether its constraint of descent is on the ratio to the depth before.
+        tolerance: the relative violation that still counts as feasible.
+    """
+    absolute: dict[Kind, list[float | None]] = {}
+    relative: dict[Kind, list[float | None]] = {}
+    for kind, violation, scale, active in groups:
+        # A bound of zero that is met exactly is 0/0.
+        judged = torch.where(violation == 0, 0.0, violation / scale)
+        for numbers, found in ((violation, absolute), (judged, relative)):
+            found[kind] = [n if holds else None for n, holds in zip(numbers.tolist(), active.tolist(), strict=True)]
+    entries: list[tuple[float, Kind, int]] = [
+        (number, kind, depth)
+        for kind, numbers in relative.items()
+        for depth, number in enumerate(numbers)
+        if number is not None
+    ]
+    finite = bool(losses.isfinite().all())
+    feasible = finite and bool(entries) and all(number <= tolerance for number, *_ in entries)
+    ratio: list[float] = (losses[1:] / losses[:-1] if ratios is None else ratios).tolist()
+    worst_violation: float | None = None
+    worst_kind: Kind = "descent"
+    worst_layer: int | None = None
+    advice = ""
+    if entries:
+        # NaN is worse than any number.
+        worst_violation, worst_kind, worst_layer = max(entries, key=lambda entry: (math.isnan(entry[0]), entry[0]))
+        if finite and not feasible:
+            advice = _advice(worst_kind, worst_layer, losses.tolist(), ratio, chained[worst_layer], absolute)
+    return FeasibilityReport(
+        feasible=feasible,
+        finite=finite,
+        violation=absolute["descent"],
+        relative_violation=relative["descent"],
+        ratio=ratio,
+        worst_layer=worst_layer,
+        worst_violation=worst_violation,
+        tolerance=tolerance,
+        worst_kind=worst_kind,
+        bound_violation=absolute.get("bound", []),
+        relative_bound_violation=relative.get("bound", []),
+        agreement_violation=absolute.get("agreement", []),
+        advice=advice,
+    )
+
+
+def _advice(
+    kind: Kind,
+    depth: int,
+    losses: list[float],
+    ratio: list[float],
+    chained: bool,
+    absolute: dict[Kind, list[float | None]],
+) -> str:
+    """What would be met where the worst constraint is not."""
+    if kind == "agreement":
+        return f"ask for {absolute[kind][depth]:.2%} of the items less at depth {depth}, or for a lower loss there"
+    if kind == "bound":
+        return f"a bound of {losses[depth]:.4g} would be met"
+    if chained:
+        if ratio[depth - 1] <= 1:
+            return f"a rate of {math.floor(1000 * (1 - ratio[depth - 1])) / 1000:g} would be met at layer {depth}"
+        return f"layer {depth} multiplies the loss by {ratio[depth - 1]:.3g}, so that no rate would be met there"
+    return f"a reference of {losses[0]:.4g} would be met" if depth == 0 else "lower the rate, or raise the reference"
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -6,16 +6,18 @@ defaults from; a preset in `PRESETS` names what differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from cdt_fast.checks import suggestion
 from cdt_fast.errors import InputError
 
-Dual = Literal["ascent", "adam", "pi"]
+ObjectiveName = Literal["last", "depths", "log"]
+Dual = Literal["ascent", "adam", "pi", "barrier"]
 Resilience = Literal["slack", "decay"]
 Coupling = Literal["chain", "detach", "absolute"]
+Ratio = Literal["mean", "sample", "cvar"]
 ReferenceMode = Literal["constraint", "anchor"]
 Preset = Literal["video", "text", "lm", "paper-video", "paper-text", "paper-llm", "safe"]
 
@@ -28,20 +30,31 @@ REFERENCE_MEASUREMENTS = 20
 class DescentOptions:
     """The options of `cdt_fast.DescentConstraints`, which says what they mean, with their defaults."""
 
-    rate: float | Sequence[float] = 0.1
+    rate: float | Sequence[float] | None = 0.1
     reference: float | Literal["auto"] | None = "auto"
+    objective: ObjectiveName = "last"
+    coefficients: Sequence[float] | None = None
+    bounds: Mapping[int, float | str] | None = None
+    reference_losses: Sequence[float] | None = None
+    agreement: Mapping[int, float] | None = None
     dual: Dual = "adam"
     dual_lr: float = 0.05
     betas: tuple[float, float] = (0.0, 0.9)
     proportional_gain: float = 0.2
     smoothing: float = 0.0
+    gain_growth: float = 1.0
+    gain_limit: float = 10.0
+    barrier_width: float = 1.0
     resilience: Resilience | None = "slack"
     slack_cost: float = 10.0
     slack_lr: float | None = None
     coupling: Coupling = "chain"
     reference_mode: ReferenceMode = "constraint"
+    ratio: Ratio = "mean"
+    tail: float = 0.1
     normalize: bool = True
     margin: float = 0.1
+    tighten_steps: int = 0
     warmup_steps: int = 0
     dual_every: int = 1
 

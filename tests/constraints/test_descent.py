@@ -18,43 +18,32 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.presets import DEFAULTS, REFERENCE_MEASUREMENTS, DescentOptions, options_of
 from cdt_fast.errors import InputError
 from cdt_fast.tasks import TASKS
+from tests.constraints.constraint_cases import (
+    TOY_MULTIPLIERS,
+    TOY_POINT,
+    NoHostSync,
+    feed,
+    plain,
+    random_losses,
+    run_toy,
+    toy_constraints,
+)
 
 DUALS = ("ascent", "adam", "pi")
 RESILIENCES = ("slack", "decay", None)
 COUPLINGS = ("chain", "detach", "absolute")
 MODES = ("constraint", "anchor")
 NOT_OPTIONS = ("layers", "device", "dtype")
-
-
-# Violations as they are, no margin, no reference: what the formulas below are written for.
-RAW: dict[str, Any] = {
-    "rate": 0.05,
-    "reference": None,
-    "dual_lr": 0.01,
-    "betas": (0.0, 0.999),
-    "slack_cost": 1.0,
-    "normalize": False,
-    "margin": 0.0,
-}
-
-
-def plain(layers: Any, *rate_and_reference: Any, **options: Any) -> DescentConstraints:
-    """`DescentConstraints` whose defaults are those of `RAW`."""
-    given = dict(zip(("rate", "reference"), rate_and_reference, strict=False))
-    return DescentConstraints(layers, **{**RAW, **given, **options})
-
-
-def feed(constraints: DescentConstraints, *losses: list[float]) -> None:
-    """One step a list of mean losses."""
-    for values in losses:
-        constraints.record(torch.tensor(values, dtype=torch.float64), 4)
-        constraints.step()
+# Options that the command line does not offer.
+FORMULATIONS = (
+    *("objective", "coefficients", "bounds", "reference_losses", "agreement", "ratio", "tail", "tighten_steps"),
+    *("gain_growth", "gain_limit", "barrier_width"),
+)
 
 
 def set_multipliers(constraints: DescentConstraints, values: list[float]) -> None:
@@ -238,37 +227,6 @@ def test_a_slack_that_overshoots_is_projected() -> None:
     constraints.slacks.fill_(2.0)
     feed(constraints, [1.0, 1.0])
     assert constraints.slacks.tolist() == [0.0, 0.0]
-
-
-# The toy problem of docs/maths.md §4: bounds of 1000 on three constraint functions + 1000, the objective last.
-
-
-def run_toy(constraints: DescentConstraints, steps: int, *, feasible: bool = False) -> tuple[Tensor, Tensor]:
-    """min ½‖x − (1, 2, 0)‖²  s.t.  x₁ ≤ −1, x₁ ≥ 1 (both left out if feasible), x₂ ≤ 1. Return x and the peak of λ."""
-    target = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64)
-    point = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    peak = torch.zeros(4, dtype=torch.float64)
-    for _ in range(steps):
-        first, second, _ = point
-        violations = torch.stack([first + 1, 1 - first, second - 1])
-        if feasible:
-            violations = violations * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-        losses = torch.cat([violations + 1000, 0.5 * (point - target).square().sum().view(1)])
-        (gradient,) = torch.autograd.grad(constraints.weights() @ losses, point)
-        with torch.no_grad():
-            point -= 0.05 * gradient
-        constraints.record(losses, 1)
-        constraints.step()
-        peak = torch.maximum(peak, constraints.multipliers)
-    return point.detach(), peak
-
-
-def toy_constraints(**options: Any) -> DescentConstraints:
-    return plain(3, 0.0, 1000.0, coupling="absolute", slack_cost=0.5, **options)
-
-
-TOY_POINT = torch.tensor([0.5, 5 / 3, 0.0], dtype=torch.float64)
-TOY_MULTIPLIERS = torch.tensor([0.75, 0.25, 1 / 3, 0.0], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -520,17 +478,6 @@ def test_a_constraint_that_is_absent_is_no_overflow() -> None:
 # No waiting for the device, no new storage
 
 
-class NoHostSync(TorchDispatchMode):
-    """Refuses what would make the host wait for a value on the device."""
-
-    FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in self.FORBIDDEN, f"host synchronization: {name}"
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_probe_for_host_synchronization_works() -> None:
     value = torch.ones(())
     for read in (float, bool, torch.Tensor.item):
@@ -620,13 +567,6 @@ def test_low_precision_losses_are_accumulated_in_double() -> None:
 
 
 # Saving and restoring
-
-
-def random_losses() -> Iterator[tuple[Tensor, int]]:
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        count = int(torch.randint(1, 9, (), generator=generator))
-        yield 1 + torch.rand(4, dtype=torch.float64, generator=generator), count
 
 
 @pytest.mark.parametrize(("dual", "resilience"), [*itertools.product(DUALS, RESILIENCES)])
@@ -740,7 +680,7 @@ def test_report_of_an_infeasible_solution() -> None:
     assert report.worst_violation == pytest.approx(0.14 / 0.9, abs=1e-6)
     assert str(report) == (
         "Infeasible: 3 of 4 constraints are violated; the worst: layer 3 is above its bound by 0.14 "
-        "(relative violation 15.56%), as it multiplies the loss by 1.06."
+        "(relative violation 15.56%); layer 3 multiplies the loss by 1.06, so that no rate would be met there."
     )
 
 
@@ -808,6 +748,11 @@ def test_report_as_dict_holds_every_field() -> None:
         "worst_layer": 1,
         "worst_violation": pytest.approx(-0.1),
         "tolerance": 0.0,
+        "worst_kind": "descent",
+        "bound_violation": [],
+        "relative_bound_violation": [],
+        "agreement_violation": [],
+        "advice": "",
     }
 
 
@@ -822,7 +767,7 @@ def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
         expected, settings = options_of(task), vars(entry.settings().constraints)
         # Settings of their own: on or off, the preset, and a warm-up counted in epochs.
         assert set(settings) - set(expected) == {"constrained", "preset", "warmup_epochs"}
-        assert set(expected) - set(settings) == {"warmup_steps"}
+        assert set(expected) - set(settings) == {"warmup_steps", *FORMULATIONS}
         for name in set(settings) & set(expected):
             assert settings[name] == (list(expected[name]) if name == "betas" else expected[name]), (task, name)
 
@@ -876,7 +821,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"reference": "first"}, "reference must be .*, got 'first'"),
     ({"reference": None, "coupling": "absolute"}, 'reference is None; coupling="absolute" needs one'),
     ({"reference": None, "reference_mode": "anchor"}, 'reference is None; reference_mode="anchor" needs one'),
-    ({"dual": "sgd"}, "dual must be one of 'ascent', 'adam', 'pi', got 'sgd'"),
+    ({"dual": "sgd"}, "dual must be one of 'ascent', 'adam', 'pi', 'barrier', got 'sgd'"),
     ({"dual_lr": 0}, "dual_lr must be a finite number > 0, got 0"),
     ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
     ({"betas": 0.9}, "betas must be .*, got 0.9"),

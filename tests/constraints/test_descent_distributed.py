@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,23 @@ RANKS = 2
 SHARES = ((5, 1), (2, 6), (7, 3))  # items of the two ranks in the micro-batches of a step
 
 
-def make() -> DescentConstraints:
-    return DescentConstraints(2, 0.1, "auto", warmup_steps=3)
+# Descent alone, and with all that is measured besides the mean losses.
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {
+        "objective": "log",
+        "ratio": "cvar",
+        "coupling": "detach",
+        "agreement": {1: 0.9},
+        "bounds": {2: "0.9x"},
+        "dual": "pi",
+        "gain_growth": 2.0,
+    },
+)
+
+
+def make(kind: int) -> DescentConstraints:
+    return DescentConstraints(2, 0.1, "auto", warmup_steps=3, **KINDS[kind])
 
 
 def items(step: int, micro_batch: int, rank: int) -> Tensor:
@@ -24,40 +40,48 @@ def items(step: int, micro_batch: int, rank: int) -> Tensor:
     return scale + torch.rand(SHARES[micro_batch][rank], 3, dtype=torch.float64, generator=generator)
 
 
-def train(constraints: DescentConstraints, ranks: tuple[int, ...]) -> Tensor:
-    """Forty steps; return the multipliers after each, (40, 3)."""
-    history = []
+def train(kind: int, ranks: tuple[int, ...]) -> tuple[DescentConstraints, Tensor]:
+    """Forty steps; return the multipliers after each, (40, 3) or (40, 9)."""
+    constraints, history = make(kind), []
     for step in range(40):
         for micro_batch in range(len(SHARES)):
             losses = torch.cat([items(step, micro_batch, rank) for rank in ranks])
-            constraints.record(losses.mean(0), len(losses))
+            if kind:
+                agreement = (losses < losses[:, -1:] + 0.5).to(losses.dtype).mean(0)
+                constraints.record(losses.T, 1, agreement=agreement)
+            else:
+                constraints.record(losses.mean(0), len(losses))
         if step == 30:
             # One rank alone meets a NaN: all must skip, or they drift apart.
             broken = torch.full((3,), torch.nan if 1 in ranks else 1.0, dtype=torch.float64)
-            constraints.record(broken, 1)
+            constraints.record(broken, 1, agreement=torch.ones(3) if kind else None)
         constraints.step()
-        history.append(constraints.multipliers.clone())
-    return torch.stack(history)
+        history.append(constraints._duals.tensors["multipliers"].clone())
+    return constraints, torch.stack(history)
 
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    constraints = make()
-    history = train(constraints, (rank,))
-    torch.save((history, constraints.reference_level, constraints.skipped_updates), f"{folder}/{rank}.pt")
+    results = []
+    for kind in range(len(KINDS)):
+        constraints, history = train(kind, (rank,))
+        results.append((history, constraints.reference_level, constraints.weights(), constraints.skipped_updates))
+    torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS))
-    alone = make()
-    history = train(alone, (0, 1))
-    assert history[-1].max() > 0.1
-    assert history[10, 1] > 0
-    for shared, other in zip(first, second, strict=True):
-        assert torch.equal(shared, other)
-    torch.testing.assert_close(first[0], history, rtol=0, atol=1e-12)
-    torch.testing.assert_close(first[1], alone.reference_level, rtol=0, atol=1e-12)
-    assert int(first[2]) == 1
+    of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    for kind, (first, second) in enumerate(zip(*of_ranks, strict=True)):
+        alone, history = train(kind, (0, 1))
+        assert history[-1].max() > 0.1
+        assert history[10, 1] > 0
+        assert (history[-1].reshape(-1, 3).amax(1) > 0).all(), "a multiplier of each group moves"
+        for shared, other in zip(first, second, strict=True):
+            assert torch.equal(shared, other)
+        torch.testing.assert_close(first[0], history, rtol=0, atol=1e-12)
+        torch.testing.assert_close(first[1], alone.reference_level, rtol=0, atol=1e-12)
+        torch.testing.assert_close(first[2], alone.weights(), rtol=0, atol=1e-12)
+        assert int(first[3]) == 1

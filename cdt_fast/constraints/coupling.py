@@ -1,0 +1,206 @@
+"""The descent constraints: what bounds a layer's loss, and what that means for the weights of the depths.
+
+    coupling     g_l (l = 1..L)           share of λ_l in the weights
+    "chain"      ℓ_l − r_l ℓ_{l−1}        + λ_l at depth l,  − r_l λ_l at depth l−1
+    "detach"     the same                 + λ_l at depth l          ℓ_{l−1} is a constant in the gradient
+    "absolute"   ℓ_l − ε₀ ∏_{j≤l} r_j     + λ_l at depth l
+
+and g_0 = ℓ_0 − ε₀. With an anchor there is no g_0, and ε₀ stands in the place of ℓ_0 in g_1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from cdt_fast.checks import check_choice, check_fraction, check_integer, check_number
+from cdt_fast.constraints.measurement import Measured
+from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS, Coupling, Ratio, ReferenceMode
+from cdt_fast.errors import InputError
+
+
+class DescentCoupling:
+    """g_0..g_L of the losses, and the weights that their multipliers give the depths.
+
+    Rates and margin grow linearly from zero to what they are over the first `tighten_steps` constrained steps, so that
+    r_l = 1 − τ α_l and bounds are lowered by τ · margin with τ = min(1, steps / tighten_steps).
+
+    Args:
+        layers: L.
+        rate, reference, reference_mode, coupling, ratio, margin, tighten_steps: as in `DescentConstraints`.
+        dtype: of the tensors.
+
+    Attributes:
+        settings: plain words and numbers.
+        constants: tensors that move to the device with the state.
+        tensors: the state: of an automatic reference its level and the number of its measurements, and with
+            `tighten_steps` the number of constrained steps.
+
+    Raises:
+        InputError: an argument is outside of its range, or they do not go together.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rate: Any,
+        reference: Any,
+        *,
+        reference_mode: ReferenceMode,
+        coupling: Coupling,
+        ratio: Ratio,
+        margin: float,
+        tighten_steps: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._layers = layers
+        self.reference = _reference(reference)
+        self.coupling = check_choice("coupling", coupling, get_args(Coupling))
+        self.reference_mode = check_choice("reference_mode", reference_mode, get_args(ReferenceMode))
+        self._margin = check_fraction("margin", margin)
+        self._tighten_steps = check_integer("tighten_steps", tighten_steps, 0)
+        rates = _rates(rate, layers)
+        if self.reference is None and rates is not None and (coupling == "absolute" or reference_mode == "anchor"):
+            needs = 'coupling="absolute"' if coupling == "absolute" else 'reference_mode="anchor"'
+            raise InputError(f'reference is None; {needs} needs one: a number > 0 or "auto"')
+        if ratio != "mean" and coupling == "absolute":
+            raise InputError(f'ratio="{ratio}" compares a layer with the one before; coupling="absolute" does not')
+        self.settings: dict[str, Any] = {
+            "rate": "none" if rates is None else ", ".join(map(repr, rates)),
+            "reference": "none" if self.reference is None else self.reference,
+            "coupling": coupling,
+            "reference_mode": reference_mode,
+            "margin": self._margin,
+            "tighten_steps": self._tighten_steps,
+        }
+        alpha = torch.tensor([math.nan] * layers if rates is None else rates, dtype=dtype)
+        anchored = reference_mode == "anchor"
+        exists = torch.full((layers + 1,), rates is not None)
+        exists[0] = self.reference is not None and not anchored
+        uses_reference = torch.full((layers + 1,), coupling == "absolute")
+        uses_reference[0] = True
+        uses_reference[1] |= anchored
+        self.constants = {
+            "rates": alpha,
+            "shares": torch.cat([torch.zeros(1, dtype=dtype), alpha.nan_to_num(0.0)]),  # α of each depth
+            "exists": exists,
+            "uses_reference": uses_reference,
+            # Whether λ_l pushes depth l−1 up: not where the bound of layer l is a constant in the gradient.
+            "pushes": torch.full((layers,), coupling == "chain") & ~uses_reference[1:],
+        }
+        self.tensors: dict[str, Tensor] = {}
+        if self.reference == "auto":
+            self.tensors["reference_level"] = torch.zeros((), dtype=dtype)
+            self.tensors["reference_measurements"] = torch.zeros((), dtype=torch.int64)
+        else:
+            level = math.nan if self.reference is None else float(self.reference)
+            self.constants["reference_level"] = torch.tensor(level, dtype=dtype)
+        if self._tighten_steps:
+            self.tensors["constrained_steps"] = torch.zeros((), dtype=torch.int64)
+        else:
+            self.constants["upstream"] = self._upstream()
+
+    @property
+    def rates(self) -> Tensor:
+        """α, `[L]`, as they are in the end; NaN without descent constraints."""
+        return self.constants["rates"]
+
+    @property
+    def reference_level(self) -> Tensor:
+        """ε₀, `[]`: NaN without a reference, the running mean so far while an automatic one is not fixed."""
+        return (self.tensors if self.reference == "auto" else self.constants)["reference_level"]
+
+    @property
+    def active(self) -> Tensor:
+        """Which constraints are in force, `[L+1]` bool: those that exist and whose reference, if any, is fixed."""
+        if self.reference != "auto":
+            return self.constants["exists"]
+        fixed = self.tensors["reference_measurements"] >= REFERENCE_MEASUREMENTS
+        return self.constants["exists"] & (fixed | ~self.constants["uses_reference"])
+
+    @property
+    def chained(self) -> list[bool]:
+        """Of each depth 0..L, whether its bound is taken from the loss of the depth before."""
+        chained = self.coupling != "absolute"
+        return [False, chained and self.reference_mode != "anchor", *[chained] * (self._layers - 1)]
+
+    def weights(self, multipliers: Tensor) -> Tensor:
+        """What multipliers λ `[L+1]` add to the weights of the depths, `[L+1]`."""
+        upstream = self._upstream() if self._tighten_steps else self.constants["upstream"]
+        weights = multipliers.clone()
+        weights[:-1].sub_(upstream * multipliers[1:])
+        return weights
+
+    def violation(self, measured: Measured, *, training: bool) -> tuple[Tensor, Tensor]:
+        """g and the scale that makes it relative, both `[L+1]`; without meaning where not active.
+
+        A ratio q_l that is measured by samples enters as g_l = (q_l − r_l) ℓ_{l−1}.
+
+        Args:
+            measured: the losses, and ratios if they are measured.
+            training: with margin and the rates of the moment; else with the bounds as they are.
+        """
+        losses, reference = measured.losses, self.reference_level
+        strength = self._strength() if training else 1.0
+        margin = strength * self._margin if training else 0.0
+        if self.coupling == "absolute":
+            bound = reference * (1 - strength * self.constants["shares"]).cumprod(0)
+            return losses - (1 - margin) * bound, bound.abs()
+        uses_reference = self.constants["uses_reference"]
+        before = torch.where(uses_reference, reference, losses.roll(1))
+        factors = self._factors(strength, margin)
+        violation = losses - factors * before
+        if measured.ratios is not None:
+            sampled = (measured.ratios - factors[1:]) * before[1:]
+            violation = torch.cat([violation[:1], torch.where(uses_reference[1:], violation[1:], sampled)])
+        return violation, before.abs()
+
+    @torch.no_grad()
+    def measure_reference(self, loss: Tensor, finite: Tensor) -> None:
+        """Take the loss of depth 0, `[]`, into an automatic reference, unless that is fixed."""
+        if self.reference != "auto":
+            return
+        level, measurements = self.tensors["reference_level"], self.tensors["reference_measurements"]
+        taken = finite & (measurements < REFERENCE_MEASUREMENTS)
+        level.copy_(torch.where(taken, level + (loss - level) / (measurements + 1), level))
+        measurements += taken
+
+    def count_steps(self, steps: int) -> None:
+        """So many constrained steps are over: the rates tighten."""
+        if self._tighten_steps:
+            self.tensors["constrained_steps"] += steps
+
+    def _strength(self) -> Tensor | float:
+        if not self._tighten_steps:
+            return 1.0
+        return (self.tensors["constrained_steps"].to(self.rates.dtype) / self._tighten_steps).clamp(max=1.0)
+
+    def _factors(self, strength: Tensor | float, margin: Tensor | float) -> Tensor:
+        """The bounds over the losses that they are taken from, `[L+1]`."""
+        return (1 - margin) * (1 - strength * self.constants["shares"])
+
+    def _upstream(self) -> Tensor:
+        """The share of λ_l that depth l−1 carries, `[L]`."""
+        strength = self._strength()
+        return torch.where(self.constants["pushes"], self._factors(strength, strength * self._margin)[1:], 0.0)
+
+
+def _reference(value: Any) -> float | str | None:
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
+    return check_number("reference", value, 'a finite number > 0, "auto" or None', lambda number: number > 0)
+
+
+def _rates(rate: Any, layers: int) -> list[float] | None:
+    if rate is None:
+        return None
+    if not isinstance(rate, Sequence) or isinstance(rate, str):
+        expected = f"a number in [0, 1), or a sequence of {layers} of them, one a layer"
+        return [check_number("rate", rate, expected, lambda number: 0 <= number < 1)] * layers
+    if len(rate) != layers:
+        raise InputError(f"rate has {len(rate)} entries; expected a number, or a sequence of {layers}, one a layer")
+    return [check_fraction(f"rate[{index}]", entry) for index, entry in enumerate(rate)]

@@ -1,0 +1,513 @@
+"""Objectives, ratios by samples, results as bounds and tightening: against formulas and hand-solved problems."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.duals import DualAction
+from cdt_fast.constraints.measurement import tail_mean
+from cdt_fast.errors import InputError
+from tests.constraints.constraint_cases import NoHostSync, feed, plain
+
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+# Every formulation, each with what else it needs.
+KINDS: dict[str, dict[str, Any]] = {
+    "depths": {"objective": "depths", "coefficients": [0.5, 0.0, 2.0, 1.0]},
+    "log": {"objective": "log"},
+    "sample": {"ratio": "sample"},
+    "cvar": {"ratio": "cvar", "tail": 0.3, "coupling": "detach"},
+    "bounds": {"bounds": {1: 0.9, 3: "1.01x"}, "reference_losses": [1.0, 1.0, 0.8, 0.6]},
+    "bounds of the warm-up": {"bounds": {3: "0.9x"}, "rate": None, "reference": None},
+    "agreement": {"agreement": {1: 0.9}, "bounds": {2: 1.0}},
+    "tightening": {"tighten_steps": 7},
+    "barrier": {"dual": "barrier", "dual_lr": 0.5},
+    "growing gain": {"dual": "pi", "gain_growth": 2.0},
+}
+
+
+def make(kind: str, **options: Any) -> DescentConstraints:
+    given: dict[str, Any] = {"rate": 0.2, "reference": "auto", "warmup_steps": 4, "normalize": True, "dual_lr": 0.05}
+    return plain(3, **{**given, **KINDS[kind], **options})
+
+
+def shares_of(constraints: DescentConstraints) -> Tensor | None:
+    """What `record` needs as agreement, different each time."""
+    if constraints.agreement_multipliers is None:
+        return None
+    return torch.tensor([0.5, 0.7 + 0.01 * (constraints._steps % 5), 0.9, 1.0], dtype=torch.float64)
+
+
+def step_on(constraints: DescentConstraints, parts: list[tuple[Tensor, Tensor]]) -> None:
+    shares = shares_of(constraints)
+    for losses, counts in parts:
+        constraints.record(losses, counts, agreement=None if shares is None else shares.to(losses.device))
+    constraints.step()
+
+
+def samples(steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Losses of nine samples a step, `[4, 9]`, falling with depth on the whole, and their numbers of items."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        falling = torch.tensor([[2.0], [1.7], [1.5], [1.4]], dtype=torch.float64)
+        losses = falling * (0.7 + torch.rand(4, 9, dtype=torch.float64, generator=generator))
+        yield losses, torch.randint(1, 6, (9,), generator=generator)
+
+
+# Objectives
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_weights_of_an_objective_are_its_gradient(data: st.DataObject) -> None:
+    layers = data.draw(st.integers(1, 5))
+    coefficients = data.draw(st.lists(st.floats(0, 5), min_size=layers + 1, max_size=layers + 1).filter(any))
+    values = data.draw(st.lists(st.floats(0.01, 100), min_size=layers + 1, max_size=layers + 1))
+    losses = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    given = torch.tensor(coefficients, dtype=torch.float64)
+    formulas = {"depths": (given * losses).sum(), "log": losses[-1].detach() * (given * losses.log()).sum()}
+    for name, value in formulas.items():
+        constraints = plain(layers, None, objective=name, coefficients=coefficients)
+        assert constraints.weights().tolist() == coefficients  # before the first measurement
+        for _ in range(3):
+            feed(constraints, values)
+        torch.testing.assert_close(constraints.weights(), torch.autograd.grad(value, losses)[0], **EXACT)
+
+
+def test_the_average_of_the_logarithms_is_of_all_and_then_of_the_last_ten() -> None:
+    constraints, average = plain(1, None, objective="log", warmup_steps=5), [0.0, 0.0]
+    for number, (first, last) in enumerate([(1.0 + step**1.5, 3.0 - 0.1 * step) for step in range(25)], start=1):
+        feed(constraints, [first, last])
+        average = [a + (new - a) / min(number, 10) for a, new in zip(average, (first, last), strict=True)]
+        torch.testing.assert_close(
+            constraints.weights(), torch.tensor([average[1] / average[0], 1.0], dtype=torch.float64), **EXACT
+        )
+    feed(constraints, [math.nan, 1.0])
+    assert constraints.weights()[0] == average[1] / average[0]
+
+
+def test_a_loss_of_zero_has_a_finite_weight() -> None:
+    constraints = plain(2, None, objective="log")
+    feed(constraints, [0.0, 2.0, 1.0])
+    assert constraints.weights().tolist() == [1.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(("objective", "solution"), [("log", 0.0), ("depths", -1 / 3), ("last", -1.0)])
+def test_objectives_rest_where_they_should(objective: Any, solution: float) -> None:
+    """ℓ_0 = (x − 1)² + 1 and ℓ_1 = 2 ((x + 1)² + 1): log ℓ_0 + log ℓ_1 = log 2 (x⁴ + 4), whatever the factor 2."""
+    constraints = plain(1, None, objective=objective)
+    point = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    for _ in range(2000):
+        losses = torch.stack([(point - 1).square() + 1, 2 * ((point + 1).square() + 1)])
+        (gradient,) = torch.autograd.grad(constraints.weights() @ losses, point)
+        with torch.no_grad():
+            point -= 0.02 * gradient
+        constraints.record(losses.detach(), 1)
+        constraints.step()
+    # At 0 log ℓ_0 + log ℓ_1 is flat to the third order: x falls as slowly as 1/√n.
+    assert float(point.detach()) == pytest.approx(solution, abs=0.12 if objective == "log" else 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["depths", "log", "sample"])
+def test_the_weights_of_the_warm_up_are_those_of_the_objective(kind: str) -> None:
+    constraints = make(kind)
+    for number, (losses, counts) in enumerate(samples(6)):
+        known = constraints.known_weights()
+        if kind == "log" or number >= 4:
+            assert known is None
+        else:
+            assert known is not None
+            assert constraints.weights().tolist() == list(known)
+            assert list(known) == KINDS[kind].get("coefficients", [0.0, 0.0, 0.0, 1.0])
+        step_on(constraints, [(losses, counts)])
+    assert constraints.multipliers.any()
+
+
+# Ratios by samples
+
+
+def test_equal_ratios_are_the_ratio_of_the_means() -> None:
+    """Then the formulations are one, trajectories and all."""
+    by_mean, by_sample = plain(3, [0.1, 0.3, 0.2], 1.7), plain(3, [0.1, 0.3, 0.2], 1.7, ratio="sample")
+    for step in range(30):
+        falling = torch.tensor([2.0, 1.9, 1.5, 1.4 + 0.01 * step], dtype=torch.float64)
+        losses = falling.unsqueeze(1) * torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+        for constraints in (by_mean, by_sample):
+            constraints.record(losses, torch.tensor([1, 5, 2]))
+            constraints.step()
+    assert by_mean.multipliers.min() > 0
+    torch.testing.assert_close(by_sample.multipliers, by_mean.multipliers, **EXACT)
+
+
+def test_ratios_of_samples_are_averaged_over_samples_not_items() -> None:
+    constraints = plain(1, 0.25, ratio="sample", dual="ascent", dual_lr=1.0, resilience=None, normalize=True)
+    constraints.record(torch.tensor([[1.0, 4.0], [0.5, 4.0]], dtype=torch.float64), torch.tensor([1, 3]))
+    constraints.record(torch.tensor([2.0, 3.0], dtype=torch.float64), 5)  # a micro-batch is one sample
+    constraints.step()
+    # Mean loss at depth 0: (1 + 12 + 10) / 9; the ratios .5, 1 and 1.5.
+    assert constraints.multipliers.tolist() == pytest.approx([0.0, 1.0 - 0.75])
+
+
+def test_cvar_comes_to_the_mean_of_the_worst_share() -> None:
+    ratios = torch.linspace(0.5, 1.5, 50, dtype=torch.float64)
+    losses = torch.stack([torch.ones_like(ratios), ratios, ratios * ratios.flip(0)])
+    constraints = plain(2, 0.0, ratio="cvar", tail=0.2, dual="ascent", dual_lr=1.0, resilience=None)
+    exact = torch.stack([ratios.sort().values[-10:].mean(), ratios.flip(0).sort().values[-10:].mean()])
+    torch.testing.assert_close(tail_mean(torch.stack([ratios, ratios.flip(0)]), 0.2), exact, **EXACT)
+    above = []
+    for _ in range(400):
+        before = constraints.multipliers.clone()
+        constraints.record(losses, 1)
+        constraints.step()
+        above.append((constraints.multipliers - before)[1:] / losses[:-1].mean(1) + 1)
+    assert (torch.stack(above) >= exact - 1e-12).all(), "an upper bound from the first step on"
+    assert above[0][0] > exact[0] + 0.05
+    torch.testing.assert_close(above[-1], exact, **EXACT)
+
+
+def test_the_mean_of_a_tail_that_ends_inside_of_an_entry() -> None:
+    values = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+    assert tail_mean(values, 0.375).item() == pytest.approx((4.0 + 0.5 * 3.0) / 1.5)
+    assert tail_mean(values, 0.1).item() == 4.0
+    assert tail_mean(values, 1.0).item() == 2.5
+
+
+# Results as bounds
+
+
+def solve(constraints: DescentConstraints, steps: int = 6000) -> float:
+    """min ℓ_1 = ½ (x − 1)² + 1 with ℓ_0 = ½ x² + 1, under the constraints; return x."""
+    point = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
+    for _ in range(steps):
+        losses = torch.stack([0.5 * point.square() + 1, 0.5 * (point - 1).square() + 1])
+        (gradient,) = torch.autograd.grad(constraints.weights() @ losses, point)
+        with torch.no_grad():
+            point -= 0.05 * gradient
+        constraints.record(losses.detach(), 1)
+        constraints.step()
+    return float(point.detach())
+
+
+@pytest.mark.parametrize("dual", ["ascent", "pi", "barrier"])
+def test_a_bound_is_met_by_the_multiplier_that_it_takes(dual: Any) -> None:
+    """ℓ_0 ≤ 1.125 means x ≤ ½, where x − 1 + μ x = 0 with μ = 1."""
+    constraints = plain(1, None, bounds={0: 1.125}, dual=dual, dual_lr=0.1, resilience=None)
+    assert solve(constraints) == pytest.approx(0.5, abs=1e-4)
+    assert constraints.bound_multipliers is not None
+    assert constraints.bound_multipliers.tolist() == pytest.approx([1.0, 1e-4 if dual == "barrier" else 0.0], abs=1e-3)
+    assert constraints.multipliers.tolist() == [0.0, 0.0]
+    assert constraints.report([1.125, 1.125]).bound_violation == [0.0, None]
+
+
+def test_a_result_is_asked_for_and_the_rest_is_as_good_as_it_allows() -> None:
+    """min log ℓ_0 s.t. ℓ_1 ≤ 1.02 · 1: the last depth may lose two percent, x = 1 − √.04 = .8."""
+    constraints = plain(
+        1,
+        None,
+        objective="log",
+        coefficients=[1.0, 0.0],
+        bounds={1: "1.02x"},
+        reference_losses=[9.0, 1.0],
+        dual="ascent",
+        dual_lr=0.1,
+        resilience=None,
+    )
+    assert solve(constraints) == pytest.approx(0.8, abs=1e-4)
+    report = constraints.report([1.3, 1.03])
+    assert report.bound_violation == [None, pytest.approx(0.01)]
+    assert report.relative_bound_violation == [None, pytest.approx(0.01 / 1.02)]
+    assert (report.worst_kind, report.worst_layer, report.feasible) == ("bound", 1, False)
+    assert str(report) == (
+        "Infeasible: 1 of 1 constraints is violated; the worst: depth 1 is above its bound by 0.01 "
+        "(relative violation 0.98%); a bound of 1.03 would be met."
+    )
+
+
+def test_a_factor_is_of_what_the_warm_up_came_to() -> None:
+    constraints = plain(1, None, bounds={1: "0.5x"}, warmup_steps=14, dual="ascent", dual_lr=1.0, resilience=None)
+    average = 0.0
+    for step in range(14):
+        assert constraints.report([1.0, 1.0]).worst_layer is (1 if step else None)
+        feed(constraints, [9.0, 4.0 - 0.1 * step])
+        average += (4.0 - 0.1 * step - average) / min(step + 1, 10)
+    for loss in (5.0, 3.0):
+        feed(constraints, [9.0, loss])
+    assert constraints.bound_multipliers is not None
+    assert constraints.bound_multipliers.tolist() == pytest.approx([0.0, 8.0 - average])
+    assert constraints.report([1.0, 3.0]).bound_violation == [None, pytest.approx(3.0 - 0.5 * average)]
+
+
+def test_a_margin_is_for_descent_alone() -> None:
+    constraints = plain(1, None, bounds={1: 2.0}, margin=0.5, dual="ascent", dual_lr=1.0, resilience=None)
+    feed(constraints, [3.0, 1.9])
+    assert constraints.bound_multipliers is not None
+    assert constraints.bound_multipliers.tolist() == [0.0, 0.0]
+
+
+def test_agreement_moves_its_multiplier_and_weighs_the_loss() -> None:
+    constraints = plain(2, None, agreement={0: 0.9, 1: 0.5}, dual="ascent", dual_lr=1.0, resilience=None)
+    for shares, count in (([0.5, 0.7, 1.0], 3), ([0.9, 0.1, 1.0], 1)):
+        constraints.record(torch.ones(3), count, agreement=torch.tensor(shares, dtype=torch.float64))
+    constraints.step()
+    assert constraints.agreement_multipliers is not None
+    assert constraints.agreement_multipliers.tolist() == pytest.approx([0.9 - 0.6, 0.0, 0.0])
+    assert constraints.weights().tolist() == pytest.approx([0.3, 0.0, 1.0])
+    report = constraints.report([1.0, 1.0, 1.0], agreement=[0.8, 0.6, 1.0])
+    assert report.agreement_violation == [pytest.approx(0.1), pytest.approx(-0.1), None]
+    assert (report.worst_kind, report.worst_layer) == ("agreement", 0)
+    assert "the agreement of depth 0 with the last is too small by 10.00% of the items" in str(report)
+    assert constraints.report([1.0, 1.0, 1.0]).worst_layer is None
+
+
+def test_a_mean_over_nothing_adds_no_agreement() -> None:
+    constraints = make("agreement", reference=None, rate=None)
+    constraints.accumulate(torch.full((4,), math.nan), torch.tensor(0), torch.full((4,), math.nan))
+    step_on(constraints, [(torch.ones(4), torch.tensor(2))])
+    assert int(constraints.skipped_updates) == 0
+
+
+# Tightening
+
+
+def test_rates_and_margin_grow_to_what_they_are() -> None:
+    options: dict[str, Any] = {"margin": 0.1, "dual": "ascent", "dual_lr": 1.0, "resilience": None}
+    constraints = plain(2, [0.5, 0.2], 2.0, tighten_steps=4, warmup_steps=2, dual_every=2, **options)
+    losses = [2.1, 2.0, 2.0]
+    feed(constraints, losses, losses)
+    for step in range(8):
+        strength = min(1.0, 2 * (step // 2) / 4)
+        margin, first, second = 0.1 * strength, 0.5 * strength, 0.2 * strength
+        constraints.multipliers.copy_(torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
+        kept = [(1 - margin) * (1 - first), (1 - margin) * (1 - second)]
+        weights = [0.5 - kept[0], 1.0 - 2 * kept[1], 1.0 + 2.0]
+        assert constraints.weights().tolist() == pytest.approx(weights)
+        feed(constraints, losses)
+        if step % 2:
+            violations = [2.1 - 2 * (1 - margin), 2.0 - kept[0] * 2.1, 2.0 - kept[1] * 2.0]
+            moved = [max(0.0, start + g) for start, g in zip((0.5, 1.0, 2.0), violations, strict=True)]
+            assert constraints.multipliers.tolist() == pytest.approx(moved)
+    assert constraints.rates.tolist() == [0.5, 0.2]
+    expected = plain(2, [0.5, 0.2], 2.0, **options).report(losses)
+    assert plain(2, [0.5, 0.2], 2.0, tighten_steps=4, **options).report(losses) == expected
+
+
+# What holds for every formulation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_is_exact(kind: str) -> None:
+    """Nine samples at once against three, one and five of them, and one that counts for nothing."""
+    whole, parts = make(kind), make(kind)
+    for losses, counts in samples(120):
+        step_on(whole, [(losses, counts)])
+        pieces = list(zip(losses.split([3, 1, 5], 1), counts.split([3, 1, 5]), strict=True))
+        nothing = torch.full((4,), math.nan, dtype=torch.float64), torch.tensor(0)
+        step_on(parts, [*pieces, nothing])
+        torch.testing.assert_close(parts.weights(), whole.weights(), rtol=0, atol=1e-11)
+    assert whole._duals.tensors["multipliers"].max() > 1e-3
+    assert int(parts.skipped_updates) == int(whole.skipped_updates) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [2, 5, 30, 61])  # in the warm-up, after it, and after an automatic reference is fixed
+def test_a_restored_run_continues_bit_for_bit(kind: str, stop: int) -> None:
+    straight, stopped, restored = (make(kind, dual_every=2) for _ in range(3))
+    given = list(samples(120))
+    for losses, counts in given:
+        step_on(straight, [(losses, counts)])
+    for losses, counts in given[:stop]:
+        step_on(stopped, [(losses, counts)])
+    state = stopped.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    restored.load_state_dict({**load_tensors(save_tensors(tensors)), **json.loads(json.dumps(rest, allow_nan=False))})
+    for losses, counts in given[stop:]:
+        step_on(restored, [(losses, counts)])
+    for name, expected in straight.state_dict().items():
+        actual = restored.state_dict()[name]
+        assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_another_formulation_is_refused(kind: str) -> None:
+    saved = make(kind).state_dict()
+    with pytest.raises(InputError, match=r"the saved state has \w+ = "):
+        make(kind, **{name: None for name in ("bounds", "reference_losses", "agreement") if name in KINDS[kind]} | {
+            "objective": "last", "coefficients": None, "ratio": "mean", "tighten_steps": 0, "dual": "adam",
+        }).load_state_dict(saved)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nothing_waits_for_the_device(kind: str, device: str) -> None:
+    constraints = make(kind, device=device, dual_every=2)
+    losses, count = torch.rand(4, 5, device=device), torch.tensor(3, device=device)
+    with NoHostSync():
+        for _ in range(60):
+            constraints.weights()
+            constraints.known_weights()
+            shares = None if constraints.agreement_multipliers is None else torch.rand(4, device=device)
+            constraints.record(losses, 2, agreement=shares)
+            constraints.record(losses[:, 0], count, agreement=shares)
+            constraints.step()
+        constraints.epoch_end()
+    assert constraints.weights().device.type == device
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_keeps_its_storage(kind: str) -> None:
+    constraints = make(kind)
+
+    def storages() -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in constraints._tensors().items()}
+
+    before, saved = storages(), constraints.state_dict()
+    for losses, counts in samples(60):
+        step_on(constraints, [(losses, counts)])
+    constraints.epoch_end()
+    constraints.load_state_dict(saved)
+    assert storages() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_non_finite_loss_leaves_no_trace(kind: str, broken: float) -> None:
+    clean, hit = make(kind), make(kind)
+    for number, (losses, counts) in enumerate(samples(60)):
+        step_on(clean, [(losses, counts)])
+        step_on(hit, [(losses, counts)])
+        if number > 4 and number % 7 == 0:
+            worse = losses.clone()
+            worse[2, 4] = broken
+            before = {name: tensor.clone() for name, tensor in hit._tensors().items()}
+            action = hit.count_step()
+            hit._steps -= 1
+            assert action is DualAction.UPDATE
+            shares = shares_of(hit)
+            hit.accumulate(worse, counts, shares)
+            hit.apply(action)
+            for name, tensor in hit._tensors().items():
+                if name not in ("skipped_updates", "constrained_steps"):
+                    assert torch.equal(tensor, before[name]), name
+            for tensors in hit._states():
+                if "constrained_steps" in tensors:  # the schedule goes by steps, not by updates
+                    tensors["constrained_steps"].copy_(before["constrained_steps"])
+    assert int(hit.skipped_updates) == 8
+    torch.testing.assert_close(hit.weights(), clean.weights(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_of_a_step_are_the_step(kind: str) -> None:
+    whole, apart = make(kind, dual_every=3), make(kind, dual_every=3)
+    for losses, counts in samples(40):
+        shares = shares_of(whole)
+        step_on(whole, [(losses, counts)])
+        action = apart.count_step()
+        apart.accumulate(losses, counts, shares)
+        apart.apply(action)
+    for name, expected in whole.state_dict().items():
+        actual = apart.state_dict()[name]
+        assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected, name
+
+
+def test_the_report_judges_samples_by_samples() -> None:
+    losses = torch.tensor([[1.0, 1.0, 2.0, 2.0], [0.5, 1.5, 1.0, 1.6]], dtype=torch.float64)
+    exact = {"mean": 4.6 / 6, "sample": (0.5 + 1.5 + 0.5 + 0.8) / 4, "cvar": 1.5}
+    for ratio, value in exact.items():
+        report = plain(1, 0.2, ratio=ratio, tail=0.25).report(losses)
+        assert report.ratio == pytest.approx([value])
+        assert report.relative_violation == [None, pytest.approx(value - 0.8)]
+        assert plain(1, 0.2, ratio=ratio).report(losses.mean(1)).ratio == pytest.approx([4.6 / 6])
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "advice"),
+    [
+        ([1.0, 0.963, 0.2], {"rate": 0.1}, "a rate of 0.037 would be met at layer 1"),
+        ([1.0, 0.5, 0.6], {"rate": 0.1}, "layer 2 multiplies the loss by 1.2, so that no rate would be met there"),
+        ([9.0, 0.5, 0.2], {"rate": 0.1, "reference": 1.0}, "a reference of 9 would be met"),
+        ([1.0, 0.5, 0.5], {"rate": 0.6, "reference": 1.0, "coupling": "absolute"}, "lower the rate, or raise the refe"),
+    ],
+)
+def test_a_verdict_says_what_to_change(losses: list[float], options: dict[str, Any], advice: str) -> None:
+    report = plain(2, **options).report(losses)
+    assert advice in report.advice
+    assert report.advice in str(report)
+    assert "advice" in report.as_dict()
+    assert plain(2, **options).report([1.0, 0.1, 0.01]).advice == ""
+
+
+# Wrong input
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"objective": "first"}, "objective must be one of 'last', 'depths', 'log', got 'first'"),
+    ({"coefficients": [1.0] * 4}, 'coefficients weigh the depths of objective="depths" and "log"'),
+    ({"objective": "log", "coefficients": [1.0]}, r"coefficients must be 4 numbers >= 0, one a depth, got \[1.0\]"),
+    ({"objective": "log", "coefficients": [1, 1, -1, 1]}, r"coefficients\[2\] must be a finite number >= 0, got -1"),
+    ({"objective": "depths", "coefficients": [0, 0, 0, 0]}, "coefficients must not all be zero"),
+    ({"bounds": {4: 0.9}}, "bounds holds depth 4, which is not read: the depths are 0 to 3"),
+    ({"bounds": {-1: 0.9}}, "bounds holds depth -1, which is not read"),
+    ({"bounds": {"3": 0.9}}, "bounds holds depth '3', which is not read"),
+    ({"bounds": {}}, r"bounds must be a dictionary of depths, such as \{3: 0.9\}, or None, got \{\}"),
+    ({"bounds": [0.9]}, r"bounds must be a dictionary of depths, .* got \[0.9\]"),
+    ({"bounds": {3: 0.0}}, r'bounds\[3\] must be a finite number > 0, or a factor such as "1.01x", got 0.0'),
+    ({"bounds": {3: "1.01y"}}, r"bounds\[3\] must be a finite number > 0, or a factor .*, got '1.01y'"),
+    ({"bounds": {3: "-2x"}}, r"bounds\[3\] must be a finite number > 0, or a factor"),
+    ({"bounds": {3: "1.01x"}}, r"bounds\[3\] is a factor of the loss at the end of the warm-up, but warmup_steps is 0"),
+    ({"bounds": {3: 0.9}, "reference_losses": [1.0] * 4}, "bounds holds no factor"),
+    ({"bounds": {3: "1x"}, "reference_losses": [1.0]}, r"reference_losses must be 4 losses, one a depth, or None"),
+    ({"bounds": {3: "1x"}, "reference_losses": [1, 1, 0, 1]}, r"reference_losses\[2\] must be a finite number > 0"),
+    ({"agreement": {3: 0.9}}, "agreement holds depth 3, the last, which always agrees with itself"),
+    ({"agreement": {1: 1.5}}, r"agreement\[1\] must be a number in \(0, 1\], got 1.5"),
+    ({"ratio": "median"}, "ratio must be one of 'mean', 'sample', 'cvar', got 'median'"),
+    (
+        {"ratio": "cvar", "coupling": "absolute"},
+        'ratio="cvar" compares a layer with the one before',
+    ),
+    ({"tail": 0.0}, r"tail must be a number in \(0, 1\], got 0.0"),
+    ({"tighten_steps": -1}, "tighten_steps must be an integer >= 0, got -1"),
+    ({"gain_growth": 0.5}, "gain_growth must be a finite number >= 1, got 0.5"),
+    ({"gain_limit": 0.1}, "gain_limit must be a finite number >= 0.2, got 0.1"),
+    ({"barrier_width": 0}, "barrier_width must be a finite number > 0, got 0"),
+    ({"dual": "barrier", "dual_lr": 2.0}, 'dual_lr is 2.0; expected at most 1 with dual="barrier"'),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_wrong_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plain(3, 0.1, 1.0, **options)
+
+
+def test_wrong_records() -> None:
+    constraints = plain(2)
+    with pytest.raises(InputError, match=r"losses is \(2, 5\); expected a tensor of shape \(3,\)"):
+        constraints.record(torch.zeros(2, 5), 1)
+    with pytest.raises(InputError, match=r"losses is \(3, 0\)"):
+        constraints.record(torch.zeros(3, 0), 1)
+    with pytest.raises(InputError, match=r"count has shape \(4,\); expected one element, or shape \(5,\)"):
+        constraints.record(torch.zeros(3, 5), torch.ones(4))
+    with pytest.raises(InputError, match="agreement was not asked for"):
+        constraints.record(torch.zeros(3), 1, agreement=torch.ones(3))
+    asked = plain(2, agreement={0: 0.5})
+    with pytest.raises(InputError, match="agreement is missing"):
+        asked.record(torch.zeros(3), 1)
+    with pytest.raises(InputError, match=r"agreement is \(2,\); expected a tensor of shape \(3,\), a share per depth"):
+        asked.record(torch.zeros(3), 1, agreement=torch.ones(2))
+    with pytest.raises(InputError, match="agreement is on meta; expected cpu"):
+        asked.record(torch.zeros(3), 1, agreement=torch.ones(3, device="meta"))
+    with pytest.raises(InputError, match=r"agreement is \(2,\)"):
+        asked.report([1.0, 1.0, 1.0], agreement=[1.0, 1.0])
+    with pytest.raises(InputError, match="nothing was recorded"):
+        asked.step()
