@@ -125,7 +125,7 @@ def _brings_weights_from_the_host(patch: pytest.MonkeyPatch) -> None:
 def _hides_a_copy_in_where(patch: pytest.MonkeyPatch) -> None:
     weights = DescentConstraints.weights
     zero = torch.zeros(())
-    patch.setattr(DescentConstraints, "weights", lambda self: torch.where(self._active(), zero, weights(self)))
+    patch.setattr(DescentConstraints, "weights", lambda self: torch.where(self._coupling.active, zero, weights(self)))
 
 
 def _makes_a_tensor_of_numbers(patch: pytest.MonkeyPatch) -> None:
