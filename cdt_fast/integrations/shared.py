@@ -12,7 +12,6 @@ from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.presets import options_of
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import LayerLosses
-from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL
 from cdt_fast.models.layer_losses.targets import IGNORED
 
 _WAITING = "accumulated"  # the one tensor of a DescentConstraints state that ranks do not share
@@ -52,7 +51,7 @@ def items_in(layer_losses: LayerLosses, batch: Mapping[str, Any]) -> Tensor:
     labels = batch.get("labels") if shifted is None else shifted
     if not isinstance(labels, Tensor):
         raise InputError(f"a batch must hold labels, as the losses of the depths need them; it holds {list(batch)}")
-    if shifted is None and layer_losses.kind == LANGUAGE_MODEL:
+    if shifted is None and layer_losses.shifts_labels:
         labels = labels[..., 1:]
     return (labels != IGNORED).sum()
 

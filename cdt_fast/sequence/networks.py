@@ -125,7 +125,7 @@ class PretrainedNetwork:
 
         def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             if isinstance(arguments[0], list):  # the states of all depths, on their way to the losses
-                states.extend(arguments[0])
+                states[:] = arguments[0]  # those of the first forward come after those of its check
 
         hook = parts.head.register_forward_pre_hook(note)
         try:

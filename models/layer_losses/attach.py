@@ -25,9 +25,9 @@ def attach_layer_losses(
 
     A forward with `labels` then returns, besides what it did, `layer_losses` `[depths]`, the mean cross-entropy at each
     depth (in nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens
-    (language model: labels are shifted by one inside, as always) that it is a mean over, those whose label is not −100;
-    where there is none of them the losses are 0. Every depth is read through the model's own final norm, pooling and
-    head; dropout of the readout draws anew at each depth.
+    (language model: its labels are shifted by one where its own loss shifts them) that it is a mean over, those whose
+    label is not −100; where there is none of them the losses are 0. Every depth is read through the model's own final
+    norm, pooling and head; dropout of the readout draws anew at each depth.
 
     With weights, `loss` is `Σ_l w_l ℓ_l`, in one fused pass, and `layer_losses` is detached; without, `loss` is the
     model's own, that of the last layer, and `layer_losses` is differentiable. Where the forward is given
@@ -36,6 +36,9 @@ def attach_layer_losses(
 
     A mixture of experts that returns the loss of its routers (`output_router_logits`) has it added to `loss`, times the
     model's own factor and whatever the weights, as in its own forward.
+
+    The first forward with labels is checked against the model, in a few further forwards of a few tokens: the last
+    depth's loss is the model's own, and inner depths are the model without the layers behind them.
 
     Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it; where peft puts an
     adapter on the head, after.
@@ -55,8 +58,9 @@ def attach_layer_losses(
 
     Raises:
         InputError: the model or its head is of no known kind, or has layer losses already; an argument is out of range.
-            And from the forward: labels of another shape or dtype, or, where they are on the CPU, outside of the
-            classes or all ignored. Labels on a GPU are not waited for: there these cases give NaN.
+            From the first forward: its losses are not those of the model. From any: labels of another shape or dtype,
+            or, where they are on the CPU, outside of the classes or all ignored. Labels on a GPU are not waited for:
+            there these cases give NaN.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """

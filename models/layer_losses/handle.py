@@ -19,17 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.first_forward import Reading, check_first_forward
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
-from cdt_fast.models.layer_losses.outputs import LAYER_LOSSES, LOSS_COUNT, router_loss, with_layer_losses
-from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts
+from cdt_fast.models.layer_losses.outputs import (
+    LAYER_LOSSES,
+    LOSS_COUNT,
+    ignore_in_predictions,
+    router_loss,
+    with_layer_losses,
+)
+from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts, check_head, refusal
 from cdt_fast.models.layer_losses.patch import Patch
-from cdt_fast.models.layer_losses.structure import check_head, check_logits, check_readout
 from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
 from cdt_fast.ops import layerwise_cross_entropy
 from cdt_fast.ops.shared.depths import weights_of_depths
 
 MARK = "_cdt_fast_layer_losses"
-_IGNORED_KEYS = "keys_to_ignore_at_inference"
 
 
 @dataclass
@@ -41,8 +46,7 @@ class _Pass:
     whole_logits: bool
     states: dict[int, Tensor] = field(default_factory=dict)
     features: Tensor | None = None  # [B, T, d], what the head of a language model was given
-    probe: Tensor | None = None  # [B, 1, V], what it answered for the first token
-    last_output: Tensor | None = None  # of the last layer, first token, until the first forward has been checked
+    inner: list[Tensor] = field(default_factory=list)  # what it is given for the inner depths; of a classifier rows
     base_output: Any = None
     replayed: Tensor | None = None  # what the base model is to answer with
 
@@ -87,20 +91,20 @@ class LayerLosses:
         if parts.kind == LANGUAGE_MODEL and parts.tail:
             note = functools.partial(self._note, len(parts.layers))
             self._hooks.append(parts.tail[0].register_forward_pre_hook(note, with_kwargs=True))
-        self._check_hook = parts.layers[-1].register_forward_hook(self._note_last)
-        config: Any = parts.model.config
-        # A Trainer gathers every other output of an evaluation as if it were predictions.
-        keys = [*(getattr(config, _IGNORED_KEYS, None) or ()), LAYER_LOSSES, LOSS_COUNT]
-        self._config_keys = vars(config).get(_IGNORED_KEYS)
-        setattr(config, _IGNORED_KEYS, keys)
+        ignore_in_predictions(parts.model.config)
         setattr(parts.model, MARK, self)
 
     @property
     def kind(self) -> str:
-        """What the model is: "causal language model", which predicts the next token, or "classifier", one row a label.
-
-        A language model's forward shifts `labels` by one, so that the first label of a sequence counts nowhere."""
+        """What the model is: "causal language model", which reads every token, or "classifier", one row a label."""
         return self._parts.kind
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether the model's forward shifts `labels` by one, so that the first label of a sequence counts nowhere.
+
+        Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier."""
+        return self._parts.shifts_labels
 
     @property
     def weights(self) -> Tensor | None:
@@ -129,15 +133,10 @@ class LayerLosses:
         if not self._attached:
             return
         self._attached = False
-        for handle in (*self._hooks, self._check_hook):
+        for handle in self._hooks:
             handle.remove()
         for patch in self._patches:
             patch.remove()
-        config: Any = self._parts.model.config
-        if self._config_keys is None:
-            delattr(config, _IGNORED_KEYS)
-        else:
-            setattr(config, _IGNORED_KEYS, self._config_keys)
         delattr(self._parts.model, MARK)
 
     def _forward(self, patch: Patch, *args: Any, **kwargs: Any) -> Any:
@@ -151,27 +150,47 @@ class LayerLosses:
             kwargs.pop(name, None)
         items = kwargs.pop("num_items_in_batch", None)
         as_tuple = not _given(kwargs.get("return_dict"), getattr(self._parts.model.config, "return_dict", True))
+        kwargs["return_dict"] = True
         if not torch.compiler.is_compiling():
             check_head(self._parts)
-        shift = self._parts.kind == LANGUAGE_MODEL and shifted is None
+        shift = self.shifts_labels and shifted is None
         targets = targets_of(labels if shifted is None else shifted, self._parts.classes, shift=shift)
         count = check_count(targets, items)
         weights = self._weights if weights is None else weights_of_depths(weights, len(self.taps))
-        self._pass = _Pass(targets, None if self._evaluating else weights, self._whole_logits())
-        try:
-            run = functools.partial(patch.original, **{**kwargs, "return_dict": True})
-            output = run()
-            rows = self._parts.kind == CLASSIFIER
-            total, sums, logits = self._read_rows(output, run) if rows else self._read_tokens(output)
-            loss = total / (count if items is None else items)
-            of_router = router_loss(self._parts.model, output)
-            loss = loss if of_router is None else loss + of_router.to(loss.device)
-        finally:
-            self._pass = None
+        if not self._checked:
+            check_first_forward(self._parts, self.taps, patch.original, self._reading, kwargs)
+            self._checked = True
+        this = _Pass(targets, None if self._evaluating else weights, self._whole_logits())
+        output, total, sums, logits = self._read(functools.partial(patch.original, **kwargs), this)
+        loss = self._with_router_loss(total / (count if items is None else items), output)
         count = count.to(sums.device, non_blocking=True)
         means = sums / count.clamp(min=1)
         output = with_layer_losses(output, loss=loss, logits=logits, **{LAYER_LOSSES: means, LOSS_COUNT: count})
         return output.to_tuple() if as_tuple else output
+
+    def _with_router_loss(self, loss: Tensor, output: Any) -> Tensor:
+        of_router = router_loss(self._parts.model, output)
+        return loss if of_router is None else loss + of_router.to(loss.device)
+
+    def _reading(self, run: Callable[[], Any], labels: Tensor) -> Reading:
+        """What the first forward is checked by; see there."""
+        targets = targets_of(labels, self._parts.classes, shift=self.shifts_labels)
+        this = _Pass(targets, None, whole_logits=True)
+        output, total, *_ = self._read(run, this)
+        loss = self._with_router_loss(total / (targets != IGNORED).sum(), output)
+        last = output.logits if this.features is None else this.features
+        return Reading(loss, this.inner, last)
+
+    def _read(self, run: Callable[[], Any], this: _Pass) -> tuple[Any, Tensor, Tensor, Tensor | None]:
+        """The output of `run`, a forward without labels, and the total, sums and logits read in it."""
+        self._pass = this
+        try:
+            output = run()
+            rows = self._parts.kind == CLASSIFIER
+            total, sums, logits = self._read_rows(output, run) if rows else self._read_tokens(output)
+            return output, total, sums, logits
+        finally:
+            self._pass = None
 
     def _whole_logits(self) -> bool:
         if self._evaluating or self._parts.kind == CLASSIFIER:
@@ -191,7 +210,6 @@ class LayerLosses:
         # Called as a module, so that what gathers the weight of a sharded head does so. The last norm runs again there,
         # for sharded together with the head its weight is there only between the call and its backward.
         total, sums = self._parts.head([*self._inner_states(), this.states.get(len(self._parts.layers), features)])
-        self._check_logits(output.logits)
         return total, sums, output.logits if this.whole_logits else None
 
     def _read_rows(self, output: Any, again: Callable[[], Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,6 +219,7 @@ class LayerLosses:
         for state in self._inner_states():
             this.replayed = self._parts.read(state)
             features.append(again().logits)
+        this.inner = list(features)
         features.append(output.logits)
         for rows in features:
             if rows.dim() != 2 or rows.shape[0] != this.targets.numel() or this.targets.dim() != 1:
@@ -219,20 +238,21 @@ class LayerLosses:
         if isinstance(features, list):
             if classifier:
                 return *self._losses(features), patch.original(features[-1])
-            if this.features is not None:
-                self._check_tail(this.features)
-            return self._losses([self._parts.read(state) for state in features])
+            features = [self._parts.read(state) for state in features]
+            this.inner = features[:-1]
+            for rows in features:
+                if this.features is not None and rows.shape != this.features.shape:
+                    shapes = f"{tuple(rows.shape)} as read, {tuple(this.features.shape)} in its forward"
+                    raise refusal(self._parts.model, f"what its head is given has another shape: {shapes}")
+            return self._losses(features)
         if classifier:
             return features
         this.features = features
         if this.whole_logits:
-            logits = patch.original(features, *args, **kwargs)
-            this.probe = logits[:, :1]
-            return logits
+            return patch.original(features, *args, **kwargs)
         with torch.no_grad():
-            # The model may go on computing with logits (a softcap, a scale): these show it once what it does.
-            this.probe = patch.original(features[:, :1], *args, **kwargs)
-        return this.probe
+            # The model may go on computing with logits (a softcap, a scale): these are for it to do so.
+            return patch.original(features[:, :1], *args, **kwargs)
 
     def _base(self, patch: Patch, *args: Any, **kwargs: Any) -> Any:
         """The forward of the base model of a classifier: in a replay, what it returned with another last state."""
@@ -241,7 +261,6 @@ class LayerLosses:
             return patch.original(*args, **kwargs)
         if this.replayed is None:
             this.base_output = patch.original(*args, **kwargs)
-            self._check_tail(this.base_output[0])
             return this.base_output
         changed: dict[str, Tensor | None] = {"last_hidden_state": this.replayed}
         if "pooler_output" in this.base_output:
@@ -288,33 +307,11 @@ class LayerLosses:
         return [states[depth] for depth in depths]
 
     def _note(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # In the backward a checkpointed layer runs again; then there is no pass. The norm runs again for each depth.
-        if self._pass is not None and depth not in self._pass.states:
-            self._pass.states[depth] = args[0] if args else next(iter(kwargs.values()))
-
-    def _note_last(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._pass is not None:
-            state = output if isinstance(output, Tensor) else output[0]
-            self._pass.last_output = state[:, :1].detach()
-
-    def _check_tail(self, expected: Tensor) -> None:
-        this = self._this_pass()
-        if self._checked or this.last_output is None or torch.compiler.is_compiling():
-            return
-        check_readout(self._parts, this.last_output, expected, this.base_output)
-        if self._parts.kind == CLASSIFIER:
-            self._finish_check()
-
-    def _check_logits(self, logits: Tensor) -> None:
-        probe = self._this_pass().probe
-        if self._checked or probe is None or torch.compiler.is_compiling():
-            return
-        check_logits(self._parts, probe, logits)
-        self._finish_check()
-
-    def _finish_check(self) -> None:
-        self._checked = True
-        self._check_hook.remove()
+        # In the backward a checkpointed layer runs again; then there is no pass. The final norm may run on the
+        # embeddings too, and runs again for each depth: its state is the one before the head is called.
+        this, last = self._pass, depth == len(self._parts.layers)
+        if this is not None and (this.features is None if last else depth not in this.states):
+            this.states[depth] = args[0] if args else next(iter(kwargs.values()))
 
     def _this_pass(self) -> _Pass:
         assert self._pass is not None

@@ -11,6 +11,8 @@ from cdt_fast.errors import InputError
 
 LAYER_LOSSES, LOSS_COUNT = "layer_losses", "layer_loss_count"
 
+_IGNORED_KEYS = "keys_to_ignore_at_inference"
+
 # What models call the factor of that loss in the loss that they return; JetMoe has the second.
 _ROUTER_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 _KINDS: dict[type, type] = {}
@@ -22,6 +24,17 @@ def with_layer_losses(output: Any, **fields: Any) -> Any:
     if kind not in _KINDS:
         _KINDS[kind] = _extended(kind)
     return _KINDS[kind](**{**output, **fields})
+
+
+def ignore_in_predictions(config: Any) -> None:
+    """Keep a Trainer from gathering the two fields in an evaluation as if they were predictions.
+
+    It goes by a list of its model's configuration. That of the class is extended, for good: one of the configuration
+    itself would be written into its config.json, and names that no output has do nothing.
+    """
+    holder = config if _IGNORED_KEYS in vars(config) else type(config)
+    keys = getattr(holder, _IGNORED_KEYS, None) or ["past_key_values"]
+    setattr(holder, _IGNORED_KEYS, [*keys, *(name for name in (LAYER_LOSSES, LOSS_COUNT) if name not in keys)])
 
 
 def router_loss(model: Any, output: Any) -> Tensor | None:

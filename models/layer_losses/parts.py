@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.heads import in_use, is_linear, linear_maps, size_of_linear
+from cdt_fast.models.layer_losses.shift import shifts_labels
 
 LANGUAGE_MODEL = "causal language model"
 CLASSIFIER = "classifier"
 SUPPORTED = (
-    "supported are transformers' …ForSequenceClassification and …ForImageClassification models of one encoder or "
-    "decoder, and its …ForCausalLM and …LMHeadModel models whose head is one linear map of the model itself"
+    "supported are transformers' …ForSequenceClassification, …ForImageClassification, …ForCausalLM and …LMHeadModel "
+    "models"
 )
 
 _KINDS = {
@@ -30,7 +31,10 @@ _KINDS = {
 # What may stand between the last layer and the head, in the order in which it is applied. That nothing else stands
 # there is checked with values, in the first forward.
 _TAIL = (
-    ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
+    (
+        *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
+        *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm"),
+    ),
     ("project_out",),
 )
 _PROBLEMS = (None, "single_label_classification")
@@ -50,6 +54,7 @@ class ModelParts:
         classes: V, the number of its outputs.
         scale: what the model multiplies the logits by.
         softcap: c of `c · tanh(logits / c)`, or None.
+        shifts_labels: the target of a token is the label of the next one; else, and for a classifier, its own.
     """
 
     kind: str
@@ -61,6 +66,7 @@ class ModelParts:
     classes: int
     scale: float
     softcap: float | None
+    shifts_labels: bool
 
     def read(self, state: Tensor) -> Tensor:
         """A state as the head is given the last one."""
@@ -74,6 +80,11 @@ class ModelParts:
         return pooler(state) if isinstance(pooler, nn.Module) else None
 
 
+def refusal(model: Any, reason: str) -> InputError:
+    """The error for a model whose depths cannot be read."""
+    return InputError(f"no layer losses for a {type(model).__name__}: {reason}")
+
+
 def find_parts(wrapped: Any) -> ModelParts:
     """The parts of a model, also of one in a wrapper of torch, accelerate or peft.
 
@@ -81,19 +92,19 @@ def find_parts(wrapped: Any) -> ModelParts:
         InputError: it is no model of transformers with a head that is known; the message names its class.
     """
     model = _unwrapped(wrapped)
-    name = type(model).__name__
     kind = _kind(model)
     config: Any = getattr(model, "config", None)
     base: Any = getattr(model, "base_model", None)
-    if kind is None or config is None or not isinstance(base, nn.Module) or base is model:
-        raise InputError(f"no layer losses for a {name}: {SUPPORTED}")
+    if kind is None or config is None or not isinstance(base, nn.Module):
+        raise refusal(model, f"it has no loss of labels that its depths could have too; {SUPPORTED}")
     if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"no layer losses for a {name}, which has an encoder and a decoder: {SUPPORTED}")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    path, layers = _layers(base, getattr(text, "num_hidden_layers", None), name)
+        raise refusal(model, "it has an encoder and a decoder, whose layers do not refine one and the same state")
+    stack = _config_of_layers(model, config)
+    path, layers = _layers(model, base, _number_of_layers(kind, stack))
+    if base is model:  # its own prefix names no part of it
+        base = path[1]
     head = head_of(kind, model, base)
-    classifier = kind == CLASSIFIER
-    return ModelParts(
+    parts = ModelParts(
         kind=kind,
         model=model,
         base=base,
@@ -101,8 +112,14 @@ def find_parts(wrapped: Any) -> ModelParts:
         tail=tuple(_tail(path)),
         head=head,
         classes=size_of_linear(in_use(head))[0],
-        scale=1.0 if classifier else _scale(text),
-        softcap=None if classifier else getattr(text, "final_logit_softcapping", None),
+        scale=1.0,
+        softcap=None,
+        shifts_labels=False,
+    )
+    if kind == CLASSIFIER:
+        return parts
+    return replace(
+        parts, scale=_scale(stack), softcap=_softcap(stack), shifts_labels=shifts_labels(model, head, parts.classes)
     )
 
 
@@ -115,6 +132,19 @@ def head_of(kind: str, model: Any, base: nn.Module) -> nn.Module:
     if kind == CLASSIFIER:
         return _head_of_classifier(model, base, model.config)
     return _head_of_language_model(model)
+
+
+def check_head(parts: ModelParts) -> None:
+    """Require the head to be the module that it was when the losses were attached.
+
+    Raises:
+        InputError: another one stands in its place, whose own weights the losses would not see.
+    """
+    if head_of(parts.kind, parts.model, parts.base) is not parts.head:
+        raise InputError(
+            f"the head of this {type(parts.model).__name__} was replaced after attach_layer_losses (peft does so, for "
+            "an adapter on the head and in merge_and_unload): call remove() before that, and attach after"
+        )
 
 
 def check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
@@ -159,16 +189,36 @@ def _kind(model: Any) -> str | None:
     return None
 
 
-def _layers(base: nn.Module, expected: int | None, name: str) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+def _layers(
+    model: nn.Module, base: nn.Module, expected: int | None
+) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
     """The modules from `base` down to the one that owns the layers, and the layers."""
-    found = [(path, layers) for path, layers in _lists(base, ()) if len(layers) == expected]
-    if len(found) != 1:
-        raise InputError(
-            f"no layer losses for a {name}: it holds {len(found)} lists of {expected} layers (num_hidden_layers) where "
-            f"one is expected; {SUPPORTED}"
+    if expected is None:
+        raise refusal(model, "its configuration states no num_hidden_layers: it is no plain stack of layers")
+    lists = [(path, layers) for path, layers in _lists(base, ()) if len(layers) == expected]
+    if len(lists) != 1:
+        raise refusal(
+            model,
+            f"it holds {len(lists)} lists of {expected} layers (num_hidden_layers), and which modules its depths lie "
+            "between is known for one alone",
         )
-    path, layers = found[0]
+    path, layers = lists[0]
+    if base is model and len(path) == 1:
+        raise refusal(model, "its layers are its own children, and not those of a base model")
     return path, tuple(layers)
+
+
+def _config_of_layers(model: nn.Module, config: Any) -> Any:
+    """The configuration of the part that is read, where a model has parts for texts and for pictures."""
+    if any(ancestor.__name__.endswith("ForImageClassification") for ancestor in type(model).__mro__):
+        return getattr(config, "vision_config", config)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _number_of_layers(kind: str, config: Any) -> int | None:
+    # The decoder alone of Bart and others: their num_hidden_layers is that of the encoder.
+    names = ("decoder_layers", "num_decoder_layers") if kind == LANGUAGE_MODEL else ()
+    return next((getattr(config, name) for name in (*names, "num_hidden_layers") if hasattr(config, name)), None)
 
 
 def _lists(module: nn.Module, path: tuple[nn.Module, ...]) -> Iterator[tuple[tuple[nn.Module, ...], nn.ModuleList]]:
@@ -188,31 +238,42 @@ def _tail(path: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 def _head_of_language_model(model: Any) -> nn.Module:
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Module) or not is_linear(in_use(head)) or head not in model.children():
-        raise InputError(f"no layer losses for a {type(model).__name__}: its head is unknown; {SUPPORTED}")
+    if not isinstance(head, nn.Module):
+        raise refusal(model, "it has no output embeddings")
+    if not is_linear(in_use(head)):
+        raise refusal(model, f"its head is a {type(in_use(head)).__name__}, and not one linear map")
+    if head not in model.children():
+        owners = [type(child).__name__ for child in model.children() if head in child.modules()]
+        raise refusal(model, f"its head ({', '.join(owners)}) is more than one linear map")
     return head
 
 
 def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Module:
-    name = type(model).__name__
     problem = getattr(config, "problem_type", None)
     if config.num_labels < 2 or problem not in _PROBLEMS:
-        raise InputError(
-            f"no layer losses for a {name} with num_labels={config.num_labels} and problem_type={problem!r}: only "
-            "classification with one label a row and at least 2 classes is supported"
+        raise refusal(
+            model,
+            f"it has num_labels={config.num_labels} and problem_type={problem!r}; expected classification with one "
+            "label a row and at least 2 classes",
         )
-    found = [
-        linear
+    linear = [
+        module
         for child in model.children()
         if child is not base
-        for linear in linear_maps(child)
-        if size_of_linear(linear)[0] == config.num_labels
+        for module in linear_maps(child)
+        if size_of_linear(module)[0] == config.num_labels
     ]
-    if not found:
-        raise InputError(
-            f"no layer losses for a {name}: it has no linear map to its {config.num_labels} classes; {SUPPORTED}"
-        )
-    return found[-1]  # a dense layer of the same size stands before it
+    if not linear:
+        raise refusal(model, f"it has no linear map to its {config.num_labels} classes outside of its base model")
+    return linear[-1]  # a dense layer of the same size stands before it
+
+
+def _softcap(config: Any) -> float | None:
+    """What Gemma 2 and RecurrentGemma bound their logits by, under the names that they have for it."""
+    caps = (
+        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    )
+    return next((float(cap) for cap in caps if cap is not None), None)
 
 
 def _scale(config: Any) -> float:

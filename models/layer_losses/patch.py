@@ -24,7 +24,7 @@ class Patch:
             for name, parameter in self.__signature__.parameters.items()
             if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         ]
-        self._module, self._answer = module, answer
+        self.module, self._answer = module, answer
         self._own = "forward" in vars(module)
         module.forward = self
 
@@ -33,9 +33,9 @@ class Patch:
 
     def remove(self) -> None:
         # Where someone has wrapped this patch since, it stays, and passes on.
-        if vars(self._module).get("forward") is not self:
+        if vars(self.module).get("forward") is not self:
             return
         if self._own:
-            self._module.forward = self.original
+            self.module.forward = self.original
         else:
-            del self._module.forward
+            del self.module.forward

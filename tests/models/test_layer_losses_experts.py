@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses import attach_layer_losses
+from cdt_fast.models.layer_losses import attach_layer_losses, outputs
 from tests.models.layer_loss_cases import MIXTURES, WEIGHTS, eager_losses, gradients, language_model, tokens
 
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
@@ -55,10 +55,10 @@ def test_the_router_loss_is_in_the_loss(name: str) -> None:
     torch.testing.assert_close(output.loss.detach(), losses[-1].detach(), **EXACT)
 
 
-def test_a_router_loss_of_unknown_weight_is_refused() -> None:
+def test_a_router_loss_of_unknown_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = mixture("mixtral"), tokens()
     attach_layer_losses(model)
-    del model.router_aux_loss_coef
+    monkeypatch.setattr(outputs, "_ROUTER_FACTORS", ("another_name",))
     with pytest.raises(InputError, match=r"MixtralForCausalLM with a router loss.*output_router_logits = False"):
         model(**inputs)
     assert model(**inputs, output_router_logits=False).layer_loss_count > 0

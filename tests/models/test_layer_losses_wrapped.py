@@ -150,15 +150,18 @@ def test_refused_twice() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(2, 2), "for a Linear: supported are"),
-        (None, "for a NoneType: supported are"),
-        ("AutoModel BertConfig", "for a BertModel: supported are"),
-        ("AutoModelForMaskedLM BertConfig", "for a BertForMaskedLM: supported are"),
-        ("AutoModelForTokenClassification BertConfig", "for a BertForTokenClassification: supported are"),
-        ("AutoModelForCausalLM BertConfig", "for a BertLMHeadModel: its head is unknown; supported are"),
+        (nn.Linear(2, 2), "for a Linear: it has no loss of labels.*; supported are"),
+        (None, "for a NoneType: it has no loss of labels.*; supported are"),
+        ("AutoModel BertConfig", "for a BertModel: it has no loss of labels"),
+        ("AutoModelForMaskedLM BertConfig", "for a BertForMaskedLM: it has no loss of labels"),
+        ("AutoModelForTokenClassification BertConfig", "for a BertForTokenClassification: it has no loss of labels"),
+        (
+            "AutoModelForCausalLM BertConfig",
+            r"for a BertLMHeadModel: its head \(BertOnlyMLMHead\) is more than one linear map",
+        ),
         (
             "AutoModelForSequenceClassification T5Config",
-            "T5ForSequenceClassification, which has an encoder and a decoder",
+            "T5ForSequenceClassification: it has an encoder and a decoder",
         ),
         (
             "AutoModelForSequenceClassification AlbertConfig",
@@ -178,24 +181,29 @@ def test_unknown_models(model: Any, message: str) -> None:
         attach_layer_losses(model)
 
 
-@pytest.mark.parametrize("where", ["between its last layer and its head", "after its head"])
-def test_something_unknown_in_the_forward(where: str) -> None:
+def test_something_unknown_before_the_head() -> None:
     model, inputs = language_model(), tokens()
-    if where == "after its head":
-        forward = model.forward
-
-        def doubled(**kwargs: Any) -> Any:
-            output = forward(**kwargs)
-            output.logits = 2 * output.logits
-            return output
-
-        model.forward = doubled
-    else:
-        model.model.register_forward_hook(raised)
+    model.model.register_forward_hook(raised)
     handle = attach_layer_losses(model)
-    with pytest.raises(InputError, match=f"LlamaForCausalLM: it computes something {where}"):
+    with pytest.raises(InputError, match=r"LlamaForCausalLM: what its head is given from depth 0.*differ by 1 "):
         model(**inputs)
     assert handle._pass is None
+    handle.remove()
+    attach_layer_losses(model, [-1])  # the last depth is read in the model's own forward
+    with pytest.raises(InputError, match=r"LlamaForCausalLM: its own loss .* is 4\.\d+, and 4\.\d+ is read"):
+        model(**inputs)
+
+
+def test_something_unknown_after_the_head() -> None:
+    model, inputs = language_model(), tokens()
+    plain = model(**inputs).loss
+    model.lm_head.register_forward_hook(
+        lambda module, args, output: 1.001 * output if isinstance(output, Tensor) else None
+    )
+    assert 0 < (model(**inputs).loss - plain).abs() < 1e-2
+    attach_layer_losses(model)
+    with pytest.raises(InputError, match=r"LlamaForCausalLM: its own loss .* is 4\.\d+, and 4\.\d+ is read"):
+        model(**inputs)
 
 
 def raised(module: nn.Module, args: Any, output: Any) -> Any:

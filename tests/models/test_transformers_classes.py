@@ -1,0 +1,67 @@
+"""Any class of transformers is right at every depth or refused; see `transformers_classes` for how it is judged."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import transformers
+
+from tests.models import transformers_classes
+from tests.models.transformers_classes import NOT_BUILT, REFUSED, RIGHT, WRONG, class_names, judge
+
+# Each with what is special about it.
+RIGHT_CLASSES = {
+    "LlamaForCausalLM": "as most",
+    "BartForCausalLM": "labels are not shifted, nor is its decoder all of its base model",
+    "NanoChatForCausalLM": "its final norm runs on the embeddings too",
+    "RecurrentGemmaForCausalLM": "bounds its logits, under a name of its own",
+    "MiniCPM3ForCausalLM": "scales what its head is given",
+    "Llama4ForCausalLM": "its prefix names no part of it",
+    "BlenderbotForCausalLM": "its num_hidden_layers is that of an encoder it does not have",
+    "OpenAIGPTLMHeadModel": "its layers answer with lists",
+    "Zamba2ForCausalLM": "two kinds of layers, one of them with the embeddings as an argument",
+    "BigBirdForSequenceClassification": "what its base pools is not what its head reads",
+    "MegatronBertForSequenceClassification": "a final norm of another name",
+    "CLIPForImageClassification": "its prefix names no part of it",
+}
+REFUSED_CLASSES = {
+    "BertLMHeadModel": r"its head \(BertOnlyMLMHead\) is more than one linear map",
+    "T5ForSequenceClassification": "it has an encoder and a decoder",
+    "AlbertForSequenceClassification": r"it holds 0 lists of 4 layers \(num_hidden_layers\)",
+    "ResNetForImageClassification": "its configuration states no num_hidden_layers",
+    "SegformerForImageClassification": r"its layers do not refine one state: at depth 0 it has the shape \(2, 3,",
+    "Gemma3nForCausalLM": "has another shape",
+    "Inkling2ForCausalLM": "given from depth 3, and what it is given without the last 1 of its 4 layers, differ by",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_CLASSES)
+def test_right(name: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    verdict = judge(name)
+    assert verdict.kind == RIGHT, verdict
+
+
+@pytest.mark.parametrize("name", REFUSED_CLASSES)
+def test_refused(name: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    verdict = judge(name)
+    assert verdict.kind == REFUSED, verdict
+    assert verdict.reason.startswith(f"no layer losses for a {name}: ")
+    assert re.search(REFUSED_CLASSES[name], verdict.reason)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", class_names())
+def test_every_class(name: str) -> None:
+    verdict = judge(name)
+    assert verdict.kind in (RIGHT, REFUSED, NOT_BUILT), verdict
+
+
+def test_a_wrong_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = transformers_classes.true_losses
+    monkeypatch.setattr(transformers_classes, "true_losses", lambda *args: [loss + 1e-3 for loss in truth(*args)])
+    assert judge("LlamaForCausalLM").kind == WRONG
