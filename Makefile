@@ -3,25 +3,28 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test emulate bench gpu gpu-triage gpu-tests gpu-bench gpu-install gpu-carry kernels-report lint docs clean
+.PHONY: demo test test-all emulate bench gpu gpu-triage gpu-tests gpu-bench gpu-install gpu-carry kernels-report lint docs clean
 
 demo: .venv/installed
 	rm -rf runs/demo
 	$(BIN)/cdt-fast reproduce video demo --seeds 0 --out runs/demo
 
-# The kernels' arithmetic runs in Triton's interpreter, which is chosen when Triton is imported: in its own process, and
-# with one thread, as the interpreter's tiles are too small for more. What the compiler makes of the kernels is emulated
-# with the blocks of two cards, one for each kind of tensor cores.
-test: .venv/installed
-	$(BIN)/python -m pytest
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
-	for card in "RTX 3090" H200; do $(EMULATE) --emulate "$$card" -k "emulator or blocks" || exit; done
+# `make test` is what a change must pass, in minutes; `make test-all` runs everything else (tests/parts.py says which is
+# which). A worker for each processor, and one thread a worker. The kernels' arithmetic runs in Triton's interpreter,
+# which is chosen when Triton is imported: in its own process. What the compiler makes of the kernels is emulated for two
+# cards, one for each kind of tensor cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup
+test: PART := quick
+test-all: PART := rest
+test test-all: .venv/installed
+	$(PYTEST) --part=$(PART) --ignore=tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) --part=$(PART) tests/kernels
+	for card in "RTX 3090" H200; do $(PYTEST) --part=$(PART) --emulate "$$card" tests/kernels || exit; done
 
-# All tests of the kernels that need no GPU, compiled for a card and emulated: ten minutes.
+# All tests of the kernels that need no GPU, compiled for a card and emulated.
 CARD ?= RTX 3090
-EMULATE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels
 emulate: .venv/installed
-	$(EMULATE) --emulate "$(CARD)"
+	$(PYTEST) --emulate "$(CARD)" tests/kernels
 
 bench: .venv/installed
 	$(BIN)/cdt-fast bench --out bench/results

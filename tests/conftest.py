@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +15,29 @@ import pytest
 from cdt_fast import cli
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
+from tests.parts import quick
 from tests.runs import evaluate_run, train
 from tests.tiny import TINY, scrolling_clip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=("quick", "rest"), help="`make test` or what it leaves: see tests/parts.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the part that was asked for."""
+    part = config.getoption("--part")
+    if part is not None:
+        chosen = quick(items, emulated=config.getoption("--emulate", None) is not None)
+        config.hook.pytest_deselected(items=[item for item in items if (item in chosen) != (part == "quick")])
+        items[:] = [item for item in items if (item in chosen) == (part == "quick")]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `--numprocesses=auto`: a worker for each processor; a worker takes a gigabyte of memory."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -46,6 +46,7 @@ def weights(run: Path) -> bytes:
     return (run / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_experiment")
 def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, clip: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -71,6 +72,7 @@ def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, cl
     assert {name: weights(out / name) for name in RUNS} == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_experiment")
 def test_a_run_is_that_of_the_training_command(call: Call, clip: Path, tmp_path: Path) -> None:
     """Whatever was trained before it in the same process."""

@@ -61,7 +61,9 @@ def test_every_way_agrees_or_says_why_it_cannot_run(case: Case) -> None:
     assert {"eager", "ours"} <= set(ran)
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize(
+    "suite", ["ops", *(pytest.param(suite, marks=pytest.mark.slow) for suite in ("attention", "cross_entropy"))]
+)
 def test_the_compiled_way(suite: str) -> None:
     case = next(SUITES[suite].cases(CPU, "toy"))
     (way,) = (way for way in case.ways if "torch.compile" in way.name)

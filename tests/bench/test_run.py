@@ -27,7 +27,12 @@ def results_of(folder: Path, suite: str) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("suite", SUITES)
+SECONDS = ("attention", "quality")  # the others take up to a quarter of a minute, most of it compilers
+
+
+@pytest.mark.parametrize(
+    "suite", [suite if suite in SECONDS else pytest.param(suite, marks=pytest.mark.slow) for suite in SUITES]
+)
 def test_a_suite_at_toy_size(suite: str, call: Call, tmp_path: Path) -> None:
     answer = call("bench", "--suite", suite, "--device=cpu", "--size=toy", "--repeats=1", f"--out={tmp_path}")
     assert answer.status == 0, answer.err

@@ -21,6 +21,9 @@ from tests.integrations.integration_cases import (
     stacked,
 )
 
+# All of it is one run of two processes: `results`.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
+
 RANKS = 2
 KINDS = ("loop", "trainer")
 STEPS = [[0, 1, 2, 3], [4, 5, 6, 7]] * 2  # rows of an optimizer step; row i has i % 4 + 1 labels that count

@@ -23,6 +23,9 @@ from tests.integrations.integration_cases import (
     stacked,
 )
 
+# All of it is one run of two processes: `results`.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
+
 RANKS = 2
 KINDS = ("trainer", "ddp", "fsdp2", "lightning")  # Lightning last: it ends the process group
 STEPS = [[0, 1, 2, 3], [4, 5, 6, 7]] * 2  # rows of an optimizer step; row i has i % 4 + 1 labels that count

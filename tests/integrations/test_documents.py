@@ -72,6 +72,7 @@ def work(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_distributed_examples_are_those_of_one_process(tmp_path: Path) -> None:
     if not dist.is_available():
         pytest.skip("this torch has no torch.distributed")

@@ -25,6 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from .emulator import install
 
         install(CARDS[card])
+    elif kernels.interpreting():
+        from .interpreter import patch_the_language_once
+
+        patch_the_language_once()
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +71,9 @@ def _triton() -> Iterator[None]:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Of `--numprocesses=auto`: the workers compile on the processor, and at times hold 9 GiB of the card each."""
-    return max(1, min(8, (os.cpu_count() or 1) // 2))
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Of `--numprocesses=auto` on a GPU: workers compile on the processor, and at times hold 9 GiB of the card each."""
+    return max(1, min(8, (os.cpu_count() or 1) // 2)) if torch.cuda.is_available() else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -20,6 +20,7 @@ from tests.kernels.emulator.matrices import accumulate
 from tests.kernels.emulator.memory import Argument
 from tests.kernels.precision import assert_as_precise
 
+pytestmark = pytest.mark.emulated
 THREADS = 64
 HEADER = """
 .visible .entry written(.param .u64 .ptr .global .align 16 written_param_0, .param .u64 written_param_1)

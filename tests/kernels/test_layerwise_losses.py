@@ -243,6 +243,7 @@ def _lazy_zeros(size: int) -> Tensor:
     return torch.from_numpy(np.zeros(size, np.float32))
 
 
+@pytest.mark.emulated
 def test_the_blocks_that_the_card_gets(device: torch.device, dtype: torch.dtype) -> None:
     for vocabulary in (2, 130, 5000):
         logits = normal(1, 2, vocabulary).to(device, dtype)
@@ -397,6 +398,7 @@ def test_the_cross_entropy_of_strided_inputs(weights: list[float] | None, depths
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("weights", [None, [0.5, 0.0, -2.0]])
 def test_the_reconstruction_op(weights: list[float] | None, device: torch.device, dtype: torch.dtype) -> None:
     made = [normal(depth, 2, 5, 7) for depth in range(4)]

@@ -103,6 +103,7 @@ def test_nonlinearities(nonlinearity: str, device: torch.device, dtype: torch.dt
     assert_all_precise(BACKWARD, written_backward, results, tensors, nonlinearity)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("width", [40, kernels.WIDEST])
 def test_the_default_blocks(width: int, device: torch.device, dtype: torch.dtype) -> None:
     tensors = inputs(70, width, 150, device, dtype)

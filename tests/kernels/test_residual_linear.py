@@ -58,6 +58,7 @@ def test_nonlinearities(nonlinearity: str, device: torch.device, dtype: torch.dt
     assert (output < 0).any() == (nonlinearity != "relu")
 
 
+@pytest.mark.emulated
 def test_the_default_blocks_and_a_bias(device: torch.device, dtype: torch.dtype) -> None:
     x, weight, _ = inputs(150, 70, 140, device, dtype)
     bias = normal(3, 140).to(dtype).to(device)

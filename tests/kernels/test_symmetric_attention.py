@@ -161,6 +161,7 @@ def test_every_block_that_streams(numbers: str, device: torch.device) -> None:
         assert_is_the_formula(run_streaming(inputs, *blocks), inputs)
 
 
+@pytest.mark.emulated
 def test_the_default_blocks(device: torch.device, dtype: torch.dtype) -> None:
     longest = packed.longest(torch.empty(0, dtype=dtype, device=device))
     for tokens in (20, longest):

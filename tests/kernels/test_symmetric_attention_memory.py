@@ -218,6 +218,7 @@ def attend_far_away(kernel: str, device: torch.device) -> None:
         assert same(mine[-1:], near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", RUNS)
 def test_offsets_of_more_than_31_bits(kernel: str, device: torch.device, emulated: bool) -> None:
     if emulated:

@@ -42,17 +42,20 @@ def test_blocks_that_stream(device: torch.device) -> None:
     attention.test_every_block_that_streams("tf32", device)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("values", [None, 300])
 def test_blocks_of_wide_tokens(values: int | None, device: torch.device) -> None:
     inputs = Inputs.of(Shape(1, 70, 260, values), device, torch.float32, energy=True)
     assert_is_the_formula(run_wide(inputs, None, None), inputs)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("width", [40, 256])
 def test_blocks_of_lista(width: int, device: torch.device) -> None:
     lista.test_the_default_blocks(width, device, torch.float32)
 
 
+@pytest.mark.emulated
 def test_blocks_of_residual_linear(device: torch.device) -> None:
     residual_linear.test_the_default_blocks_and_a_bias(device, torch.float32)
 

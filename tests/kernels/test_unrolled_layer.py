@@ -105,6 +105,7 @@ def test_the_blocks_of_the_tables(family: str, device: torch.device) -> None:
     assert_backward_is_the_formula(inputs, (unrolled.BACKWARD_BLOCKS[family], unrolled.UPDATE_BLOCKS[family]))
 
 
+@pytest.mark.emulated
 def test_the_longest_and_the_widest_with_the_blocks_of_this_card(device: torch.device) -> None:
     inputs = Inputs.of(Shape(2, unrolled.LONGEST, 40, unrolled.WIDEST, unrolled.WIDEST), device, torch.float16)
     assert_forward_is_the_formula(inputs, None)

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from cdt_fast.models.layer_losses import attach_layer_losses
 from tests.models.layer_loss_cases import WEIGHTS, classifier, gradients, language_model, rows, tokens
 
+# All of it is one run of two processes: `results`.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
+
 RANKS = 2
 SHARES = (slice(0, 1), slice(1, 4))  # rows of a batch
 

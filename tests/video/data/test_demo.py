@@ -65,9 +65,9 @@ def test_another_size_is_the_same_scene(clip):
 
 
 def test_it_is_quick():
-    start = time.perf_counter()
+    start = time.process_time()
     demo_clip()
-    assert time.perf_counter() - start < 6
+    assert time.process_time() - start < 6
 
 
 def test_nothing_to_draw_is_refused():
