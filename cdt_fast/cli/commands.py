@@ -117,7 +117,7 @@ def _make_absolute(settings: RunSettings) -> None:
     """The paths of the settings from the root, so that the run can be evaluated from any folder."""
     if settings.data.source is None:
         raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
-    if settings.data.source != "demo":
+    if settings.data.source != "demo" and Path(settings.data.source).exists():  # else it may be a name of the hub
         settings.data.source = str(Path(settings.data.source).resolve())
     for name in ("model", "embedding", "pretrained"):
         value = getattr(settings.model, name, None)

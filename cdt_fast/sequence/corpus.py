@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
-from cdt_fast.sequence.data.instructions import Instruction, read_alpaca
-from cdt_fast.sequence.data.rows import FORMATS
-from cdt_fast.sequence.data.text import NLI_LABELS, TextData, TextSplits, read_imdb, read_mnli, read_table, split_text
+from cdt_fast.sequence.data.hub import HIDDEN, hub_rows, is_hub_name, load_hub
+from cdt_fast.sequence.data.instructions import Instruction, instructions_of
+from cdt_fast.sequence.data.rows import FORMATS, Row, read_rows
+from cdt_fast.sequence.data.text import (
+    NLI_LABELS,
+    TextData,
+    TextSplits,
+    labeled_texts,
+    read_imdb,
+    read_mnli,
+    read_table,
+    split_text,
+)
 from cdt_fast.sequence.settings import LanguageDataSettings, LanguageSettings, TextDataSettings, TextSettings
 
-_PARTS = (("train",), ("dev", "validation", "valid", "val"), ("test",))  # names of the files of each part
+_PARTS = (
+    ("train",),
+    ("dev", "validation", "valid", "val", "validation_matched"),
+    ("test",),
+)  # names of the files of each part
 _NLI_COLUMNS = ("sentence1", "sentence2", "gold_label")
 _SPLIT_SEED = 20_260_117  # one division for every run, so that runs with other seeds are measured on the same texts
 
@@ -36,7 +50,10 @@ def load_texts(settings: TextSettings) -> TextSplits:
     Raises:
         InputError: the source cannot be read, lacks a column, or holds too little; a share leaves a part empty.
     """
-    return _texts(_source(settings.data.source), settings.data)
+    source = _source(settings.data.source)
+    if isinstance(source, Path):
+        return _texts(source, settings.data)
+    return _hub_texts(source, load_hub(source, settings.model.download), settings.data)
 
 
 def load_instructions(settings: LanguageSettings) -> InstructionSplits:
@@ -45,14 +62,23 @@ def load_instructions(settings: LanguageSettings) -> InstructionSplits:
     Raises:
         InputError: the source cannot be read, or holds too little.
     """
-    return _instructions(_source(settings.data.source), settings.data)
+    source = _source(settings.data.source)
+    if isinstance(source, Path):
+        return _instructions(source, read_rows(source), settings.data)
+    parts = load_hub(source, settings.model.download)
+    if "train" not in parts:
+        raise InputError(f"{source}: has no part 'train'; there are {', '.join(parts)}")
+    return _instructions(source, hub_rows(parts["train"]), settings.data)
 
 
-def _source(name: str | None) -> Path:
+def _source(name: str | None) -> Path | str:
+    """A path, or the name of a data set of the hub."""
     assert name is not None  # or the settings would have been refused
-    if not Path(name).exists():
-        raise InputError(f"{name}: no such file or folder")
-    return Path(name)
+    if Path(name).exists():
+        return Path(name)
+    if is_hub_name(name):
+        return name
+    raise InputError(f"{name}: no such file or folder")
 
 
 def describe(data: TextSplits | InstructionSplits, source: str) -> str:
@@ -93,6 +119,26 @@ def _texts(source: Path, data: TextDataSettings) -> TextSplits:
         None if file is None else _table(file, data, train.names) for file in (validation_file, test_file)
     )
     return _completed(train, validation, test, data)
+
+
+def _hub_texts(source: str, parts: dict[str, Any], data: TextDataSettings) -> TextSplits:
+    """The parts by their names. Where the classes of the test part are hidden, the validation part is the test."""
+    columns = [data.text_column or "text", data.label_column or "label", data.second_column]
+    by_names = [next((parts[name] for name in names if name in parts), None) for names in _PARTS]
+    train, *others = by_names
+    if train is None:
+        raise InputError(f"{source}: has no part 'train'; there are {', '.join(parts)}")
+    classes = getattr(train.features.get(columns[1]), "names", None)
+
+    def read(part: Any, names: Sequence[str] | None) -> TextData:
+        return labeled_texts(source, hub_rows(part), *columns, names=names, unlabeled=(HIDDEN,))
+
+    texts = read(train, classes)
+    hidden = [part is None or {row.get(columns[1]) for _, row in hub_rows(part)} == {HIDDEN} for part in others]
+    validation, test = (
+        None if missing else read(part, texts.names) for part, missing in zip(others, hidden, strict=True)
+    )
+    return _completed(texts, None, validation, data) if test is None else _completed(texts, validation, test, data)
 
 
 def _file_of(folder: Path, names: Sequence[str]) -> Path | None:
@@ -162,9 +208,9 @@ def _column(name: str | None, header: bool) -> str | int | None:
         raise InputError(f"without a header columns are numbers from 0, got {name!r}") from None
 
 
-def _instructions(source: Path, data: LanguageDataSettings) -> InstructionSplits:
+def _instructions(source: Path | str, rows: Iterable[Row], data: LanguageDataSettings) -> InstructionSplits:
     shares = _share("validation", data.validation), _share("test", data.test)
-    instructions, num_dropped = read_alpaca(source, seed=_SPLIT_SEED)
+    instructions, num_dropped = instructions_of(source, rows, seed=_SPLIT_SEED)
     counts = [max(1, round(share * len(instructions))) for share in shares]
     if sum(counts) >= len(instructions):
         raise InputError(

@@ -39,7 +39,10 @@ class TextDataSettings(PerturbationSettings):
     """[data] of labeled texts."""
 
     gamma: NonNegative = setting(1.0, "training noise as a multiple of the standard deviation of the embeddings")
-    source: str | None = setting(None, "a file, a folder with train, dev and test files, or the folder of IMDb or MNLI")
+    source: str | None = setting(
+        None,
+        "a file, a folder with train, dev and test files, the folder of IMDb or MNLI, or a hub name owner/name:subset",
+    )
     text_column: str | None = setting(None, "column of the text (default: that of MNLI where it is there, else text)")
     second_column: str | None = setting(None, "column of the second text of pairs (default: as above, else none)")
     label_column: str | None = setting(None, "column of the class (default: as above, else label)")
@@ -60,7 +63,7 @@ class TextModelSettings(Section):
     embedding: str | None = setting(
         None, "folder or hub name of a pretrained model to take words and embeddings from (default: learned)", UNROLLED
     )
-    download: bool = setting(False, "models that are not here may be fetched from the hub")
+    download: bool = setting(False, "models and data sets that are not here may be fetched from the hub")
     taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)", _PRETRAINED)
     layers: Positive = setting(3, "L", UNROLLED)
     width: Positive | None = setting(None, "d (default: 128, or that of the pretrained embeddings)", UNROLLED)
@@ -113,7 +116,9 @@ class SequenceEvaluationSettings(EvaluationSettings):
 class LanguageDataSettings(PerturbationSettings):
     """[data] of instructions with answers."""
 
-    source: str | None = setting(None, "a JSON or JSONL file in Alpaca's form: instruction, input, output")
+    source: str | None = setting(
+        None, "a JSON or JSONL file, or hub name, of rows in Alpaca's form: instruction, input, output"
+    )
     validation: float = setting(0.05, "share of the instructions for the choice of the model")
     test: float = setting(0.05, "share of the instructions for the evaluation")
     max_tokens: Annotated[int, Field(ge=2)] = setting(512, "longer sequences (prompt and answer) are cut")
@@ -123,7 +128,7 @@ class LanguageModelSettings(Section):
     """[model] of instructions with answers."""
 
     model: str = setting(SMALL, "llama-small (random weights), or folder or hub name of a causal language model")
-    download: bool = setting(False, "models that are not here may be fetched from the hub")
+    download: bool = setting(False, "models and data sets that are not here may be fetched from the hub")
     taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)")
     inner_fraction: float = setting(1.0, "share of the tokens that the inner depths are read at in training")
     lora_rank: Positive | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)")

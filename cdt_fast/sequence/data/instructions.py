@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import shown
-from cdt_fast.sequence.data.rows import column, read_rows
+from cdt_fast.sequence.data.rows import Row, column, read_rows
 
 _TASK = "Below is an instruction that describes a task"
 _REQUEST = "Write a response that appropriately completes the request."
@@ -48,10 +49,17 @@ def read_alpaca(path: str | os.PathLike[str], *, seed: int | None = 0) -> tuple[
     Raises:
         InputError: the file cannot be read, an entry is broken or asks nothing, or none has an answer.
     """
-    path = Path(path)
+    return instructions_of(path, read_rows(Path(path)), seed=seed)
+
+
+def instructions_of(
+    source: str | os.PathLike[str], rows: Iterable[Row], *, seed: int | None = 0
+) -> tuple[list[Instruction], int]:
+    """Instructions from rows; `source` is what messages call them by, the rest as for `read_alpaca`."""
+    path = Path(source)
     instructions: list[Instruction] = []
     num_dropped = 0
-    for where, row in read_rows(path):
+    for where, row in rows:
         asked = _string(path, where, "instruction", column(path, where, row, "instruction"))
         if not asked:
             raise InputError(f"{path}, {where}: 'instruction' is empty")

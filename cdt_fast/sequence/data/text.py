@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from cdt_fast.checks import check_fraction
 from cdt_fast.errors import InputError
 from cdt_fast.files import shown
 from cdt_fast.listing import entries
-from cdt_fast.sequence.data.rows import column, read_rows
+from cdt_fast.sequence.data.rows import Row, column, read_rows
 
 NLI_LABELS = ("entailment", "neutral", "contradiction")
 
@@ -114,13 +114,29 @@ def read_table(
         InputError: the file cannot be read or a row is broken; a column is missing (the message lists those there), a
             text is empty or no text, or a label is not among `names`.
     """
-    path = Path(path)
+    rows = read_rows(Path(path), format, quoting=quoting, header=header)
+    return labeled_texts(path, rows, text, label, second, names=names, unlabeled=unlabeled, seed=seed)
+
+
+def labeled_texts(
+    source: str | os.PathLike[str],
+    rows: Iterable[Row],
+    text: str | int = "text",
+    label: str | int = "label",
+    second: str | int | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    unlabeled: Collection[str] = (),
+    seed: int | None = 0,
+) -> TextData:
+    """Texts and classes from rows; `source` is what messages call them by, the rest as for `read_table`."""
+    path = Path(source)
     texts: list[str] = []
     text_pair: list[str] = []
     values: list[str] = []
     places: list[str] = []
     num_dropped = 0
-    for where, row in read_rows(path, format, quoting=quoting, header=header):
+    for where, row in rows:
         if not values and not num_dropped:
             _check_columns(path, where, row, {"label": label, "text": text, "second": second})
         value = _label(path, where, column(path, where, row, label))
