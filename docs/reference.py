@@ -23,6 +23,8 @@ def main(folder: str) -> None:
             # pdoc reads a module's dictionary, where names that are imported when asked for are not yet.
             vars(module)[public] = getattr(module, public)
     warnings.filterwarnings("error", module="pdoc")
+    # A type that is imported for type checkers alone is shown as it is written.
+    warnings.filterwarnings("ignore", message="Error parsing type annotation", module="pdoc")
     pdoc.render.configure(docformat="google", footer_text="cdt_fast")
     pdoc.pdoc(*PAGES, *INTERNAL, output_directory=Path(folder))
 
