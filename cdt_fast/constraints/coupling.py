@@ -61,7 +61,7 @@ class DescentCoupling:
         self.reference = _reference(reference)
         self.coupling = check_choice("coupling", coupling, get_args(Coupling))
         self.reference_mode = check_choice("reference_mode", reference_mode, get_args(ReferenceMode))
-        self._margin = check_fraction("margin", margin)
+        self.margin = check_fraction("margin", margin)
         self._tighten_steps = check_integer("tighten_steps", tighten_steps, 0)
         rates = _rates(rate, layers)
         if self.reference is None and rates is not None and (coupling == "absolute" or reference_mode == "anchor"):
@@ -74,7 +74,7 @@ class DescentCoupling:
             "reference": "none" if self.reference is None else self.reference,
             "coupling": coupling,
             "reference_mode": reference_mode,
-            "margin": self._margin,
+            "margin": self.margin,
             "tighten_steps": self._tighten_steps,
         }
         alpha = torch.tensor([math.nan] * layers if rates is None else rates, dtype=dtype)
@@ -146,7 +146,7 @@ class DescentCoupling:
         """
         losses, reference = measured.losses, self.reference_level
         strength = self._strength() if training else 1.0
-        margin = strength * self._margin if training else 0.0
+        margin = strength * self.margin if training else 0.0
         if self.coupling == "absolute":
             bound = reference * (1 - strength * self.constants["shares"]).cumprod(0)
             return losses - (1 - margin) * bound, bound.abs()
@@ -186,7 +186,7 @@ class DescentCoupling:
     def _upstream(self) -> Tensor:
         """The share of λ_l that depth l−1 carries, `[L]`."""
         strength = self._strength()
-        return torch.where(self.constants["pushes"], self._factors(strength, strength * self._margin)[1:], 0.0)
+        return torch.where(self.constants["pushes"], self._factors(strength, strength * self.margin)[1:], 0.0)
 
 
 def _reference(value: Any) -> float | str | None:

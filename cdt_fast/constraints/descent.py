@@ -269,6 +269,21 @@ class DescentConstraints:
         return self._groups(self._duals.tensors["multipliers"])[-1] if self._agreement.any else None
 
     @property
+    def coupling(self) -> Coupling:
+        """The option of that name."""
+        return self._coupling.coupling
+
+    @property
+    def reference_mode(self) -> ReferenceMode:
+        """The option of that name."""
+        return self._coupling.reference_mode
+
+    @property
+    def margin(self) -> float:
+        """The option of that name."""
+        return self._coupling.margin
+
+    @property
     def reference(self) -> float | str | None:
         """ε₀ as it was given: a number, "auto" or None."""
         return self._coupling.reference

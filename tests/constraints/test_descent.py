@@ -802,6 +802,12 @@ def test_presets(
     assert state["warmup_steps"] == 0
 
 
+def test_options_can_be_read() -> None:
+    constraints = plain(2, 0.1, 1.0, coupling="detach", reference_mode="anchor", margin=0.2, normalize=True)
+    assert (constraints.coupling, constraints.reference_mode, constraints.margin) == ("detach", "anchor", 0.2)
+    assert (constraints.layers, constraints.reference, constraints.normalize) == (2, 1.0, True)
+
+
 def test_overrides_win_over_a_preset() -> None:
     state = DescentConstraints.preset("paper-video", 2, rate=[0.1, 0.2], dual="pi", warmup_steps=7).state_dict()
     assert (state["rate"], state["dual"], state["warmup_steps"], state["reference"]) == ("0.1, 0.2", "pi", 7, 6.5)
