@@ -1,0 +1,131 @@
+"""Files of strangers run no code: pickles that would leave a trace are planted wherever a file is read."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+import re
+import stat
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cdt_fast.errors import InputError
+from cdt_fast.fetch.unpack import unpack_archive
+from cdt_fast.files import read_json, read_toml
+from cdt_fast.models import load_pretrained
+from cdt_fast.sequence.data.text import read_table
+from cdt_fast.sequence.data.vocabulary import Vocabulary
+from cdt_fast.training.checkpoint import load_checkpoint
+from cdt_fast.video.data import Clip, load_clip, open_source
+
+ROOT = Path(__file__).parent.parent
+
+
+class Planted:
+    """Whoever loads a pickle of it makes a folder."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Planted:
+    """The fixture's own pickle works: it leaves its trace, which is removed again."""
+    made = Planted(tmp_path / "trace")
+    pickle.loads(pickle.dumps(made))
+    made.trace.rmdir()
+    return made
+
+
+def write_array(path: Path, made: Planted) -> None:
+    np.save(path, np.array([made] * 4, dtype=object), allow_pickle=True)
+
+
+def write_arrays(path: Path, made: Planted) -> None:
+    np.savez(path, frames=np.array([made] * 4, dtype=object))
+
+
+def write_pickle(path: Path, made: Planted) -> None:
+    path.write_bytes(pickle.dumps(made))
+
+
+def write_torch(path: Path, made: Planted) -> None:
+    torch.save({"step": made}, path)
+
+
+def write_model(path: Path, made: Planted) -> None:
+    path.mkdir()
+    (path / "config.json").write_text('{"model": "DUST", "patch_size": 4, "code_size": 4, "layers": 1}')
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        torch.save({"dictionary": made}, path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "read"),
+    [
+        ("clip.npy", write_array, open_source),
+        ("clip.npy", write_pickle, open_source),
+        ("clip.npz", write_arrays, open_source),
+        ("clip.npz", write_torch, open_source),
+        ("clip.mp4", write_pickle, open_source),
+        ("state.safetensors", write_torch, load_checkpoint),
+        ("state.safetensors", write_pickle, load_checkpoint),
+        ("evaluation.json", write_pickle, read_json),
+        ("config.toml", write_pickle, read_toml),
+        ("vocabulary.json", write_torch, Vocabulary.load),
+        ("texts.jsonl", write_pickle, read_table),
+        ("texts.csv", write_torch, read_table),
+        ("model", write_model, load_pretrained),
+    ],
+)
+def test_a_planted_pickle_is_refused_and_does_nothing(
+    tmp_path: Path, planted: Planted, name: str, write: Any, read: Any
+) -> None:
+    write(tmp_path / name, planted)
+    with pytest.raises(InputError, match=re.escape(name)) as caught:
+        read(tmp_path / name)
+    assert "\n" not in str(caught.value)
+    assert not planted.trace.exists()
+
+
+def test_a_pickle_in_place_of_a_cached_clip_is_made_again(tmp_path: Path, planted: Planted) -> None:
+    np.save(tmp_path / "clip.npy", np.arange(4 * 64, dtype=np.uint8).reshape(4, 8, 8))
+    clip = Clip("clip", tmp_path / "clip.npy")
+    frames = np.array(load_clip(clip, 8, tmp_path / "cache").frames)
+    [cached] = (tmp_path / "cache").iterdir()
+    write_array(cached, planted)
+    assert np.array_equal(load_clip(clip, 8, tmp_path / "cache").frames, frames)
+    assert not planted.trace.exists()
+
+
+def test_a_link_in_a_zip_is_a_file_of_its_own(tmp_path: Path) -> None:
+    link = zipfile.ZipInfo("Set/link")
+    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        archive.writestr(link, "/etc")
+        archive.writestr("Set/a.txt", "a")
+    unpack_archive(tmp_path / "set.zip", tmp_path / "out")
+    assert not (tmp_path / "out" / "Set" / "link").is_symlink()
+    assert (tmp_path / "out" / "Set" / "link").read_text() == "/etc"
+
+
+def test_no_source_loads_pickles_or_evaluates_words() -> None:
+    for folder in ("cdt_fast", "models"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    called = ast.unparse(node.func)
+                    options = {ast.unparse(keyword) for keyword in node.keywords}
+                    assert called not in ("eval", "exec", "torch.load"), f"{path}:{node.lineno}"
+                    assert not options & {"allow_pickle=True", "shell=True"}, f"{path}:{node.lineno}"
+                elif isinstance(node, ast.Import | ast.ImportFrom):
+                    assert "pickle" not in ast.unparse(node), f"{path}:{node.lineno}"
