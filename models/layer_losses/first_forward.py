@@ -94,8 +94,10 @@ def _few(parts: ModelParts, arguments: dict[str, Any]) -> tuple[dict[str, Any], 
     if name is None:
         raise refusal(model, f"its forward is given none of {', '.join(dict.fromkeys(names))}")
     if name == "input_ids" and "inputs_embeds" in model.forward.names:
-        embedding = model.get_input_embeddings()
-        if embedding._forward_hooks:
+        embedding = None
+        with contextlib.suppress(NotImplementedError):  # of models that do not say which theirs are
+            embedding = model.get_input_embeddings()
+        if embedding is not None and embedding._forward_hooks:
             # What someone draws on the embeddings is not the same in each of these forwards, and not to be drawn.
             name, arguments["inputs_embeds"] = "inputs_embeds", _drawn_as(embedding.weight, arguments.pop("input_ids"))
     tensors = {other: value for other, value in arguments.items() if isinstance(value, Tensor)}

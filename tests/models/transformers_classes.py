@@ -64,6 +64,7 @@ _TOKENS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1, "decoder_sta
 # What single families ask for besides, by the beginning of their classes' names.
 _OWN: dict[str, dict[str, Any]] = {
     "Bit": {"embedding_size": 32},
+    "DeepseekV2": {"num_experts_per_tok": 2},
     "DonutSwin": {"embed_dim": 24},
     "Dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "FalconH1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
