@@ -18,6 +18,7 @@ from cdt_fast.checks import check_choice, check_integer, check_number, check_pos
 from cdt_fast.errors import InputError, require
 from cdt_fast.files import read_json
 from cdt_fast.models.pretrained import PretrainedModel
+from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.ops.shared.checks import check_shape, check_tensor, check_together
 
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
@@ -301,25 +302,15 @@ def _load_vit(name: str, download: bool) -> Any:
     )
     options = {"local_files_only": not download}
     try:
-        configuration = transformers.AutoConfig.from_pretrained(name, **options)
+        configuration = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
         if configuration.model_type != "vit":
             raise InputError(f"{name}: holds a model of type {configuration.model_type!r}, expected 'vit'")
-        model, loading = transformers.ViTModel.from_pretrained(
-            name,
-            config=configuration,
-            add_pooling_layer=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
+        model = load_complete(transformers.ViTModel, name, config=configuration, add_pooling_layer=False, **options)
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"{name}: no ViT can be loaded from there ({reason}); {remedy}") from error
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise InputError(f"{name}: lacks {len(missing)} weights of a ViT, the first is {missing[0]}")
     return model.to(torch.float32)
 
 

@@ -1,0 +1,65 @@
+"""A transformers model with all of its weights from a folder: what a file lacks never becomes random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from cdt_fast.errors import InputError
+
+
+def load_complete(
+    kind: Any, name: Any, *, new_head: bool = False, trust_remote_code: bool = False, **options: Any
+) -> Any:
+    """`kind.from_pretrained(name, **options)`, with every weight from the files, finite, and no code of the folder run.
+
+    transformers itself fills weights that are missing, or of another shape, with random numbers and logs a warning.
+
+    Args:
+        kind: a model class of transformers, or one of its Auto classes.
+        name: a folder, or a name on the hub.
+        new_head: what lies outside of the base model may be missing or of another shape, and so may its pooler: they
+            are trained anew.
+        trust_remote_code: run the Python code that comes with a model, for those who mean it.
+        options: others of `from_pretrained`. Weights in pickle files are not read.
+
+    Raises:
+        InputError: weights are missing, of another shape, not finite or no numbers of the model's kind.
+        OSError, ValueError, KeyError, RuntimeError: of transformers, where the files cannot be read.
+    """
+    model, loading = kind.from_pretrained(
+        name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **options
+    )
+    # A mismatched key comes with its two shapes.
+    mismatched = {key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]}
+    for keys, what in (
+        (set(loading["missing_keys"]), "lacks {} weights"),
+        (mismatched, "has {} weights of other shapes"),
+    ):
+        wrong = sorted(key for key in keys if not (new_head and _is_new(model, key)))
+        if wrong:
+            raise InputError(f"{name}: {what.format(len(wrong))} of a {type(model).__name__}, the first is {wrong[0]}")
+    check_finite(model, f"{name}")
+    return model
+
+
+def check_finite(model: nn.Module, where: str) -> None:
+    """Require weights without NaN and infinity.
+
+    Raises:
+        InputError: there are some; it begins with `where`.
+    """
+    wrong = [name for name, value in model.state_dict().items() if isinstance(value, Tensor) and not _finite(value)]
+    if wrong:
+        raise InputError(f"{where}: {len(wrong)} of its tensors hold NaN or infinity, the first is {wrong[0]}")
+
+
+def _finite(value: Tensor) -> bool:
+    return not value.is_floating_point() or bool(value.isfinite().all())
+
+
+def _is_new(model: Any, key: str) -> bool:
+    """Whether a weight lies outside of the base model, or in its pooler."""
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    return not key.startswith(prefix) or key.removeprefix(prefix).startswith("pooler.")
