@@ -15,7 +15,7 @@ import pytest
 from cdt_fast import cli
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
-from tests.parts import quick
+from tests.parts import quick, rest
 from tests.runs import evaluate_run, train
 from tests.tiny import TINY, scrolling_clip
 
@@ -29,9 +29,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run the part that was asked for."""
     part = config.getoption("--part")
     if part is not None:
-        chosen = quick(items, emulated=config.getoption("--emulate", None) is not None)
-        config.hook.pytest_deselected(items=[item for item in items if (item in chosen) != (part == "quick")])
-        items[:] = [item for item in items if (item in chosen) == (part == "quick")]
+        emulated = config.getoption("--emulate", None) is not None
+        chosen = quick(items, emulated) if part == "quick" else rest(items, emulated)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.parts import covering, quick
+from tests.parts import covering, quick, rest
 
 BLOCKS = "tests/kernels/test_some.py::test_blocks"
 SIZES = "tests/kernels/test_some.py::test_sizes"
@@ -54,3 +54,14 @@ def test_slow_and_emulated_ones_are_left(emulated: bool) -> None:
 def test_one_case_covers_itself() -> None:
     assert covering([frozenset()]) == {0}
     assert covering([frozenset("ab"), frozenset("b")]) == {0}
+
+
+def test_together_the_parts_are_everything_and_nothing_twice() -> None:
+    marks = ("", "slow", "emulated")
+    items = [made_up(f"{SIZES}{mark}", *values, mark=mark) for mark in marks for values in PRODUCT]
+    assert quick(items, False) | rest(items, False) == {*items}
+    assert not quick(items, False) & rest(items, False)
+    found = quick(items, True) | rest(items, True)
+    assert not quick(items, True) & rest(items, True)
+    # Emulated: all of what is marked, and a few of the others.
+    assert [sum(item.nodeid.startswith(f"{SIZES}{mark}[") for item in found) for mark in marks] == [4, 4, len(PRODUCT)]

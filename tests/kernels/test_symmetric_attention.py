@@ -72,6 +72,7 @@ def test_flags(
     assert_is_the_formula(RUNS[kernel](inputs), inputs)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("rows", "keys"), [(16, 32), (32, 16)])
 @pytest.mark.parametrize("tokens", [15, 33, 67])
 def test_blocks_that_are_no_squares(rows: int, keys: int, tokens: int, device: torch.device) -> None:
