@@ -10,30 +10,15 @@ loss and gradient are NaN, so that the mistake shows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, block_width, card_of
-
-
-class CrossEntropyBlocks(NamedTuple):
-    """The shape of a block: columns of a row that are read together, and the warps that share them."""
-
-    columns: int
-    warps: int
-
-
-# Whole rows live in the L2 cache between the two reads, whatever the block; the width only hides latency. The gradient
-# of smoothed and capped logits keeps the most values alive: wider blocks than these spill.
-BLOCKS = {
-    "consumer": CrossEntropyBlocks(4096, 8),
-    "ampere": CrossEntropyBlocks(4096, 8),
-    "hopper": CrossEntropyBlocks(4096, 8),
-}
+from cdt_fast.kernels.blocks import LAYERWISE_CROSS_ENTROPY, Blocks
+from cdt_fast.kernels.launch import Launch
 
 
 @triton.jit
@@ -60,14 +45,14 @@ def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _cross_entropy_kernel(
+def cross_entropy_kernel(
     logits,  # [rows, vocabulary], read, and written where GRADIENT
     targets,  # [rows] int64
     scales,  # [rows] float32, read where GRADIENT
     losses,  # [rows] float32, written where LOSS
     log_sums,  # [rows] float32, written where LOSS, else read
     vocabulary,
-    stride_row,
+    logits_row_stride,
     ignore_index,
     softcap,
     smoothing,
@@ -75,20 +60,20 @@ def _cross_entropy_kernel(
     GRADIENT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride_row
+    logits += row * logits_row_stride
     target = tl.load(targets + row)
     ignored = target == ignore_index
     inside = (target >= 0) & (target < vocabulary)
-    offsets = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, COLUMNS)
     if LOSS:
         highest = tl.full([], float("-inf"), tl.float32)
-        exponentials = tl.zeros([BLOCK], tl.float32)
-        values = tl.zeros([BLOCK], tl.float32)
+        exponentials = tl.zeros([COLUMNS], tl.float32)
+        values = tl.zeros([COLUMNS], tl.float32)
         # An ignored row is not read at all.
-        for start in range(0, tl.where(ignored, 0, vocabulary), BLOCK):
+        for start in range(0, tl.where(ignored, 0, vocabulary), COLUMNS):
             mask = start + offsets < vocabulary
             x = _capped(tl.load(logits + start + offsets, mask=mask, other=0.0), softcap, HAS_SOFTCAP)
             if HAS_SMOOTHING:
@@ -121,7 +106,7 @@ def _cross_entropy_kernel(
         silent = ignored | (scale == 0.0)
         scale = tl.where(inside, scale, float("nan"))
         read = tl.where(silent, 0, vocabulary)
-        for start in range(0, vocabulary, BLOCK):
+        for start in range(0, vocabulary, COLUMNS):
             columns = start + offsets
             x = tl.load(logits + columns, mask=columns < read, other=0.0).to(tl.float32)
             decay = x
@@ -150,7 +135,7 @@ def cross_entropy_(
     ignore_index: int,
     softcap: float | None,
     smoothing: float,
-    blocks: CrossEntropyBlocks | None = None,
+    blocks: Blocks | None = None,
 ) -> None:
     """Losses and log-sum-exps where `losses` is given, the gradient over the logits where `scales` is given.
 
@@ -164,11 +149,7 @@ def cross_entropy_(
         blocks: the shape of a block, default by the card.
     """
     rows, vocabulary = logits.shape
-    if blocks is None:
-        blocks = BLOCKS[card_of(logits).family]
-        fitting = max(block_width(vocabulary), 128)
-        if fitting < blocks.columns:
-            blocks = CrossEntropyBlocks(fitting, min(blocks.warps, max(1, fitting // 512)))
+    blocks = blocks or LAYERWISE_CROSS_ENTROPY.blocks(logits, vocabulary)
     assert logits.stride(1) == 1 or vocabulary == 1
     assert all(vector is None or vector.dtype == torch.float32 for vector in (losses, log_sums, scales))
     arguments: dict[str, Any] = {
@@ -178,7 +159,6 @@ def cross_entropy_(
         "losses": log_sums if losses is None else losses,
         "log_sums": log_sums,
         "vocabulary": vocabulary,
-        "stride_row": logits.stride(0),
         "ignore_index": ignore_index,
         "softcap": 1.0 if softcap is None else softcap,
         "smoothing": smoothing,
@@ -188,8 +168,5 @@ def cross_entropy_(
         "GRADIENT": scales is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SMOOTHING": smoothing != 0.0,
-        "BLOCK": blocks.columns,
     }
-    Launch(
-        _cross_entropy_kernel, (rows,), arguments, constants, warps=blocks.warps, stages=2, strided=("logits",)
-    ).run()
+    Launch(cross_entropy_kernel, (rows,), blocks, arguments, constants, strided=("logits",)).run()

@@ -9,30 +9,17 @@ stage, always in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import itertools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, ceil_div
-
-
-class ReconstructionBlocks(NamedTuple):
-    """The shape of a block: elements of one depth that a program takes, and its warps."""
-
-    elements: int
-    warps: int
-
-
-# 16 bytes a thread and load in bfloat16; a card with more bandwidth to fill takes more warps.
-BLOCKS = {
-    "consumer": ReconstructionBlocks(1024, 4),
-    "ampere": ReconstructionBlocks(2048, 8),
-    "hopper": ReconstructionBlocks(2048, 8),
-}
+from cdt_fast.kernels.arguments import ReconstructionLossArguments, ReconstructionLossBackwardArguments
+from cdt_fast.kernels.blocks import LAYERWISE_RECONSTRUCTION_LOSS, Blocks
+from cdt_fast.kernels.launch import Launch, ceil_div
 
 
 @triton.jit
@@ -49,7 +36,7 @@ def _kept(padding, offsets, elements, width, HAS_PADDING: tl.constexpr):
 
 
 @triton.jit
-def _reconstruction_kernel(
+def reconstruction_forward_kernel(
     reconstructions,  # a tuple of DEPTHS tensors [elements]
     target,  # [elements]
     padding,  # [elements / width], not 0 at padding
@@ -59,10 +46,10 @@ def _reconstruction_kernel(
     stride_depth,
     DEPTHS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    offsets = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = program.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     kept = _kept(padding, offsets, elements, width, HAS_PADDING)
     target_block = tl.load(target + offsets, mask=kept, other=0.0).to(tl.float32)
     for depth in tl.static_range(DEPTHS):
@@ -71,7 +58,7 @@ def _reconstruction_kernel(
 
 
 @triton.jit
-def _reconstruction_backward_kernel(
+def reconstruction_backward_kernel(
     reconstructions,  # a tuple of DEPTHS tensors [elements]
     gradients,  # a tuple of DEPTHS tensors [elements]; those without their bit in WRITTEN are not touched
     target,  # [elements]
@@ -84,13 +71,13 @@ def _reconstruction_backward_kernel(
     WRITTEN: tl.constexpr,
     WITH_TARGET: tl.constexpr,
     HAS_PADDING: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = offsets < elements
     kept = _kept(padding, offsets, elements, width, HAS_PADDING)
     target_block = tl.load(target + offsets, mask=kept, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
     for depth in tl.static_range(DEPTHS):
         factor = tl.load(factors + depth)
         # A depth that is switched off gets zeros, also where its reconstruction is not finite; it is not read.
@@ -103,77 +90,59 @@ def _reconstruction_backward_kernel(
         tl.store(grad_target + offsets, (0.0 - total).to(grad_target.dtype.element_ty), mask=inside)
 
 
-def reconstruction_errors(
-    reconstructions: Sequence[Tensor],
-    target: Tensor,
-    padding: Tensor | None,
-    *,
-    blocks: ReconstructionBlocks | None = None,
-) -> Tensor:
+def reconstruction_forward(loss: ReconstructionLossArguments, blocks: Blocks | None = None) -> Tensor:
     """`[depths]` float32: the squared errors of each depth, summed over everything that is not padding.
 
-    Args:
-        reconstructions: contiguous tensors of the shape of `target`, `[..., n]`, of any dtype each.
-        target: contiguous, `[..., n]`.
-        padding: `[...]` bool, contiguous, true at the tokens that do not count.
-        blocks: the shape of a block, default by the card.
+    All tensors are contiguous, of any dtype each.
     """
-    blocks = BLOCKS[card_of(target).family] if blocks is None else blocks
-    programs = ceil_div(target.numel(), blocks.elements)
-    partials = torch.empty(len(reconstructions), programs, device=target.device, dtype=torch.float32)
-    arguments, constants = _shared(reconstructions, target, padding, blocks)
+    blocks = blocks or LAYERWISE_RECONSTRUCTION_LOSS.blocks(loss.target)
+    programs = ceil_div(loss.target.numel(), blocks.columns)
+    partials = torch.empty(len(loss.reconstructions), programs, device=loss.target.device, dtype=torch.float32)
+    arguments, constants = _shared(loss)
     arguments |= {"partials": partials, "stride_depth": partials.stride(0)}
-    Launch(_reconstruction_kernel, (programs,), arguments, constants, warps=blocks.warps, stages=2).run()
+    Launch(reconstruction_forward_kernel, (programs,), blocks, arguments, constants).run()
     return partials.sum(1)
 
 
-def reconstruction_gradients(
-    reconstructions: Sequence[Tensor],
-    target: Tensor,
-    padding: Tensor | None,
-    factors: Tensor,
-    wanted: Sequence[bool],
-    wants_target: bool,
-    *,
-    blocks: ReconstructionBlocks | None = None,
+def reconstruction_backward(
+    loss: ReconstructionLossBackwardArguments, factors: Tensor, blocks: Blocks | None = None
 ) -> list[Tensor]:
-    """The gradients of the depths that are `wanted`, and after them that of the target where it is wanted.
+    """The gradients of the depths that are needed, and after them that of the target where it is needed.
 
     Args:
+        loss: all tensors are contiguous, of any dtype each.
         factors: `[depths]` float32, `2 dℓ_l / tokens`; a depth whose factor is 0 gets a gradient of zeros.
-        reconstructions, target, padding, blocks: as in `reconstruction_errors`.
+        blocks: the block shape, by default that of the card.
     """
-    blocks = BLOCKS[card_of(target).family] if blocks is None else blocks
-    written = [torch.empty_like(depth) for depth, want in zip(reconstructions, wanted, strict=True) if want]
-    grad_target = [torch.empty_like(target)] if wants_target else []
-    fresh = iter(written)
-    arguments, constants = _shared(reconstructions, target, padding, blocks)
-    arguments |= {
-        "gradients": tuple(next(fresh) if want else depth for depth, want in zip(reconstructions, wanted, strict=True)),
-        "factors": factors,
-        "grad_target": grad_target[0] if wants_target else target,
-    }
+    depths, target = loss.reconstructions, loss.target
+    blocks = blocks or LAYERWISE_RECONSTRUCTION_LOSS.blocks(target)
+    gradients = [
+        torch.empty_like(depth) if needed else depth
+        for depth, needed in zip(depths, loss.needs_reconstructions, strict=True)
+    ]
+    grad_target = torch.empty_like(target) if loss.needs_target else target
+    arguments, constants = _shared(loss)
+    arguments |= {"gradients": tuple(gradients), "factors": factors, "grad_target": grad_target}
     constants |= {
-        "WRITTEN": sum(1 << depth for depth, want in enumerate(wanted) if want),
-        "WITH_TARGET": wants_target,
+        "WRITTEN": sum(1 << depth for depth, needed in enumerate(loss.needs_reconstructions) if needed),
+        "WITH_TARGET": loss.needs_target,
     }
-    grid = (ceil_div(target.numel(), blocks.elements),)
-    Launch(_reconstruction_backward_kernel, grid, arguments, constants, warps=blocks.warps, stages=2).run()
-    return written + grad_target
+    grid = (ceil_div(target.numel(), blocks.columns),)
+    Launch(reconstruction_backward_kernel, grid, blocks, arguments, constants).run()
+    needed = [*loss.needs_reconstructions, loss.needs_target]
+    return list(itertools.compress([*gradients, grad_target], needed))
 
 
-def _shared(
-    reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None, blocks: ReconstructionBlocks
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _shared(loss: ReconstructionLossArguments) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments and the constants that both kernels take."""
-    assert all(tensor.shape == target.shape for tensor in reconstructions)
+    target, padding = loss.target, loss.padding
+    assert all(tensor.shape == target.shape for tensor in loss.reconstructions)
     assert padding is None or padding.shape == target.shape[:-1]
     arguments: dict[str, Any] = {
-        "reconstructions": tuple(reconstructions),
+        "reconstructions": tuple(loss.reconstructions),
         "target": target,
         "padding": target if padding is None else padding.view(torch.uint8),
         "elements": target.numel(),
         "width": target.shape[-1],
     }
-    constants = {"DEPTHS": len(reconstructions), "HAS_PADDING": padding is not None, "BLOCK": blocks.elements}
-    return arguments, constants
+    return arguments, {"DEPTHS": len(loss.reconstructions), "HAS_PADDING": padding is not None}

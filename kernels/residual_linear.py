@@ -9,57 +9,23 @@ step of tokens too wide for the fused kernel.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision, math_mode
-
-
-class Blocks(NamedTuple):
-    """The shape of a tile of the output, the depth of one of its products, and how many warps and stages make it."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-# By the card's family and `math_mode`. float32 tiles are smaller: twice the bytes, and IEEE products use registers
-# where tensor cores use none.
-BLOCKS = {
-    ("consumer", "16 bits"): Blocks(128, 128, 32, warps=8, stages=3),
-    ("ampere", "16 bits"): Blocks(128, 128, 32, warps=8, stages=4),
-    ("hopper", "16 bits"): Blocks(128, 256, 64, warps=8, stages=3),
-    ("consumer", "tf32"): Blocks(128, 64, 32, warps=8, stages=3),
-    ("ampere", "tf32"): Blocks(128, 128, 32, warps=8, stages=3),
-    ("hopper", "tf32"): Blocks(128, 128, 32, warps=8, stages=3),
-    ("consumer", "ieee"): Blocks(64, 64, 32, warps=4, stages=2),
-    ("ampere", "ieee"): Blocks(64, 64, 32, warps=4, stages=3),
-    ("hopper", "ieee"): Blocks(64, 64, 32, warps=4, stages=3),
-}
+from cdt_fast.kernels.arguments import ResidualLinearArguments
+from cdt_fast.kernels.blocks import RESIDUAL_LINEAR, Blocks
+from cdt_fast.kernels.cards import dot_precision
+from cdt_fast.kernels.launch import Launch, ceil_div
+from cdt_fast.kernels.tiles import nonlinearity
 
 # Rows of tiles that are worked on together, so that what they read of the weight is still in the L2 cache.
 ROW_TILES = 8
 
 
 @triton.jit
-def nonlinearity(value, threshold, NONLINEARITY: tl.constexpr):
-    """φ, written so that NaN, for which every comparison is false, stays NaN."""
-    if NONLINEARITY == "relu":
-        value = tl.where(value <= 0, 0.0, value)
-    elif NONLINEARITY == "soft_threshold":
-        shrunk = tl.where(value > 0, value - threshold, value + threshold)
-        value = tl.where(tl.abs(value) <= threshold, 0.0, shrunk)
-    return value
-
-
-@triton.jit
-def residual_linear_kernel(
+def residual_linear_forward_kernel(
     x,  # [rows, depth]
     weight,  # [depth, columns]
     residual,  # [rows, columns]
@@ -119,65 +85,28 @@ def residual_linear_kernel(
     )
 
 
-def residual_linear(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    *,
-    alpha: float = 1.0,
-    nonlinearity: str = "relu",
-    threshold: float = 0.0,
-    blocks: Blocks | None = None,
-) -> Tensor:
-    """`φ(residual + alpha · x @ weight)`.
-
-    Args:
-        x: `[rows, n]`, any strides.
-        weight: `[n, m]`, any strides, the dtype of `x`.
-        residual: `[rows, m]` or `[m]`, any strides and float dtype.
-        alpha: the factor of the product.
-        nonlinearity: "relu", "soft_threshold" or "identity".
-        threshold: θ of "soft_threshold".
-        blocks: the block shape, by default that of the card.
-
-    Returns:
-        `[rows, m]`, contiguous, in the dtype of `x`.
-    """
-    rows, depth = x.shape
-    columns = weight.shape[1]
-    residual = residual.expand(rows, columns)
-    blocks = blocks or BLOCKS[card_of(x).family, math_mode(x)]
+def residual_linear_forward(linear: ResidualLinearArguments, blocks: Blocks | None = None) -> Tensor:
+    """`φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x; the operands may have any strides."""
+    x, weight = linear.x, linear.weight
+    (rows, depth), columns = x.shape, weight.shape[1]
+    blocks = blocks or RESIDUAL_LINEAR.blocks(x)
     output = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     Launch(
-        residual_linear_kernel,
+        residual_linear_forward_kernel,
         (ceil_div(rows, blocks.rows) * ceil_div(columns, blocks.columns),),
+        blocks,
         {
             "x": x,
             "weight": weight,
-            "residual": residual,
+            "residual": linear.residual.expand(rows, columns),
             "output": output,
             "rows": rows,
             "depth": depth,
             "columns": columns,
-            "x_row_stride": x.stride(0),
-            "x_column_stride": x.stride(1),
-            "weight_row_stride": weight.stride(0),
-            "weight_column_stride": weight.stride(1),
-            "residual_row_stride": residual.stride(0),
-            "residual_column_stride": residual.stride(1),
-            "alpha": alpha,
-            "threshold": threshold,
+            "alpha": linear.alpha,
+            "threshold": linear.threshold,
         },
-        {
-            "NONLINEARITY": nonlinearity,
-            "PRECISION": dot_precision(x.dtype),
-            "ROWS": blocks.rows,
-            "COLUMNS": blocks.columns,
-            "DEPTH": blocks.depth,
-            "ROW_TILES": ROW_TILES,
-        },
-        warps=blocks.warps,
-        stages=blocks.stages,
+        {"NONLINEARITY": linear.nonlinearity, "PRECISION": dot_precision(x.dtype), "ROW_TILES": ROW_TILES},
         strided=("x", "weight", "residual"),
     ).run()
     return output

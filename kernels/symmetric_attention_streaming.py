@@ -15,91 +15,20 @@ and the two sums: five products a pair of tiles, no second kernel and no atomics
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision, math_mode
-from cdt_fast.kernels.tiles import LN_2, LOG2_E, load_rows, store_rows
-
-
-class Blocks(NamedTuple):
-    """Shape of a block: the rows that it owns, the rows that it streams at a time, warps, pipeline stages."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-# By family of cards and `math_mode`: the greatest width (of z and of the values), and the block. On tensor cores no
-# two warps compute the same products, but where what avoids it spills or does not fit (256 columns; in 16 bits the
-# backward of 128 columns on Hopper): the compiler gives each warp sixteen rows and all keys where tiles are no wider
-# than high, else all rows and no less than eight keys.
-FORWARD_BLOCKS = {
-    "consumer": {
-        "16 bits": [(64, Blocks(128, 64, 8, 2)), (128, Blocks(128, 64, 8, 2)), (256, Blocks(64, 64, 8, 1))],
-        "tf32": [(64, Blocks(64, 32, 4, 2)), (128, Blocks(32, 32, 4, 1)), (256, Blocks(32, 32, 4, 1))],
-        "ieee": [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 1)), (256, Blocks(16, 16, 8, 1))],
-    },
-    "ampere": {
-        "16 bits": [(64, Blocks(128, 64, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
-        "tf32": [(64, Blocks(64, 32, 4, 2)), (128, Blocks(64, 32, 4, 2)), (256, Blocks(32, 64, 8, 1))],
-        "ieee": [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 2)), (256, Blocks(32, 16, 8, 1))],
-    },
-    "hopper": {
-        "16 bits": [(64, Blocks(128, 64, 8, 3)), (128, Blocks(128, 64, 8, 3)), (256, Blocks(64, 64, 8, 2))],
-        "tf32": [(64, Blocks(64, 32, 4, 2)), (128, Blocks(64, 32, 4, 2)), (256, Blocks(64, 32, 8, 2))],
-        "ieee": [(64, Blocks(64, 32, 8, 2)), (128, Blocks(32, 32, 8, 1)), (256, Blocks(32, 16, 8, 2))],
-    },
-}
-# At width 256 a single stage makes the consumer cards spill; two take 100,736 bytes of their 101,376.
-BACKWARD_BLOCKS = {
-    "consumer": {
-        "16 bits": [(64, Blocks(64, 16, 4, 1)), (128, Blocks(32, 32, 4, 2)), (256, Blocks(32, 32, 8, 2))],
-        "tf32": [(64, Blocks(32, 64, 8, 1)), (128, Blocks(16, 32, 4, 1)), (256, Blocks(16, 16, 4, 1))],
-        "ieee": [(64, Blocks(32, 16, 8, 1)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 1))],
-    },
-    "ampere": {
-        "16 bits": [(64, Blocks(64, 32, 4, 3)), (128, Blocks(64, 64, 8, 2)), (256, Blocks(32, 64, 8, 1))],
-        "tf32": [(64, Blocks(32, 64, 8, 1)), (128, Blocks(32, 64, 8, 1)), (256, Blocks(16, 32, 8, 1))],
-        "ieee": [(64, Blocks(32, 16, 8, 2)), (128, Blocks(16, 16, 8, 1)), (256, Blocks(16, 16, 8, 2))],
-    },
-    "hopper": {
-        "16 bits": [(64, Blocks(64, 32, 4, 2)), (128, Blocks(64, 32, 8, 2)), (256, Blocks(32, 64, 8, 2))],
-        "tf32": [(64, Blocks(64, 32, 4, 1)), (128, Blocks(32, 64, 8, 1)), (256, Blocks(32, 32, 8, 1))],
-        "ieee": [(64, Blocks(32, 16, 8, 2)), (128, Blocks(16, 16, 8, 2)), (256, Blocks(16, 16, 8, 2))],
-    },
-}
-WIDEST = 256
-
-
-@triton.jit
-def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
-    """This block's positions `[ROWS]` in its sequence, the sequence's first row (int64) and how many tokens count."""
-    sequence = tl.program_id(0) // blocks_per_sequence
-    position = (tl.program_id(0) % blocks_per_sequence) * ROWS + tl.arange(0, ROWS)
-    length = tokens
-    if lengths is not None:
-        # Clamped before it is narrowed: a length may be of 64 bits.
-        length = tl.maximum(tl.minimum(tl.load(lengths + sequence), tokens), 0).to(tl.int32)
-    return position, sequence.to(tl.int64) * tokens, length
-
-
-# No device function takes a None that it would hand back: Triton 3.6 knows None as an argument of a kernel alone.
-@triton.jit
-def from_row(pointer, first, WIDTH: tl.constexpr):
-    """The pointer moved to row `first` of `[rows, WIDTH]`: inside a sequence 32 bits are enough."""
-    return pointer + first * WIDTH
-
-
-@triton.jit
-def load_norms(norms, row, mask):
-    """‖z‖² of the rows, `[rows]`."""
-    return tl.load(norms + row, mask=mask, other=0.0)
+from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
+from cdt_fast.kernels.blocks import (
+    SYMMETRIC_ATTENTION_STREAMING,
+    SYMMETRIC_ATTENTION_STREAMING_BACKWARD,
+    Blocks,
+)
+from cdt_fast.kernels.cards import dot_precision
+from cdt_fast.kernels.launch import Launch, block_width, ceil_div
+from cdt_fast.kernels.tiles import LN_2, block_of_rows, from_row, load_norms, load_rows, store_rows, weigh
 
 
 @triton.jit
@@ -114,20 +43,26 @@ def pair_scores(own, other, own_norm, norms, key, mask, scale, PRECISION: tl.con
 
 
 @triton.jit
-def weigh(scores, log_sum):
-    """`exp(scores − log_sum)`: the difference first, as log2 e would round a large score and a large sum apart."""
-    return tl.exp2((scores - log_sum) * LOG2_E)
-
-
-@triton.jit
 def streaming_forward_kernel(
-    z, values, norms, output, remainder, log_sum_exp, lengths,
-    tokens, blocks_per_sequence, scale,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
-):  # fmt: skip
-    # z [sequences, tokens, WIDTH], values, output and remainder (may be None) [sequences, tokens, VALUE_WIDTH],
-    # log_sum_exp [sequences, tokens]; norms [sequences, tokens] = ‖z‖² with `energy`, else None
+    z,  # [sequences, tokens, WIDTH]
+    values,  # [sequences, tokens, VALUE_WIDTH], or None where TIED
+    norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
+    output,  # [sequences, tokens, VALUE_WIDTH]
+    remainder,  # [sequences, tokens, VALUE_WIDTH] or None
+    log_sum_exp,  # [sequences, tokens] float32
+    lengths,  # [sequences] or None
+    tokens,
+    blocks_per_sequence,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TIED: tl.constexpr,
+):
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     z = from_row(z, first, WIDTH)
     if values is not None:
@@ -169,11 +104,15 @@ def streaming_forward_kernel(
 
 @triton.jit
 def row_dots_kernel(
-    left, right, remainder, output,
+    left,  # [rows, WIDTH]
+    right,  # [rows, WIDTH]
+    remainder,  # [rows, WIDTH], added to right, or None
+    output,  # [rows] float32
     rows,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    # left, right and what is to be added to right, or None [rows, WIDTH] → output [rows], float32
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     one = load_rows(left, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
     other = load_rows(right, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
@@ -184,12 +123,27 @@ def row_dots_kernel(
 
 @triton.jit
 def streaming_backward_kernel(
-    z, values, norms, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths,
-    tokens, blocks_per_sequence, scale,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
-):  # fmt: skip
-    # delta [sequences, tokens] = Σ dO ∘ O; grad_z and grad_values like z and values, either may be None
+    z,  # [sequences, tokens, WIDTH]
+    values,  # [sequences, tokens, VALUE_WIDTH], or None where TIED
+    norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
+    grad_output,  # [sequences, tokens, VALUE_WIDTH]
+    log_sum_exp,  # [sequences, tokens] float32
+    delta,  # [sequences, tokens] float32, Σ dO ∘ O, read with grad_z
+    grad_z,  # [sequences, tokens, WIDTH] or None
+    grad_values,  # [sequences, tokens, VALUE_WIDTH] or None
+    lengths,  # [sequences] or None
+    tokens,
+    blocks_per_sequence,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TIED: tl.constexpr,
+):
     position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     z, grad_output = from_row(z, first, WIDTH), from_row(grad_output, first, VALUE_WIDTH)
     if values is not None:
@@ -247,51 +201,47 @@ def streaming_backward_kernel(
         store_rows(grad_values, position, position < tokens, 0, value_sum, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
 
 
-def blocks_for(table: dict[str, dict[str, list[tuple[int, Blocks]]]], z: Tensor, width: int) -> Blocks:
-    """The row of a block table for tensors like `z` whose widths are at most `width`."""
-    for widest, blocks in table[card_of(z).family][math_mode(z)]:
-        if width <= widest:
-            return blocks
-    raise ValueError(f"a block holds widths up to {WIDEST}, got {width}")
-
-
 def streaming_forward(
-    z: Tensor,
-    values: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    energy: bool,
-    blocks: Blocks | None = None,
-    *,
-    remainder: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Contiguous `z` `[B, T, d]`, `values` `[B, T, k]` (d, k ≤ `WIDEST`) → output `[B, T, k]`, log-sum-exp `[B, T]`.
+    attention: SymmetricAttentionArguments, blocks: Blocks | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output `[B, T, k]`, the rows' log-sum-exp `[B, T]`, and the output's remainder where it is kept, in 16 bits.
 
-    What rounding takes from the output is written to `remainder`, where one is given.
+    The widths d and k are at most `WIDEST`.
     """
+    z, values = attention.z, attention.values
     sequences, tokens, width = z.shape
     value_width = width if values is None else values.shape[-1]
-    blocks = blocks or blocks_for(FORWARD_BLOCKS, z, max(width, value_width))
+    blocks = blocks or SYMMETRIC_ATTENTION_STREAMING.blocks(z, max(width, value_width))
     output = z.new_empty((sequences, tokens, value_width))
+    remainder = torch.empty_like(output) if attention.keeps and z.element_size() == 2 else None
     log_sum_exp = z.new_empty((sequences, tokens), dtype=torch.float32)
     blocks_per_sequence = ceil_div(tokens, blocks.rows)
     Launch(
         streaming_forward_kernel,
         (sequences * blocks_per_sequence,),
+        blocks,
         {
-            "z": z, "values": values, "norms": row_dots(z, z) if energy else None,
-            "output": output, "remainder": remainder, "log_sum_exp": log_sum_exp, "lengths": lengths,
-            "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,
+            "z": z,
+            "values": values,
+            "norms": row_dots(z, z) if attention.energy else None,
+            "output": output,
+            "remainder": remainder,
+            "log_sum_exp": log_sum_exp,
+            "lengths": attention.lengths,
+            "tokens": tokens,
+            "blocks_per_sequence": blocks_per_sequence,
+            "scale": attention.scale,
         },
         {
-            "WIDTH": width, "VALUE_WIDTH": value_width,
-            "BLOCK_WIDTH": block_width(width), "BLOCK_VALUE_WIDTH": block_width(value_width),
-            "ROWS": blocks.rows, "KEYS": blocks.keys, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
+            "WIDTH": width,
+            "VALUE_WIDTH": value_width,
+            "BLOCK_WIDTH": block_width(width),
+            "BLOCK_VALUE_WIDTH": block_width(value_width),
+            "PRECISION": dot_precision(z.dtype),
+            "TIED": values is None,
         },
-        blocks.warps,
-        blocks.stages,
-    ).run()  # fmt: skip
-    return output, log_sum_exp
+    ).run()
+    return output, log_sum_exp, remainder
 
 
 def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Tensor:
@@ -300,59 +250,56 @@ def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Te
     rows = left.shape[:-1].numel()
     output = left.new_empty(left.shape[:-1], dtype=torch.float32)
     held = block_width(width)
-    block_rows = max(1, 2048 // held)
+    blocks = Blocks(rows=max(1, 2048 // held))
     Launch(
         row_dots_kernel,
-        (ceil_div(rows, block_rows),),
+        (ceil_div(rows, blocks.rows),),
+        blocks,
         {"left": left, "right": right, "remainder": remainder, "output": output, "rows": rows},
-        {"WIDTH": width, "BLOCK_WIDTH": held, "ROWS": block_rows},
-        4,
-        1,
+        {"WIDTH": width, "BLOCK_WIDTH": held},
     ).run()
     return output
 
 
 def streaming_backward(
-    z: Tensor,
-    values: Tensor | None,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    grad_output: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    energy: bool,
-    needs_z: bool = True,
-    needs_values: bool = True,
-    blocks: Blocks | None = None,
-    *,
-    remainder: Tensor | None = None,
+    attention: SymmetricAttentionBackwardArguments, blocks: Blocks | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `z` and `values`, those that are needed; with `values` None all of it is in that of `z`.
+    """The gradients of z and of the values, those that are needed.
 
-    Without the `remainder` of the output an error of its rounding reaches the gradient of `z`.
+    Where no remainder of the output was kept, an error of its rounding reaches the gradient of z.
     """
+    z, values, grad_output = attention.z, attention.values, attention.grad_output
     sequences, tokens, width = z.shape
     value_width = grad_output.shape[-1]
-    blocks = blocks or blocks_for(BACKWARD_BLOCKS, z, max(width, value_width))
-    grad_z = torch.empty_like(z) if needs_z else None
-    grad_values = torch.empty_like(values) if needs_values and values is not None else None
+    blocks = blocks or SYMMETRIC_ATTENTION_STREAMING_BACKWARD.blocks(z, max(width, value_width))
+    grad_z = torch.empty_like(z) if attention.needs_z else None
+    grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
     blocks_per_sequence = ceil_div(tokens, blocks.rows)
     Launch(
         streaming_backward_kernel,
         (sequences * blocks_per_sequence,),
+        blocks,
         {
-            "z": z, "values": values, "norms": row_dots(z, z) if energy else None,
-            "grad_output": grad_output, "log_sum_exp": log_sum_exp,
-            "delta": row_dots(grad_output, output, remainder) if needs_z else None,
-            "grad_z": grad_z, "grad_values": grad_values, "lengths": lengths,
-            "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale,
+            "z": z,
+            "values": values,
+            "norms": row_dots(z, z) if attention.energy else None,
+            "grad_output": grad_output,
+            "log_sum_exp": attention.log_sum_exp,
+            "delta": row_dots(grad_output, attention.output, attention.remainder) if attention.needs_z else None,
+            "grad_z": grad_z,
+            "grad_values": grad_values,
+            "lengths": attention.lengths,
+            "tokens": tokens,
+            "blocks_per_sequence": blocks_per_sequence,
+            "scale": attention.scale,
         },
         {
-            "WIDTH": width, "VALUE_WIDTH": value_width,
-            "BLOCK_WIDTH": block_width(width), "BLOCK_VALUE_WIDTH": block_width(value_width),
-            "ROWS": blocks.rows, "KEYS": blocks.keys, "PRECISION": dot_precision(z.dtype), "TIED": values is None,
+            "WIDTH": width,
+            "VALUE_WIDTH": value_width,
+            "BLOCK_WIDTH": block_width(width),
+            "BLOCK_VALUE_WIDTH": block_width(value_width),
+            "PRECISION": dot_precision(z.dtype),
+            "TIED": values is None,
         },
-        blocks.warps,
-        blocks.stages,
-    ).run()  # fmt: skip
+    ).run()
     return grad_z, grad_values

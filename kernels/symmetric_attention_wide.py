@@ -1,87 +1,48 @@
-# pyright: reportGeneralTypeIssues=false
-# The checker takes a `@triton.jit` function that is called in another for one that never returns.
 """Symmetric attention of long sequences whose tokens are too wide for a tile: every width in chunks.
 
     S_ij = z_iᵀ z_j (− ½‖z_j‖² with `energy`),  A_ij = exp(β S_ij − λ_i),  O_i = Σ_j A_ij V_j
     dS_ij = A_ij (dO_iᵀ V_j − δ_i),  dZ_i = β Σ_j (dS_ij + dS_ji) z_j,  dV_i = Σ_j A_ji dO_j
 
 A block owns some rows and one chunk of the columns of what it computes; it forms the scores of its rows anew, a chunk
-of the width after the other. That costs products that `streaming_attention` does not need, and no memory.
+of the width after the other. That costs products that the streaming kernels do not need, and no memory.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, card_of, ceil_div, dot_precision, math_mode
-from cdt_fast.kernels.symmetric_attention_streaming import block_of_rows, from_row, load_norms, row_dots, weigh
-from cdt_fast.kernels.tiles import LN_2, load_rows, store_rows
-
-
-class Blocks(NamedTuple):
-    """Shape of a block: its rows, the keys and the columns that it takes at a time, its columns, warps, stages."""
-
-    rows: int
-    keys: int
-    columns: int
-    owned_columns: int
-    warps: int
-    stages: int
-
-
-# By family of cards and `math_mode`. As many columns as registers hold: for each chunk of them the scores are formed
-# anew.
-FORWARD_BLOCKS = {
-    "consumer": {
-        "16 bits": Blocks(64, 64, 32, 256, 8, 2),
-        "tf32": Blocks(64, 32, 32, 256, 8, 1),
-        "ieee": Blocks(32, 32, 32, 256, 8, 2),
-    },
-    "ampere": {
-        "16 bits": Blocks(64, 64, 64, 256, 8, 2),
-        "tf32": Blocks(64, 32, 32, 256, 8, 1),
-        "ieee": Blocks(32, 32, 32, 256, 8, 2),
-    },
-    "hopper": {
-        "16 bits": Blocks(64, 64, 64, 256, 8, 3),
-        "tf32": Blocks(64, 32, 32, 256, 8, 2),
-        "ieee": Blocks(32, 32, 32, 256, 8, 2),
-    },
-}
-BACKWARD_BLOCKS = {
-    "consumer": {
-        "16 bits": Blocks(32, 32, 64, 256, 8, 3),
-        "tf32": Blocks(32, 32, 32, 256, 4, 2),
-        "ieee": Blocks(32, 16, 32, 128, 8, 1),
-    },
-    "ampere": {
-        "16 bits": Blocks(64, 64, 32, 256, 8, 2),
-        "tf32": Blocks(32, 32, 32, 256, 4, 2),
-        "ieee": Blocks(32, 16, 32, 128, 8, 1),
-    },
-    "hopper": {
-        "16 bits": Blocks(64, 64, 64, 128, 8, 3),
-        "tf32": Blocks(32, 32, 32, 256, 4, 2),
-        "ieee": Blocks(32, 16, 32, 128, 8, 1),
-    },
-}
-# Of the gradient of the values alone, which leaves more registers.
-VALUES_BACKWARD_BLOCKS = {
-    "consumer": {**BACKWARD_BLOCKS["consumer"], "16 bits": Blocks(64, 64, 32, 256, 8, 2)},
-    "ampere": BACKWARD_BLOCKS["ampere"],
-    "hopper": {**BACKWARD_BLOCKS["hopper"], "16 bits": Blocks(64, 64, 64, 256, 8, 2)},
-}
+from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
+from cdt_fast.kernels.blocks import (
+    SYMMETRIC_ATTENTION_WIDE,
+    SYMMETRIC_ATTENTION_WIDE_BACKWARD,
+    SYMMETRIC_ATTENTION_WIDE_VALUES_BACKWARD,
+    Blocks,
+)
+from cdt_fast.kernels.cards import dot_precision
+from cdt_fast.kernels.launch import Launch, ceil_div
+from cdt_fast.kernels.symmetric_attention_streaming import row_dots
+from cdt_fast.kernels.tiles import LN_2, block_of_rows, from_row, load_norms, load_rows, store_rows, weigh
 
 
 @triton.jit
-def gram(left, left_row, left_mask, right, right_row, right_mask,
-         WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-         PRECISION: tl.constexpr):  # fmt: skip
+def gram(
+    left,
+    left_row,
+    left_mask,
+    right,
+    right_row,
+    right_mask,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """`left · rightᵀ` of some rows of two `[…, WIDTH]`, `[ROWS, KEYS]` in float32."""
     products = tl.zeros((ROWS, KEYS), tl.float32)
     for start in range(0, WIDTH, COLUMNS):
@@ -92,9 +53,20 @@ def gram(left, left_row, left_mask, right, right_row, right_mask,
 
 
 @triton.jit
-def wide_scores(z, norms, own, own_mask, key, key_mask, scale,
-                WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-                PRECISION: tl.constexpr):  # fmt: skip
+def wide_scores(
+    z,
+    norms,
+    own,
+    own_mask,
+    key,
+    key_mask,
+    scale,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """β S_ij and β S_ji, both laid out `[own, key]`; `norms` `[tokens]` is None without `energy`."""
     scores = gram(z, own, own_mask, z, key, key_mask, WIDTH, ROWS, KEYS, COLUMNS, PRECISION)
     mirrored = scores
@@ -106,13 +78,24 @@ def wide_scores(z, norms, own, own_mask, key, key_mask, scale,
 
 @triton.jit
 def wide_forward_kernel(
-    z, values, norms, output, remainder, log_sum_exp, lengths,
-    tokens, blocks_per_sequence, scale,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    OWNED_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # z [sequences, tokens, WIDTH], values, output and remainder (may be None) [sequences, tokens, VALUE_WIDTH], norms
-    # and log_sum_exp [sequences, tokens]; the second axis of the grid goes over the chunks of VALUE_WIDTH
+    z,  # [sequences, tokens, WIDTH]
+    values,  # [sequences, tokens, VALUE_WIDTH], whose chunks the grid's second axis goes over
+    norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
+    output,  # [sequences, tokens, VALUE_WIDTH]
+    remainder,  # [sequences, tokens, VALUE_WIDTH] or None
+    log_sum_exp,  # [sequences, tokens] float32
+    lengths,  # [sequences] or None
+    tokens,
+    blocks_per_sequence,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OWNED_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     own, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     owned = tl.program_id(1) * OWNED_COLUMNS
     z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
@@ -151,12 +134,26 @@ def wide_forward_kernel(
 
 @triton.jit
 def wide_backward_kernel(
-    z, values, norms, grad_output, log_sum_exp, delta, grad_z, lengths,
-    tokens, blocks_per_sequence, scale,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    OWNED_COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TIED: tl.constexpr,
-):  # fmt: skip
-    # grad_z like z; delta [sequences, tokens] = Σ dO ∘ O; with TIED values is z, and both gradients are summed
+    z,  # [sequences, tokens, WIDTH], whose chunks the grid's second axis goes over
+    values,  # [sequences, tokens, VALUE_WIDTH]; z where TIED, and then both gradients are summed
+    norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
+    grad_output,  # [sequences, tokens, VALUE_WIDTH]
+    log_sum_exp,  # [sequences, tokens] float32
+    delta,  # [sequences, tokens] float32, Σ dO ∘ O
+    grad_z,  # [sequences, tokens, WIDTH]
+    lengths,  # [sequences] or None
+    tokens,
+    blocks_per_sequence,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OWNED_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TIED: tl.constexpr,
+):
     own, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     owned = tl.program_id(1) * OWNED_COLUMNS
     z, values = from_row(z, first, WIDTH), from_row(values, first, VALUE_WIDTH)
@@ -195,12 +192,23 @@ def wide_backward_kernel(
 
 @triton.jit
 def wide_values_backward_kernel(
-    z, norms, grad_output, log_sum_exp, grad_values, lengths,
-    tokens, blocks_per_sequence, scale,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    OWNED_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # grad_values and grad_output [sequences, tokens, VALUE_WIDTH]
+    z,  # [sequences, tokens, WIDTH]
+    norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
+    grad_output,  # [sequences, tokens, VALUE_WIDTH]
+    log_sum_exp,  # [sequences, tokens] float32
+    grad_values,  # [sequences, tokens, VALUE_WIDTH], whose chunks the grid's second axis goes over
+    lengths,  # [sequences] or None
+    tokens,
+    blocks_per_sequence,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OWNED_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     own, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
     owned = tl.program_id(1) * OWNED_COLUMNS
     z, grad_output = from_row(z, first, WIDTH), from_row(grad_output, first, VALUE_WIDTH)
@@ -220,85 +228,91 @@ def wide_values_backward_kernel(
     store_rows(from_row(grad_values, first, VALUE_WIDTH), own, own < tokens, owned, total, VALUE_WIDTH, OWNED_COLUMNS)
 
 
+def wide_forward(
+    attention: SymmetricAttentionArguments, blocks: Blocks | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output `[B, T, k]`, the rows' log-sum-exp `[B, T]`, and what rounding took from the output, if it is kept."""
+    z, values = attention.z, attention.z if attention.values is None else attention.values
+    output = torch.empty_like(values)
+    remainder = torch.empty_like(output) if attention.keeps and z.element_size() == 2 else None
+    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
+    _launch(
+        wide_forward_kernel,
+        attention,
+        output,
+        blocks or SYMMETRIC_ATTENTION_WIDE.blocks(z),
+        {
+            "values": values,
+            "norms": row_dots(z, z) if attention.energy else None,
+            "output": output,
+            "remainder": remainder,
+            "log_sum_exp": log_sum_exp,
+        },
+    )
+    return output, log_sum_exp, remainder
+
+
+def wide_backward(
+    attention: SymmetricAttentionBackwardArguments, blocks: Blocks | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of z and of the values, those that are needed.
+
+    Where no remainder of the output was kept, an error of its rounding reaches the gradient of z.
+    """
+    z, values, grad_output = attention.z, attention.values, attention.grad_output
+    grad_z = torch.empty_like(z) if attention.needs_z else None
+    grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
+    norms = row_dots(z, z) if attention.energy else None
+    shared = {"norms": norms, "grad_output": grad_output, "log_sum_exp": attention.log_sum_exp}
+    if grad_z is not None:
+        delta = row_dots(grad_output, attention.output, attention.remainder)
+        _launch(
+            wide_backward_kernel,
+            attention,
+            grad_z,
+            blocks or SYMMETRIC_ATTENTION_WIDE_BACKWARD.blocks(z),
+            {**shared, "values": z if values is None else values, "delta": delta, "grad_z": grad_z},
+            TIED=values is None,
+        )
+    if grad_values is not None:
+        _launch(
+            wide_values_backward_kernel,
+            attention,
+            grad_values,
+            blocks or SYMMETRIC_ATTENTION_WIDE_VALUES_BACKWARD.blocks(z),
+            {**shared, "grad_values": grad_values},
+        )
+    return grad_z, grad_values
+
+
 def _launch(
-    kernel: object, z: Tensor, owned_width: int, value_width: int, tensors: dict[str, Tensor | None], scale: float,
-    blocks: Blocks, **constants: bool,
-) -> None:  # fmt: skip
+    kernel: object,
+    attention: SymmetricAttentionArguments,
+    written: Tensor,
+    blocks: Blocks,
+    tensors: dict[str, Tensor | None],
+    **constants: bool,
+) -> None:
+    """A launch over blocks of rows and the chunks of the columns of `written`."""
+    z = attention.z
     sequences, tokens, width = z.shape
     blocks_per_sequence = ceil_div(tokens, blocks.rows)
     Launch(
         kernel,
-        (sequences * blocks_per_sequence, ceil_div(owned_width, blocks.owned_columns)),
-        {"z": z, **tensors, "tokens": tokens, "blocks_per_sequence": blocks_per_sequence, "scale": scale},
+        (sequences * blocks_per_sequence, ceil_div(written.shape[-1], blocks.owned_columns)),
+        blocks,
         {
-            "WIDTH": width, "VALUE_WIDTH": value_width, "ROWS": blocks.rows, "KEYS": blocks.keys,
-            "COLUMNS": blocks.columns, "OWNED_COLUMNS": blocks.owned_columns, "PRECISION": dot_precision(z.dtype),
+            "z": z,
+            **tensors,
+            "lengths": attention.lengths,
+            "tokens": tokens,
+            "blocks_per_sequence": blocks_per_sequence,
+            "scale": attention.scale,
+        },
+        {
+            "WIDTH": width,
+            "VALUE_WIDTH": width if attention.values is None else attention.values.shape[-1],
+            "PRECISION": dot_precision(z.dtype),
             **constants,
         },
-        blocks.warps,
-        blocks.stages,
-    ).run()  # fmt: skip
-
-
-def wide_forward(
-    z: Tensor,
-    values: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    energy: bool,
-    blocks: Blocks | None = None,
-    *,
-    remainder: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`z` `[B, T, d]`, `values` `[B, T, k]` (contiguous) → output `[B, T, k]`, log-sum-exp `[B, T]`.
-
-    What rounding takes from the output is written to `remainder`, where one is given.
-    """
-    values = z if values is None else values
-    output = torch.empty_like(values)
-    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
-    tensors = {
-        "values": values, "norms": row_dots(z, z) if energy else None, "output": output, "remainder": remainder,
-        "log_sum_exp": log_sum_exp, "lengths": lengths,
-    }  # fmt: skip
-    width = values.shape[-1]
-    blocks = blocks or FORWARD_BLOCKS[card_of(z).family][math_mode(z)]
-    _launch(wide_forward_kernel, z, width, width, tensors, scale, blocks)
-    return output, log_sum_exp
-
-
-def wide_backward(
-    z: Tensor,
-    values: Tensor | None,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    grad_output: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    energy: bool,
-    needs_z: bool = True,
-    needs_values: bool = True,
-    blocks: Blocks | None = None,
-    *,
-    remainder: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of `z` and `values`, those that are needed; with `values` None all of it is in that of `z`.
-
-    Without the `remainder` of the output an error of its rounding reaches the gradient of `z`.
-    """
-    family, numbers = card_of(z).family, math_mode(z)
-    norms = row_dots(z, z) if energy else None
-    grad_z = torch.empty_like(z) if needs_z else None
-    grad_values = torch.empty_like(values) if needs_values and values is not None else None
-    shared = {"norms": norms, "grad_output": grad_output, "log_sum_exp": log_sum_exp, "lengths": lengths}
-    width = grad_output.shape[-1]
-    if grad_z is not None:
-        delta = row_dots(grad_output, output, remainder)
-        tensors = {**shared, "values": z if values is None else values, "delta": delta, "grad_z": grad_z}
-        chosen = blocks or BACKWARD_BLOCKS[family][numbers]
-        _launch(wide_backward_kernel, z, z.shape[-1], width, tensors, scale, chosen, TIED=values is None)
-    if grad_values is not None:
-        tensors = {**shared, "grad_values": grad_values}
-        chosen = blocks or VALUES_BACKWARD_BLOCKS[family][numbers]
-        _launch(wide_values_backward_kernel, z, width, width, tensors, scale, chosen)
-    return grad_z, grad_values
+    ).run()

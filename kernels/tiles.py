@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: tiles of whole short sequences, masked loads, values that poison."""
+"""Device functions that several kernels share: tiles of sequences, masked loads, softmax, values that poison."""
 
 from __future__ import annotations
 
@@ -90,3 +90,69 @@ def softmax_tile(scores, visible):
     total = tl.where(seen, tl.sum(weights, 1), 1.0)
     weights = tl.where(visible, weights / total[:, None], 0.0)
     return weights, tl.where(seen, peak + tl.log2(total), float("inf"))
+
+
+@triton.jit
+def nonlinearity(value, threshold, NONLINEARITY: tl.constexpr):
+    """φ, written so that NaN, for which every comparison is false, stays NaN."""
+    if NONLINEARITY == "relu":
+        value = tl.where(value <= 0, 0.0, value)
+    elif NONLINEARITY == "soft_threshold":
+        shrunk = tl.where(value > 0, value - threshold, value + threshold)
+        value = tl.where(tl.abs(value) <= threshold, 0.0, shrunk)
+    return value
+
+
+@triton.jit
+def tile_scores(
+    z,
+    row,
+    counts,
+    scale,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ENERGY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """β S of a tile, times log2 e, `[ROWS, ROWS]` in float32."""
+    scores = tl.zeros((ROWS, ROWS), tl.float32)
+    for start in range(0, WIDTH, COLUMNS):
+        chunk = load_rows(z, row, counts, start, WIDTH, COLUMNS)
+        scores = tl.dot(chunk, tl.trans(chunk), scores, input_precision=PRECISION)
+    if ENERGY:
+        # The norms are the diagonal. Summed from the chunks they cost 120 bytes a thread in spilled registers.
+        place = tl.arange(0, ROWS)
+        scores -= 0.5 * tl.sum(tl.where(place[:, None] == place[None, :], scores, 0.0), 0)[None, :]
+    return scores * (scale * LOG2_E)
+
+
+@triton.jit
+def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
+    """This block's positions `[ROWS]` in its sequence, the sequence's first row (int64) and how many tokens count."""
+    sequence = tl.program_id(0) // blocks_per_sequence
+    position = (tl.program_id(0) % blocks_per_sequence) * ROWS + tl.arange(0, ROWS)
+    length = tokens
+    if lengths is not None:
+        # Clamped before it is narrowed: a length may be of 64 bits.
+        length = tl.maximum(tl.minimum(tl.load(lengths + sequence), tokens), 0).to(tl.int32)
+    return position, sequence.to(tl.int64) * tokens, length
+
+
+# No device function takes a None that it would hand back: Triton 3.6 knows None as an argument of a kernel alone.
+@triton.jit
+def from_row(pointer, first, WIDTH: tl.constexpr):
+    """The pointer moved to row `first` of `[rows, WIDTH]`: inside a sequence 32 bits are enough."""
+    return pointer + first * WIDTH
+
+
+@triton.jit
+def load_norms(norms, row, mask):
+    """‖z‖² of the rows, `[rows]`."""
+    return tl.load(norms + row, mask=mask, other=0.0)
+
+
+@triton.jit
+def weigh(scores, log_sum):
+    """`exp(scores − log_sum)`: the difference first, as log2 e would round a large score and a large sum apart."""
+    return tl.exp2((scores - log_sum) * LOG2_E)

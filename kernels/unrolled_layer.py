@@ -13,71 +13,42 @@ gradients are products over all rows, for which the backward stores dU, (1/c)(X 
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.launch import Launch, block_width, card_of, ceil_div, dot_precision
-from cdt_fast.kernels.residual_linear import nonlinearity
-from cdt_fast.kernels.symmetric_attention_packed import tile_scores
+from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBackwardArguments, UnrolledLayerGradients
+from cdt_fast.kernels.blocks import (
+    UNROLLED_LAYER,
+    UNROLLED_LAYER_BACKWARD,
+    UNROLLED_LAYER_LEAN,
+    UNROLLED_LAYER_UPDATE,
+    Blocks,
+)
+from cdt_fast.kernels.cards import dot_precision
+from cdt_fast.kernels.launch import Launch, block_width, ceil_div
 from cdt_fast.kernels.tiles import (
     bad_rows,
     finite,
     load_rows,
+    nonlinearity,
     poisoned_rows,
     sequence_rows,
     softmax_tile,
     store_rows,
+    tile_scores,
 )
-
-
-class Blocks(NamedTuple):
-    """Shape of a block: the rows of its tile, the atoms and columns that it takes at a time, warps, pipeline stages."""
-
-    rows: int
-    atoms: int
-    columns: int
-    warps: int
-    stages: int
-
-
-# By family of cards, for elements of 2 bytes. Tiles of 128 rows spill, and tiles of float32 leave no shared memory for
-# the dictionary: float32 is for torch's own products. As many atoms at a time that no two warps compute the same: the
-# compiler gives each of eight warps all rows and an eighth of the columns, of which the tensor cores take eight or
-# more; where tiles are no wider than high it gives each warp sixteen rows, which eight warps are too many for.
-# Of the forward the greatest width of signal and next projection; whether a row is only for layers with one dictionary
-# and without lengths, as others do not fit; and the block.
-FORWARD_BLOCKS = {
-    "consumer": [
-        (128, False, Blocks(64, 32, 32, 4, 2)),
-        (256, True, Blocks(64, 64, 32, 8, 2)),
-        (256, False, Blocks(64, 32, 32, 8, 2)),
-    ],
-    "ampere": [(64, False, Blocks(64, 64, 32, 4, 2)), (256, False, Blocks(64, 64, 64, 8, 2))],
-    # Wide signals are computed twice here: four warps spill, and so do 128 rows. Triton 3.9 spills up to 160 bytes of
-    # these, 3.6 and 3.7 nothing; of Blocks(64, 32, 32, 8, 3), not timed, up to 72.
-    "hopper": [(64, False, Blocks(64, 64, 32, 4, 3)), (256, False, Blocks(64, 64, 32, 8, 3))],
-}
-UPDATE_BLOCKS = {
-    "consumer": Blocks(64, 32, 0, 8, 3),
-    "ampere": Blocks(64, 64, 0, 8, 2),
-    "hopper": Blocks(128, 64, 0, 8, 3),
-}
-BACKWARD_BLOCKS = {
-    "consumer": Blocks(64, 64, 32, 8, 2),
-    "ampere": Blocks(64, 64, 32, 8, 2),
-    "hopper": Blocks(64, 64, 32, 8, 3),
-}
-LONGEST = 64
-WIDEST = 256
 
 
 @triton.jit
 def load_atoms(
-    dictionary, start, CODE_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ATOMS: tl.constexpr
+    dictionary,
+    start,
+    CODE_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ATOMS: tl.constexpr,
 ):
     """`ATOMS` columns of a contiguous `[WIDTH, CODE_WIDTH]`, as `[BLOCK_WIDTH, ATOMS]`; zero elsewhere."""
     row = tl.arange(0, BLOCK_WIDTH)
@@ -91,16 +62,33 @@ def load_atoms(
 
 @triton.jit
 def unrolled_forward_kernel(
-    codes, signal, projection, dictionary, next_dictionary, target, next_codes, next_projection, errors, lengths,
-    sequences, tokens, per_tile, step, threshold, scale,
-    CODE_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-    NEXT_WIDTH: tl.constexpr, BLOCK_NEXT_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, ATOMS: tl.constexpr, COLUMNS: tl.constexpr,
-    NONLINEARITY: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # codes and next_codes [sequences, tokens, m]; signal and projection [sequences, tokens, WIDTH]; dictionary
-    # [WIDTH, m]; next_dictionary [NEXT_WIDTH, m] or None for the same; target and next_projection
-    # [sequences, tokens, NEXT_WIDTH]; errors [tiles], float32, with target
+    codes,  # [sequences, tokens, CODE_WIDTH]
+    signal,  # [sequences, tokens, WIDTH]
+    projection,  # [sequences, tokens, WIDTH]
+    dictionary,  # [WIDTH, CODE_WIDTH]
+    next_dictionary,  # [NEXT_WIDTH, CODE_WIDTH], or None for the same
+    target,  # [sequences, tokens, NEXT_WIDTH] or None
+    next_codes,  # [sequences, tokens, CODE_WIDTH]
+    next_projection,  # [sequences, tokens, NEXT_WIDTH]
+    errors,  # [tiles] float32, with target
+    lengths,  # [sequences] or None
+    sequences,
+    tokens,
+    per_tile,
+    step,
+    threshold,
+    scale,
+    CODE_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    NEXT_WIDTH: tl.constexpr,
+    BLOCK_NEXT_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ATOMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NONLINEARITY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     # 64 bits for the tile's first row, 32 for what lies inside it: offsets of 64 bits cost twice the registers.
     first, row, exists, counts, visible = sequence_rows(tl.program_id(0), sequences, tokens, per_tile, lengths, ROWS)
     codes += first * CODE_WIDTH
@@ -155,14 +143,26 @@ def unrolled_forward_kernel(
 
 @triton.jit
 def unrolled_update_kernel(
-    next_codes, next_projection, next_dictionary, target, lengths,
-    grad_next_codes, grad_next_projection, grad_error, grad_update, whole_grad_next_projection,
-    rows, tokens,
-    CODE_WIDTH: tl.constexpr, NEXT_WIDTH: tl.constexpr, BLOCK_NEXT_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, ATOMS: tl.constexpr, NONLINEARITY: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # dU: next_codes and grad_update [rows, m], next_projection and target [rows, NEXT_WIDTH], next_dictionary
-    # [NEXT_WIDTH, m], grad_error [1] float32 with target; of the two upstream gradients either may be None
+    next_codes,  # [rows, CODE_WIDTH]
+    next_projection,  # [rows, NEXT_WIDTH], read with target
+    next_dictionary,  # [NEXT_WIDTH, CODE_WIDTH]
+    target,  # [rows, NEXT_WIDTH] or None
+    lengths,  # [rows / tokens] or None
+    grad_next_codes,  # [rows, CODE_WIDTH] or None
+    grad_next_projection,  # [rows, NEXT_WIDTH] or None
+    grad_error,  # [1] float32, with target
+    grad_update,  # [rows, CODE_WIDTH]
+    whole_grad_next_projection,  # [rows, NEXT_WIDTH], written with target
+    rows,
+    tokens,
+    CODE_WIDTH: tl.constexpr,
+    NEXT_WIDTH: tl.constexpr,
+    BLOCK_NEXT_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ATOMS: tl.constexpr,
+    NONLINEARITY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     exists = first + row < rows
@@ -212,14 +212,29 @@ def unrolled_update_kernel(
 
 @triton.jit
 def unrolled_backward_kernel(
-    codes, signal, projection, dictionary, grad_update, lengths,
-    residual, grad_signal, grad_projection, grad_codes,
-    sequences, tokens, per_tile, step, scale,
-    CODE_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, ATOMS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # grad_update and grad_codes like codes; residual, grad_signal and grad_projection like signal; residual,
-    # grad_projection and grad_codes may be None
+    codes,  # [sequences, tokens, CODE_WIDTH]
+    signal,  # [sequences, tokens, WIDTH]
+    projection,  # [sequences, tokens, WIDTH]
+    dictionary,  # [WIDTH, CODE_WIDTH]
+    grad_update,  # [sequences, tokens, CODE_WIDTH]
+    lengths,  # [sequences] or None
+    residual,  # [sequences, tokens, WIDTH] or None
+    grad_signal,  # [sequences, tokens, WIDTH]
+    grad_projection,  # [sequences, tokens, WIDTH] or None
+    grad_codes,  # [sequences, tokens, CODE_WIDTH] or None
+    sequences,
+    tokens,
+    per_tile,
+    step,
+    scale,
+    CODE_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ATOMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     first, row, exists, counts, _ = sequence_rows(tl.program_id(0), sequences, tokens, per_tile, lengths, ROWS)
     codes += first * CODE_WIDTH
     grad_update += first * CODE_WIDTH
@@ -293,173 +308,152 @@ def unrolled_backward_kernel(
             )
 
 
-def forward_blocks(family: str, width: int, lean: bool) -> Blocks:
-    """The row of `FORWARD_BLOCKS` for signals and projections of up to `width` columns; lean: as the table says."""
-    return next(
-        blocks for widest, only_lean, blocks in FORWARD_BLOCKS[family] if width <= widest and (lean or not only_lean)
-    )
-
-
 def unrolled_forward(
-    codes: Tensor,
-    signal: Tensor,
-    projection: Tensor,
-    dictionary: Tensor,
-    next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    step: float,
-    threshold: float,
-    scale: float,
-    nonlinearity: str,
-    blocks: Blocks | None = None,
+    layer: UnrolledLayerArguments, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, the squared error of each tile `[tiles]`, float32.
 
-    All tensors are contiguous and of one dtype; `T ≤ LONGEST`, and the widths n and k are at most `WIDEST`.
+    All tensors are contiguous and, but for the target, of one dtype; T is at most `LONGEST`, n and k at most `WIDEST`.
     """
-    sequences, tokens, atoms = codes.shape
-    width = signal.shape[-1]
+    codes, next_dictionary = layer.codes, layer.next_dictionary
+    sequences, tokens, code_width = codes.shape
+    width = layer.signal.shape[-1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
-    lean = next_dictionary is None and lengths is None
-    blocks = blocks or forward_blocks(card_of(codes).family, max(width, next_width), lean)
+    table = UNROLLED_LAYER_LEAN if next_dictionary is None and layer.lengths is None else UNROLLED_LAYER
+    blocks = blocks or table.blocks(codes, max(width, next_width))
     per_tile = blocks.rows // max(1, tokens)
     tiles = ceil_div(sequences, per_tile) if tokens else 0
     next_codes = torch.empty_like(codes)
     next_projection = codes.new_empty((sequences, tokens, next_width))
-    errors = None if target is None else codes.new_empty((tiles,), dtype=torch.float32)
+    errors = None if layer.target is None else codes.new_empty((tiles,), dtype=torch.float32)
     Launch(
         unrolled_forward_kernel,
         (tiles,),
+        blocks,
         {
-            "codes": codes, "signal": signal, "projection": projection, "dictionary": dictionary,
-            "next_dictionary": next_dictionary, "target": target, "next_codes": next_codes,
-            "next_projection": next_projection, "errors": errors, "lengths": lengths,
-            "sequences": sequences, "tokens": tokens, "per_tile": per_tile,
-            "step": step, "threshold": threshold, "scale": scale,
+            "codes": codes,
+            "signal": layer.signal,
+            "projection": layer.projection,
+            "dictionary": layer.dictionary,
+            "next_dictionary": next_dictionary,
+            "target": layer.target,
+            "next_codes": next_codes,
+            "next_projection": next_projection,
+            "errors": errors,
+            "lengths": layer.lengths,
+            "sequences": sequences,
+            "tokens": tokens,
+            "per_tile": per_tile,
+            "step": layer.step,
+            "threshold": layer.threshold,
+            "scale": layer.scale,
         },
         {
-            "CODE_WIDTH": atoms, "WIDTH": width, "BLOCK_WIDTH": block_width(width),
-            "NEXT_WIDTH": next_width, "BLOCK_NEXT_WIDTH": block_width(next_width),
-            "ROWS": blocks.rows, "ATOMS": blocks.atoms, "COLUMNS": blocks.columns,
-            "NONLINEARITY": nonlinearity, "PRECISION": dot_precision(codes.dtype),
+            "CODE_WIDTH": code_width,
+            "WIDTH": width,
+            "BLOCK_WIDTH": block_width(width),
+            "NEXT_WIDTH": next_width,
+            "BLOCK_NEXT_WIDTH": block_width(next_width),
+            "NONLINEARITY": layer.nonlinearity,
+            "PRECISION": dot_precision(codes.dtype),
         },
-        blocks.warps,
-        blocks.stages,
-    ).run()  # fmt: skip
+    ).run()
     return next_codes, next_projection, errors
 
 
-class Gradients(NamedTuple):
-    """What the backward of a layer computes; None where it was not asked for."""
-
-    update: Tensor  # dU, like the codes, for the dictionary's gradient
-    residual: Tensor | None  # (1/c)(X − A Z), like the signal, for the dictionary's gradient
-    next_projection: Tensor | None  # the whole dZ⁺, with the loss's part in it
-    signal: Tensor
-    projection: Tensor | None
-    codes: Tensor | None
-
-
 def unrolled_backward(
-    codes: Tensor,
-    signal: Tensor,
-    projection: Tensor,
-    dictionary: Tensor,
-    next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    next_codes: Tensor,
-    next_projection: Tensor | None,
-    grad_next_codes: Tensor | None,
-    grad_next_projection: Tensor | None,
-    grad_error: Tensor | None,
-    step: float,
-    scale: float,
-    nonlinearity: str,
-    needs_dictionary: bool = True,
-    needs_projection: bool = True,
-    needs_codes: bool = True,
+    layer: UnrolledLayerBackwardArguments,
     blocks: Blocks | None = None,
     update_blocks: Blocks | None = None,
-) -> Gradients:
-    """The gradients of `unrolled_forward`; `grad_error` is one float32, the gradient of the sum of the errors.
+) -> UnrolledLayerGradients:
+    """The gradients of `unrolled_forward`: of what is needed, and of the signal always.
 
-    Without a target `next_projection` is not read and may be None.
+    Its `projection` is there, and its dictionaries are contiguous and of the dtype of the codes.
     """
-    blocks = blocks or BACKWARD_BLOCKS[card_of(codes).family]
-    sequences, tokens, atoms = codes.shape
+    codes, signal = layer.codes, layer.signal
+    blocks = blocks or UNROLLED_LAYER_BACKWARD.blocks(codes)
+    sequences, tokens, code_width = codes.shape
     width = signal.shape[-1]
-    update, whole = unrolled_update(
-        dictionary if next_dictionary is None else next_dictionary, target, lengths, next_codes, next_projection,
-        grad_next_codes, grad_next_projection, grad_error, nonlinearity, update_blocks,
-    )  # fmt: skip
-    found = Gradients(
+    update, whole = unrolled_update(layer, update_blocks)
+    gradients = UnrolledLayerGradients(
         update=update,
-        residual=torch.empty_like(signal) if needs_dictionary else None,
+        residual=torch.empty_like(signal) if layer.needs_dictionary else None,
         next_projection=whole,
         signal=torch.empty_like(signal),
-        projection=torch.empty_like(projection) if needs_projection else None,
-        codes=torch.empty_like(codes) if needs_codes else None,
+        projection=torch.empty_like(signal) if layer.needs_projection else None,
+        codes=torch.empty_like(codes) if layer.needs_codes else None,
     )
     per_tile = blocks.rows // max(1, tokens)
     Launch(
         unrolled_backward_kernel,
         (ceil_div(sequences, per_tile) if tokens else 0,),
+        blocks,
         {
-            "codes": codes, "signal": signal, "projection": projection, "dictionary": dictionary,
-            "grad_update": update, "lengths": lengths, "residual": found.residual, "grad_signal": found.signal,
-            "grad_projection": found.projection, "grad_codes": found.codes,
-            "sequences": sequences, "tokens": tokens, "per_tile": per_tile, "step": step, "scale": scale,
+            "codes": codes,
+            "signal": signal,
+            "projection": layer.projection,
+            "dictionary": layer.dictionary,
+            "grad_update": update,
+            "lengths": layer.lengths,
+            "residual": gradients.residual,
+            "grad_signal": gradients.signal,
+            "grad_projection": gradients.projection,
+            "grad_codes": gradients.codes,
+            "sequences": sequences,
+            "tokens": tokens,
+            "per_tile": per_tile,
+            "step": layer.step,
+            "scale": layer.scale,
         },
         {
-            "CODE_WIDTH": atoms, "WIDTH": width, "BLOCK_WIDTH": block_width(width),
-            "ROWS": blocks.rows, "ATOMS": blocks.atoms, "COLUMNS": blocks.columns,
+            "CODE_WIDTH": code_width,
+            "WIDTH": width,
+            "BLOCK_WIDTH": block_width(width),
             "PRECISION": dot_precision(codes.dtype),
         },
-        blocks.warps,
-        blocks.stages,
-    ).run()  # fmt: skip
-    return found
+    ).run()
+    return gradients
 
 
 def unrolled_update(
-    next_dictionary: Tensor,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    next_codes: Tensor,
-    next_projection: Tensor | None,
-    grad_next_codes: Tensor | None,
-    grad_next_projection: Tensor | None,
-    grad_error: Tensor | None,
-    nonlinearity: str,
-    blocks: Blocks | None = None,
+    layer: UnrolledLayerBackwardArguments, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """dU `[B, T, m]`, and the whole dZ⁺ `[B, T, k]` (None where neither a gradient nor a loss arrives there)."""
-    blocks = blocks or UPDATE_BLOCKS[card_of(next_codes).family]
-    _, tokens, atoms = next_codes.shape
+    next_codes = layer.next_codes
+    blocks = blocks or UNROLLED_LAYER_UPDATE.blocks(next_codes)
+    _, tokens, code_width = next_codes.shape
     rows = next_codes.shape[:-1].numel()
+    next_dictionary = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
     next_width = next_dictionary.shape[0]
-    if grad_error is None:
-        target = None
+    target = None if layer.grad_error is None else layer.target
     update = torch.empty_like(next_codes)
-    whole = grad_next_projection if target is None else next_codes.new_empty((*next_codes.shape[:-1], next_width))
+    whole = layer.grad_next_projection
+    if target is not None:
+        whole = next_codes.new_empty((*next_codes.shape[:-1], next_width))
     Launch(
         unrolled_update_kernel,
         (ceil_div(rows, blocks.rows),),
+        blocks,
         {
-            "next_codes": next_codes, "next_projection": next_projection, "next_dictionary": next_dictionary,
-            "target": target, "lengths": lengths, "grad_next_codes": grad_next_codes,
-            "grad_next_projection": grad_next_projection, "grad_error": grad_error,
-            "grad_update": update, "whole_grad_next_projection": whole,
-            "rows": rows, "tokens": tokens,
+            "next_codes": next_codes,
+            "next_projection": layer.next_projection,
+            "next_dictionary": next_dictionary,
+            "target": target,
+            "lengths": layer.lengths,
+            "grad_next_codes": layer.grad_next_codes,
+            "grad_next_projection": layer.grad_next_projection,
+            "grad_error": layer.grad_error,
+            "grad_update": update,
+            "whole_grad_next_projection": whole,
+            "rows": rows,
+            "tokens": tokens,
         },
         {
-            "CODE_WIDTH": atoms, "NEXT_WIDTH": next_width, "BLOCK_NEXT_WIDTH": block_width(next_width),
-            "ROWS": blocks.rows, "ATOMS": blocks.atoms,
-            "NONLINEARITY": nonlinearity, "PRECISION": dot_precision(next_codes.dtype),
+            "CODE_WIDTH": code_width,
+            "NEXT_WIDTH": next_width,
+            "BLOCK_NEXT_WIDTH": block_width(next_width),
+            "NONLINEARITY": layer.nonlinearity,
+            "PRECISION": dot_precision(next_codes.dtype),
         },
-        blocks.warps,
-        blocks.stages,
-    ).run()  # fmt: skip
+    ).run()
     return update, whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,15 @@ from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.models.pretrained import PretrainedModel
-from cdt_fast.ops.shared.checks import check_factor, check_shape, check_tensor, check_together, compute_dtype
+from cdt_fast.ops.shared.checks import (
+    LayerNonlinearity,
+    check_factor,
+    check_shape,
+    check_tensor,
+    check_together,
+    compute_dtype,
+)
 from cdt_fast.ops.shared.depths import weights_of_depths
-from cdt_fast.ops.soft_threshold import NONLINEARITIES
 
 READOUTS = ("own", "next", "shared")
 INITIAL_CODES = ("analysis", "zero")
@@ -74,7 +81,7 @@ class DUST(PretrainedModel):
             raise InputError(f"step must be above 0, got {step!r}")
         self.sparsity = check_factor("sparsity", sparsity, non_negative=True)
         self.scale = check_factor("scale", scale)
-        self.nonlinearity = check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
+        self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
         self.initial_codes = check_choice("initial_codes", initial_codes, INITIAL_CODES)
         self.readout = check_choice("readout", readout, READOUTS)
         self.threshold = self.sparsity * self.step if nonlinearity == "soft_threshold" else 0.0

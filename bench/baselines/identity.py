@@ -11,7 +11,7 @@ from torch import Tensor
 from cdt_fast.bench.baselines.written_out import dictionaries_of
 from cdt_fast.models import DUST
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
-from cdt_fast.ops.soft_threshold import shrink_reference
+from cdt_fast.ops.soft_threshold.reference import shrink_reference
 
 
 def identity_losses(model: DUST, noisy: Tensor, clean: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from cdt_fast.bench.triage.hot_kernels import HOT, Hot
 from cdt_fast.bench.triage.stages import Context, Parts
 from cdt_fast.kernels.aot.__main__ import compiled
 from cdt_fast.kernels.aot.compile import Configuration
-from cdt_fast.kernels.launch import GpuSpec, card_of, recording
+from cdt_fast.kernels.cards import GpuSpec, card_of
+from cdt_fast.kernels.launch import recording
 
 CANDIDATES = "compile blocks"
 # Seconds in which what has been begun is compiled, and nothing else is begun.

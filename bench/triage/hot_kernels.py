@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.kernels import layerwise_cross_entropy as entropy
-from cdt_fast.kernels import symmetric_attention_streaming as streaming
-from cdt_fast.kernels import unrolled_layer as unrolled
-from cdt_fast.kernels.launch import GpuSpec, Launch, recording
+from cdt_fast.kernels.arguments import (
+    SymmetricAttentionArguments,
+    SymmetricAttentionBackwardArguments,
+    UnrolledLayerArguments,
+    UnrolledLayerBackwardArguments,
+)
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.cards import GpuSpec
+from cdt_fast.kernels.launch import Launch, recording
+from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
+from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward
+from cdt_fast.kernels.unrolled_layer import unrolled_backward, unrolled_forward, unrolled_update
 
 Inputs = dict[str, Tensor]
 _MOST_CANDIDATES = {"toy": 2, "gpu": 48}
@@ -34,10 +42,9 @@ class Hot:
     Attributes:
         name: of the launcher.
         function: of the kernel.
-        table: module and name of the table.
+        table: name of the table in `cdt_fast.kernels.blocks`.
         row: what chooses its row, beside the card and the numbers.
-        blocks: the type of a row.
-        choices: what is tried of each of its fields.
+        choices: what is tried of each size of the blocks.
         make: `(device, sizes)` → the tensors that are read.
         apply: `(tensors, blocks)` calls the launcher; None: the blocks of its table.
         overwritten: the tensor that the kernel reads and then writes over.
@@ -47,7 +54,6 @@ class Hot:
     function: str
     table: str
     row: str
-    blocks: Any
     choices: Mapping[str, Sequence[int]]
     make: Callable[[torch.device, Mapping[str, int]], Inputs]
     apply: Callable[[Inputs, Any], object]
@@ -60,7 +66,7 @@ class Hot:
     def launch(self, inputs: Inputs, card: GpuSpec, blocks: Mapping[str, int] | None) -> Launch:
         """The launch that the launcher would make on the card; its outputs hold whatever their memory held."""
         with recording(card) as launches:
-            self.apply(inputs, None if blocks is None else self.blocks(**blocks))
+            self.apply(inputs, None if blocks is None else Blocks(**blocks))
         return next(launch for launch in launches if launch.kernel.__name__ == self.function)
 
     def described(self, card: GpuSpec, size: str, blocks: Mapping[str, int] | None) -> Launch:
@@ -71,15 +77,13 @@ class Hot:
 
     def default(self, card: GpuSpec, size: str) -> dict[str, int]:
         """The row that the table has for this shape, read off the launch."""
-        launch = self.described(card, size, None)
-        known = {"warps": launch.warps, "stages": launch.stages, "columns": launch.constants.get("BLOCK")}
-        given = {field: launch.constants.get(field.upper(), known.get(field)) for field in self.blocks._fields}
-        return {field: 0 if value is None else int(value) for field, value in given.items()}
+        blocks = self.described(card, size, None).blocks
+        return {field: getattr(blocks, field) for field in Blocks._fields if field in self.choices}
 
     def candidates(self, card: GpuSpec, size: str) -> list[dict[str, int]]:
         """The default first, then what differs from it in one field, in two, and so on."""
         default = self.default(card, size)
-        fields = [field for field in self.blocks._fields if field in self.choices]
+        fields = list(default)
         every = [
             {**default, **dict(zip(fields, values, strict=True))}
             for values in itertools.product(*(self.choices[field] for field in fields))
@@ -108,26 +112,32 @@ def _layer(device: torch.device, sizes: Mapping[str, int]) -> Inputs:
     }
 
 
+def _arguments(x: Inputs) -> dict[str, Any]:
+    names = ("codes", "signal", "projection", "dictionary", "target")
+    return {**{name: x[name] for name in names}, "step": 0.1, "threshold": 0.01}
+
+
+def _differentiated(x: Inputs) -> UnrolledLayerBackwardArguments:
+    return UnrolledLayerBackwardArguments(
+        **_arguments(x),
+        next_codes=x["codes"],
+        next_projection=x["projection"],
+        grad_next_codes=x["grad_codes"],
+        grad_next_projection=x["grad_projection"],
+        grad_error=x["grad_error"],
+    )
+
+
 def _forward(x: Inputs, blocks: Any) -> object:
-    return unrolled.unrolled_forward(
-        x["codes"], x["signal"], x["projection"], x["dictionary"], None, x["target"], None,
-        0.1, 0.01, 1.0, "soft_threshold", blocks,
-    )  # fmt: skip
+    return unrolled_forward(UnrolledLayerArguments(**_arguments(x)), blocks)
 
 
 def _update(x: Inputs, blocks: Any) -> object:
-    return unrolled.unrolled_update(
-        x["dictionary"], x["target"], None, x["codes"], x["projection"], x["grad_codes"], x["grad_projection"],
-        x["grad_error"], "soft_threshold", blocks,
-    )  # fmt: skip
+    return unrolled_update(_differentiated(x), blocks)
 
 
 def _backward(x: Inputs, blocks: Any) -> object:
-    return unrolled.unrolled_backward(
-        x["codes"], x["signal"], x["projection"], x["dictionary"], None, x["target"], None, x["codes"],
-        x["projection"], x["grad_codes"], x["grad_projection"], x["grad_error"], 0.1, 1.0, "soft_threshold",
-        blocks=blocks,
-    )  # fmt: skip
+    return unrolled_backward(_differentiated(x), blocks)
 
 
 def _logits(device: torch.device, sizes: Mapping[str, int]) -> Inputs:
@@ -140,52 +150,53 @@ def _logits(device: torch.device, sizes: Mapping[str, int]) -> Inputs:
 
 
 def _entropy(x: Inputs, blocks: Any) -> object:
-    return entropy.cross_entropy_(**x, ignore_index=-100, softcap=None, smoothing=0.0, blocks=blocks)  # type: ignore[arg-type]
+    return cross_entropy_(**x, ignore_index=-100, softcap=None, smoothing=0.0, blocks=blocks)  # type: ignore[arg-type]
 
 
 def _tokens(device: torch.device, sizes: Mapping[str, int]) -> Inputs:
     z = _random(device, sizes["heads"], sizes["length"], sizes["head_width"], scale=0.2)
-    output, log_sums = streaming.streaming_forward(z, None, None, 1.0, False)
-    return {"z": z, "output": output, "log_sums": log_sums, "grad_output": _random(device, *z.shape)}
+    output, log_sum_exp, _ = streaming_forward(SymmetricAttentionArguments(z=z))
+    return {"z": z, "output": output, "log_sum_exp": log_sum_exp, "grad_output": _random(device, *z.shape)}
 
 
 def _attend(x: Inputs, blocks: Any) -> object:
-    return streaming.streaming_forward(x["z"], None, None, 1.0, False, blocks)
+    return streaming_forward(SymmetricAttentionArguments(z=x["z"]), blocks)
 
 
 def _attend_backward(x: Inputs, blocks: Any) -> object:
-    return streaming.streaming_backward(
-        x["z"], None, x["output"], x["log_sums"], x["grad_output"], None, 1.0, False, blocks=blocks
-    )
+    given: dict[str, Any] = {**x, "kept": x["z"].new_empty(0)}
+    return streaming_backward(SymmetricAttentionBackwardArguments(**given), blocks)
 
 
 _LAYER = {"rows": (32, 64, 128), "atoms": (32, 64, 128), "columns": (32, 64), "warps": (4, 8), "stages": (2, 3, 4)}
+_UPDATE = {"rows": (32, 64, 128, 256), **{name: _LAYER[name] for name in ("atoms", "warps", "stages")}}
 _TILES = {"rows": (32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3)}
 HOT = (
     Hot(
-        "unrolled_forward", "unrolled_forward_kernel", "unrolled_layer.FORWARD_BLOCKS",
-        "signals and projections up to 256 wide, one dictionary, no lengths", unrolled.Blocks, _LAYER, _layer, _forward,
+        "unrolled_forward", "unrolled_forward_kernel", "UNROLLED_LAYER_LEAN",
+        "signals and projections up to 256 wide, one dictionary, no lengths", _LAYER, _layer, _forward,
     ),
     Hot(
-        "unrolled_backward", "unrolled_backward_kernel", "unrolled_layer.BACKWARD_BLOCKS",
-        "every width", unrolled.Blocks, _LAYER, _layer, _backward,
+        "unrolled_backward", "unrolled_backward_kernel", "UNROLLED_LAYER_BACKWARD",
+        "every width", _LAYER, _layer, _backward,
     ),
     Hot(
-        "unrolled_update", "unrolled_update_kernel", "unrolled_layer.UPDATE_BLOCKS",
-        "every width", unrolled.Blocks, {**_LAYER, "rows": (32, 64, 128, 256), "columns": (0,)}, _layer, _update,
+        "unrolled_update", "unrolled_update_kernel", "UNROLLED_LAYER_UPDATE",
+        "every width", _UPDATE, _layer, _update,
     ),
     Hot(
-        "cross_entropy", "_cross_entropy_kernel", "layerwise_cross_entropy.BLOCKS",
-        "every vocabulary", entropy.CrossEntropyBlocks,
-        {"columns": (512, 1024, 2048, 4096, 8192, 16384), "warps": (2, 4, 8, 16, 32)}, _logits, _entropy,
+        "cross_entropy", "cross_entropy_kernel", "LAYERWISE_CROSS_ENTROPY",
+        "every vocabulary",
+        {"columns": (512, 1024, 2048, 4096, 8192, 16384), "warps": (2, 4, 8, 16, 32), "stages": (2,)},
+        _logits, _entropy,
         overwritten="logits",
     ),
     Hot(
-        "streaming_backward", "streaming_backward_kernel", "symmetric_attention_streaming.BACKWARD_BLOCKS",
-        "widths up to 128", streaming.Blocks, _TILES, _tokens, _attend_backward,
+        "streaming_backward", "streaming_backward_kernel", "SYMMETRIC_ATTENTION_STREAMING_BACKWARD",
+        "widths up to 128", _TILES, _tokens, _attend_backward,
     ),
     Hot(
-        "streaming_forward", "streaming_forward_kernel", "symmetric_attention_streaming.FORWARD_BLOCKS",
-        "widths up to 128", streaming.Blocks, _TILES, _tokens, _attend,
+        "streaming_forward", "streaming_forward_kernel", "SYMMETRIC_ATTENTION_STREAMING",
+        "widths up to 128", _TILES, _tokens, _attend,
     ),
 )  # fmt: skip

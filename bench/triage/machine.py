@@ -19,7 +19,7 @@ from cdt_fast.bench.clock import seconds
 from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import disagreement
 from cdt_fast.bench.triage.stages import Context, Parts
-from cdt_fast.kernels.launch import CARDS, card_of
+from cdt_fast.kernels.cards import CARDS, card_of
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
 
 _LIMITS = (

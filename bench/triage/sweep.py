@@ -15,7 +15,7 @@ from cdt_fast.bench.measure import Refused, disagreement
 from cdt_fast.bench.triage.compiling import CANDIDATES, compiled_blocks
 from cdt_fast.bench.triage.hot_kernels import HOT, Hot, Inputs
 from cdt_fast.bench.triage.stages import Context, Parts
-from cdt_fast.kernels.launch import GpuSpec, card_of, math_mode
+from cdt_fast.kernels.cards import GpuSpec, card_of, math_mode
 
 # Seconds for the finalists, with which a stage ends whatever candidates it has not reached.
 _ENOUGH = 5.0
@@ -142,15 +142,14 @@ class _Sweep:
         if medians[own] < _GAIN * medians[best]:
             best = own
         fields = ", ".join(f"{name}={value}" for name, value in best)
-        numbers = math_mode(torch.empty(0, dtype=torch.bfloat16, device=self._device))
         return {
             "result": "winner",
             "table": self._hot.table,
             "family": self._card.family,
-            "numbers": numbers,
+            "math_mode": math_mode(torch.bfloat16),
             "row": self._hot.row,
             "blocks": dict(best),
-            "code": f"{self._hot.blocks.__name__}({fields})",
+            "code": f"Blocks({fields})",
             "microseconds": medians[best],
             "before": dict(default),
             "before_microseconds": medians[own],

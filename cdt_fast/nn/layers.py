@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer, check_positive
+from cdt_fast.kernels.arguments import Nonlinearity
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
-from cdt_fast.ops.shared.checks import check_factor
-from cdt_fast.ops.soft_threshold import NONLINEARITIES
-
-Nonlinearity = Literal["soft_threshold", "relu"]
+from cdt_fast.ops.shared.checks import LayerNonlinearity, check_factor
 
 
 class SymmetricAttention(nn.Module):
@@ -92,7 +90,7 @@ class ResidualLinear(nn.Module):
         out_features: int,
         *,
         alpha: float = 1.0,
-        nonlinearity: Literal["relu", "soft_threshold", "identity"] = "relu",
+        nonlinearity: Nonlinearity = "relu",
         threshold: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -100,7 +98,7 @@ class ResidualLinear(nn.Module):
         super().__init__()
         sizes = check_integer("in_features", in_features, 1), check_integer("out_features", out_features, 1)
         self.alpha = check_factor("alpha", alpha)
-        self.nonlinearity = check_choice("nonlinearity", nonlinearity, (*NONLINEARITIES, "identity"))
+        self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(Nonlinearity))
         self.threshold = check_factor("threshold", threshold, non_negative=True)
         self.weight = nn.Parameter(torch.empty(*sizes, device=device, dtype=dtype))
         nn.init.xavier_uniform_(self.weight)
@@ -171,7 +169,7 @@ class _Dictionary(nn.Module):
         *,
         sparsity: float = 0.2,
         step: float | None = None,
-        nonlinearity: Nonlinearity = "soft_threshold",
+        nonlinearity: LayerNonlinearity = "soft_threshold",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -181,7 +179,7 @@ class _Dictionary(nn.Module):
         initial = overcomplete_dct(patch_size, code_size)
         largest = 1.0 / squared_spectral_norm(initial).item()
         self.step = largest if step is None else check_positive("step", step)
-        self.nonlinearity = check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
+        self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
         sparsity = check_factor("sparsity", sparsity, non_negative=True)
         self.threshold = sparsity * self.step if nonlinearity == "soft_threshold" else 0.0
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -254,7 +252,7 @@ class UnrolledLayer(_Dictionary):
         *,
         sparsity: float = 0.2,
         step: float | None = None,
-        nonlinearity: Nonlinearity = "soft_threshold",
+        nonlinearity: LayerNonlinearity = "soft_threshold",
         scale: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

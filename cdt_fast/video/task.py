@@ -15,7 +15,7 @@ from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.models import DUST
 from cdt_fast.ops.shared.backend import explain
-from cdt_fast.ops.unrolled_layer.operator import fused_unsupported_reason
+from cdt_fast.ops.unrolled_layer.composed import fused_unsupported_reason
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Table, Task
@@ -95,9 +95,7 @@ class VideoWorkload:
         data = self._settings.data
         positions = (data.size // data.patch) ** 2
         tokens = {"time": data.window, "space": positions, "spacetime": data.window * positions}[data.sequence]
-        codes = torch.empty(1, tokens, self._denoiser.code_size, dtype=dtype, device="meta")
-        dictionary = torch.empty(data.patch**2, self._denoiser.code_size, dtype=dtype, device="meta")
-        reason = fused_unsupported_reason(codes, dictionary, data.patch**2)
+        reason = fused_unsupported_reason(tokens, data.patch**2, dtype)
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"

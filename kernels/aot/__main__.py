@@ -18,12 +18,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
-from cdt_fast import files, kernels
+from cdt_fast import files
+from cdt_fast.kernels import cards
 from cdt_fast.kernels.aot.case import PRECISIONS
 from cdt_fast.kernels.aot.cases import FAMILIES
 from cdt_fast.kernels.aot.compile import Configuration, Measurement, measure
 from cdt_fast.kernels.aot.report import Row, as_csv, as_json, as_markdown, faults, from_json
-from cdt_fast.kernels.launch import CARDS
+from cdt_fast.kernels.cards import CARDS
 
 PROCESSES = 2
 SAVED_TOGETHER = 100  # configurations that a run which is cut off loses at most
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write a line a configuration to this file")
     parser.add_argument("--markdown", type=Path, help="write the summary to this file")
     options = parser.parse_args(arguments)
-    if kernels.interpreting():
+    if cards.interpreting():
         parser.error("TRITON_INTERPRET is set, and what the interpreter runs cannot be compiled: unset it")
 
     begin = time.perf_counter()

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cdt_fast.kernels.launch import GpuSpec, Launch, recording
+from cdt_fast.kernels.cards import GpuSpec
+from cdt_fast.kernels.launch import Launch, recording
 
 
 class Precision(NamedTuple):

@@ -15,225 +15,201 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels import layerwise_cross_entropy as cross_entropy
-from cdt_fast.kernels import layerwise_reconstruction_loss as reconstruction
-from cdt_fast.kernels import lista_step as lista
-from cdt_fast.kernels import residual_linear, unrolled_layer
-from cdt_fast.kernels import symmetric_attention_packed as packed_attention
-from cdt_fast.kernels import symmetric_attention_streaming as streaming_attention
-from cdt_fast.kernels import symmetric_attention_wide as wide_attention
 from cdt_fast.kernels.aot.case import Case
+from cdt_fast.kernels.arguments import (
+    ListaStepArguments,
+    ListaStepBackwardArguments,
+    Nonlinearity,
+    ReconstructionLossArguments,
+    ReconstructionLossBackwardArguments,
+    ResidualLinearArguments,
+    SymmetricAttentionArguments,
+    SymmetricAttentionBackwardArguments,
+    UnrolledLayerArguments,
+    UnrolledLayerBackwardArguments,
+)
+from cdt_fast.kernels.layerwise_reconstruction_loss import reconstruction_backward, reconstruction_forward
+from cdt_fast.kernels.lista_step import lista_step_backward, lista_step_forward
+from cdt_fast.kernels.residual_linear import residual_linear_forward
+from cdt_fast.kernels.symmetric_attention_packed import packed_backward, packed_forward
+from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward
+from cdt_fast.kernels.symmetric_attention_wide import wide_backward, wide_forward
+from cdt_fast.kernels.unrolled_layer import unrolled_backward, unrolled_forward
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _attention_case(name: str, launcher: Callable[..., Any], timed: bool = False, **given: Any) -> Case:
+    """A forward, or with `grad_output` a backward, of what is given of the arguments.
+
+    A streamed output keeps its remainder in 16 bits, but where `keeps` is false; `timed` gives the floor of the size.
+    """
+    z, values, backward = given["z"], given.get("values"), "grad_output" in given
+    width = (z if values is None else values).shape[-1]
+    inputs: tuple[Tensor, ...] = (z, *([] if values is None else [values]))
+    if backward:
+        log_sum_exp = _empty(torch.float32, *z.shape[:-1])
+        kept = z if given.pop("keeps", False) and z.element_size() == 2 else z.new_empty(0)
+        given |= {"output": given["grad_output"], "log_sum_exp": log_sum_exp, "kept": kept}
+        inputs = *inputs, given["grad_output"]
+        if launcher is not packed_backward:
+            inputs = *inputs, log_sum_exp, given["output"]
+    arguments = (SymmetricAttentionBackwardArguments if backward else SymmetricAttentionArguments)(**given)
+    flop = 2 * z.shape[0] * z.shape[1] ** 2 * (z.shape[-1] + width) * (2 if backward else 1)
+    aligned = z.shape[-1] % 16 == 0
+    floor: Any = (inputs, flop) if timed else ()
+    return Case(name, functools.partial(launcher, arguments), *floor, aligned=aligned)
+
+
 def packed_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Short sequences: the reference width, each width class, and every flag."""
     tokens = 20
-    lengths = _empty(torch.int64, 3200)
     for width, value_width in ((256, 256), (64, 64), (250, 250), (256, 1024)):
         z, values = _empty(dtype, 3200, tokens, width), _empty(dtype, 3200, tokens, value_width)
         shape = f"T {tokens}, d {width}, values {value_width} wide"
-        flop = 2 * 3200 * tokens**2 * (width + value_width)
-        yield Case(
-            f"forward, {shape}",
-            functools.partial(packed_attention.packed_forward, z, values, None, 1.0, False),
-            (z, values),
-            flop,
-            aligned=width % 16 == 0,
-        )
-        yield Case(
-            f"backward, {shape}",
-            functools.partial(packed_attention.packed_backward, z, values, values, None, 1.0, False),
-            (z, values, values),
-            2 * flop,
-            aligned=width % 16 == 0,
-        )
+        yield _attention_case(f"forward, {shape}", packed_forward, z=z, values=values, timed=True)
+        yield _attention_case(f"backward, {shape}", packed_backward, z=z, values=values, grad_output=values, timed=True)
     for longest in (33, 64):
         z = _empty(dtype, 1000, longest, 64)
-        yield Case(
-            f"forward, T {longest}, d 64", functools.partial(packed_attention.packed_forward, z, z, None, 1.0, False)
-        )
-        yield Case(
-            f"backward, T {longest}, d 64, tied",
-            functools.partial(packed_attention.packed_backward, z, None, z, None, 1.0, False),
-        )
+        yield _attention_case(f"forward, T {longest}, d 64", packed_forward, z=z, values=z)
+        yield _attention_case(f"backward, T {longest}, d 64, tied", packed_backward, z=z, grad_output=z)
     z = _empty(dtype, 3200, tokens, 256)
     for padded, energy in itertools.product((False, True), repeat=2):
         flags = ", lengths" * padded + ", energy" * energy
-        count = lengths if padded else None
+        given: dict[str, Any] = {"lengths": _empty(torch.int64, 3200) if padded else None, "energy": energy, "z": z}
         if flags:
-            yield Case(f"forward{flags}", functools.partial(packed_attention.packed_forward, z, z, count, 1.0, energy))
-        backward = functools.partial(packed_attention.packed_backward, scale=1.0, lengths=count, energy=energy)
-        yield Case(f"backward, tied{flags}", functools.partial(backward, z, None, z))
+            yield _attention_case(f"forward{flags}", packed_forward, **given, values=z)
+        given["grad_output"] = z
+        yield _attention_case(f"backward, tied{flags}", packed_backward, **given)
+        given["values"] = z
         if flags:
-            yield Case(f"backward{flags}", functools.partial(backward, z, z, z))
-        yield Case(f"backward of z alone{flags}", functools.partial(backward, z, z, z, needs_values=False))
-        yield Case(f"backward of the values alone{flags}", functools.partial(backward, z, z, z, needs_z=False))
-
-
-def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """One kernel for narrow tokens: widths, nonlinearities, what is kept or wanted, a transposed dictionary."""
-    rows, atoms = 64_000, 1024
-    for width in (256, 100, 64, 16):
-        codes, signal = _empty(dtype, rows, atoms), _empty(dtype, rows, width)
-        dictionary = _empty(dtype, width, atoms)
-        flop = 4 * rows * width * atoms
-        forward = functools.partial(lista.lista_step, codes, signal, step=0.1, threshold=0.1)
-        backward = functools.partial(lista.lista_step_backward, codes, codes, dictionary, step=0.1)
-        yield Case(
-            f"forward, n {width}, m {atoms}",
-            functools.partial(forward, dictionary, nonlinearity="soft_threshold", keep_residual=True),
-            (codes, signal, dictionary),
-            flop,
-            aligned=width % 16 == 0,
-        )
-        yield Case(
-            f"backward, n {width}, m {atoms}",
-            functools.partial(backward, nonlinearity="soft_threshold", wants_codes=True, wants_update=True),
-            (codes, codes, dictionary),
-            flop,
-            aligned=width % 16 == 0,
-        )
-        if width != 256:
-            continue
-        for nonlinearity, kept in itertools.product(("soft_threshold", "relu", "identity"), (True, False)):
-            if (nonlinearity, kept) != ("soft_threshold", True):
-                yield Case(
-                    f"forward, {nonlinearity}{', residual kept' * kept}",
-                    functools.partial(forward, dictionary, nonlinearity=nonlinearity, keep_residual=kept),
-                )
-        for nonlinearity, wants_codes, wants_update in itertools.product(
-            ("soft_threshold", "identity"), (True, False), (True, False)
-        ):
-            if nonlinearity != "soft_threshold" or not (wants_codes and wants_update):
-                names = ["residual", *itertools.compress(("codes", "update"), (wants_codes, wants_update))]
-                yield Case(
-                    f"backward, {nonlinearity}, of {', '.join(names)}",
-                    functools.partial(
-                        backward, nonlinearity=nonlinearity, wants_codes=wants_codes, wants_update=wants_update
-                    ),
-                )
-        yield Case(
-            "forward, transposed dictionary",
-            functools.partial(
-                forward, _empty(dtype, atoms, width).t(), nonlinearity="soft_threshold", keep_residual=True
-            ),
-        )
-
-
-def residual_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """The nonlinearities, weights that are transposed, residuals that are a matrix or a row."""
-    for rows, depth, columns in ((64_000, 256, 1024), (16_384, 768, 768), (1000, 130, 70)):
-        x, weight = _empty(dtype, rows, depth), _empty(dtype, depth, columns)
-        residual = _empty(dtype, rows, columns)
-        yield Case(
-            f"{rows} rows, n {depth}, m {columns}",
-            functools.partial(residual_linear.residual_linear, x, weight, residual),
-            (x, weight, residual),
-            2 * rows * depth * columns,
-            aligned=depth % 16 == columns % 16 == 0,
-        )
-    x, weight, residual = _empty(dtype, 16_384, 768), _empty(dtype, 768, 768), _empty(dtype, 16_384, 768)
-    for nonlinearity in ("soft_threshold", "identity"):
-        yield Case(
-            nonlinearity,
-            functools.partial(residual_linear.residual_linear, x, weight, residual, nonlinearity=nonlinearity),
-        )
-    yield Case(
-        "transposed weight, residual a row",
-        functools.partial(residual_linear.residual_linear, x, weight.t(), _empty(dtype, 768)),
-    )
-
-
-def _remainder(output: Tensor) -> Tensor | None:
-    """What the forward of a training step keeps of an output in 16 bits."""
-    return torch.empty_like(output) if output.element_size() == 2 else None
+            yield _attention_case(f"backward{flags}", packed_backward, **given)
+        yield _attention_case(f"backward of z alone{flags}", packed_backward, **given, needs_values=False)
+        yield _attention_case(f"backward of the values alone{flags}", packed_backward, **given, needs_z=False)
 
 
 def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Long sequences: the widths of every row of the block tables, and every flag."""
     sequences, tokens = 64, 1024
-    lengths = _empty(torch.int64, sequences)
-    log_sum_exp = _empty(torch.float32, sequences, tokens)
     for width in (64, 128, 256, 200, 16):
         z = _empty(dtype, sequences, tokens, width)
-        flop = 4 * sequences * tokens**2 * width
-        options = {"scale": 1.0, "energy": False, "remainder": _remainder(z)}
-        yield Case(
-            f"forward, T {tokens}, d {width}, tied",
-            functools.partial(streaming_attention.streaming_forward, z, None, None, **options),
-            (z,),
-            flop,
-            aligned=width % 16 == 0,
-        )
-        yield Case(
-            f"backward, T {tokens}, d {width}, tied",
-            functools.partial(streaming_attention.streaming_backward, z, None, z, log_sum_exp, z, None, **options),
-            (z, z, log_sum_exp, z),
-            2 * flop,
-            aligned=width % 16 == 0,
-        )
+        shape = f"T {tokens}, d {width}, tied"
+        yield _attention_case(f"forward, {shape}", streaming_forward, z=z, keeps=True, timed=True)
+        yield _attention_case(f"backward, {shape}", streaming_backward, z=z, grad_output=z, keeps=True, timed=True)
     for width, padded, energy in itertools.product((64, 256), (False, True), (False, True)):
         z = _empty(dtype, sequences, tokens, width)
         flags = f", d {width}" + ", lengths" * padded + ", energy" * energy
-        count = lengths if padded else None
-        forward = functools.partial(streaming_attention.streaming_forward, z, lengths=count, scale=1.0, energy=energy)
-        yield Case(f"forward without a backward{flags}", functools.partial(forward, values=z))
-        if padded or energy:
-            yield Case(f"forward without a backward, tied{flags}", functools.partial(forward, values=None))
-        forward = functools.partial(forward, remainder=_remainder(z))
-        yield Case(f"forward{flags}", functools.partial(forward, values=z))
-        backward = functools.partial(
-            streaming_attention.streaming_backward,
-            z,
-            remainder=_remainder(z),
-            output=z,
-            log_sum_exp=log_sum_exp,
-            grad_output=z,
-            lengths=count,
-            scale=1.0,
-            energy=energy,
+        given: dict[str, Any] = {"lengths": _empty(torch.int64, sequences) if padded else None, "energy": energy}
+        given["z"] = z
+        flagged = padded or energy
+        yield _attention_case(f"forward without a backward{flags}", streaming_forward, **given, values=z)
+        if flagged:
+            yield _attention_case(f"forward without a backward, tied{flags}", streaming_forward, **given)
+        given["keeps"] = True
+        yield _attention_case(f"forward{flags}", streaming_forward, **given, values=z)
+        if flagged:
+            yield _attention_case(f"forward, tied{flags}", streaming_forward, **given)
+        given["grad_output"] = z
+        yield _attention_case(f"backward{flags}", streaming_backward, **given, values=z)
+        yield _attention_case(f"backward of z alone{flags}", streaming_backward, **given, values=z, needs_values=False)
+        yield _attention_case(
+            f"backward of the values alone{flags}", streaming_backward, **given, values=z, needs_z=False
         )
-        yield Case(f"backward{flags}", functools.partial(backward, values=z))
-        yield Case(f"backward of z alone{flags}", functools.partial(backward, values=z, needs_values=False))
-        yield Case(f"backward of the values alone{flags}", functools.partial(backward, values=z, needs_z=False))
-        if padded or energy:
-            yield Case(f"forward, tied{flags}", functools.partial(forward, values=None))
-            yield Case(f"backward, tied{flags}", functools.partial(backward, values=None))
+        if flagged:
+            yield _attention_case(f"backward, tied{flags}", streaming_backward, **given)
 
 
 def wide_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Long sequences of wide tokens, and every flag."""
     sequences, tokens, width = 16, 1024, 1024
     z = _empty(dtype, sequences, tokens, width)
-    log_sum_exp = _empty(torch.float32, sequences, tokens)
-    flop = 4 * sequences * tokens**2 * width
     shape = f"T {tokens}, d {width}, tied"
-    kept = {"remainder": _remainder(z)}
-    yield Case(
-        f"forward, {shape}",
-        functools.partial(wide_attention.wide_forward, z, None, None, 1.0, False, **kept),
-        (z,),
-        flop,
-    )
-    yield Case(
-        f"backward, {shape}",
-        functools.partial(wide_attention.wide_backward, z, None, z, log_sum_exp, z, None, 1.0, False, **kept),
-        (z, z, log_sum_exp, z),
-        2 * flop,
-    )
-    for lengths, energy in itertools.product((None, _empty(torch.int64, sequences)), (False, True)):
-        flags = ", lengths" * (lengths is not None) + ", energy" * energy
-        options = {"lengths": lengths, "scale": 1.0, "energy": energy}
-        forward = functools.partial(wide_attention.wide_forward, z, z, **options)
-        yield Case(f"forward without a backward{flags}", forward)
-        yield Case(f"forward{flags}", functools.partial(forward, **kept))
-        backward = functools.partial(
-            wide_attention.wide_backward, z, z, output=z, log_sum_exp=log_sum_exp, grad_output=z, **options, **kept
+    yield _attention_case(f"forward, {shape}", wide_forward, z=z, keeps=True, timed=True)
+    yield _attention_case(f"backward, {shape}", wide_backward, z=z, grad_output=z, keeps=True, timed=True)
+    for padded, energy in itertools.product((False, True), repeat=2):
+        flags = ", lengths" * padded + ", energy" * energy
+        given: dict[str, Any] = {"lengths": _empty(torch.int64, sequences) if padded else None, "energy": energy}
+        given |= {"z": z, "values": z}
+        yield _attention_case(f"forward without a backward{flags}", wide_forward, **given)
+        given["keeps"] = True
+        yield _attention_case(f"forward{flags}", wide_forward, **given)
+        yield _attention_case(f"backward{flags}", wide_backward, **given, grad_output=z)
+
+
+NONLINEARITIES: tuple[Nonlinearity, ...] = ("soft_threshold", "relu", "identity")
+
+
+def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """One kernel for narrow tokens: widths, nonlinearities, what is kept or needed, a transposed dictionary."""
+    rows, atoms = 64_000, 1024
+    for width in (256, 100, 64, 16):
+        codes, signal = _empty(dtype, rows, atoms), _empty(dtype, rows, width)
+        dictionary = _empty(dtype, width, atoms)
+
+        def forward(codes: Tensor = codes, signal: Tensor = signal, **given: Any) -> Any:
+            return lista_step_forward(ListaStepArguments(codes=codes, signal=signal, step=0.1, threshold=0.1, **given))
+
+        def backward(codes: Tensor = codes, dictionary: Tensor = dictionary, **given: Any) -> Any:
+            return lista_step_backward(
+                ListaStepBackwardArguments(grad_output=codes, output=codes, dictionary=dictionary, step=0.1, **given)
+            )
+
+        flop, aligned = 4 * rows * width * atoms, width % 16 == 0
+        yield Case(
+            f"forward, n {width}, m {atoms}",
+            functools.partial(forward, dictionary=dictionary),
+            (codes, signal, dictionary),
+            flop,
+            aligned,
         )
-        yield Case(f"backward{flags}", backward)
+        yield Case(f"backward, n {width}, m {atoms}", backward, (codes, codes, dictionary), flop, aligned)
+        if width != 256:
+            continue
+        for nonlinearity, kept in itertools.product(NONLINEARITIES, (True, False)):
+            if (nonlinearity, kept) != ("soft_threshold", True):
+                yield Case(
+                    f"forward, {nonlinearity}{', residual kept' * kept}",
+                    functools.partial(forward, dictionary=dictionary, nonlinearity=nonlinearity, keep_residual=kept),
+                )
+        for nonlinearity, needs_codes, needs_update in itertools.product(
+            ("soft_threshold", "identity"), (True, False), (True, False)
+        ):
+            if nonlinearity != "soft_threshold" or not (needs_codes and needs_update):
+                names = ["residual", *itertools.compress(("codes", "update"), (needs_codes, needs_update))]
+                yield Case(
+                    f"backward, {nonlinearity}, of {', '.join(names)}",
+                    functools.partial(
+                        backward, nonlinearity=nonlinearity, needs_codes=needs_codes, needs_dictionary=needs_update
+                    ),
+                )
+        yield Case(
+            "forward, transposed dictionary", functools.partial(forward, dictionary=_empty(dtype, atoms, width).t())
+        )
+
+
+def residual_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """The nonlinearities, weights that are transposed, residuals that are a matrix or a row."""
+
+    def call(x: Tensor, weight: Tensor, residual: Tensor, nonlinearity: Nonlinearity = "relu") -> Callable[[], Tensor]:
+        linear = ResidualLinearArguments(x=x, weight=weight, residual=residual, nonlinearity=nonlinearity)
+        return functools.partial(residual_linear_forward, linear)
+
+    for rows, depth, columns in ((64_000, 256, 1024), (16_384, 768, 768), (1000, 130, 70)):
+        x, weight = _empty(dtype, rows, depth), _empty(dtype, depth, columns)
+        residual = _empty(dtype, rows, columns)
+        yield Case(
+            f"{rows} rows, n {depth}, m {columns}",
+            call(x, weight, residual),
+            (x, weight, residual),
+            2 * rows * depth * columns,
+            aligned=depth % 16 == columns % 16 == 0,
+        )
+    x, weight, residual = _empty(dtype, 16_384, 768), _empty(dtype, 768, 768), _empty(dtype, 16_384, 768)
+    yield Case("soft_threshold", call(x, weight, residual, "soft_threshold"))
+    yield Case("identity", call(x, weight, residual, "identity"))
+    yield Case("transposed weight, residual a row", call(x, weight.t(), _empty(dtype, 768)))
 
 
 def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -267,40 +243,45 @@ def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def reconstruction_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """All depths in one launch: how many, with padding or without, which gradients are wanted."""
+    """All depths in one launch: how many, with padding or without, which gradients are needed."""
     tokens, width = 64_000, 256
     target, padding = _empty(dtype, tokens, width), _empty(torch.bool, tokens)
     for depths in (6, 2, 13):
         states = [_empty(dtype, tokens, width) for _ in range(depths)]
         factors = _empty(torch.float32, depths)
-        gradients = functools.partial(reconstruction.reconstruction_gradients, states, target)
-        yield Case(
-            f"errors of {depths} depths",
-            functools.partial(reconstruction.reconstruction_errors, states, target, None),
-            (*states, target),
-            0,
-        )
-        yield Case(
-            f"gradients of {depths} depths",
-            functools.partial(gradients, None, factors, [True] * depths, False),
-            (*states, target, factors),
-            0,
-        )
+
+        def forward(mask: Tensor | None = None, states: list[Tensor] = states) -> Callable[[], Tensor]:
+            loss = ReconstructionLossArguments(reconstructions=states, target=target, padding=mask)
+            return functools.partial(reconstruction_forward, loss)
+
+        def backward(
+            every: int = 1,
+            mask: Tensor | None = None,
+            needs_target: bool = False,
+            states: list[Tensor] = states,
+            factors: Tensor = factors,
+        ) -> Callable[[], list[Tensor]]:
+            loss = ReconstructionLossBackwardArguments(
+                reconstructions=states,
+                target=target,
+                padding=mask,
+                grad=factors,
+                needs_reconstructions=[depth % every == 0 for depth in range(len(states))],
+                needs_target=needs_target,
+            )
+            return functools.partial(reconstruction_backward, loss, factors)
+
+        yield Case(f"errors of {depths} depths", forward(), (*states, target), 0)
+        yield Case(f"gradients of {depths} depths", backward(), (*states, target, factors), 0)
         if depths != 6:
             continue
-        yield Case("errors, padding", functools.partial(reconstruction.reconstruction_errors, states, target, padding))
-        for padded, wants_target in itertools.product((False, True), repeat=2):
-            flags = ", padding" * padded + ", of the target too" * wants_target
-            some = [depth % 2 == 0 for depth in range(depths)]
+        yield Case("errors, padding", forward(padding))
+        for padded, needs_target in itertools.product((False, True), repeat=2):
+            flags = ", padding" * padded + ", of the target too" * needs_target
             mask = padding if padded else None
             if flags:
-                yield Case(
-                    f"gradients{flags}", functools.partial(gradients, mask, factors, [True] * depths, wants_target)
-                )
-            yield Case(
-                f"gradients of every other depth{flags}",
-                functools.partial(gradients, mask, factors, some, wants_target),
-            )
+                yield Case(f"gradients{flags}", backward(1, mask, needs_target))
+            yield Case(f"gradients of every other depth{flags}", backward(2, mask, needs_target))
 
 
 def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -309,85 +290,63 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
         return
     sequences, tokens, atoms = 3200, 20, 1024
     rows, lengths = sequences * tokens, _empty(torch.int64, sequences)
-    error = _empty(torch.float32, 1)
     for width in (256, 64, 100):
         codes = _empty(dtype, sequences, tokens, atoms)
         signal, dictionary = _empty(dtype, sequences, tokens, width), _empty(dtype, width, atoms)
+        layer: dict[str, Any] = {"codes": codes, "signal": signal, "projection": signal, "dictionary": dictionary}
+        layer |= {"step": 0.1, "threshold": 0.1}
+        after: dict[str, Any] = {**layer, "next_codes": codes, "next_projection": signal}
+        upstream: dict[str, Any] = {"grad_next_codes": codes, "grad_next_projection": signal}
+
+        def forward(name: str, timed: Any = (), aligned: bool = True, layer: Any = layer, **given: Any) -> Case:
+            arguments = UnrolledLayerArguments(**layer, **given)
+            return Case(f"forward, {name}", functools.partial(unrolled_forward, arguments), *timed, aligned=aligned)
+
+        def backward(name: str, timed: Any = (), aligned: bool = True, layer: Any = after, **given: Any) -> Case:
+            arguments = UnrolledLayerBackwardArguments(**layer, **given)
+            return Case(f"backward, {name}", functools.partial(unrolled_backward, arguments), *timed, aligned=aligned)
+
         product, mixing = 2 * rows * width * atoms, 2 * rows * tokens
-        forward = functools.partial(
-            unrolled_layer.unrolled_forward, codes, signal, signal, dictionary, step=0.1, threshold=0.1, scale=1.0
-        )
-        backward = functools.partial(
-            unrolled_layer.unrolled_backward, codes, signal, signal, dictionary, step=0.1, scale=1.0
-        )
-        results = {"next_codes": codes, "next_projection": signal}
-        plain: dict[str, Any] = {
-            "next_dictionary": None, "target": None, "lengths": None, "nonlinearity": "soft_threshold"
-        }  # fmt: skip
-        upstream: dict[str, Any] = {"grad_next_codes": codes, "grad_next_projection": signal, "grad_error": None}
-        yield Case(
-            f"forward, n {width}, m {atoms}",
-            functools.partial(forward, **plain),
-            (codes, signal, signal, dictionary),
-            2 * product + mixing * (2 * width + atoms),
-            aligned=width % 16 == 0,
-        )
-        yield Case(
-            f"backward, n {width}, m {atoms}",
-            functools.partial(backward, **results, **plain, **upstream),
-            (codes, signal, signal, dictionary, codes, signal, codes, signal),
-            2 * product + mixing * (5 * width + 2 * atoms),
-            aligned=width % 16 == 0,
-        )
+        shape, aligned = f"n {width}, m {atoms}", width % 16 == 0
+        tensors = (codes, signal, signal, dictionary)
+        yield forward(shape, (tensors, 2 * product + mixing * (2 * width + atoms)), aligned)
+        floor = (*tensors, codes, signal, codes, signal), 2 * product + mixing * (5 * width + 2 * atoms)
+        yield backward(shape, floor, aligned, **upstream)
         if width != 256:
             continue
+        error = _empty(torch.float32, 1)
+        loss, padded, untied = {"target": signal}, {"lengths": lengths}, {"next_dictionary": dictionary.clone()}
         changes: dict[str, dict[str, Any]] = {
-            "loss": {"target": signal},
-            "lengths": {"lengths": lengths},
-            "loss, lengths": {"target": signal, "lengths": lengths},
-            "dictionary a layer": {"next_dictionary": dictionary.clone()},
-            "dictionary a layer, loss": {"next_dictionary": dictionary.clone(), "target": signal},
-            "dictionary a layer, lengths": {"next_dictionary": dictionary.clone(), "lengths": lengths},
-            "dictionary a layer, loss, lengths": {
-                "next_dictionary": dictionary.clone(),
-                "target": signal,
-                "lengths": lengths,
-            },
+            "loss": loss,
+            "lengths": padded,
+            "loss, lengths": loss | padded,
+            "dictionary a layer": untied,
+            "dictionary a layer, loss": untied | loss,
+            "dictionary a layer, lengths": untied | padded,
+            "dictionary a layer, loss, lengths": untied | loss | padded,
             "relu": {"nonlinearity": "relu"},
             "identity": {"nonlinearity": "identity"},
         }
         for name, change in changes.items():
-            with_loss = {"grad_error": error if "target" in change else None}
-            yield Case(f"forward, {name}", functools.partial(forward, **{**plain, **change}))
-            yield Case(
-                f"backward, {name}",
-                functools.partial(backward, **results, **{**plain, **change, **upstream, **with_loss}),
-            )
-        for present in ({"grad_next_codes": codes}, {"grad_next_projection": signal}, {"grad_error": error}):
-            (name,) = present
-            absent = dict.fromkeys(upstream)
-            yield Case(
-                f"backward, only {name}",
-                functools.partial(backward, **results, **{**plain, "target": signal, **absent, **present}),
-            )
-        for wanted in itertools.product((True, False), repeat=3):
-            needs = dict(zip(("needs_dictionary", "needs_projection", "needs_codes"), wanted, strict=True))
-            if not all(wanted):
+            yield forward(name, **change)
+            yield backward(name, **change, **upstream, grad_error=error if "target" in change else None)
+        for name, tensor in {**upstream, "grad_error": error}.items():
+            yield backward(f"only {name}", target=signal, **{name: tensor})
+        for needed in itertools.product((True, False), repeat=3):
+            needs = dict(zip(("needs_dictionary", "needs_projection", "needs_codes"), needed, strict=True))
+            if not all(needed):
                 names = ["signal", *(name.removeprefix("needs_") for name, need in needs.items() if need)]
-                yield Case(
-                    f"backward, of {', '.join(names)}",
-                    functools.partial(backward, **results, **plain, **upstream, **needs),
-                )
+                yield backward(f"of {', '.join(names)}", **upstream, **needs)
 
 
 # A family, and the function that lists its cases: the first case of a kernel is the one that the tests compile.
 FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
-    "packed_attention": packed_attention_cases,
-    "streaming_attention": streaming_attention_cases,
-    "wide_attention": wide_attention_cases,
+    "symmetric_attention_packed": packed_attention_cases,
+    "symmetric_attention_streaming": streaming_attention_cases,
+    "symmetric_attention_wide": wide_attention_cases,
     "unrolled_layer": unrolled_layer_cases,
-    "lista": lista_cases,
+    "lista_step": lista_cases,
     "residual_linear": residual_linear_cases,
-    "cross_entropy": cross_entropy_cases,
-    "reconstruction": reconstruction_cases,
+    "layerwise_cross_entropy": cross_entropy_cases,
+    "layerwise_reconstruction_loss": reconstruction_cases,
 }

@@ -22,7 +22,8 @@ from triton import knobs
 from triton.compiler import ASTSource
 
 from cdt_fast.kernels.aot.stand_ins import DIVISOR, POINTERS, Path, compiling_for, stand_in
-from cdt_fast.kernels.launch import GpuSpec, Launch
+from cdt_fast.kernels.cards import GpuSpec
+from cdt_fast.kernels.launch import Launch
 
 # Products on the tensor cores: mma.sync, wgmma of sm_90, tcgen05 of sm_100.
 TENSOR_CORE = re.compile(r"\b(?:UTC)?[HIQO]G?MMA\b")
@@ -100,8 +101,8 @@ class Configuration:
             tuple(signature),
             tuple(constants),
             tuple(divisible),
-            launch.warps,
-            launch.stages,
+            launch.blocks.warps,
+            launch.blocks.stages,
             card,
         )
 

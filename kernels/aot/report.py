@@ -15,7 +15,7 @@ import triton
 from cdt_fast.kernels.aot.case import PRECISIONS
 from cdt_fast.kernels.aot.cases import FAMILIES
 from cdt_fast.kernels.aot.compile import Configuration, Measurement
-from cdt_fast.kernels.launch import CARDS
+from cdt_fast.kernels.cards import CARDS
 
 Measurements = Mapping[Configuration, Measurement]
 

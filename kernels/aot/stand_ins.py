@@ -14,7 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from cdt_fast.kernels.launch import GpuSpec
+from cdt_fast.kernels.cards import GpuSpec
 
 Path = tuple[int, ...]  # the position of an argument; of a tuple's element: that and the position inside
 DIVISOR = 16

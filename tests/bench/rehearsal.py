@@ -24,7 +24,7 @@ def stand_in() -> None:
     """Put the emulator in the place of the card."""
     from cdt_fast.bench.suites import step, training_step
     from cdt_fast.bench.triage import works
-    from cdt_fast.kernels.launch import CARDS
+    from cdt_fast.kernels.cards import CARDS
     from tests.graph_fakes import EagerGraphs
     from tests.kernels.emulator import install
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import stat
@@ -164,25 +163,19 @@ def test_the_metrics_of_a_profile() -> None:
 def test_the_tables_that_the_sweep_names_have_the_rows_that_it_starts_from() -> None:
     pytest.importorskip("triton")
     from cdt_fast.bench.triage.hot_kernels import HOT
-    from cdt_fast.kernels.launch import CARDS
-
-    def rows(table: Any) -> set[Any]:
-        if isinstance(table, dict):
-            return set().union(*map(rows, table.values()))
-        if isinstance(table, list):
-            return {row[-1] for row in table}
-        return {table}
+    from cdt_fast.kernels import blocks as tables
+    from cdt_fast.kernels.blocks import Blocks
+    from cdt_fast.kernels.cards import CARDS
 
     for hot in HOT:
-        module, name = hot.table.split(".")
-        known = rows(getattr(importlib.import_module(f"cdt_fast.kernels.{module}"), name))
+        table = getattr(tables, hot.table)
         for card in CARDS.values():
-            candidates = [hot.blocks(**blocks) for blocks in hot.candidates(card, "gpu")]
-            assert candidates[0] in known, (hot.name, candidates[0])
+            candidates = [Blocks(**blocks) for blocks in hot.candidates(card, "gpu")]
+            assert candidates[0] in [blocks for _, blocks in table.choices(card.family, "16 bits")], hot.name
             assert len(candidates) == len(set(candidates)) > 20
             launch = hot.described(card, "gpu", hot.candidates(card, "gpu")[-1])
             assert launch.kernel.__name__ == hot.function
-            assert launch.warps == candidates[-1].warps
+            assert launch.blocks == candidates[-1]
 
 
 def test_the_sweep_reads_what_was_compiled() -> None:
@@ -197,21 +190,22 @@ def test_the_sweep_reads_what_was_compiled() -> None:
     assert compiled_blocks(lines, HOT[0]) == [{"rows": 3}, {"rows": 1}]
 
 
-@pytest.mark.parametrize(("capability", "known"), [(90, True), (103, False)])
+@pytest.mark.parametrize(("capability", "known"), [(90, True), (110, False)])
 def test_a_card_of_an_unknown_family_is_told_which_rows_it_takes(
     capability: int, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
     from cdt_fast.bench.triage import machine
-    from cdt_fast.kernels.launch import GpuSpec
+    from cdt_fast.kernels.cards import GpuSpec
 
     monkeypatch.setattr(machine, "card_of", lambda tensor: GpuSpec(capability, 232_448))
     (found,) = machine._block_tables(torch.device("cpu"))
     assert found["known"] == known
-    assert found["family"] == "hopper"
+    family = "hopper" if known else "blackwell"
+    assert found["family"] == family
     assert f"sm_{capability}" in found["note"]
-    assert "it takes the rows of 'hopper'" in found["note"]
+    assert f"it takes the rows of {family!r}" in found["note"]
 
 
 FAKE_TOOL = """#!{python}
@@ -270,11 +264,11 @@ def test_the_whole_is_rehearsed(tmp_path: Path) -> None:
     timed = {line["way"] for line in lines if line.get("status") == "timed" and "way" in line}
     assert {"cdt_fast", "cdt_fast, CUDA graph", "eager, bfloat16", "eager by the identity", "SDPA"} <= timed
     compiled = {line["function"] for line in lines if line["stage"] == "compile" and "function" in line}
-    assert {"unrolled_forward_kernel", "_cross_entropy_kernel", "packed_backward_kernel"} <= compiled
+    assert {"unrolled_forward_kernel", "cross_entropy_kernel", "packed_backward_kernel"} <= compiled
     (table,) = (tmp_path / "out").glob("*-blocks-toy.jsonl")
     rows = [json.loads(line) for line in table.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 6
-    assert all(row["timed_on"] and row["family"] == "hopper" and row["numbers"] == "16 bits" for row in rows)
+    assert all(row["timed_on"] and row["family"] == "hopper" and row["math_mode"] == "16 bits" for row in rows)
     assert rows[0]["code"].startswith("Blocks(rows=")
     assert len(ended.stdout) < 12_000
     assert len(list((tmp_path / "out").iterdir())) <= 8

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cdt_fast import kernels
-from cdt_fast.kernels import symmetric_attention_packed as packed
-from cdt_fast.kernels import symmetric_attention_streaming as streaming
-from cdt_fast.kernels import symmetric_attention_wide as wide
-from cdt_fast.kernels.launch import dot_precision
+from cdt_fast.kernels import cards
+from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.cards import dot_precision
+from cdt_fast.kernels.symmetric_attention_packed import packed_backward, packed_forward
+from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward
+from cdt_fast.kernels.symmetric_attention_wide import wide_backward, wide_forward
 from cdt_fast.ops.shared.checks import padding_mask
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 from tests.kernels.precision import assert_as_precise, epsilon_of
@@ -24,6 +26,12 @@ MARGINS = (3, 64)
 def normal(seed: int, *shape: int) -> Tensor:
     """Standard normal float64 on the CPU, the same for the same seed on every machine."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradients_of(total: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Zeros where nothing arrives."""
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]
 
 
 def poisoned(tensor: Tensor, margin: int = MARGINS[0]) -> Tensor:
@@ -44,9 +52,9 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 NAMES = ("output", "log-sum-exp", "gradient of z", "gradient of the values")
-PACKED = packed.Blocks(16, 16, warps=4, stages=2)
-STREAMING = streaming.Blocks(16, 16, warps=4, stages=2)
-WIDE = wide.Blocks(16, 16, columns=16, owned_columns=16, warps=4, stages=2)
+PACKED = Blocks(rows=16, columns=16, warps=4, stages=2)
+STREAMING = Blocks(rows=16, keys=16, warps=4, stages=2)
+WIDE = Blocks(rows=16, keys=16, columns=16, owned_columns=16, warps=4, stages=2)
 
 
 class Shape(NamedTuple):
@@ -88,50 +96,42 @@ class Inputs:
     def options(self) -> dict[str, Any]:
         return {"lengths": self.lengths, "scale": self.scale, "energy": self.energy}
 
+    def forward(self, **given: Any) -> SymmetricAttentionArguments:
+        """As in a step of training."""
+        return SymmetricAttentionArguments(z=self.z, values=self.values, **{**self.options, "keeps": True, **given})
+
+    def backward(self, *outputs: Tensor | None, **given: Any) -> SymmetricAttentionBackwardArguments:
+        """With what the forward has returned: output, log-sum-exp and, if it was kept, the output's remainder."""
+        output, log_sum_exp, remainder = (*outputs, None, None)[:3]
+        assert output is not None
+        assert log_sum_exp is not None
+        kept = output.new_empty(0) if remainder is None else remainder
+        return SymmetricAttentionBackwardArguments(
+            **{**vars(self.forward()), "output": output, "log_sum_exp": log_sum_exp, "kept": kept},
+            **{"grad_output": self.grad_output, **given},
+        )
+
 
 Results = list[Tensor | None]
 
 
-def run_packed(inputs: Inputs, blocks: packed.Blocks | None = PACKED, **needs: Any) -> Results:
-    values = inputs.z if inputs.values is None else inputs.values
-    forward = packed.packed_forward(inputs.z, values, **inputs.options, blocks=blocks)
-    backward = packed.packed_backward(
-        inputs.z, inputs.values, inputs.grad_output, **inputs.options, blocks=blocks, **needs
-    )
-    return [*forward, *backward]
-
-
-def room_for_remainder(inputs: Inputs) -> Tensor | None:
-    """Full of NaN, as a step of training has it: in 16 bits."""
-    return torch.full_like(inputs.grad_output, float("nan")) if inputs.z.element_size() == 2 else None
+def run_packed(inputs: Inputs, blocks: Blocks | None = PACKED, **needs: Any) -> Results:
+    outputs = packed_forward(inputs.forward(), blocks)
+    return [*outputs, *packed_backward(inputs.backward(*outputs, **needs), blocks)]
 
 
 def run_streaming(
-    inputs: Inputs,
-    forward_blocks: streaming.Blocks | None = STREAMING,
-    backward_blocks: streaming.Blocks | None = STREAMING,
-    **needs: Any,
+    inputs: Inputs, forward_blocks: Blocks | None = STREAMING, backward_blocks: Blocks | None = STREAMING, **needs: Any
 ) -> Results:
-    options = {**inputs.options, "remainder": room_for_remainder(inputs)}
-    forward = streaming.streaming_forward(inputs.z, inputs.values, **options, blocks=forward_blocks)
-    backward = streaming.streaming_backward(
-        inputs.z, inputs.values, *forward, inputs.grad_output, **options, blocks=backward_blocks, **needs
-    )
-    return [*forward, *backward]
+    outputs = streaming_forward(inputs.forward(), forward_blocks)
+    return [*outputs[:2], *streaming_backward(inputs.backward(*outputs, **needs), backward_blocks)]
 
 
 def run_wide(
-    inputs: Inputs,
-    forward_blocks: wide.Blocks | None = WIDE,
-    backward_blocks: wide.Blocks | None = WIDE,
-    **needs: Any,
+    inputs: Inputs, forward_blocks: Blocks | None = WIDE, backward_blocks: Blocks | None = WIDE, **needs: Any
 ) -> Results:
-    options = {**inputs.options, "remainder": room_for_remainder(inputs)}
-    forward = wide.wide_forward(inputs.z, inputs.values, **options, blocks=forward_blocks)
-    backward = wide.wide_backward(
-        inputs.z, inputs.values, *forward, inputs.grad_output, **options, blocks=backward_blocks, **needs
-    )
-    return [*forward, *backward]
+    outputs = wide_forward(inputs.forward(), forward_blocks)
+    return [*outputs[:2], *wide_backward(inputs.backward(*outputs, **needs), backward_blocks)]
 
 
 RUNS = {"packed": run_packed, "streaming": run_streaming, "wide": run_wide}
@@ -174,7 +174,7 @@ def floors(inputs: Inputs) -> list[Tensor]:
     values = z if inputs.values is None else inputs.values.cpu().double()
     scale, lengths = abs(inputs.scale), None if inputs.lengths is None else inputs.lengths.cpu()
     on_tensor_cores = inputs.z.dtype != torch.float32 or dot_precision(torch.float32) == "tf32"
-    on_tensor_cores = on_tensor_cores and not kernels.interpreting()
+    on_tensor_cores = on_tensor_cores and not cards.interpreting()
     cut_off = on_tensor_cores * z.shape[-1] / 8 * torch.finfo(torch.float32).eps / epsilon_of(torch.float32)
     logit = 2 * scale * z.square().sum(-1).amax() * torch.ones_like(z[..., 0])
     eye = torch.eye(z.shape[-2], dtype=z.dtype).expand(*z.shape[:-1], -1)

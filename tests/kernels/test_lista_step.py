@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.kernels import lista_step as kernels
+from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArguments
+from cdt_fast.kernels.blocks import WIDEST, Blocks
+from cdt_fast.kernels.lista_step import lista_step_backward, lista_step_forward
 from cdt_fast.ops.lista_step import lista_step_reference
 from tests.kernels.precision import assert_as_precise, far_apart, poisoned
 
-SMALL = kernels.Blocks(16, 16, warps=4, stages=2)
+SMALL = Blocks(rows=16, atoms=16, warps=4, stages=2)
 SIZES = (1, 15, 16, 17, 35)
 # Rows, width of the signal, width of the codes: every size in every dimension, three blocks of rows and of atoms.
 SHAPES = [
@@ -36,15 +38,18 @@ def inputs(rows: int, width: int, atoms: int, device: torch.device, dtype: torch
     return [tensor.to(dtype).to(device) for tensor in tensors]
 
 
-def forward(codes: Tensor, signal: Tensor, dictionary: Tensor, **changed: Any) -> tuple[Tensor, Tensor]:
-    options = {"step": STEP, "threshold": THRESHOLD, "nonlinearity": "soft_threshold", "keep_residual": True}
-    return kernels.lista_step(codes, signal, dictionary, **{**options, "blocks": SMALL, **changed})
+def forward(
+    codes: Tensor, signal: Tensor, dictionary: Tensor, *, blocks: Blocks | None = SMALL, **changed: Any
+) -> tuple[Tensor, Tensor]:
+    options = {"codes": codes, "signal": signal, "dictionary": dictionary, "step": STEP, "threshold": THRESHOLD}
+    return lista_step_forward(ListaStepArguments(**{**options, **changed}), blocks)
 
 
-def backward(grad_output: Tensor, output: Tensor, dictionary: Tensor, **changed: Any) -> tuple[Tensor, Tensor, Tensor]:
-    options = {"step": STEP, "nonlinearity": "relu", "blocks": SMALL}
-    wanted = {"wants_codes": True, "wants_update": True}
-    return kernels.lista_step_backward(grad_output, output, dictionary, **{**options, **wanted, **changed})
+def backward(
+    grad_output: Tensor, output: Tensor, dictionary: Tensor, *, blocks: Blocks | None = SMALL, **changed: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = {"grad_output": grad_output, "output": output, "dictionary": dictionary, "step": STEP}
+    return lista_step_backward(ListaStepBackwardArguments(**{**options, "nonlinearity": "relu", **changed}), blocks)
 
 
 def written_forward(
@@ -104,7 +109,7 @@ def test_nonlinearities(nonlinearity: str, device: torch.device, dtype: torch.dt
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("width", [40, kernels.WIDEST])
+@pytest.mark.parametrize("width", [40, WIDEST])
 def test_the_default_blocks(width: int, device: torch.device, dtype: torch.dtype) -> None:
     tensors = inputs(70, width, 150, device, dtype)
     assert_all_precise(FORWARD, written_forward, forward(*tensors, blocks=None), tensors)
@@ -121,7 +126,7 @@ def test_only_what_is_wanted_is_written(device: torch.device) -> None:
     tensors = gradient_inputs(18, 17, 20, device, torch.float32)
     everything = backward(*tensors)
     for codes, update in itertools.product((True, False), repeat=2):
-        results = backward(*tensors, wants_codes=codes, wants_update=update)
+        results = backward(*tensors, needs_codes=codes, needs_dictionary=update)
         for is_wanted, result, expected in zip((codes, True, update), results, everything, strict=True):
             assert torch.equal(result, expected[: None if is_wanted else 0])
 
@@ -175,7 +180,7 @@ def test_products_sum_in_float32(device: torch.device) -> None:
     ones = torch.ones_like(codes)
     _, residual = forward(codes, ones.new_zeros(16, 16), ones, step=0.0)
     assert (residual == -4160).all()
-    _, grad_residual, _ = backward(codes, ones, ones, step=1.0, wants_codes=False)
+    _, grad_residual, _ = backward(codes, ones, ones, step=1.0, needs_codes=False)
     assert (grad_residual == 4160).all()
 
 
@@ -232,7 +237,7 @@ def test_repeats_are_bitwise_equal(device: torch.device, dtype: torch.dtype) -> 
 # The op: one kernel for narrow tokens, cuBLAS and `residual_linear` for wide ones
 
 
-@pytest.mark.parametrize("width", [24, kernels.WIDEST + 3])
+@pytest.mark.parametrize("width", [24, WIDEST + 3])
 @pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu", "identity"])
 def test_the_op_has_the_values_and_gradients_of_plain_torch(
     nonlinearity: str, width: int, device: torch.device, dtype: torch.dtype
@@ -265,7 +270,7 @@ def test_the_op_has_the_values_and_gradients_of_plain_torch(
         assert_as_precise(name, *results)
 
 
-@pytest.mark.parametrize("width", [24, kernels.WIDEST + 3])
+@pytest.mark.parametrize("width", [24, WIDEST + 3])
 def test_the_op_with_frozen_inputs(width: int, device: torch.device) -> None:
     tensors = inputs(20, width, 20, device, torch.float32)
     everything = None

@@ -41,7 +41,7 @@ def built(kind: type[models.DUST], **options: Any) -> models.DUST:
 
 
 def losses_and_gradients(
-    model: models.DUST, noisy: Tensor, clean: Tensor, weights: Tensor | None, backend: str, like: Tensor
+    model: models.DUST, noisy: Tensor, clean: Tensor, weights: Tensor | None, backend: Any, like: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Total, per-layer losses, and the gradients of the noisy input and the parameters, in the dtype of `like`.
 

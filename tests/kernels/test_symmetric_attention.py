@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast import kernels
-from cdt_fast.kernels import symmetric_attention_packed as packed
-from cdt_fast.kernels import symmetric_attention_streaming as streaming
-from cdt_fast.kernels import symmetric_attention_wide as wide
-from cdt_fast.kernels.launch import card_of
+from cdt_fast.kernels import blocks as tables
+from cdt_fast.kernels import cards
+from cdt_fast.kernels.blocks import LONGEST, Blocks
+from cdt_fast.kernels.cards import card_of
+from cdt_fast.kernels.symmetric_attention_streaming import row_dots
 from tests.kernels.kernel_cases import (
     LENGTHS,
     MARGINS,
@@ -77,13 +77,13 @@ def test_flags(
 @pytest.mark.parametrize("tokens", [15, 33, 67])
 def test_blocks_that_are_no_squares(rows: int, keys: int, tokens: int, device: torch.device) -> None:
     inputs = Inputs.of(Shape(1, tokens, 20, 18), device, torch.float32, energy=True)
-    blocks = streaming.Blocks(rows, keys, warps=4, stages=2)
+    blocks = Blocks(rows=rows, keys=keys, warps=4, stages=2)
     assert_is_the_formula(run_streaming(inputs, blocks, blocks), inputs)
 
 
 @pytest.mark.parametrize("sizes", [(16, 32, 16, 32), (32, 16, 32, 16), (16, 16, 32, 64)])
 def test_blocks_of_wide_tokens_that_are_no_squares(sizes: tuple[int, int, int, int], device: torch.device) -> None:
-    blocks = wide.Blocks(*sizes, warps=4, stages=2)
+    blocks = Blocks(**dict(zip(("rows", "keys", "columns", "owned_columns"), sizes, strict=True)), warps=4, stages=2)
     inputs = Inputs.of(Shape(2, 35, 40, 67), device, torch.float32, lengths=(35, 17), energy=True)
     assert_is_the_formula(run_wide(inputs, blocks, blocks), inputs)
 
@@ -131,48 +131,52 @@ def distinct(rows: list[Any]) -> list[Any]:
     return list(dict.fromkeys(rows))
 
 
-def of_this_device(rows: list[tuple[str, Any]], device: torch.device) -> list[Any]:
-    """What stands behind the names of families: of every one in the interpreter, on a GPU of its own alone."""
-    family = None if kernels.interpreting() else card_of(torch.empty(0, device=device)).family
-    return distinct([row for name, row in rows if family in (None, name)])
+def families(device: torch.device) -> list[str]:
+    """Every one in the interpreter, on a GPU its own alone."""
+    return [*tables.FAMILIES] if cards.interpreting() else [card_of(torch.empty(0, device=device)).family]
 
 
-@pytest.mark.parametrize("numbers", ["16 bits", "ieee"])
-def test_every_block_that_packs(numbers: str, device: torch.device) -> None:
-    rows = [(family, row) for family, every in packed.BLOCKS.items() for row in every[numbers]]
-    for tokens, blocks in of_this_device(rows, device):
+@pytest.mark.parametrize("mode", ["16 bits", "ieee"])
+def test_every_block_that_packs(mode: str, device: torch.device) -> None:
+    table = tables.SYMMETRIC_ATTENTION_PACKED
+    for tokens, blocks in distinct([row for family in families(device) for row in table.choices(family, mode)]):
         for count in distinct([tokens, 20]):
             shape = Shape(blocks.rows // count + 1, count, 40, 2 * blocks.columns + 3)
-            inputs = Inputs.of(shape, device, DTYPES[numbers], energy=True)
+            inputs = Inputs.of(shape, device, DTYPES[mode], energy=True)
             assert_is_the_formula(run_packed(inputs, blocks), inputs)
 
 
-@pytest.mark.parametrize("numbers", ["16 bits", "ieee"])
-def test_every_block_that_streams(numbers: str, device: torch.device) -> None:
-    rows = [
-        (family, (width, forward, backward))
-        for family, every in streaming.FORWARD_BLOCKS.items()
-        for (width, forward), (_, backward) in zip(
-            every[numbers], streaming.BACKWARD_BLOCKS[family][numbers], strict=True
-        )
-    ]
-    for width, *blocks in of_this_device(rows, device):
-        tokens = max(*blocks[0][:2], *blocks[1][:2]) + 3
-        inputs = Inputs.of(Shape(1, tokens, width), device, DTYPES[numbers])
+@pytest.mark.parametrize("mode", ["16 bits", "ieee"])
+def test_every_block_that_streams(mode: str, device: torch.device) -> None:
+    both = (tables.SYMMETRIC_ATTENTION_STREAMING, tables.SYMMETRIC_ATTENTION_STREAMING_BACKWARD)
+    rows = []
+    for choices in [[table.choices(family, mode) for table in both] for family in families(device)]:
+        for width in sorted({width for choice in choices for width, _ in choice}):
+            rows.append((width, *(next(blocks for most, blocks in one if width <= most) for one in choices)))
+    for width, *blocks in distinct(rows):
+        tokens = max(size for one in blocks for size in (one.rows, one.keys)) + 3
+        inputs = Inputs.of(Shape(1, tokens, width), device, DTYPES[mode])
         assert_is_the_formula(run_streaming(inputs, *blocks), inputs)
+
+
+def test_every_table_holds_the_longest_and_the_widest() -> None:
+    for family in tables.FAMILIES:
+        for mode in tables.MODES:
+            assert tables.SYMMETRIC_ATTENTION_PACKED.choices(family, mode)[-1][0] == LONGEST
+            for table in (tables.SYMMETRIC_ATTENTION_STREAMING, tables.SYMMETRIC_ATTENTION_STREAMING_BACKWARD):
+                assert table.choices(family, mode)[-1][0] == tables.WIDEST
 
 
 @pytest.mark.emulated
 def test_the_default_blocks(device: torch.device, dtype: torch.dtype) -> None:
-    longest = packed.longest(torch.empty(0, dtype=dtype, device=device))
-    for tokens in (20, longest):
+    for tokens in (20, LONGEST):
         inputs = Inputs.of(Shape(4, tokens, 30), device, dtype)
         assert_is_the_formula(run_packed(inputs, None), inputs)
-    inputs = Inputs.of(Shape(1, longest + 1, 30, 70), device, dtype)
+    inputs = Inputs.of(Shape(1, LONGEST + 1, 30, 70), device, dtype)
     assert_is_the_formula(run_streaming(inputs, None, None), inputs)
-    with pytest.raises(ValueError, match=f"up to {longest} tokens, got {longest + 1}"):
+    with pytest.raises(ValueError, match=f"up to {LONGEST}, got {LONGEST + 1}"):
         run_packed(inputs, None)
-    with pytest.raises(ValueError, match="widths up to 256, got 257"):
+    with pytest.raises(ValueError, match="up to 256, got 257"):
         run_streaming(Inputs.of(Shape(1, 17, 257), device, dtype), None, None)
 
 
@@ -244,12 +248,12 @@ def test_row_dots(rows: int, width: int, device: torch.device, dtype: torch.dtyp
         whole = right.cpu().double() if remainder is None else right.cpu().double() + remainder.cpu().double()
         products = left.cpu().double() * whole
         plain = (left.cpu().float() * whole.float()).sum(-1)
-        dots = streaming.row_dots(left, right, remainder).cpu()
+        dots = row_dots(left, right, remainder).cpu()
         assert_as_precise("dots", dots, plain, products.sum(-1), terms=products.abs().sum(-1))
 
 
 def test_row_dots_of_many_dimensions_and_of_none(device: torch.device) -> None:
     left, right = normal(1, 2, 3, 4).float().to(device), normal(2, 2, 3, 4).float().to(device)
-    assert torch.allclose(streaming.row_dots(left, right), (left * right).sum(-1), atol=1e-6)
-    assert streaming.row_dots(left[:0], right[:0]).shape == (0, 3)
-    assert torch.equal(streaming.row_dots(left[..., :0], right[..., :0]), left.new_zeros(2, 3))
+    assert torch.allclose(row_dots(left, right), (left * right).sum(-1), atol=1e-6)
+    assert row_dots(left[:0], right[:0]).shape == (0, 3)
+    assert torch.equal(row_dots(left[..., :0], right[..., :0]), left.new_zeros(2, 3))

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast import kernels
-from cdt_fast.kernels import symmetric_attention_packed as packed
-from cdt_fast.kernels import symmetric_attention_streaming as streaming
-from cdt_fast.kernels import symmetric_attention_wide as wide
-from cdt_fast.kernels.launch import CARDS, Launch, card_of, recording
+from cdt_fast.kernels import cards
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.cards import CARDS, card_of
+from cdt_fast.kernels.launch import Launch, recording
+from cdt_fast.kernels.symmetric_attention_packed import packed_backward, packed_forward
+from cdt_fast.kernels.symmetric_attention_streaming import row_dots, streaming_backward, streaming_forward
+from cdt_fast.kernels.symmetric_attention_wide import wide_backward, wide_forward
 from tests.kernels.kernel_cases import (
     LENGTHS,
     NAMES,
@@ -87,26 +89,23 @@ def test_a_token_that_is_not_finite_stays_in_its_sequence_and_shows_there(
 
 def launches_of(kernel: str, inputs: Inputs) -> list[tuple[Launch, Results]]:
     """The forward and the backward, not launched, and what each would write."""
-    plain, lengths = (inputs.z, inputs.values), (inputs.lengths, inputs.scale, inputs.energy)
     found: list[tuple[Launch, Results]] = []
     with recording(card_of(inputs.z)) as launches:
         if kernel == "packed":
-            written = packed.packed_forward(inputs.z, inputs.z, *lengths, PACKED)
-            found.append((launches[-1], [*written]))
-            gradients = packed.packed_backward(*plain, inputs.grad_output, *lengths, blocks=PACKED)
+            written: Results = [*packed_forward(inputs.forward(), PACKED)]
+            found.append((launches[-1], written))
+            gradients = packed_backward(inputs.backward(*written), PACKED)
         elif kernel == "streaming":
-            remainder = torch.empty_like(inputs.grad_output)
-            written = streaming.streaming_forward(*plain, *lengths, STREAMING, remainder=remainder)
-            found.append((launches[-1], [*written, remainder]))
-            gradients = streaming.streaming_backward(*plain, *written, inputs.grad_output, *lengths, blocks=STREAMING)
+            written = [*streaming_forward(inputs.forward(), STREAMING)]
+            found.append((launches[-1], written))
+            gradients = streaming_backward(inputs.backward(*written), STREAMING)
         else:
-            remainder = torch.empty_like(inputs.grad_output)
-            written = wide.wide_forward(*plain, *lengths, WIDE, remainder=remainder)
-            found.append((launches[-1], [*written, remainder]))
-            apart = inputs.z, inputs.z, *written, inputs.grad_output, *lengths
-            _, of_values = wide.wide_backward(*apart, needs_z=False, blocks=WIDE)
+            written = [*wide_forward(inputs.forward(), WIDE)]
+            found.append((launches[-1], written))
+            apart = dataclasses.replace(inputs, values=inputs.z)
+            _, of_values = wide_backward(apart.backward(*written, needs_z=False), WIDE)
             found.append((launches[-1], [of_values]))
-            gradients = wide.wide_backward(*plain, *written, inputs.grad_output, *lengths, blocks=WIDE)
+            gradients = wide_backward(inputs.backward(*written), WIDE)
         found.append((launches[-1], [*gradients]))
     return found
 
@@ -119,7 +118,7 @@ def launches_of(kernel: str, inputs: Inputs) -> list[tuple[Launch, Results]]:
 def test_a_block_writes_its_own_rows_and_no_others(kernel: str, blocks: int, own: int, device: torch.device) -> None:
     # Two blocks that write the same row race on a GPU; one after the other the last is right, and hides it.
     tokens = 5 if kernel == "packed" else 19
-    inputs = Inputs.of(Shape(4, tokens, 17), device, torch.float32)
+    inputs = Inputs.of(Shape(4, tokens, 17), device, torch.float16)  # which keeps a remainder
     for launch, results in launches_of(kernel, inputs):
         dataclasses.replace(launch, grid=(blocks,)).run()
         for result in results:
@@ -136,7 +135,7 @@ def test_the_last_tile_writes_no_sequence_that_is_not_there(device: torch.device
 
 def test_row_dots_write_no_row_that_is_not_there(device: torch.device) -> None:
     with recording(CARDS["RTX 3090"]) as launches:
-        output = streaming.row_dots(*(normal(seed, 384, 20).float().to(device) for seed in (1, 2)))
+        output = row_dots(*(normal(seed, 384, 20).float().to(device) for seed in (1, 2)))
     dataclasses.replace(launches[0], arguments={**launches[0].arguments, "rows": 201}).run()
     assert torch.isnan(output[201:]).all()
     assert torch.isfinite(output[:201]).all()
@@ -150,7 +149,7 @@ SEQUENCES = 2**31 // (TOKENS * WIDTH) + 1
 
 def run_last(launch: Launch, programs: int) -> None:
     """On a GPU all of the launch; in the interpreter, where that takes hours, its last blocks alone."""
-    if not kernels.interpreting():
+    if not cards.interpreting():
         launch.run()
         return
     import numpy as np
@@ -187,30 +186,20 @@ def attend_far_away(kernel: str, device: torch.device) -> None:
     far = [large(tensor) for tensor in (z, values, upstream)]
     lengths = torch.tensor([50], device=device)
     far_lengths = torch.full((SEQUENCES,), 50, device=device)
-    if kernel == "packed":
-        blocks = packed.Blocks(64, 64, warps=4, stages=2)
-        expected: Results = [*packed.packed_forward(z, values, lengths, 0.5, True, blocks)]
-        expected += packed.packed_backward(z, values, upstream, lengths, 0.5, True, blocks=blocks)
-        given: Results = [*recorded(packed.packed_forward, *far[:2], far_lengths, 0.5, True, blocks)]
-        given += recorded(packed.packed_backward, *far, far_lengths, 0.5, True, blocks=blocks)
-    else:
-        if kernel == "streaming":
-            attend, differentiate = streaming.streaming_forward, streaming.streaming_backward
-            blocks: Any = streaming.Blocks(16, 16, warps=4, stages=2)
-        else:
-            attend, differentiate = wide.wide_forward, wide.wide_backward
-            # One chunk of the columns: the interpreter's programs here are those of the first axis.
-            blocks = wide.Blocks(16, 16, columns=64, owned_columns=WIDTH, warps=4, stages=2)
-        kept: dict[str, Any] = {"remainder": torch.empty_like(values)}
-        far_kept: dict[str, Any] = {"remainder": torch.empty_like(far[1])}
-        forward = attend(z, values, lengths, 0.5, True, blocks, **kept)
-        expected = [*forward, *kept.values()]
-        expected += differentiate(z, values, *forward, upstream, lengths, 0.5, True, blocks=blocks, **kept)
-        far_forward = recorded(attend, *far[:2], far_lengths, 0.5, True, blocks, **far_kept)
-        given = [*far_forward, *far_kept.values()]
-        given += recorded(
-            differentiate, *far[:2], *far_forward, far[2], far_lengths, 0.5, True, blocks=blocks, **far_kept
-        )
+    near_inputs = Inputs(z, values, upstream, lengths, scale=0.5, energy=True)
+    far_inputs = Inputs(*far, far_lengths, scale=0.5, energy=True)  # type: ignore[arg-type]
+    sizes = {"packed": (64, 0, 64, 0), "streaming": (16, 16, 0, 0), "wide": (16, 16, 64, WIDTH)}[kernel]
+    # One chunk of the wide columns: the interpreter's programs here are those of the first axis.
+    blocks = Blocks(**dict(zip(("rows", "keys", "columns", "owned_columns"), sizes, strict=True)), warps=4, stages=2)
+    attend, differentiate = {
+        "packed": (packed_forward, packed_backward),
+        "streaming": (streaming_forward, streaming_backward),
+        "wide": (wide_forward, wide_backward),
+    }[kernel]
+    expected: Results = [*attend(near_inputs.forward(), blocks)]
+    expected += differentiate(near_inputs.backward(*expected), blocks)
+    given: Results = [*recorded(attend, far_inputs.forward(), blocks)]
+    given += recorded(differentiate, far_inputs.backward(*given), blocks)
     for mine, near in zip(given, expected, strict=True):
         assert mine is not None
         assert near is not None

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
-from cdt_fast.kernels import symmetric_attention_packed as packed
-from cdt_fast.kernels import symmetric_attention_streaming as streaming
-from cdt_fast.kernels import symmetric_attention_wide as wide
+from cdt_fast.kernels import symmetric_attention as dispatch
+from cdt_fast.kernels.arguments import SymmetricAttentionArguments
+from cdt_fast.kernels.blocks import LONGEST
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
+from cdt_fast.ops.symmetric_attention.operator import symmetric_attention_forward
 from tests.kernels.kernel_cases import Inputs, floors, normal
 from tests.kernels.precision import assert_as_precise
 
@@ -82,19 +83,15 @@ def test_which_kernel_takes_what(
     more: int, width: int, values: int | None, kernel: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.float32
-    tokens = packed.longest(torch.empty(0, dtype=dtype, device=device)) + more
+    tokens = LONGEST + more
     called = []
-    for module, name in ((packed, "packed"), (streaming, "streaming"), (wide, "wide")):
-        for direction in ("forward", "backward"):
-            launcher = getattr(module, f"{name}_{direction}")
-            monkeypatch.setattr(
-                module,
-                f"{name}_{direction}",
-                lambda *given, launcher=launcher, name=name, **options: (
-                    called.append(name),
-                    launcher(*given, **options),
-                )[1],
-            )
+    for name, direction in itertools.product(("packed", "streaming", "wide"), ("forward", "backward")):
+        launcher = getattr(dispatch, f"{name}_{direction}")
+        monkeypatch.setattr(
+            dispatch,
+            f"{name}_{direction}",
+            lambda attention, launcher=launcher, name=name: (called.append(name), launcher(attention))[1],
+        )
     z, given, upstream = inputs(2, tokens, width, values=values, device=device, dtype=dtype)
     assert z is not None
     assert upstream is not None
@@ -103,12 +100,10 @@ def test_which_kernel_takes_what(
 
 
 def test_the_remainder_is_kept_in_16_bits_where_a_backward_may_come(device: torch.device, dtype: torch.dtype) -> None:
-    operator = torch.ops.cdt_fast.symmetric_attention.default
-    longest = packed.longest(torch.empty(0, dtype=dtype, device=device))
-    for tokens, width, keeps in itertools.product((longest, longest + 1), (20, 257), (False, True)):
+    for tokens, width, keeps in itertools.product((LONGEST, LONGEST + 1), (20, 257), (False, True)):
         z = normal(1, 2, tokens, width).to(device, dtype)
-        *_, kept = operator(z, None, None, 1.0, False, keeps)
-        expected = z.shape if keeps and tokens > longest and z.element_size() == 2 else (0,)
+        *_, kept = symmetric_attention_forward(SymmetricAttentionArguments(z=z, keeps=keeps))
+        expected = z.shape if keeps and tokens > LONGEST and z.element_size() == 2 else (0,)
         assert (kept.shape, kept.dtype) == (expected, dtype)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cdt_fast import kernels
+from cdt_fast.kernels import cards
 from cdt_fast.kernels.aot.case import float32_products
 from tests.kernels import test_lista_step as lista
 from tests.kernels import test_residual_linear as residual_linear
@@ -21,7 +21,7 @@ from tests.kernels.precision import TF32Products
 
 @pytest.fixture(autouse=True)
 def _tf32() -> Iterator[None]:
-    if kernels.interpreting():
+    if cards.interpreting():
         pytest.skip("the interpreter has no TF32")
     with float32_products(True), TF32Products():
         yield
@@ -62,8 +62,8 @@ def test_blocks_of_residual_linear(device: torch.device) -> None:
 
 def test_the_setting_counts(device: torch.device) -> None:
     x, weight, residual = residual_linear.inputs(64, 64, 64, device, torch.float32)
-    given = residual_linear.kernels.residual_linear(x, weight, residual)
+    given = residual_linear.compute(x, weight, residual, blocks=None)
     with float32_products(False):
-        exact = residual_linear.kernels.residual_linear(x, weight, residual)
+        exact = residual_linear.compute(x, weight, residual, blocks=None)
     # Ten bits of a factor, and not the 23 of a float32.
     assert 1e-5 < (given - exact).abs().max() < 1e-2

@@ -39,7 +39,7 @@ def _as_in_training(_triton: None) -> Iterator[None]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("constraints", CONSTRAINTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_step_never_waits(model: str, constraints: str, precision: str, backend: str) -> None:
+def test_a_step_never_waits(model: str, constraints: str, precision: str, backend: Any) -> None:
     with ops.use_backend(backend):
         steps = Steps(model, constraints, captured=False, precision=precision, epoch=ACCUMULATED)
         steps.take(3)  # compiles kernels, makes the optimizer's state

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast.kernels import unrolled_layer as unrolled
-from cdt_fast.kernels.launch import CARDS, card_of, recording
+from cdt_fast.kernels import blocks as tables
+from cdt_fast.kernels.blocks import LONGEST, WIDEST
+from cdt_fast.kernels.cards import CARDS, card_of
+from cdt_fast.kernels.launch import recording
 from tests.kernels.kernel_cases import same
 from tests.kernels.unrolled_cases import (
     GRADIENTS,
@@ -95,19 +97,22 @@ def test_only_what_is_needed_is_written(wanted: tuple[bool, bool, bool], device:
     assert_backward_is_the_formula(Inputs.of(Shape(), device, torch.float32), missing=missing, **needs)
 
 
-@pytest.mark.parametrize("family", ["consumer", "ampere", "hopper"])
+@pytest.mark.parametrize("family", tables.FAMILIES)
 def test_the_blocks_of_the_tables(family: str, device: torch.device) -> None:
     if device.type == "cuda" and card_of(torch.empty(0, device=device)).family != family:
         pytest.skip("the blocks are too large for this card, or not those that it takes")
     inputs = Inputs.of(Shape(5, 20, 70, 40, 33), device, torch.float16, lengths=(20, 3, 0, 19, 20))
-    for _, _, blocks in unrolled.FORWARD_BLOCKS[family]:
-        assert_forward_is_the_formula(inputs, blocks)
-    assert_backward_is_the_formula(inputs, (unrolled.BACKWARD_BLOCKS[family], unrolled.UPDATE_BLOCKS[family]))
+    for table in (tables.UNROLLED_LAYER, tables.UNROLLED_LAYER_LEAN):
+        for _, blocks in table.choices(family, "16 bits"):
+            assert_forward_is_the_formula(inputs, blocks)
+    ((_, blocks),) = tables.UNROLLED_LAYER_BACKWARD.choices(family, "16 bits")
+    ((_, update_blocks),) = tables.UNROLLED_LAYER_UPDATE.choices(family, "16 bits")
+    assert_backward_is_the_formula(inputs, (blocks, update_blocks))
 
 
 @pytest.mark.emulated
 def test_the_longest_and_the_widest_with_the_blocks_of_this_card(device: torch.device) -> None:
-    inputs = Inputs.of(Shape(2, unrolled.LONGEST, 40, unrolled.WIDEST, unrolled.WIDEST), device, torch.float16)
+    inputs = Inputs.of(Shape(2, LONGEST, 40, WIDEST, WIDEST), device, torch.float16)
     assert_forward_is_the_formula(inputs, None)
     assert_backward_is_the_formula(inputs, (None, None))
 
@@ -315,18 +320,26 @@ def test_a_block_writes_its_own_rows_and_no_others(device: torch.device) -> None
 
 
 @pytest.mark.parametrize(
-    ("width", "next_width", "lengths", "row"),
-    [(17, 33, None, 0), (17, 129, None, -1), (256, 20, None, -1), (256, None, None, 1), (256, None, (64, 3), -1)],
+    ("width", "next_width", "lengths"),
+    [(17, 33, None), (17, 129, None), (256, 20, None), (256, None, None), (256, None, (64, 3))],
 )
 def test_the_blocks_take_the_row_of_the_card(
-    width: int, next_width: int | None, lengths: tuple[int, int] | None, row: int, device: torch.device
+    width: int, next_width: int | None, lengths: tuple[int, int] | None, device: torch.device
 ) -> None:
     inputs = Inputs.of(Shape(2, 64, 40, width, next_width), device, torch.float16, lengths=lengths)
+    lean = next_width is None and lengths is None
     for card in CARDS.values():
         with recording(card) as launches:
             forward(inputs, None)
             backward(inputs, inputs.codes, inputs.signal, (None, None))
-        expected = unrolled.FORWARD_BLOCKS[card.family][row][-1], unrolled.UPDATE_BLOCKS[card.family]
-        for launch, blocks in zip(launches, (*expected, unrolled.BACKWARD_BLOCKS[card.family]), strict=True):
-            assert (launch.constants["ROWS"], launch.constants["ATOMS"], launch.warps) == (*blocks[:2], blocks.warps)
-            assert launch.constants["ROWS"] >= unrolled.LONGEST
+        used = (
+            tables.UNROLLED_LAYER_LEAN if lean else tables.UNROLLED_LAYER,
+            tables.UNROLLED_LAYER_UPDATE,
+            tables.UNROLLED_LAYER_BACKWARD,
+        )
+        for launch, table in zip(launches, used, strict=True):
+            choices = table.choices(card.family, "16 bits")
+            expected = next(blocks for size, blocks in choices if max(width, next_width or 0) <= size)
+            assert launch.blocks == expected
+            assert (launch.constants["ROWS"], launch.constants["ATOMS"]) == (expected.rows, expected.atoms)
+            assert expected.rows >= LONGEST

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast.kernels import unrolled_layer as unrolled
-from cdt_fast.kernels.launch import CARDS, recording
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.cards import CARDS
+from cdt_fast.kernels.launch import recording
 from tests.kernels.kernel_cases import same
 from tests.kernels.test_symmetric_attention_memory import SEQUENCES, TOKENS, WIDTH, large, run_last
 from tests.kernels.unrolled_cases import Inputs, Shape, backward, backward_inputs, forward
 
-BLOCKS = unrolled.Blocks(rows=TOKENS, atoms=64, columns=64, warps=8, stages=1)
+BLOCKS = Blocks(rows=TOKENS, atoms=64, columns=64, warps=8, stages=1)
 
 
 def far(tensor: Tensor | None) -> Tensor | None:

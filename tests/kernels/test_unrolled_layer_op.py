@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.kernels import unrolled_layer as unrolled
+from cdt_fast.kernels.blocks import LONGEST, WIDEST
 from tests.kernels.kernel_cases import normal
 from tests.kernels.precision import assert_as_precise
 from tests.kernels.unrolled_cases import Inputs, Shape, written_forward
@@ -34,7 +35,7 @@ def differentiated(outputs: list[Tensor], leaves: dict[str, Tensor], inputs: Inp
     return {name: tensor.detach().cpu() for name, tensor in named.items()}
 
 
-def by_the_op(inputs: Inputs, projection: bool, backend: str) -> dict[str, Tensor]:
+def by_the_op(inputs: Inputs, projection: bool, backend: Any) -> dict[str, Tensor]:
     leaves = leaves_of(inputs, projection)
     names = ("lengths", "target", "step", "threshold", "scale", "nonlinearity")
     options = {name: getattr(inputs, name) for name in names}
@@ -105,7 +106,7 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("projection", [False, True])
 @pytest.mark.parametrize(
     "shape",
-    [Shape(2, unrolled.LONGEST + 1, 20, 18, 21), Shape(2, 3, 20, unrolled.WIDEST + 3), Shape(2, 3, 20, 18, 259)],
+    [Shape(2, LONGEST + 1, 20, 18, 21), Shape(2, 3, 20, WIDEST + 3), Shape(2, 3, 20, 18, 259)],
 )
 def test_what_no_tile_holds_is_composed_of_ops(
     shape: Shape, projection: bool, target: bool, device: torch.device
@@ -118,11 +119,11 @@ def test_what_no_tile_holds_is_composed_of_ops(
 @pytest.mark.parametrize(
     ("shape", "kept", "fused"),
     [
-        (Shape(2, unrolled.LONGEST, 20, 18), torch.float16, True),
-        (Shape(2, unrolled.LONGEST + 1, 20, 18), torch.float16, False),
-        (Shape(1, 2, 20, unrolled.WIDEST), torch.float16, True),
-        (Shape(1, 2, 20, unrolled.WIDEST + 1), torch.float16, False),
-        (Shape(1, 2, 20, 18, unrolled.WIDEST + 1), torch.float16, False),
+        (Shape(2, LONGEST, 20, 18), torch.float16, True),
+        (Shape(2, LONGEST + 1, 20, 18), torch.float16, False),
+        (Shape(1, 2, 20, WIDEST), torch.float16, True),
+        (Shape(1, 2, 20, WIDEST + 1), torch.float16, False),
+        (Shape(1, 2, 20, 18, WIDEST + 1), torch.float16, False),
         (Shape(1, 2, 20, 18), torch.float32, False),
     ],
 )

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cdt_fast.kernels import unrolled_layer as unrolled
+from cdt_fast.kernels.arguments import Nonlinearity, UnrolledLayerArguments, UnrolledLayerBackwardArguments
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.unrolled_layer import unrolled_backward, unrolled_forward
 from cdt_fast.ops.shared.checks import padding_mask
-from cdt_fast.ops.soft_threshold import shrink_reference
+from cdt_fast.ops.soft_threshold.reference import shrink_reference
 from tests.kernels.kernel_cases import normal, poisoned
 from tests.kernels.precision import assert_as_precise
 
-SMALL = unrolled.Blocks(rows=32, atoms=16, columns=16, warps=4, stages=1)
+SMALL = Blocks(rows=32, atoms=16, columns=16, warps=4, stages=1)
 OUTPUTS = ("next codes", "next projection", "errors")
-# In the order of `unrolled_layer.Gradients`.
+# In the order of `UnrolledLayerGradients`.
 GRADIENTS = ("update", "residual", "whole dZ+", "signal", "projection", "codes")
 Results = dict[str, Tensor | None]
 
@@ -48,7 +50,7 @@ class Inputs:
     step: float = 0.3
     threshold: float = 0.1
     scale: float = 0.6
-    nonlinearity: str = "soft_threshold"
+    nonlinearity: Nonlinearity = "soft_threshold"
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device, dtype: torch.dtype, *, target: bool = True, **given: Any) -> Inputs:
@@ -84,25 +86,21 @@ class Inputs:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and value.dim() == 3}
 
 
-def forward(inputs: Inputs, blocks: unrolled.Blocks | None = SMALL) -> Results:
-    i = inputs
-    found = unrolled.unrolled_forward(
-        i.codes, i.signal, i.projection, i.dictionary, i.next_dictionary, i.target, i.lengths,
-        i.step, i.threshold, i.scale, i.nonlinearity, blocks,
-    )  # fmt: skip
-    return dict(zip(OUTPUTS, found, strict=True))
+UPSTREAM = ("grad_next_codes", "grad_next_projection", "grad_error")
+
+
+def forward(inputs: Inputs, blocks: Blocks | None = SMALL) -> Results:
+    layer = UnrolledLayerArguments(**{name: value for name, value in vars(inputs).items() if name not in UPSTREAM})
+    return dict(zip(OUTPUTS, unrolled_forward(layer, blocks), strict=True))
 
 
 def backward(
-    inputs: Inputs, next_codes: Tensor, next_projection: Tensor | None, blocks: Any = (SMALL, SMALL), **needs: bool
+    inputs: Inputs, next_codes: Tensor, next_projection: Tensor | None, blocks: Any = (SMALL, SMALL), **needs: Any
 ) -> Results:
-    i = inputs
-    found = unrolled.unrolled_backward(
-        i.codes, i.signal, i.projection, i.dictionary, i.next_dictionary, i.target, i.lengths, next_codes,
-        next_projection, i.grad_next_codes, i.grad_next_projection, i.grad_error, i.step, i.scale, i.nonlinearity,
-        **needs, blocks=blocks[0], update_blocks=blocks[1],
-    )  # fmt: skip
-    return dict(zip(GRADIENTS, found, strict=True))
+    layer = UnrolledLayerBackwardArguments(
+        **vars(inputs), next_codes=next_codes, next_projection=next_projection, **needs
+    )
+    return dict(zip(GRADIENTS, unrolled_backward(layer, *blocks), strict=True))
 
 
 def written_update(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -163,7 +161,7 @@ def written_backward(inputs: Inputs, next_codes: Tensor, next_projection: Tensor
     return dict(zip(GRADIENTS, found, strict=True))
 
 
-def assert_forward_is_the_formula(inputs: Inputs, blocks: unrolled.Blocks | None = SMALL) -> Results:
+def assert_forward_is_the_formula(inputs: Inputs, blocks: Blocks | None = SMALL) -> Results:
     """Every result of the forward against float64, by the criterion of `precision`."""
     dtype = inputs.codes.dtype
     given = forward(inputs, blocks)

@@ -16,24 +16,32 @@ import torch
 from torch import Tensor
 
 from cdt_fast import kernels
-from cdt_fast.kernels.launch import CARDS, GpuSpec, Launch, recording
+from cdt_fast.kernels import cards
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.cards import CARDS, GpuSpec
+from cdt_fast.kernels.launch import Launch, recording
 
 triton = pytest.importorskip("triton")
-if kernels.interpreting():
+if cards.interpreting():
     pytest.skip("what the interpreter runs cannot be compiled", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from cdt_fast.kernels import symmetric_attention_streaming as streaming  # noqa: E402
 from cdt_fast.kernels.aot import __main__ as aot  # noqa: E402
 from cdt_fast.kernels.aot import report as aot_report  # noqa: E402
 from cdt_fast.kernels.aot.case import PRECISIONS, Case, float32_products  # noqa: E402
 from cdt_fast.kernels.aot.cases import FAMILIES  # noqa: E402
 from cdt_fast.kernels.aot.compile import Configuration, Measurement, measure  # noqa: E402
 from cdt_fast.kernels.aot.stand_ins import compiling_for  # noqa: E402
+from cdt_fast.kernels.arguments import (  # noqa: E402
+    SymmetricAttentionArguments,
+    SymmetricAttentionBackwardArguments,
+)
+from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward  # noqa: E402
 
 RTX_3090 = CARDS["RTX 3090"]
+BLOCKS = Blocks(warps=4, stages=2)
 
 
 @triton.jit
@@ -91,18 +99,18 @@ def every_argument(**changed: Any) -> Launch:
         "factor": 1.0,
         "flag": True,
     }
-    return Launch(every_argument_kernel, (1,), {**arguments, **changed}, {"CONSTANT": 3}, warps=4, stages=2)
+    return Launch(every_argument_kernel, (1,), BLOCKS, {**arguments, **changed}, {"CONSTANT": 3})
 
 
 def product(dtype: torch.dtype, precision: str, size: int = 32, stages: int = 2, wasted: bool = False) -> Launch:
     arguments = {"x": meta(size, 4 * size, dtype=dtype), "output": meta(size, size), "depth": 4 * size}
     constants = {"PRECISION": precision, "SIZE": size, "WASTED": wasted}
-    return Launch(product_kernel, (1,), arguments, constants, warps=4, stages=stages)
+    return Launch(product_kernel, (1,), Blocks(warps=4, stages=stages), arguments, constants)
 
 
 def spilling(dtype: torch.dtype = torch.float32) -> Launch:
     x = meta(16_384, dtype=dtype)
-    return Launch(spilling_kernel, (1,), {"x": x, "output": x}, {"N": 16_384}, warps=1, stages=1)
+    return Launch(spilling_kernel, (1,), Blocks(warps=1), {"x": x, "output": x}, {"N": 16_384})
 
 
 def measured(launch: Launch, card: GpuSpec = RTX_3090) -> Measurement:
@@ -181,7 +189,7 @@ class TestConfiguration:
         launch = every_argument()
         missing = {name: value for name, value in launch.arguments.items() if name != "factor"}
         with pytest.raises(TypeError, match="needs the argument factor"):
-            Configuration.of(Launch(launch.kernel, (1,), missing, launch.constants, 4, 2), RTX_3090)
+            Configuration.of(Launch(launch.kernel, (1,), BLOCKS, missing, launch.constants), RTX_3090)
 
     def test_a_tensor_that_a_kernel_would_misread_is_refused(self) -> None:
         rows = torch.empty(4, 6, device="meta").mT
@@ -193,13 +201,13 @@ class TestConfiguration:
         with pytest.raises(ValueError, match="contiguous several"):
             every_argument(several=(rows.mT, rows))
         launch = every_argument()
-        Launch(launch.kernel, (1,), {**launch.arguments, "tensor": rows}, launch.constants, 4, 2, strided=("tensor",))
+        Launch(launch.kernel, (1,), BLOCKS, {**launch.arguments, "tensor": rows}, launch.constants, strided=("tensor",))
 
     def test_every_sort_compiles(self) -> None:
         assert measured(every_argument()).error is None
 
     def test_recording_uses_the_precision(self) -> None:
-        from cdt_fast.kernels.launch import dot_precision
+        from cdt_fast.kernels.cards import dot_precision
 
         before = dot_precision(torch.float32)
         with float32_products(True):
@@ -227,7 +235,7 @@ class TestFaults:
         assert not any("shared memory" in fault for fault in result.faults(CARDS["H200"], spill_allowed=True))
 
     def test_double_precision(self) -> None:
-        result = measured(Launch(double_kernel, (1,), {"x": meta(1), "output": meta(1)}, {}, 1, 1))
+        result = measured(Launch(double_kernel, (1,), Blocks(warps=1), {"x": meta(1), "output": meta(1)}, {}))
         assert any("double-precision" in fault for fault in result.faults(RTX_3090, spill_allowed=True))
 
     @pytest.mark.parametrize("card", CARDS)
@@ -248,7 +256,8 @@ class TestFaults:
         ],
     )
     def test_products_that_several_warps_compute(self, card: str, size: int, warps: int, expected: float) -> None:
-        launch = dataclasses.replace(product(torch.bfloat16, "ieee", size=size), warps=warps)
+        launch = product(torch.bfloat16, "ieee", size=size)
+        launch = dataclasses.replace(launch, blocks=launch.blocks._replace(warps=warps))
         assert measured(launch, CARDS[card]).redundancy == expected
         assert measured(product(torch.float32, "ieee"), CARDS[card]).redundancy == 1
 
@@ -402,7 +411,7 @@ class TestKernels:
     def test_compiles_and_fits_and_hardly_two_warps_compute_the_same(
         self, family: str, precision: str, card: str
     ) -> None:
-        # Whatever avoids it there spills: `FORWARD_BLOCKS` of the layer.
+        # Whatever avoids it there spills: `UNROLLED_LAYER` of the block tables.
         most = {("unrolled_forward_kernel", "H200"): 1.7}
         launches = first_launches(family, precision, card)
         assert launches
@@ -417,8 +426,12 @@ class TestKernels:
         dtype, tf32 = PRECISIONS[precision]
         z, sums = meta(2, 256, width, dtype=dtype), meta(2, 256)
         with float32_products(tf32), recording(CARDS[card]) as launches:
-            streaming.streaming_forward(z, z, None, 1.0, False)
-            streaming.streaming_backward(z, z, z, sums, z, None, 1.0, False)
+            streaming_forward(SymmetricAttentionArguments(z=z, values=z))
+            streaming_backward(
+                SymmetricAttentionBackwardArguments(
+                    z=z, values=z, output=z, log_sum_exp=sums, kept=z.new_empty(0), grad_output=z
+                )
+            )
         found = {one.kernel.__name__: measured(one, CARDS[card]).redundancy for one in launches}
         forward, backward = found["streaming_forward_kernel"], found["streaming_backward_kernel"]
         # Two tiles of wide heads at a time leave no room, or spill.

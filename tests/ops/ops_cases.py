@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdt_fast.ops.shared.registration import Operator
+
 LAYOUTS = ("contiguous", "transposed", "inside a poisoned buffer")
 LOW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -97,6 +99,11 @@ def written_layer(
     update = torch.where(mask.unsqueeze(-1), update, 0.0)
     next_codes = written_shrinkage(update, threshold, nonlinearity)
     return next_codes, next_codes @ (dictionary if next_dictionary is None else next_dictionary).T
+
+
+def opcheck(operator: Operator[Any, Any], arguments: Any, **options: Any) -> None:
+    """torch's own checks of an operator, called with its record."""
+    torch.library.opcheck(operator.overload, operator.flat(arguments), **options)
 
 
 # The criteria

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -10,9 +9,12 @@ import torch
 from torch import Tensor
 
 from cdt_fast import ops
+from cdt_fast.kernels.arguments import SymmetricAttentionArguments
 from cdt_fast.ops.shared import attention_scores
 from cdt_fast.ops.symmetric_attention import plain as attention_in_torch
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
+from cdt_fast.ops.symmetric_attention.operator import symmetric_attention_forward
+from cdt_fast.ops.symmetric_attention.plain import room_to_keep
 from tests.ops.ops_cases import (
     assert_as_precise_as_torch,
     assert_close,
@@ -21,13 +23,17 @@ from tests.ops.ops_cases import (
     gradients,
     leaf,
     normal,
+    opcheck,
     picture_patches,
 )
 
 EPSILON = torch.finfo(torch.bfloat16).eps
 LONG = attention_scores.SHORTEST_IN_BFLOAT16
 
-attention = importlib.import_module("cdt_fast.ops.symmetric_attention")  # `ops` has the function by this name
+
+def attending(z: Tensor, **options: Any) -> SymmetricAttentionArguments:
+    """What the public function hands on where a gradient is wanted."""
+    return SymmetricAttentionArguments(z=z, keeps=True, backend="torch", **options)
 
 
 @pytest.fixture(params=[True, False], ids=["bf16 products", "no bf16 products"])
@@ -164,20 +170,19 @@ def test_padding_that_is_masked_reaches_nothing(filling: float, monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_kept_is_what_would_be_computed_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    z, operator = picture_patches(6, 2, LONG, 16).to(dtype), torch.ops.cdt_fast.symmetric_attention.default
+    z = picture_patches(6, 2, LONG, 16).to(dtype)
     results = []
     for most, kept in ((2 * LONG**2 * 4, (2, LONG, LONG)), (2 * LONG**2 * 2 - 1, (0,))):
-        monkeypatch.setattr(attention, "KEPT_BYTES", most)
-        assert operator(z, None, None, 1.0, False, True)[2].shape == kept
+        monkeypatch.setattr(attention_in_torch, "KEPT_BYTES", most)
+        assert room_to_keep(attending(z)).shape == kept
         results.append(run(ops.symmetric_attention, [z], dtype))
     assert_equal(*results)
 
 
 def test_an_attention_no_larger_than_its_tokens_is_always_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "KEPT_BYTES", 0)
-    operator = torch.ops.cdt_fast.symmetric_attention.default
+    monkeypatch.setattr(attention_in_torch, "KEPT_BYTES", 0)
     for width, kept in ((2, (2, 4, 4)), (1, (0,))):
-        assert operator(normal(7, 2, 4, width), None, None, 1.0, False, True)[2].shape == kept
+        assert room_to_keep(attending(normal(7, 2, 4, width))).shape == kept
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -220,7 +225,7 @@ def test_without_a_scale_the_attention_is_uniform_and_constant(width: int, dtype
 @pytest.mark.parametrize("energy", [False, True])
 def test_opcheck(energy: bool) -> None:
     z = normal(11, 2, LONG, 4).bfloat16().requires_grad_()
-    torch.library.opcheck(torch.ops.cdt_fast.symmetric_attention.default, (z, None, None, 0.7, energy, True))
+    opcheck(symmetric_attention_forward, attending(z, scale=0.7, energy=energy))
 
 
 @pytest.mark.usefixtures("processor")

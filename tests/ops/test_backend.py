@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from cdt_fast import kernels, ops
+from cdt_fast import ops
 from cdt_fast.errors import InputError
+from cdt_fast.kernels import cards
 from cdt_fast.kernels.aot.case import float32_products
 from cdt_fast.ops.shared import backend
 
@@ -57,7 +59,7 @@ def test_the_ops_compute_within_every_block() -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda", "Torch", "", None, 1])
-def test_unknown_names_are_refused_and_change_nothing(name: str) -> None:
+def test_unknown_names_are_refused_and_change_nothing(name: Any) -> None:
     ops.use_backend("torch")
     with pytest.raises(InputError, match=r"backend must be one of 'auto', 'triton', 'torch', got "):
         ops.use_backend(name)
@@ -65,7 +67,7 @@ def test_unknown_names_are_refused_and_change_nothing(name: str) -> None:
 
 
 def test_triton_is_refused_with_the_reason_where_no_kernel_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "unavailable_reason", lambda: "the moon is in the way")
+    monkeypatch.setattr(cards, "unavailable_reason", lambda: "the moon is in the way")
     ops.use_backend("auto")
     with pytest.raises(
         InputError, match=r"'triton' cannot be used here: the moon is in the way. 'auto' and 'torch' can"
@@ -76,8 +78,8 @@ def test_triton_is_refused_with_the_reason_where_no_kernel_can_run(monkeypatch: 
 
 
 def test_triton_is_taken_where_kernels_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(kernels, "interpreting", lambda: True)
+    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cards, "interpreting", lambda: True)
     with ops.use_backend("triton"):
         assert backend._setting == "triton"
         assert backend.explain() == "triton (in its interpreter, on the CPU)"
@@ -86,35 +88,35 @@ def test_triton_is_taken_where_kernels_can_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_kernel_is_refused_with_the_first_reason_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(kernels, "interpreting", lambda: True)
+    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cards, "interpreting", lambda: True)
     tensor = torch.zeros(2, 3)
     with ops.use_backend("triton"):
-        assert backend.runs_on_triton("an_op", tensor)
-        with pytest.raises(InputError, match=r"cannot run an_op here: .* not in float64"):
-            backend.runs_on_triton("an_op", tensor.double())
-        with pytest.raises(InputError, match="an_op here: too wide"):
-            backend.runs_on_triton("an_op", tensor, lambda: "too wide")
+        assert backend.choose_backend("an_op", tensor) == "triton"
+        for tensors in ((tensor.double(),), (tensor, tensor.double())):
+            with pytest.raises(InputError, match=r"cannot run an_op here: .* not in float64"):
+                backend.choose_backend("an_op", *tensors)
         with pytest.raises(InputError, match="the tensors are on meta and the kernels run on cpu"):
-            backend.runs_on_triton("an_op", tensor.to("meta"))
+            backend.choose_backend("an_op", tensor.to("meta"))
     with ops.use_backend("auto"):
-        assert not backend.runs_on_triton("an_op", tensor, lambda: "too wide")
+        assert backend.choose_backend("an_op", tensor.double()) == "torch"
     with ops.use_backend("torch"):
-        assert not backend.runs_on_triton("an_op", tensor)
+        assert backend.choose_backend("an_op", tensor) == "torch"
 
 
 def test_float32_is_multiplied_by_kernels_only_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(kernels, "unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(kernels, "interpreting", lambda: False)
+    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cards, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(cards, "interpreting", lambda: False)
     tensor = torch.zeros(2, 3)
     for tf32 in (True, False):
         with float32_products(tf32), ops.use_backend("auto"):
-            assert backend.runs_on_triton("an_op", tensor, multiplies=True) == tf32
-            assert backend.runs_on_triton("an_op", tensor)
-            assert backend.runs_on_triton("an_op", tensor.bfloat16(), multiplies=True)
+            products = backend.choose_backend("an_op", tensor, multiplies=True)
+            assert products == ("triton" if tf32 else "torch")
+            assert backend.choose_backend("an_op", tensor) == "triton"
+            assert backend.choose_backend("an_op", tensor.bfloat16(), multiplies=True) == "triton"
             with ops.use_backend("triton"):
-                assert backend.runs_on_triton("an_op", tensor, multiplies=True)
+                assert backend.choose_backend("an_op", tensor, multiplies=True) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -125,13 +127,13 @@ def test_a_missing_or_old_triton_is_named(
     found: str | None, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("triton")
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(cards.importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(triton, "__version__", version)
-    assert reason in str(kernels._unavailable_reason.__wrapped__())
+    assert reason in str(cards._unavailable_reason.__wrapped__())
 
 
 def test_this_machine_gives_a_reason_or_none() -> None:
-    reason = kernels.unavailable_reason()
+    reason = cards.unavailable_reason()
     assert reason is None or reason
     if reason is not None:
         with pytest.raises(InputError, match="triton"):

@@ -11,9 +11,21 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
+from cdt_fast.kernels.arguments import ReconstructionLossArguments
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
 from cdt_fast.ops.layerwise_reconstruction_loss import plain as reconstruction_in_torch
-from tests.ops.ops_cases import LAYOUTS, LOW_DTYPES, assert_close, assert_equal, laid_out, leaf, normal, picture_patches
+from cdt_fast.ops.layerwise_reconstruction_loss.operator import layerwise_reconstruction_loss_forward
+from tests.ops.ops_cases import (
+    LAYOUTS,
+    LOW_DTYPES,
+    assert_close,
+    assert_equal,
+    laid_out,
+    leaf,
+    normal,
+    opcheck,
+    picture_patches,
+)
 
 DEPTHS = 4
 
@@ -233,8 +245,9 @@ def test_opcheck(trained: tuple[bool, bool], padded: bool) -> None:
     states = [depth.detach().float().requires_grad_(trained[0]) for depth in depths]
     states[1] = states[1].detach()
     padding = torch.tensor([[False, False, True], [False, True, True]]) if padded else None
-    arguments = states, target.detach().float().requires_grad_(trained[1]), padding
-    torch.library.opcheck(torch.ops.cdt_fast.layerwise_reconstruction_loss.default, arguments)
+    target = target.detach().float().requires_grad_(trained[1])
+    loss = ReconstructionLossArguments(reconstructions=states, target=target, padding=padding, backend="torch")
+    opcheck(layerwise_reconstruction_loss_forward, loss)
 
 
 @pytest.mark.parametrize("kind", ["none", "list", "tensor"])

@@ -1,4 +1,4 @@
-"""Shrinkage and the LISTA half-step: formulas, gradients at the kinks, and the objective that a step never raises."""
+"""The LISTA half-step: its formula, gradients at the kinks, and the objective that a step never raises."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
+from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArguments
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
-from cdt_fast.ops.lista_step import _lista_step, _lista_step_backward, lista_step_reference
-from cdt_fast.ops.soft_threshold import soft_threshold_reference
+from cdt_fast.ops.lista_step import lista_step_reference
+from cdt_fast.ops.lista_step.operator import lista_step_backward, lista_step_forward
 from tests.ops.ops_cases import (
     LAYOUTS,
     LOW_DTYPES,
@@ -29,133 +30,10 @@ from tests.ops.ops_cases import (
     laid_out,
     leaf,
     normal,
+    opcheck,
     picture_patches,
     written_shrinkage,
 )
-
-# Shrinkage
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 3.0])
-@pytest.mark.parametrize("shape", [(), (7,), (2, 3, 5), (0,), (2, 0)])
-def test_soft_threshold_is_its_formula(threshold: float, shape: tuple[int, ...]) -> None:
-    x = leaf(2 * normal(0, *shape))
-    output = ops.soft_threshold(x, threshold)
-    assert output.shape == x.shape
-    assert_close([output], [torch.sign(x) * torch.clamp(x.abs() - threshold, min=0)], tolerance=1e-15)
-    (gradient,) = torch.autograd.grad(output, x, torch.full_like(x, 2.0))
-    assert_equal([gradient], [2.0 * (x.abs() > threshold).double()])
-
-
-def test_soft_threshold_minimizes_what_it_is_the_proximal_operator_of() -> None:
-    x, threshold = 2 * normal(1, 50), 0.7
-    best = 0.5 * (ops.soft_threshold(x, threshold) - x).square() + threshold * ops.soft_threshold(x, threshold).abs()
-    for other in torch.linspace(-6, 6, 1001, dtype=torch.float64):
-        assert (best <= 0.5 * (other - x).square() + threshold * other.abs() + 1e-12).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
-def test_soft_threshold_keeps_nan_infinities_and_the_dtype(dtype: torch.dtype) -> None:
-    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 0.0, 0.25, -0.25], dtype=dtype)
-    expected = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.75, -0.75, 0.0, 0.0, 0.0], dtype=dtype)
-    # A wide copy too: vectorised code has its own treatment of NaN.
-    for copies in (1, 33):
-        for threshold in (0.25, torch.tensor(0.25)):
-            given = ops.soft_threshold(x.repeat(copies), threshold)
-            assert_equal([given], [expected.repeat(copies)])
-            assert torch.isnan(given[::8]).all()
-
-
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
-def test_soft_threshold_rounds_once(dtype: torch.dtype) -> None:
-    x = normal(2, 4000, dtype=dtype)
-    exact = soft_threshold_reference(x.double(), 0.3)
-    error = (ops.soft_threshold(x, 0.3).double() - exact).abs()
-    # The threshold itself may be rounded to the dtype (0.3 is no binary number), and then the result.
-    assert (error <= torch.finfo(dtype).eps / 2 * (0.3 + exact.abs())).all()
-
-
-def test_threshold_zero_is_the_identity_with_gradient_one_even_at_zero() -> None:
-    x = leaf(torch.tensor([0.0, -0.0, 1.0, -1.0]))
-    output = ops.soft_threshold(x, 0.0)
-    assert output.data_ptr() != x.data_ptr()
-    output.sum().backward()
-    assert_equal([output, x.grad], [x, torch.ones(4)])
-
-    codes = leaf(torch.zeros(2, 3, dtype=torch.float64))
-    dictionary = normal(3, 2, 3)
-    for function in (ops.lista_step, ops.unrolled_layer):
-        output = function(codes, torch.zeros(2, 2, dtype=torch.float64), dictionary, step=0.1, threshold=0.0)
-        output = output if isinstance(output, Tensor) else output[0]
-        assert (output == 0).all()
-        (gradient,) = torch.autograd.grad(output.sum(), codes)
-        assert (gradient != 0).all()
-
-
-def test_a_tensor_threshold_of_zero_is_the_identity_too() -> None:
-    x, threshold = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0]), torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0])
-    for reference in (False, True):
-        given, theta = leaf(x), leaf(threshold)
-        output = (soft_threshold_reference if reference else ops.soft_threshold)(given, theta)
-        output.sum().backward()
-        # At θ = 0.5 zero lies inside the interval that is shrunk to zero; the others see the identity.
-        assert_equal([output, given.grad], [x, torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])])
-        assert_equal([theta.grad], [torch.tensor([0.0, 0.0, -1.0, 1.0, 0.0])])
-    for zero in (0.0, torch.tensor(0.0)):
-        given = leaf(torch.zeros(3))
-        ops.soft_threshold(given, zero).sum().backward()
-        assert_equal([given.grad], [torch.ones(3)])
-
-
-def test_a_code_on_the_threshold_has_gradient_zero() -> None:
-    x = leaf(torch.tensor([0.5, -0.5, 0.75], dtype=torch.float64))
-    ops.soft_threshold(x, 0.5).sum().backward()
-    assert_equal([x.grad], [torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)])
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 1), (1, 1, 5), (2, 3, 5)])
-def test_a_tensor_of_thresholds_broadcasts_and_gets_its_gradient(shape: tuple[int, ...]) -> None:
-    x, threshold = leaf(2 * normal(4, 2, 3, 5)), leaf(0.1 + normal(5, *shape).abs())
-    output = ops.soft_threshold(x, threshold)
-    assert output.shape == x.shape
-    full = threshold.detach().expand(x.shape)
-    assert_close([output], [torch.where(x.abs() > full, x - torch.copysign(full, x), 0.0)])
-    found = gradients([output], [x, threshold], [torch.ones_like(output)])
-    alive = (x.abs() > full).double()
-    assert_close(found, [alive, (-alive * torch.sign(x)).sum_to_size(shape) if shape else -(alive * x.sign()).sum()])
-    assert torch.autograd.gradcheck(ops.soft_threshold, (x, threshold))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_soft_threshold_on_other_strides(layout: str) -> None:
-    x = normal(6, 3, 4)
-    given = leaf(x, layout)
-    output = ops.soft_threshold(given, 0.4)
-    (gradient,) = torch.autograd.grad(output, given, torch.ones((), dtype=x.dtype).expand(x.shape))
-    assert_equal([output, gradient], [ops.soft_threshold(x, 0.4), (x.abs() > 0.4).double()])
-
-
-@pytest.mark.parametrize(
-    ("x", "threshold", "message"),
-    [
-        (torch.zeros(3, dtype=torch.int64), 0.1, r"x must be a floating-point tensor of any shape, got \(3,\) int64"),
-        (1.0, 0.1, r"x must be a floating-point tensor .* got 1.0 \(float\)"),
-        (torch.zeros(3), -0.1, r"threshold must be a finite number >= 0, got -0.1"),
-        (torch.zeros(3), float("nan"), r"threshold must be a finite number >= 0, got nan"),
-        (torch.zeros(3), float("inf"), r"threshold must be a finite number >= 0, got inf"),
-        (torch.zeros(3), "0.1", r"threshold must be a finite number >= 0, got '0.1' \(str\)"),
-        (torch.zeros(3), torch.zeros(2), r"threshold must broadcast against x \(3,\), got \(2,\)"),
-        (torch.zeros(3), torch.zeros(3, 3), r"threshold must broadcast against x \(3,\), got \(3, 3\)"),
-        (torch.zeros(1), torch.zeros(3), r"threshold must broadcast against x \(1,\), got \(3,\)"),
-        (torch.zeros(3), torch.tensor(1), r"threshold must be a floating-point tensor or a number, got \(\) int64"),
-    ],
-)
-def test_soft_threshold_errors(x: Any, threshold: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        ops.soft_threshold(x, threshold)
-
-
-# The half-step
 
 
 def written_step(
@@ -211,7 +89,7 @@ def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu"])
-def test_gradcheck(nonlinearity: str) -> None:
+def test_gradcheck(nonlinearity: Any) -> None:
     inputs = [leaf(normal(7, 2, 3, 4)), leaf(normal(8, 2, 3, 3)), leaf(normal(9, 3, 4))]
     options: dict[str, Any] = {"step": 0.2, "threshold": 0.1, "nonlinearity": nonlinearity}
     update = lista_step_reference(*inputs, step=0.2, threshold=0.0)
@@ -255,7 +133,7 @@ def lista_precision_cases(seeds: range) -> tuple[list[dict[str, Any]], float]:
     ("dtype", "autocast"), [*((dtype, False) for dtype in LOW_DTYPES), (torch.bfloat16, True), (torch.float16, True)]
 )
 def test_as_precise_as_plain_torch(
-    dtype: torch.dtype, autocast: bool, nonlinearity: str, sparsity: float, seeds: int
+    dtype: torch.dtype, autocast: bool, nonlinearity: Any, sparsity: float, seeds: int
 ) -> None:
     cases, step = lista_precision_cases(range(seeds))
     options: dict[str, Any] = {"step": step, "threshold": sparsity * step, "nonlinearity": nonlinearity}
@@ -337,19 +215,38 @@ def step_inputs(*leading: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("keep_residual", [True, False])
 @pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu", "identity"])
-def test_opcheck(nonlinearity: str, keep_residual: bool) -> None:
+def test_opcheck(nonlinearity: Any, keep_residual: bool) -> None:
     codes, signal, dictionary = step_inputs(6)
     dictionary.requires_grad_(keep_residual)
-    torch.library.opcheck(_lista_step, (codes, signal, dictionary, 0.2, 0.1, nonlinearity, keep_residual))
+    lista = ListaStepArguments(
+        codes=codes,
+        signal=signal,
+        dictionary=dictionary,
+        **STEP,
+        nonlinearity=nonlinearity,
+        keep_residual=keep_residual,
+        backend="torch",
+    )
+    opcheck(lista_step_forward, lista)
 
 
 def test_opcheck_of_the_backward() -> None:
     codes, signal, dictionary = (tensor.detach() for tensor in step_inputs(6))
-    for nonlinearity, wanted in itertools.product(("relu", "identity"), itertools.product((True, False), repeat=3)):
-        kept = (codes, signal) if wanted[2] else (None, None)
-        arguments = codes, codes.relu(), dictionary, *kept, 0.2, nonlinearity, wanted[0], wanted[1]
-        assert len(_lista_step_backward(*arguments)) == sum(wanted)
-        torch.library.opcheck(_lista_step_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    needs = ("needs_codes", "needs_signal", "needs_dictionary")
+    for nonlinearity, needed in itertools.product(("relu", "identity"), itertools.product((True, False), repeat=3)):
+        lista = ListaStepBackwardArguments(
+            grad_output=codes,
+            output=codes.relu(),
+            dictionary=dictionary,
+            codes=codes if needed[2] else None,
+            residual=signal if needed[2] else None,
+            step=0.2,
+            nonlinearity=nonlinearity,  # type: ignore[arg-type]
+            **dict(zip(needs, needed, strict=True)),
+            backend="torch",
+        )
+        assert len(lista_step_backward(lista)) == sum(needed)
+        opcheck(lista_step_backward, lista, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_torch_compile_sees_one_graph() -> None:
@@ -454,7 +351,7 @@ def test_backward_called_inside_autocast_gives_the_gradients_of_the_forward() ->
 
 @pytest.mark.parametrize("poisoned", [0, 1])
 @pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu"])
-def test_a_nan_token_stays_its_own(poisoned: int, nonlinearity: str) -> None:
+def test_a_nan_token_stays_its_own(poisoned: int, nonlinearity: Any) -> None:
     def run(filling: float | None) -> list[Tensor]:
         inputs = [tensor.detach().clone() for tensor in step_inputs(6)]
         if filling is not None:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
-from cdt_fast.ops.residual_linear import _residual_linear, _residual_linear_backward, residual_linear_reference
+from cdt_fast.kernels.arguments import ResidualLinearArguments, ResidualLinearBackwardArguments
+from cdt_fast.ops.residual_linear import residual_linear_reference
+from cdt_fast.ops.residual_linear.operator import residual_linear_backward, residual_linear_forward
 from tests.ops.ops_cases import (
     LAYOUTS,
     LOW_DTYPES,
@@ -25,6 +27,7 @@ from tests.ops.ops_cases import (
     laid_out,
     leaf,
     normal,
+    opcheck,
     written_shrinkage,
 )
 
@@ -32,7 +35,7 @@ NONLINEARITIES = ("relu", "soft_threshold", "identity")
 
 
 def written(
-    x: Tensor, weight: Tensor, residual: Tensor, *, alpha: float, nonlinearity: str, threshold: float
+    x: Tensor, weight: Tensor, residual: Tensor, *, alpha: float, nonlinearity: Any, threshold: float
 ) -> Tensor:
     update = residual + alpha * torch.einsum("...n,nm->...m", x, weight)
     return update if nonlinearity == "identity" else written_shrinkage(update, threshold, nonlinearity)
@@ -87,7 +90,7 @@ def inputs(*leading: int, bias: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
-def test_gradcheck(nonlinearity: str, bias: bool) -> None:
+def test_gradcheck(nonlinearity: Any, bias: bool) -> None:
     leaves = inputs(2, 3, bias=bias)
     options: dict[str, Any] = {"alpha": 0.3, "threshold": 0.1, "nonlinearity": nonlinearity}
     update = residual_linear_reference(*leaves, alpha=0.3, nonlinearity="identity")
@@ -114,7 +117,7 @@ def test_threshold_zero_is_the_identity_with_gradient_one_even_at_zero() -> None
     assert_equal([output, residual.grad], [torch.zeros(3, 5), torch.ones(3, 5)])
 
 
-def precision_case(seed: int, bias: bool, nonlinearity: str) -> dict[str, Tensor]:
+def precision_case(seed: int, bias: bool, nonlinearity: Any) -> dict[str, Tensor]:
     """Inputs whose updates all lie further from a kink than rounding moves them, so that the same gradients pass."""
     x, weight, residual = normal(seed, 30, 24), normal(seed + 100, 24, 20), normal(seed + 200, 30, 20)
     if bias:
@@ -131,7 +134,7 @@ def precision_case(seed: int, bias: bool, nonlinearity: str) -> dict[str, Tensor
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [*((dtype, False) for dtype in LOW_DTYPES), (torch.bfloat16, True), (torch.float16, True)]
 )
-def test_as_precise_as_plain_torch(dtype: torch.dtype, autocast: bool, nonlinearity: str, bias: bool) -> None:
+def test_as_precise_as_plain_torch(dtype: torch.dtype, autocast: bool, nonlinearity: Any, bias: bool) -> None:
     options: dict[str, Any] = {"alpha": 0.25, "nonlinearity": nonlinearity, "threshold": 0.2}
 
     def eager(**tensors: Any) -> list[Tensor]:
@@ -150,7 +153,7 @@ def test_as_precise_as_plain_torch(dtype: torch.dtype, autocast: bool, nonlinear
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("nonlinearity", ["relu", "identity"])
-def test_frozen_inputs_get_no_gradient_and_change_no_other(nonlinearity: str, bias: bool) -> None:
+def test_frozen_inputs_get_no_gradient_and_change_no_other(nonlinearity: Any, bias: bool) -> None:
     full = None
     for trained in itertools.product([True, False], repeat=3):
         leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(inputs(6, bias=bias), trained, strict=True)]
@@ -171,7 +174,7 @@ def test_only_what_a_wanted_gradient_reads_is_kept() -> None:
         kept.append(tuple(tensor.shape))
         return tensor
 
-    expected = {
+    expected: dict[tuple[tuple[bool, ...], Any], list[tuple[int, ...]]] = {
         # x, weight, residual wanted; φ: what is saved
         ((True, True, True), "relu"): [(6, 4), (4, 5), (6, 5)],
         ((True, False, False), "relu"): [(4, 5), (6, 5)],
@@ -191,23 +194,34 @@ def test_only_what_a_wanted_gradient_reads_is_kept() -> None:
 
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_opcheck(nonlinearity: str, bias: bool) -> None:
-    torch.library.opcheck(_residual_linear, (*inputs(6, bias=bias), 0.3, nonlinearity, 0.1))
+def test_opcheck(nonlinearity: Any, bias: bool) -> None:
+    x, weight, residual = inputs(6, bias=bias)
+    linear = ResidualLinearArguments(
+        x=x, weight=weight, residual=residual, alpha=0.3, threshold=0.1, nonlinearity=nonlinearity, backend="torch"
+    )
+    opcheck(residual_linear_forward, linear)
 
 
 def test_opcheck_of_the_backward() -> None:
     x, weight, residual = (tensor.detach() for tensor in inputs(6))
-    for wants_x, wants_weight, wants_residual in itertools.product((True, False), repeat=3):
-        given = weight if wants_x else None, 0.3, "relu", torch.float64, wants_residual
-        arguments = residual, residual.relu(), x if wants_weight else None, *given
-        assert len(_residual_linear_backward(*arguments)) == wants_x + wants_weight + wants_residual
-        torch.library.opcheck(_residual_linear_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    operator, checks = residual_linear_backward, ("test_schema", "test_faketensor")
+    given: dict[str, Any] = {"grad_output": residual, "weight_dtype": torch.float64, "alpha": 0.3}
+    for needs_x, needs_weight, needs_residual in itertools.product((True, False), repeat=3):
+        linear = ResidualLinearBackwardArguments(
+            **given,
+            output=residual.relu(),
+            x=x if needs_weight else None,
+            weight=weight if needs_x else None,
+            nonlinearity="relu",
+            needs_residual=needs_residual,
+        )
+        assert len(operator(linear)) == needs_x + needs_weight + needs_residual
+        opcheck(operator, linear, test_utils=checks)
     # With no mask the residual's gradient must still be no alias of the upstream one.
-    torch.library.opcheck(
-        _residual_linear_backward,
-        (residual, None, x, weight, 0.3, "identity", torch.float64, True),
-        test_utils=("test_schema", "test_faketensor"),
+    linear = ResidualLinearBackwardArguments(
+        **given, output=None, x=x, weight=weight, nonlinearity="identity", needs_residual=True
     )
+    opcheck(operator, linear, test_utils=checks)
 
 
 def test_torch_compile_sees_one_graph() -> None:
@@ -259,7 +273,7 @@ def test_without_gradients(mode: Any) -> None:
 
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
-def test_repeats_are_bitwise_equal_and_a_second_backward_too(dtype: torch.dtype, nonlinearity: str) -> None:
+def test_repeats_are_bitwise_equal_and_a_second_backward_too(dtype: torch.dtype, nonlinearity: Any) -> None:
     leaves = [leaf(tensor.to(dtype)) for tensor in inputs(20)]
     upstream = normal(1, 20, 5, dtype=dtype)
     kept = upstream.clone()
@@ -294,7 +308,7 @@ def test_backward_called_inside_autocast_gives_the_gradients_of_the_forward() ->
 
 @pytest.mark.parametrize("poisoned", [0, 2])
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
-def test_a_nan_token_stays_its_own(poisoned: int, nonlinearity: str) -> None:
+def test_a_nan_token_stays_its_own(poisoned: int, nonlinearity: Any) -> None:
     def run(filling: float | None) -> list[Tensor]:
         tensors = [tensor.detach().clone() for tensor in inputs(6)]
         if filling is not None:

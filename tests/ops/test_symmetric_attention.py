@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
+from cdt_fast.kernels.arguments import SymmetricAttentionArguments
 from cdt_fast.ops.symmetric_attention import plain as attention_in_torch
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
+from cdt_fast.ops.symmetric_attention.operator import symmetric_attention_forward
 from tests.ops.ops_cases import (
     LAYOUTS,
     LOW_DTYPES,
@@ -27,6 +29,7 @@ from tests.ops.ops_cases import (
     laid_out,
     leaf,
     normal,
+    opcheck,
     picture_patches,
     written_attention,
 )
@@ -302,16 +305,18 @@ def test_each_sequence_is_what_it_is_without_its_padding(dtype: torch.dtype, wit
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 3])])
 def test_the_attention_is_kept_only_where_a_backward_may_come(lengths: Tensor | None) -> None:
-    operator = torch.ops.cdt_fast.symmetric_attention.default
     z = normal(43, 2, 3, 4)
-    kept = [operator(z, None, lengths, 1.0, False, keeps)[2].shape for keeps in (True, False)]
+    attention = [
+        SymmetricAttentionArguments(z=z, lengths=lengths, keeps=keeps, backend="torch") for keeps in (True, False)
+    ]
+    kept = [symmetric_attention_forward(one)[2].shape for one in attention]
     assert kept == [(2, 3, 3), (0,)]
     seen = []
 
     class _Operators(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is operator:
-                seen.append(args[-1])
+            if function is symmetric_attention_forward.overload:
+                seen.append(args[-2])
             return function(*args, **(kwargs or {}))
 
     with _Operators():
@@ -429,7 +434,10 @@ def test_opcheck(energy: bool, lengths: Tensor | None, trained: tuple[bool, bool
     z = normal(30, 2, 3, 4, dtype=torch.float32).requires_grad_(trained[0])
     values = None if trained[1] is None else normal(31, 2, 3, 5, dtype=torch.float32).requires_grad_(trained[1])
     keeps = any(wanted for wanted in trained)
-    torch.library.opcheck(torch.ops.cdt_fast.symmetric_attention.default, (z, values, lengths, 0.7, energy, keeps))
+    attention = SymmetricAttentionArguments(
+        z=z, values=values, lengths=lengths, scale=0.7, energy=energy, keeps=keeps, backend="torch"
+    )
+    opcheck(symmetric_attention_forward, attention)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,11 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
+from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBackwardArguments
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
 from cdt_fast.ops.symmetric_attention import plain as attention_in_torch
-from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
+from cdt_fast.ops.unrolled_layer import composed, unrolled_layer_reference
+from cdt_fast.ops.unrolled_layer.operator import unrolled_layer_backward, unrolled_layer_forward
 from tests.ops.ops_cases import (
     LAYOUTS,
     LOW_DTYPES,
@@ -29,14 +30,13 @@ from tests.ops.ops_cases import (
     laid_out,
     leaf,
     normal,
+    opcheck,
     picture_patches,
     written_attention,
     written_layer,
 )
 
 OPTIONS: dict[str, Any] = {"step": 0.3, "threshold": 0.1}
-
-unrolled = importlib.import_module("cdt_fast.ops.unrolled_layer")  # `ops` has the function by this name
 
 
 def layer_inputs(
@@ -578,16 +578,21 @@ def test_the_error_of_nothing_is_zero(leading: tuple[int, ...], tokens: int) -> 
     "given",
     [(), ("projection",), ("next_dictionary", "target"), ("projection", "next_dictionary", "target", "lengths")],
 )
-def test_opcheck(given: tuple[str, ...], nonlinearity: str) -> None:
+def test_opcheck(given: tuple[str, ...], nonlinearity: Any) -> None:
     inputs = {
         name: leaf(tensor) for name, tensor in layer_inputs(31, (2,), 3, 4, 5, projection=True, next_width=2).items()
     }
     inputs["target"], inputs["lengths"] = normal(32, 2, 3, 2), torch.tensor([3, 1])
-    names = ("codes", "signal", "dictionary", "projection", "next_dictionary", "target", "lengths")
-    optional = [inputs[name] if name in given else None for name in names[3:]]
-    numbers = 0.3, 0.0 if nonlinearity == "identity" else 0.1, 0.8, nonlinearity
-    arguments = *(inputs[name] for name in names[:3]), *optional, *numbers
-    torch.library.opcheck(torch.ops.cdt_fast.unrolled_layer.default, arguments)
+    optional = dict.fromkeys(("projection", "next_dictionary", "target", "lengths"))
+    layer = UnrolledLayerArguments(
+        **{**inputs, **optional, **{name: inputs[name] for name in given}},  # type: ignore[arg-type]
+        step=0.3,
+        threshold=0.0 if nonlinearity == "identity" else 0.1,
+        scale=0.8,
+        nonlinearity=nonlinearity,
+        backend="torch",
+    )
+    opcheck(unrolled_layer_forward, layer)
 
 
 def test_the_strides_of_the_gradients_are_those_that_a_compiler_is_told() -> None:
@@ -597,12 +602,23 @@ def test_the_strides_of_the_gradients_are_those_that_a_compiler_is_told() -> Non
     dictionaries = [laid_out(inputs[name], "transposed") for name in ("dictionary", "next_dictionary")]
     next_projection = normal(33, 2, 3, 2)
     for used in (True, False):  # without a gradient of Z⁺ that of its dictionary is zero
-        arguments = (
-            codes, signal, dictionaries[0], projection, dictionaries[1], None, None, codes, None, codes,
-            next_projection if used else None, None, 0.3, 0.1, 0.8, "soft_threshold", True, [True] * 5,
-        )  # fmt: skip
-        operator = torch.ops.cdt_fast.unrolled_layer_backward.default
-        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+        layer = UnrolledLayerBackwardArguments(
+            codes=codes,
+            signal=signal,
+            dictionary=dictionaries[0],
+            projection=projection,
+            next_dictionary=dictionaries[1],
+            next_codes=codes,
+            next_projection=None,
+            grad_next_codes=codes,
+            grad_next_projection=next_projection if used else None,
+            step=0.3,
+            threshold=0.1,
+            scale=0.8,
+            needs_next_dictionary=True,
+            backend="torch",
+        )
+        opcheck(unrolled_layer_backward, layer, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -717,7 +733,7 @@ def test_numbers_may_be_tensors_of_one_element() -> None:
 def test_a_layer_whose_scores_are_too_many_to_hold_is_composed_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for panel_bytes in (2**26, 1):
-        monkeypatch.setattr(unrolled, "HELD_SCORE_BYTES", panel_bytes)
+        monkeypatch.setattr(composed, "HELD_SCORE_BYTES", panel_bytes)
         monkeypatch.setattr(attention_in_torch, "PANEL_BYTES", panel_bytes)
         inputs = {name: leaf(tensor) for name, tensor in layer_inputs(60, (3,), 5, 4, 6, next_width=3).items()}
         options: dict[str, Any] = {**OPTIONS, "lengths": torch.tensor([5, 0, 3]), "target": normal(61, 3, 5, 3)}

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 
-from cdt_fast import kernels
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.duals import DualVariables
+from cdt_fast.kernels import cards
 from cdt_fast.models import DUST
+from cdt_fast.ops.shared.registration import OPERATORS
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.optimizer import build_optimizer
 from cdt_fast.video.settings import VideoSettings
@@ -67,9 +67,10 @@ def test_a_step_on_the_kernels_never_waits_for_the_device(
     """The same with the launchers of the kernels, up to the launch itself."""
     pytest.importorskip("triton")
     from cdt_fast.kernels.aot.case import float32_products
-    from cdt_fast.kernels.launch import CARDS, recording
+    from cdt_fast.kernels.cards import CARDS
+    from cdt_fast.kernels.launch import recording
 
-    monkeypatch.setattr(kernels, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(cards, "unsupported_reason", lambda *_: None)
     config = tiny_config(**{"warmup_epochs": 0, **CASES[case]})
     trainer = meta_trainer(config, tmp_path / "run", monkeypatch, dtype)
     # Without TF32 float32 is multiplied by torch.
@@ -91,14 +92,14 @@ def _looks_at_losses(patch: pytest.MonkeyPatch) -> None:
 
 
 def _looks_inside_an_op(patch: pytest.MonkeyPatch) -> None:
-    definition = OPDEFS["cdt_fast::unrolled_layer_backward"]
-    body = definition._init_fn
+    operator = OPERATORS["unrolled_layer_backward"]
+    body = operator.forward
 
-    def looking(grad_codes: Tensor, *others: Any) -> Any:
-        grad_codes.sum().item()
-        return body(grad_codes, *others)
+    def looking(layer: Any) -> Any:
+        layer.next_codes.sum().item()
+        return body(layer)
 
-    patch.setattr(definition, "_init_fn", looking)
+    patch.setattr(operator, "forward", looking)
 
 
 def _looks_at_the_norm(patch: pytest.MonkeyPatch) -> None:

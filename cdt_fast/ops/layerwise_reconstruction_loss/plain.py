@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cdt_fast.kernels.arguments import ReconstructionLossBackwardArguments
+
 # So many numbers at a time: with fewer the calls of torch cost most, with more the memory.
 NUMBERS_A_BLOCK = 2**19
 # On a GPU without the kernel the launches are what costs.
@@ -34,54 +36,47 @@ def errors_in_torch(reconstructions: Sequence[Tensor], target: Tensor, padding: 
 
     zero = target.new_zeros((), dtype=widest(reconstructions))
     sums = [[zero] for _ in reconstructions]
-    for _, number, found in _blocks(reconstructions, target, padding, dict.fromkeys(range(len(sums))), squares):
-        sums[number].append(found.sum(dtype=zero.dtype))
+    for _, number, block in _blocks(reconstructions, target, padding, dict.fromkeys(range(len(sums))), squares):
+        sums[number].append(block.sum(dtype=zero.dtype))
     return torch.stack([torch.stack(parts).sum() for parts in sums])
 
 
-def gradients_in_torch(
-    reconstructions: Sequence[Tensor],
-    target: Tensor,
-    padding: Tensor | None,
-    factors: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-    wants_target: bool,
-) -> list[Tensor]:
-    """`f_l (x̂_l − s)` of the depths that are wanted and, where it is, the gradient of the target: minus their sum.
+def gradients_in_torch(loss: ReconstructionLossBackwardArguments, factors: Sequence[Tensor | None]) -> list[Tensor]:
+    """`f_l (x̂_l − s)` of the depths that are needed and, where it is, the gradient of the target: minus their sum.
 
     Args:
-        reconstructions, target: `[..., n]`.
-        padding: `[...]`, true where a token does not count, or None.
+        loss: what the gradient is computed from.
         factors: `f_l`, a number for each depth, or None where it is known to be zero.
-        wanted: the depths whose gradient is returned.
-        wants_target: whether that of the target is returned, after them.
     """
+    reconstructions, target = loss.reconstructions, loss.target
     # The sum over the depths in one place, rounded once to the dtype of the target.
     wide = widest([*reconstructions, target])
-    total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if wants_target else None
+    total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if loss.needs_target else None
     rows_of_total = None if total is None else _rows(total)
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     halves: dict[int, Tensor] = {}
     rooms: dict[int, Tensor | None] = {}
-    for number, (depth, factor, want) in enumerate(zip(reconstructions, factors, wanted, strict=True)):
-        if want:
+    for number, (depth, factor, needed) in enumerate(
+        zip(reconstructions, factors, loss.needs_reconstructions, strict=True)
+    ):
+        if needed:
             make = torch.zeros_like if factor is None else torch.empty_like
-            found.append(make(depth, memory_format=torch.contiguous_format))
-        if factor is not None and (want or wants_target):
+            gradients.append(make(depth, memory_format=torch.contiguous_format))
+        if factor is not None and (needed or loss.needs_target):
             # torch's gradient of a square has the 2 that is in the factors already.
             halves[number] = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
-            rooms[number] = _rows(found[-1]) if want else None
+            rooms[number] = _rows(gradients[-1]) if needed else None
 
     def gradient(number: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
         torch.ops.aten.mse_loss_backward.grad_input(halves[number], depth, target, _SUM, grad_input=out)
 
-    for rows, number, block in _blocks(reconstructions, target, padding, rooms, gradient):
+    for rows, number, block in _blocks(reconstructions, target, loss.padding, rooms, gradient):
         if rows_of_total is not None:
             rows_of_total[rows] -= block
         room = rooms[number]
         if room is not None and room.dtype != block.dtype:
             room[rows] = block
-    return found if total is None else [*found, total.to(target.dtype)]
+    return gradients if total is None else [*gradients, total.to(target.dtype)]
 
 
 def _blocks(
@@ -94,7 +89,8 @@ def _blocks(
     """Rows, a depth, and what `operation` makes of it there in at least float32; zero at padding, whatever is there.
 
     Args:
-        reconstructions, target, padding: as in `gradients_in_torch`.
+        reconstructions, target: `[..., n]`.
+        padding: `[...]`, true where a token does not count, or None.
         rooms: the depths, and for each `[rows, n]` that the result is written to where it is of its dtype, or None:
             into memory that the next one overwrites.
         operation: is called with the number of a depth, some of its rows, those of the target in the same dtype, and

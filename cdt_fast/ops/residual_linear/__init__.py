@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import get_args
 
-import torch
 from torch import Tensor
 
 from cdt_fast.checks import check_choice
 from cdt_fast.errors import InputError
-from cdt_fast.ops.shared.backend import runs_on_triton
+from cdt_fast.kernels.arguments import Nonlinearity, ResidualLinearArguments
+from cdt_fast.ops.residual_linear.operator import residual_linear_forward
+from cdt_fast.ops.residual_linear.reference import residual_linear_reference
+from cdt_fast.ops.shared.backend import choose_backend
 from cdt_fast.ops.shared.checks import check_factor, check_shape, check_tensor, check_together, compute_dtype
-from cdt_fast.ops.shared.products import product, product_over_rows, rows_of
-from cdt_fast.ops.shared.registration import once_differentiable
-from cdt_fast.ops.soft_threshold import (
-    NONLINEARITIES,
-    effective_nonlinearity,
-    shrink_,
-    shrink_backward,
-    shrink_reference,
-)
+from cdt_fast.ops.shared.products import rows_of
+from cdt_fast.ops.soft_threshold.plain import effective_nonlinearity
+
+__all__ = ["residual_linear", "residual_linear_reference"]
 
 
 def residual_linear(
@@ -28,7 +25,7 @@ def residual_linear(
     residual: Tensor,
     *,
     alpha: float = 1.0,
-    nonlinearity: str = "relu",
+    nonlinearity: Nonlinearity = "relu",
     threshold: float = 0.0,
 ) -> Tensor:
     """A linear map whose result is added to a residual, then a nonlinearity: `φ(residual + α x W)`.
@@ -61,134 +58,16 @@ def residual_linear(
     if tuple(residual.shape) not in shapes:
         raise InputError(f"residual must have shape {shapes[0]} or {shapes[1]}, got {tuple(residual.shape)}")
     check_together(x=x, weight=weight, residual=residual)
-    alpha = check_factor("alpha", alpha)
+    check_choice("nonlinearity", nonlinearity, get_args(Nonlinearity))
     threshold = check_factor("threshold", threshold, non_negative=True)
-    check_choice("nonlinearity", nonlinearity, (*NONLINEARITIES, "identity"))
-    output = _residual_linear(
-        rows_of(x).to(compute_dtype(x)),
-        weight,
-        residual if residual.dim() == 1 else rows_of(residual),
-        alpha,
-        effective_nonlinearity(nonlinearity, threshold),
-        threshold,
+    rows = rows_of(x).to(compute_dtype(x))
+    linear = ResidualLinearArguments(
+        x=rows,
+        weight=weight,
+        residual=residual if residual.dim() == 1 else rows_of(residual),
+        alpha=check_factor("alpha", alpha),
+        threshold=threshold,
+        nonlinearity=effective_nonlinearity(nonlinearity, threshold),
+        backend=choose_backend("residual_linear", rows, multiplies=True),
     )
-    return output.view(*x.shape[:-1], weight.shape[1])
-
-
-def residual_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    *,
-    alpha: float = 1.0,
-    nonlinearity: str = "relu",
-    threshold: float = 0.0,
-) -> Tensor:
-    """The formula of `residual_linear`, in any dtype, differentiated by torch."""
-    return shrink_reference(residual + alpha * (x @ weight), threshold, nonlinearity)
-
-
-@torch.library.custom_op("cdt_fast::residual_linear", mutates_args=())
-def _residual_linear(
-    x: Tensor, weight: Tensor, residual: Tensor, alpha: float, nonlinearity: str, threshold: float
-) -> Tensor:
-    """`[rows, m]`, contiguous, in the dtype of x; weight and residual may have wider ones."""
-    weight = weight.to(x.dtype)
-    if runs_on_triton("residual_linear", x, multiplies=True):
-        from cdt_fast.kernels import residual_linear as kernels
-
-        return kernels.residual_linear(x, weight, residual, alpha=alpha, nonlinearity=nonlinearity, threshold=threshold)
-    with torch.autocast(x.device.type, enabled=False):
-        output = torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha)
-        return shrink_(output, threshold, nonlinearity)
-
-
-@_residual_linear.register_fake
-def _(x: Tensor, weight: Tensor, residual: Tensor, alpha: float, nonlinearity: str, threshold: float) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]))
-
-
-@torch.library.custom_op("cdt_fast::residual_linear_backward", mutates_args=())
-def _residual_linear_backward(
-    grad_output: Tensor,
-    output: Tensor | None,
-    x: Tensor | None,
-    weight: Tensor | None,
-    alpha: float,
-    nonlinearity: str,
-    weight_dtype: torch.dtype,
-    wants_residual: bool,
-) -> list[Tensor]:
-    """The gradients of x (where `weight` is given), of the weight (where `x` is given) and of the residual's rows."""
-    gradients = []
-    # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-    with torch.autocast(grad_output.device.type, enabled=False):
-        grad_update = grad_output if output is None else shrink_backward(grad_output, output, nonlinearity)
-        if weight is not None:
-            gradients.append(product(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha))
-        if x is not None:
-            gradients.append(product_over_rows(x, grad_update, weight_dtype).mul_(alpha))
-        if wants_residual:
-            gradients.append(
-                grad_output.clone(memory_format=torch.contiguous_format) if output is None else grad_update
-            )
-    return gradients
-
-
-@_residual_linear_backward.register_fake
-def _(
-    grad_output: Tensor,
-    output: Tensor | None,
-    x: Tensor | None,
-    weight: Tensor | None,
-    alpha: float,
-    nonlinearity: str,
-    weight_dtype: torch.dtype,
-    wants_residual: bool,
-) -> list[Tensor]:
-    rows, columns = grad_output.shape
-    gradients = []
-    if weight is not None:
-        gradients.append(grad_output.new_empty((rows, weight.shape[0])))
-    if x is not None:
-        gradients.append(grad_output.new_empty((x.shape[1], columns), dtype=weight_dtype))
-    if wants_residual:
-        gradients.append(grad_output.new_empty((rows, columns)))
-    return gradients
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, residual, alpha, nonlinearity, _ = inputs
-    wants_x, wants_weight, *_ = ctx.needs_input_grad
-    ctx.set_materialize_grads(False)
-    # What no wanted gradient reads is not kept: it may be the largest tensor of the layer.
-    ctx.save_for_backward(
-        None if nonlinearity == "identity" else output, x if wants_weight else None, weight if wants_x else None
-    )
-    ctx.alpha, ctx.nonlinearity = alpha, nonlinearity
-    ctx.weight_dtype, ctx.residual_dtype, ctx.residual_is_bias = weight.dtype, residual.dtype, residual.dim() == 1
-
-
-def _backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return (None,) * 6
-    output, x, weight = ctx.saved_tensors
-    wants_residual = ctx.needs_input_grad[2]
-    gradients = iter(
-        _residual_linear_backward(
-            grad_output, output, x, weight, ctx.alpha, ctx.nonlinearity, ctx.weight_dtype, wants_residual
-        )
-    )
-    grad_x = None if weight is None else next(gradients)
-    grad_weight = None if x is None else next(gradients)
-    grad_residual = next(gradients) if wants_residual else None
-    if grad_residual is not None:
-        if ctx.residual_is_bias:
-            grad_residual = grad_residual.sum(0, dtype=ctx.residual_dtype)
-        else:
-            grad_residual = grad_residual.to(ctx.residual_dtype)
-    return grad_x, grad_weight, grad_residual, None, None, None
-
-
-_residual_linear.register_autograd(_backward, setup_context=_setup_context)
-once_differentiable(_residual_linear_backward, "residual_linear")
+    return residual_linear_forward(linear).view(*x.shape[:-1], weight.shape[1])

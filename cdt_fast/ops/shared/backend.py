@@ -1,19 +1,25 @@
-"""Which implementation of an op runs: plain torch, or a Triton kernel where one fits."""
+"""Which implementation of an op runs: plain torch, or a Triton kernel where one fits.
+
+The public function of an op asks once, and hands the answer on with its arguments: to the operator, to the shapes that
+torch.compile is told, and to the gradient. torch.compile guards the setting that it has read there: a function that was
+compiled is compiled anew after `use_backend`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from cdt_fast import kernels
 from cdt_fast.checks import check_choice
 from cdt_fast.errors import InputError
+from cdt_fast.kernels import cards
+from cdt_fast.kernels.arguments import Backend
 
-BACKENDS = ("auto", "triton", "torch")
-_setting = "auto"
+Setting = Literal["auto", "triton", "torch"]
+_setting: Setting = "auto"
 
 
 class use_backend:
@@ -29,13 +35,14 @@ class use_backend:
         InputError: an unknown name, or "triton" where no kernel can run; the message says why.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: Setting) -> None:
         global _setting
-        check_choice("backend", backend, BACKENDS)
-        reason = kernels.unavailable_reason()
+        check_choice("backend", backend, get_args(Setting))
+        reason = cards.unavailable_reason()
         if backend == "triton" and reason is not None:
             raise InputError(f"backend 'triton' cannot be used here: {reason}. 'auto' and 'torch' can")
-        self._previous, _setting = _setting, backend
+        self._previous: Setting = _setting
+        _setting = backend
 
     def __enter__(self) -> use_backend:
         return self
@@ -47,15 +54,12 @@ class use_backend:
         _setting = self._previous
 
 
-def runs_on_triton(
-    op: str, tensor: Tensor, refusal: Callable[[], str | None] | None = None, *, multiplies: bool = False
-) -> bool:
-    """Whether `op` runs its Triton kernels on tensors like `tensor`, else plain torch; the one place that decides.
+def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backend:
+    """Whether `op` runs its Triton kernels on these tensors, or plain torch; the one place that decides.
 
     Args:
         op: the public name of the op, for the error.
-        tensor: an argument, of the device and the dtype that the products run in.
-        refusal: why the op's own kernels cannot take these arguments, or None where they can. Asked last.
+        tensors: the arguments whose device and dtype decide, in the dtype that the products run in.
         multiplies: whether the kernels multiply matrices. Without tensor cores cuBLAS does it faster, and only "triton"
             chooses the kernels.
 
@@ -63,29 +67,36 @@ def runs_on_triton(
         InputError: the backend is "triton" and a kernel cannot run; the message says why.
     """
     if _setting == "torch":
-        return False
-    reason = kernels.unsupported_reason(tensor.device, tensor.dtype) or (None if refusal is None else refusal())
-    if reason is None:
-        return _setting == "triton" or not (multiplies and kernels.without_tensor_cores(tensor.dtype))
-    if _setting == "triton":
-        raise InputError(f"backend 'triton' cannot run {op} here: {reason}. 'auto' and 'torch' can")
-    return False
+        return "torch"
+    for tensor in tensors:
+        reason = cards.unsupported_reason(tensor.device, tensor.dtype)
+        if reason is None:
+            continue
+        if _setting == "triton":
+            raise InputError(f"backend 'triton' cannot run {op} here: {reason}. 'auto' and 'torch' can")
+        return "torch"
+    if _setting == "auto" and multiplies and any(cards.without_tensor_cores(tensor.dtype) for tensor in tensors):
+        return "torch"
+    return "triton"
+
+
+def runs_on_triton(op: str, tensor: Tensor) -> bool:
+    """Whether `op`, which does not hand the choice on, runs its Triton kernels."""
+    return choose_backend(op, tensor) == "triton"
 
 
 def explain() -> str:
     """Which implementation runs now, and why, in one line."""
     if _setting == "torch":
         return "torch (chosen by use_backend)"
-    reason = kernels.unavailable_reason()
+    reason = cards.unavailable_reason()
     if reason is not None:
         return f"torch ({reason})"
-    if kernels.interpreting():
+    if cards.interpreting():
         return "triton (in its interpreter, on the CPU)"
-    refused = kernels.unsupported_reason(torch.device("cuda", torch.cuda.current_device()), torch.float32)
+    refused = cards.unsupported_reason(torch.device("cuda", torch.cuda.current_device()), torch.float32)
     if refused is not None:
         return f"torch ({refused})"
-    from cdt_fast.kernels.launch import card_of
-
-    card = card_of(torch.empty(0, device="cuda"))
-    without = "; products of float32 on torch, as TF32 is off" if kernels.without_tensor_cores(torch.float32) else ""
+    card = cards.spec_of(torch.device("cuda", torch.cuda.current_device()))
+    without = "; products of float32 on torch, as TF32 is off" if cards.without_tensor_cores(torch.float32) else ""
     return f"triton (blocks for {card.family} cards, {card.shared_memory // 1024} KiB of shared memory{without})"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import check_non_negative, check_number
+from cdt_fast.checks import check_choice, check_non_negative, check_number
 from cdt_fast.errors import InputError
+
+# What a layer may have between its products.
+LayerNonlinearity = Literal["soft_threshold", "relu"]
 
 
 def describe(value: Any) -> str:
@@ -51,6 +54,18 @@ def check_factor(name: str, value: Any, *, non_negative: bool = False) -> float:
             raise InputError(f"{name} must be a number, got a tensor: {describe(value)}")
         value = value.item()
     return check_non_negative(name, value) if non_negative else check_number(name, value)
+
+
+def check_lista_arguments(codes: Tensor, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1) -> None:
+    """The checks that `lista_step` and `unrolled_layer` share; `rank` is the least rank of codes and signal."""
+    tokens = "[..., T, " if rank == 2 else "[..., "
+    check_tensor("codes", codes, rank, f"{tokens}m]")
+    check_tensor("signal", signal, rank, f"{tokens}n]")
+    check_tensor("dictionary", dictionary, 2, "[n, m]")
+    check_shape("dictionary", dictionary, (signal.shape[-1], codes.shape[-1]), "width of signal by width of codes")
+    check_shape("signal", signal, (*codes.shape[:-1], signal.shape[-1]), "the tokens of codes by the signal's width")
+    check_together(codes=codes, signal=signal, dictionary=dictionary)
+    check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
 
 
 def check_lengths(lengths: Tensor | None, tokens: Tensor) -> None:

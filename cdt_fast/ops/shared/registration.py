@@ -1,21 +1,221 @@
-"""What the custom ops share beyond torch.library."""
+"""How a function of one record of arguments becomes an operator of torch, with a gradient.
+
+torch.library takes tensors, numbers and words, in a row. An op's arguments are one frozen dataclass of these, from the
+public function to the launcher of its kernel: `Operator` alone takes it apart and puts it together again.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
+from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.library import CustomOpDef
 
 from cdt_fast.errors import InputError
 
+Arguments = TypeVar("Arguments")
+Output = TypeVar("Output")
 
-def once_differentiable(backward: CustomOpDef, op: str) -> None:
-    """Have a second derivative through `backward`, the gradient of the public `op`, end in an error that says so.
+_LIBRARY = torch.library.Library("cdt_fast", "FRAGMENT")
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    list[Tensor]: "Tensor[]",
+    list[bool]: "bool[]",
+    float: "float",
+    int: "SymInt",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+
+# By name, for tests that change what an operator does.
+OPERATORS: dict[str, Operator[Any, Any]] = {}
+
+
+class Operator(Generic[Arguments, Output]):
+    """The operator `torch.ops.cdt_fast.<name>`, called with its record.
+
+    Where nobody but autograd looks on (no compiler, no dispatch mode, no function transform, no subclass of Tensor) the
+    dispatcher is left out: it takes several times as long as the rest of a call.
+
+    Args:
+        name: of the operator.
+        arguments: the type of its record: a dataclass of tensors, lists of tensors, numbers, words and dtypes.
+        returns: what it returns, in the spelling of torch.library.
+        forward: computes it; every result is in memory of its own.
+        fake: makes tensors of the same shapes, dtypes and strides, from tensors without values.
+        setup_context: is called with the context, the record and the results, and keeps what the gradient needs, by
+            `save`; in `ctx.needs` it finds by name which tensors require a gradient.
+        autograd: is called with the context and the gradients of the results, of which any may be None; returns the
+            gradients of the arguments, by name, those that there are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Callable[..., Arguments],
+        returns: str,
+        forward: Callable[[Arguments], Output],
+        fake: Callable[[Arguments], Output],
+        *,
+        setup_context: Callable[[Any, Arguments, Output], None] | None = None,
+        autograd: Callable[..., Mapping[str, Any]],
+    ) -> None:
+        self.forward, self.fake = forward, fake
+        self._arguments, self._setup, self._autograd = arguments, setup_context, autograd
+        hints = get_type_hints(arguments)
+        types = {field.name: _schema_type(hints[field.name]) for field in dataclasses.fields(arguments)}  # type: ignore[arg-type]
+        self._names = tuple(types)
+        self._tensors = tuple(field for field, kind in types.items() if kind.startswith("Tensor"))
+        _LIBRARY.define(f"{name}({', '.join(f'{kind} {field}' for field, kind in types.items())}) -> {returns}")
+        _LIBRARY.impl(name, lambda *flat: self.forward(self._whole(flat)), "CompositeExplicitAutograd")
+        qualified = f"cdt_fast::{name}"
+        torch.library.register_fake(qualified, lambda *flat: self.fake(self._whole(flat)), lib=_LIBRARY)
+        torch.library.register_autograd(
+            qualified,
+            lambda ctx, *grads: tuple(map(self.gradients(ctx, grads).get, self._names)),
+            setup_context=lambda ctx, inputs, output: self.setup_context(ctx, self._whole(inputs), output),
+            lib=_LIBRARY,
+        )
+        self.overload = getattr(torch.ops.cdt_fast, name).default
+        self._returns_tuple = returns.startswith("(")
+        OPERATORS[name] = self
+
+    def __call__(self, arguments: Arguments) -> Output:
+        if torch.compiler.is_compiling():
+            return self.overload(*self.flat(arguments))
+        tensors = _flat(getattr(arguments, name) for name in self._tensors)
+        if not _nobody_looks_on(tensors):
+            return self.overload(*self.flat(arguments))
+        if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+            return self.forward(arguments)
+        counts: list[int | None] = []
+        results = _grouped(_Direct.apply(self, arguments, counts, *tensors), counts)  # type: ignore[arg-type]
+        return tuple(results) if self._returns_tuple else results[0]  # type: ignore[return-value]
+
+    def flat(self, arguments: Arguments) -> tuple[Any, ...]:
+        """The fields of the record in a row, as `overload` takes them."""
+        return tuple([getattr(arguments, name) for name in self._names])
+
+    def setup_context(self, ctx: Any, arguments: Arguments, output: Output) -> None:
+        """Keep what the gradient needs."""
+        ctx.set_materialize_grads(False)
+        ctx.needs = {name: _requires_grad(getattr(arguments, name)) for name in self._tensors}
+        if self._setup is not None:
+            self._setup(ctx, arguments, output)
+
+    def gradients(self, ctx: Any, grads: Iterable[Any]) -> dict[str, Any]:
+        """The gradients of all tensors, by name: None where there is none, of a list of tensors a list."""
+        found = self._autograd(ctx, *grads)
+        return {
+            name: found.get(name, [None] * len(needs) if isinstance(needs, list) else None)
+            for name, needs in ctx.needs.items()
+        }
+
+    def _whole(self, flat: Iterable[Any]) -> Arguments:
+        return self._arguments(**dict(zip(self._names, flat, strict=True)))
+
+
+class _Direct(torch.autograd.Function):
+    """An operator without the dispatcher; autograd sees the tensors of its record beside it, in a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: Operator[Any, Any], arguments: Any, counts: list[int | None], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        output = operator.forward(arguments)
+        operator.setup_context(ctx, arguments, output)
+        outputs = output if isinstance(output, tuple) else (output,)
+        counts += [len(value) if isinstance(value, list) else None for value in outputs]
+        ctx.operator, ctx.counts = operator, counts
+        return tuple(_flat(outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = ctx.operator.gradients(ctx, _grouped(grads, ctx.counts))
+        of_tensors: list[Tensor | None] = []
+        for name, needs in ctx.needs.items():
+            if needs is not None:
+                of_tensors.extend(gradients[name] if isinstance(needs, list) else [gradients[name]])
+        return None, None, None, *of_tensors
+
+
+def save(ctx: Any, **values: Any) -> None:
+    """Keep values for the gradient, by name: tensors, lists of tensors, and anything else."""
+    names: dict[str, int | None] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            names[name] = None
+        elif isinstance(value, list) and all(isinstance(entry, Tensor) for entry in value):
+            names[name] = len(value)
+    ctx.save_for_backward(*_flat(values[name] for name in names))
+    ctx.saved_counts, ctx.saved_values = names, {name: value for name, value in values.items() if name not in names}
+
+
+def saved(ctx: Any) -> dict[str, Any]:
+    """What `save` has kept."""
+    tensors = _grouped(ctx.saved_tensors, list(ctx.saved_counts.values()))
+    return {**ctx.saved_values, **dict(zip(ctx.saved_counts, tensors, strict=True))}
+
+
+def refuse_second_derivative(op: str) -> Callable[..., NoReturn]:
+    """The `autograd` of an operator that is the gradient of the public `op`: an error.
 
     torch's own error would ask the user to register a formula.
     """
 
-    def refuse(ctx: Any, *grad_outputs: Any) -> NoReturn:
+    def refuse(ctx: Any, *grads: Any) -> NoReturn:
         raise InputError(f"{op} can be differentiated once; for a second derivative use its reference formula")
 
-    backward.register_autograd(refuse)
+    return refuse
+
+
+def once_differentiable(backward: CustomOpDef, op: str) -> None:
+    """The same of an operator that torch's decorator has made."""
+    backward.register_autograd(refuse_second_derivative(op))
+
+
+def _schema_type(hint: Any) -> str:
+    """A type of a record's field in the spelling of torch.library."""
+    if get_origin(hint) is Literal:
+        return "str"
+    if NoneType in get_args(hint):
+        return _TYPES[next(kind for kind in get_args(hint) if kind is not NoneType)] + "?"
+    return _TYPES[hint]
+
+
+def _nobody_looks_on(tensors: list[Tensor]) -> bool:
+    """Whether plain tensors with values meet no dispatch mode and no function transform."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and _functorch.peek_interpreter_stack() is None
+        and all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta for tensor in tensors)
+    )
+
+
+def _requires_grad(value: Any) -> bool | list[bool] | None:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return None if value is None else [tensor.requires_grad for tensor in value]
+
+
+def _flat(values: Iterable[Any]) -> list[Tensor]:
+    """Tensors and lists of tensors in a row, without those that are None."""
+    flat: list[Tensor] = []
+    for value in values:
+        if isinstance(value, list):
+            flat.extend(value)
+        elif value is not None:
+            flat.append(value)
+    return flat
+
+
+def _grouped(flat: Iterable[Any], counts: list[int | None]) -> list[Any]:
+    """The counterpart of `_flat`: a tensor for None, for a number a list of so many."""
+    tensors = iter(flat)
+    return [next(tensors) if count is None else [next(tensors) for _ in range(count)] for count in counts]

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
 from cdt_fast.ops.shared.attention_scores import (
     attention_matrix,
     grad_of_attention,
     grad_of_both_factors,
     softmax_backward_,
+    softmax_dtype,
 )
 from cdt_fast.ops.shared.checks import padding_mask, without_padding
 
+# On a CPU the attention of a call is kept for its backward if it has no more bytes: computing it again takes longer.
+KEPT_BYTES = 64 * 2**20
 # Plain torch forms this many bytes of scores at a time: memory then grows with T and not with T². A quarter of it would
 # leave products of so few rows (256 of 4,096 tokens) that they take a fifth to a third longer.
 PANEL_BYTES = 16 * 2**20
@@ -47,79 +54,77 @@ def _panel(tensor: Tensor, batch: slice, rows: slice) -> Tensor:
     return tensor[batch, rows]
 
 
-def forward_in_torch(
-    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, kept: Tensor
-) -> Tensor:
-    """The output; fills `kept` with the attention if it has room for it.
+def room_to_keep(attention: SymmetricAttentionArguments) -> Tensor:
+    """Room for the attention `[B, T, T]` where a backward may come, on a CPU, and it fits `KEPT_BYTES` or is no larger
+    than input and output; else empty."""
+    z, values = attention.z, attention.values
+    shape, dtype = (*z.shape[:-1], z.shape[1]), softmax_dtype(z, attention.energy)
+    of_tokens = z.shape[0] * z.shape[1] * (z.shape[-1] + (z if values is None else values).shape[-1]) * z.element_size()
+    fits = math.prod(shape) * dtype.itemsize <= max(KEPT_BYTES, of_tokens)
+    # Zeros where the sequences' lengths leave some of it unwritten.
+    make = z.new_empty if attention.lengths is None else z.new_zeros
+    return make(shape if attention.keeps and z.device.type == "cpu" and fits else (0,), dtype=dtype)
 
-    Args:
-        z: `[B, T, d]`, contiguous.
-        values: `[B, T, k]`, contiguous, or None: `z`.
-        lengths: `[B]`.
-        scale, energy: as in `symmetric_attention`.
-        kept: `[B, T, T]` or empty, in the dtype of the softmax. Where sequences are computed by their lengths,
-            their attention lies in it as the backward reads it: length after length.
+
+def forward_in_torch(attention: SymmetricAttentionArguments, kept: Tensor) -> Tensor:
+    """The output; fills `kept` with the attention if it has room for it, in the dtype of the softmax.
+
+    Where sequences are computed by their lengths, their attention lies in it as the backward reads it: length after
+    length.
     """
+    z, values, lengths = attention.z, attention.values, attention.lengths
     if lengths is None or not _pays_by_length(z, values, lengths):
         padding = padding_mask(lengths, z)
-        z = without_padding(z, padding)
-        values = z if values is None else without_padding(values, padding)
-        output = torch.empty_like(values)
-        _fill(z, values, padding, scale, energy, kept if kept.dim() > 1 else None, kept.dtype, output)
+        attention = _without_padding(attention, padding)
+        output = torch.empty_like(z if values is None else values)
+        _fill(attention, padding, kept, output)
         return output
     output = torch.zeros_like(z if values is None else values)
     for length, which, room in _groups(lengths, z.shape[1], kept):
-        part = _part(z, length, which)
-        of_part = part if values is None else _part(values, length, which)
+        part = _part_of(attention, length, which)
         if isinstance(which, int):
-            _fill(part, of_part, None, scale, energy, room, kept.dtype, output[which : which + 1, :length])
+            _fill(part, None, room, output[which : which + 1, :length])
             continue
-        found = torch.empty_like(of_part)
-        _fill(part, of_part, None, scale, energy, room, kept.dtype, found)
-        output[:, :length].index_copy_(0, which, found)
+        result = torch.empty_like(part.z if part.values is None else part.values)
+        _fill(part, None, room, result)
+        output[:, :length].index_copy_(0, which, result)
     return output
 
 
-def backward_in_torch(
-    z: Tensor,
-    values: Tensor | None,
-    lengths: Tensor | None,
-    output: Tensor,
-    kept: Tensor,
-    grad_output: Tensor,
-    scale: float,
-    energy: bool,
-    needs_z: bool,
-    needs_values: bool,
-) -> list[Tensor]:
-    """The gradients that are needed, of `z` first; with `values` None all of it is in that of `z`.
-
-    Args:
-        z, values, lengths, scale, energy: as in the forward.
-        output: what the forward has returned.
-        kept: what it has filled, or empty.
-        grad_output: as the output.
-        needs_z, needs_values: which gradients are needed.
-    """
-    options = (scale, energy, needs_z, needs_values)
+def backward_in_torch(attention: SymmetricAttentionBackwardArguments) -> list[Tensor]:
+    """The gradients that are needed, of `z` first; with `values` None all of it is in that of `z`."""
+    z, values, lengths = attention.z, attention.values, attention.lengths
     if lengths is None or not _pays_by_length(z, values, lengths):
         padding = padding_mask(lengths, z)
-        z, grad_output = without_padding(z, padding), without_padding(grad_output, padding)
-        values = None if values is None else without_padding(values, padding)
-        room = kept if kept.dim() > 1 else None
-        return _gradients(z, values, padding, output, room, kept.dtype, grad_output, *options)
-    shapes = [z] * needs_z + ([values] if needs_values and values is not None else [])
-    found = [torch.zeros_like(tensor) for tensor in shapes]
-    for length, which, room in _groups(lengths, z.shape[1], kept):
-        part, result, given = (_part(tensor, length, which) for tensor in (z, output, grad_output))
-        of_values = None if values is None else _part(values, length, which)
-        of_part = _gradients(part, of_values, None, result, room, kept.dtype, given, *options)
-        for total, gradient in zip(found, of_part, strict=True):
+        grad_output = without_padding(attention.grad_output, padding)
+        return _gradients(replace(_without_padding(attention, padding), grad_output=grad_output), padding)
+    shapes = [z] * attention.needs_z + ([values] if attention.needs_values and values is not None else [])
+    totals = [torch.zeros_like(tensor) for tensor in shapes]
+    for length, which, room in _groups(lengths, z.shape[1], attention.kept):
+        output, grad_output = (_part(tensor, length, which) for tensor in (attention.output, attention.grad_output))
+        part = replace(_part_of(attention, length, which), output=output, grad_output=grad_output, kept=room)
+        for total, gradient in zip(totals, _gradients(part, None), strict=True):
             if isinstance(which, int):
                 total[which, :length] = gradient[0]
             else:
                 total[:, :length].index_copy_(0, which, gradient)
-    return found
+    return totals
+
+
+Attention = TypeVar("Attention", bound=SymmetricAttentionArguments)
+
+
+def _without_padding(attention: Attention, padding: Tensor | None) -> Attention:
+    if padding is None:
+        return attention
+    values = None if attention.values is None else without_padding(attention.values, padding)
+    return replace(attention, z=without_padding(attention.z, padding), values=values)
+
+
+def _part_of(attention: Attention, length: int, which: int | Tensor) -> Attention:
+    """The first tokens of some sequences, without padding."""
+    values = None if attention.values is None else _part(attention.values, length, which)
+    return replace(attention, z=_part(attention.z, length, which), values=values, lengths=None)
 
 
 def _pays_by_length(z: Tensor, values: Tensor | None, lengths: Tensor) -> bool:
@@ -134,8 +139,8 @@ def _pays_by_length(z: Tensor, values: Tensor | None, lengths: Tensor) -> bool:
     return wasted_scores * of_a_score > len(set(cut.tolist())) * of_a_length
 
 
-def _groups(lengths: Tensor, tokens: int, kept: Tensor) -> Iterator[tuple[int, int | Tensor, Tensor | None]]:
-    """The sequences of each length: it, their numbers (or that of the only one), and the room for their attention.
+def _groups(lengths: Tensor, tokens: int, kept: Tensor) -> Iterator[tuple[int, int | Tensor, Tensor]]:
+    """The sequences of each length: it, their numbers (or that of the only one), and their attention, if it is kept.
 
     Padding then costs nothing, and needs no masks. The numbers are known without waiting only on a CPU.
     """
@@ -147,7 +152,7 @@ def _groups(lengths: Tensor, tokens: int, kept: Tensor) -> Iterator[tuple[int, i
         if not length:
             continue
         size = len(numbers) * length**2
-        room = rooms[start : start + size].view(-1, length, length) if kept.dim() > 1 else None
+        room = rooms[start : start + size].view(-1, length, length) if kept.dim() > 1 else kept
         yield length, numbers[0] if len(numbers) == 1 else torch.tensor(numbers), room
         start += size
 
@@ -159,76 +164,63 @@ def _part(tensor: Tensor, length: int, which: int | Tensor) -> Tensor:
     return tensor[:, :length].index_select(0, which)
 
 
-def _fill(
-    z: Tensor,
-    values: Tensor,
-    padding: Tensor | None,
-    scale: float,
-    energy: bool,
-    kept: Tensor | None,
-    dtype: torch.dtype,
-    output: Tensor,
-) -> None:
-    """Write the output, and the attention where there is room for it; scores and softmax are in `dtype`."""
-    for batch, rows in _panels(z, dtype):
-        room = None if kept is None else _panel(kept, batch, rows)
-        masked = None if padding is None else padding[batch]
-        attention = attention_matrix(z[batch], scale, masked, dtype, rows=rows, energy=energy, out=room)
-        torch.bmm(attention.to(values.dtype), values[batch], out=_panel(output, batch, rows))
+def _fill(attention: SymmetricAttentionArguments, padding: Tensor | None, kept: Tensor, output: Tensor) -> None:
+    """Write the output, and the attention where there is room for it; scores and softmax are in the dtype of `kept`."""
+    z, values = attention.z, attention.z if attention.values is None else attention.values
+    for batch, rows in _panels(z, kept.dtype):
+        weights = attention_matrix(
+            z[batch],
+            attention.scale,
+            None if padding is None else padding[batch],
+            kept.dtype,
+            rows=rows,
+            energy=attention.energy,
+            out=_panel(kept, batch, rows) if kept.dim() > 1 else None,
+        )
+        torch.bmm(weights.to(values.dtype), values[batch], out=_panel(output, batch, rows))
 
 
-def _gradients(
-    z: Tensor,
-    values: Tensor | None,
-    padding: Tensor | None,
-    output: Tensor,
-    kept: Tensor | None,
-    dtype: torch.dtype,
-    grad_output: Tensor,
-    scale: float,
-    energy: bool,
-    needs_z: bool,
-    needs_values: bool,
-) -> list[Tensor]:
+def _gradients(attention: SymmetricAttentionBackwardArguments, padding: Tensor | None) -> list[Tensor]:
     """A panel at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; with the scores five products in
     all, where the first two are one."""
-    tied, values = values is None, z if values is None else values
+    z, kept, scale, energy, dtype = attention.z, attention.kept, attention.scale, attention.energy, attention.kept.dtype
+    tied, values = attention.values is None, z if attention.values is None else attention.values
     # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
     whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z, dtype))
     sums = z.dtype if whole else torch.promote_types(z.dtype, torch.float32)
     make = torch.empty_like if whole else torch.zeros_like
-    grad_z = make(z, dtype=sums, memory_format=torch.contiguous_format) if needs_z else None
+    grad_z = make(z, dtype=sums, memory_format=torch.contiguous_format) if attention.needs_z else None
     grad_values = None
-    if needs_values and not tied:
+    if attention.needs_values and not tied:
         grad_values = make(values, dtype=sums, memory_format=torch.contiguous_format)
     # `bmm` and not `@`, which would copy a transposed factor in 16 bits first: at four times the cost of the product.
     for batch, rows in _panels(z, dtype):
-        here, given = z[batch], _panel(grad_output, batch, rows)
-        if kept is not None:
-            attention = _panel(kept, batch, rows)
+        here, upstream = z[batch], _panel(attention.grad_output, batch, rows)
+        if kept.dim() > 1:
+            weights = _panel(kept, batch, rows)
         else:
             masked = None if padding is None else padding[batch]
-            attention = attention_matrix(here, scale, masked, dtype, rows=rows, energy=energy)
-        mixed = attention.to(values.dtype).mT
+            weights = attention_matrix(here, scale, masked, dtype, rows=rows, energy=energy)
+        mixed = weights.to(values.dtype).mT
         if grad_z is not None:
-            grad_attention = grad_of_attention(given, values[batch], _panel(output, batch, rows))
-            grad_scores = softmax_backward_(grad_attention, attention)
+            grad_weights = grad_of_attention(upstream, values[batch], _panel(attention.output, batch, rows))
+            grad_scores = softmax_backward_(grad_weights, weights)
             of_here = grad_z[batch]
             if whole:
                 grad_of_both_factors(grad_scores, here, scale, out=of_here)
                 if tied:
-                    of_here.baddbmm_(mixed, given)
+                    of_here.baddbmm_(mixed, upstream)
             else:
                 narrow = grad_scores.to(z.dtype)
                 grad_z[batch, rows].add_(torch.bmm(narrow, here), alpha=scale)
                 of_here.add_(torch.bmm(narrow.mT, here[:, rows]), alpha=scale)
                 if tied:
-                    of_here += torch.bmm(mixed, given)
+                    of_here += torch.bmm(mixed, upstream)
             if energy:
                 of_here -= (scale * grad_scores.sum(-2).unsqueeze(-1) * here).to(sums)
         if grad_values is not None:
             if whole:
-                torch.bmm(mixed, given, out=grad_values[batch])
+                torch.bmm(mixed, upstream, out=grad_values[batch])
             else:
-                grad_values[batch] += torch.bmm(mixed, given)
+                grad_values[batch] += torch.bmm(mixed, upstream)
     return [gradient.to(z.dtype) for gradient in (grad_z, grad_values) if gradient is not None]

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss
-from cdt_fast.ops.lista_step import check_lista_arguments
-from cdt_fast.ops.residual_linear import residual_linear
-from cdt_fast.ops.shared.backend import runs_on_triton
+from cdt_fast.kernels.arguments import UnrolledLayerArguments
+from cdt_fast.ops.shared.backend import choose_backend
 from cdt_fast.ops.shared.checks import (
+    LayerNonlinearity,
     check_factor,
     check_lengths,
+    check_lista_arguments,
     check_shape,
     check_tensor,
     check_together,
     compute_dtype,
     length_of_each,
-    padding_mask,
     sequences,
-    without_padding,
 )
-from cdt_fast.ops.soft_threshold import effective_nonlinearity, shrink_reference
-from cdt_fast.ops.symmetric_attention import symmetric_attention, symmetric_attention_reference
-from cdt_fast.ops.unrolled_layer.operator import fused_unsupported_reason, layer
+from cdt_fast.ops.soft_threshold.plain import effective_nonlinearity
+from cdt_fast.ops.unrolled_layer.composed import layer_of_ops, runs_as_one
+from cdt_fast.ops.unrolled_layer.operator import layer_as_one
+from cdt_fast.ops.unrolled_layer.reference import unrolled_layer_reference
 
-# Beyond this many bytes plain torch does not hold the scores of all sequences at once.
-HELD_SCORE_BYTES = 64 * 2**20
+__all__ = ["unrolled_layer", "unrolled_layer_reference"]
 
 
 def unrolled_layer(
@@ -38,7 +35,7 @@ def unrolled_layer(
     step: float,
     threshold: float,
     scale: float = 1.0,
-    nonlinearity: str = "soft_threshold",
+    nonlinearity: LayerNonlinearity = "soft_threshold",
     projection: Tensor | None = None,
     lengths: Tensor | None = None,
     next_dictionary: Tensor | None = None,
@@ -91,87 +88,23 @@ def unrolled_layer(
             raise InputError(f"target is on {target.device} but codes is on {codes.device}: move one of them")
     check_together(codes=codes, projection=projection, next_dictionary=next_dictionary)
     check_lengths(lengths, codes)
-    step = check_factor("step", step, non_negative=True)
     threshold = check_factor("threshold", threshold, non_negative=True)
-    scale = check_factor("scale", scale)
     dtype = compute_dtype(codes)
     rows = sequences(codes, dtype)
-    if runs_on_triton("unrolled_layer", rows, multiplies=True):
-        in_one = fused_unsupported_reason(rows, dictionary, next_shape[-1]) is None
-    else:
-        in_one = rows.shape[0] * rows.shape[1] ** 2 * max(4, rows.element_size()) <= HELD_SCORE_BYTES
-    run = layer if in_one else _layer_of_ops
-    next_codes, next_projection, error = run(
+    layer = UnrolledLayerArguments(
         codes=rows,
         signal=sequences(signal, dtype),
-        projection=None if projection is None else sequences(projection, dtype),
-        target=None if target is None else sequences(target.detach(), target.dtype),
         dictionary=dictionary,
+        projection=None if projection is None else sequences(projection, dtype),
         next_dictionary=next_dictionary,
+        target=None if target is None else sequences(target.detach(), target.dtype),
         lengths=length_of_each(lengths),
-        step=step,
+        step=check_factor("step", step, non_negative=True),
         threshold=threshold,
-        scale=scale,
+        scale=check_factor("scale", scale),
         nonlinearity=effective_nonlinearity(nonlinearity, threshold),
+        backend=choose_backend("unrolled_layer", rows, multiplies=True),
     )
-    found = next_codes.view(codes.shape), next_projection.view(next_shape)
-    return found if error is None else (*found, error)
-
-
-def _layer_of_ops(
-    codes: Tensor,
-    signal: Tensor,
-    dictionary: Tensor,
-    projection: Tensor | None,
-    next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    step: float,
-    threshold: float,
-    scale: float,
-    nonlinearity: str,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The layer from other ops: where no tile can hold it (long sequences, wide patches, float32), and in plain torch
-    where the scores are too many to be held at once."""
-    padding = padding_mask(lengths, codes)
-    dictionary = dictionary.to(codes.dtype)
-    next_dictionary = dictionary if next_dictionary is None else next_dictionary.to(codes.dtype)
-    with torch.autocast(codes.device.type, enabled=False):
-        projection = without_padding(codes, padding) @ dictionary.mT if projection is None else projection
-        mixed = symmetric_attention(projection, codes, scale=scale, lengths=lengths)
-        residual = without_padding(signal, padding) - symmetric_attention(projection, scale=scale, lengths=lengths)
-        next_codes = residual_linear(
-            residual, dictionary, mixed, alpha=step, nonlinearity=nonlinearity, threshold=threshold
-        )
-        next_projection = next_codes @ next_dictionary.mT
-    if target is None:
-        return next_codes, next_projection, None
-    tokens = codes.shape[:-1].numel()
-    if not tokens:
-        return next_codes, next_projection, next_projection.sum(dtype=torch.promote_types(codes.dtype, torch.float32))
-    target = without_padding(target, padding)
-    if target.dtype == torch.float64 and codes.dtype != torch.float64:
-        target = target.float()  # no kernel reads float64, and the error is not summed in it
-    _, per_token = layerwise_reconstruction_loss([next_projection], target)
-    return next_codes, next_projection, per_token[0] * tokens
-
-
-def unrolled_layer_reference(
-    codes: Tensor,
-    signal: Tensor,
-    dictionary: Tensor,
-    *,
-    step: float,
-    threshold: float,
-    scale: float = 1.0,
-    nonlinearity: str = "soft_threshold",
-    lengths: Tensor | None = None,
-    next_dictionary: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The layer written out, without the identity: four large products, in any dtype, differentiated by torch."""
-    padding = padding_mask(lengths, codes)
-    codes, signal = without_padding(codes, padding), without_padding(signal, padding)
-    mixed = symmetric_attention_reference(codes @ dictionary.mT, codes, scale=scale, lengths=lengths)
-    residual = signal - mixed @ dictionary.mT
-    next_codes = shrink_reference(mixed + step * residual @ dictionary, threshold, nonlinearity)
-    return next_codes, next_codes @ (dictionary if next_dictionary is None else next_dictionary).mT
+    next_codes, next_projection, error = (layer_as_one if runs_as_one(layer) else layer_of_ops)(layer)
+    outputs = next_codes.view(codes.shape), next_projection.view(next_shape)
+    return outputs if error is None else (*outputs, error)

@@ -13,10 +13,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from cdt_fast import kernels
-from cdt_fast.kernels import launch as launchers
+from cdt_fast.kernels import cards
 from cdt_fast.kernels.aot.stand_ins import Driver
-from cdt_fast.kernels.launch import GpuSpec
+from cdt_fast.kernels.cards import GpuSpec
 
 from .instructions import translate
 from .machine import Step, Threads
@@ -88,14 +87,14 @@ def install(card: GpuSpec) -> None:
     def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
             return f"the tensors are on {device} and the kernels are emulated on the CPU"
-        if dtype not in kernels.DTYPES:
+        if dtype not in cards.DTYPES:
             return f"the kernels compute in float32, float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
         return None
 
     CompiledKernel._init_handles = prepare
-    kernels._unavailable_reason = lambda: None  # type: ignore[assignment]
-    kernels.unsupported_reason = unsupported_reason
-    launchers._card = lambda device: card  # type: ignore[assignment]
+    cards._unavailable_reason = lambda: None  # type: ignore[assignment]
+    cards.unsupported_reason = unsupported_reason
+    cards.spec_of = lambda device: card  # type: ignore[assignment]
 
 
 def _launcher(kernel: Kernel, types: list[Any], shared_size: int) -> Any:

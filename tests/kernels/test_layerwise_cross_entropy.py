@@ -1,4 +1,4 @@
-"""The kernels of the layerwise losses against their formulas in float64, and the ops on them."""
+"""The kernel of the layerwise cross-entropy against its formula in float64, and the op on it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,16 @@ import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.kernels.layerwise_cross_entropy import CrossEntropyBlocks, cross_entropy_
-from cdt_fast.kernels.layerwise_reconstruction_loss import (
-    ReconstructionBlocks,
-    reconstruction_errors,
-    reconstruction_gradients,
-)
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
-from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
+from tests.kernels.kernel_cases import gradients_of, normal
 from tests.kernels.precision import assert_as_precise
 
 BLOCK = 32
-SMALL = CrossEntropyBlocks(BLOCK, 1)
+SMALL = Blocks(columns=BLOCK, warps=1, stages=2)
 SIZES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
 FLAGS = list(itertools.product((None, 2.5), (0.0, 0.1)))
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def targets_of(rows: int, vocabulary: int, device: torch.device, seed: int = 1) -> Tensor:
@@ -255,98 +247,7 @@ def test_the_blocks_that_the_card_gets(device: torch.device, dtype: torch.dtype)
         assert_as_precise("gradients", given[2], plain[2].to(dtype), exact[2])
 
 
-# The reconstruction loss
-
-ELEMENTS = ReconstructionBlocks(BLOCK, 1)
-
-
-def depths_and_target(
-    count: int, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
-) -> tuple[list[Tensor], Tensor]:
-    made = [normal(depth, *shape).to(device, dtype) for depth in range(count + 1)]
-    return [_between_nan(depth) for depth in made[:-1]], _between_nan(made[-1])
-
-
-def _between_nan(tensor: Tensor) -> Tensor:
-    buffer = tensor.new_full((tensor.numel() + 6,), float("nan"))
-    inside = buffer[3:-3].view(tensor.shape)
-    inside.copy_(tensor)
-    return inside
-
-
-SHAPES = [(1, 1), (1, BLOCK - 1), (BLOCK, 1), (3, 11), (5, 7), (1, 2 * BLOCK + 3), (2, 3, 9)]
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("count", [1, 3])
-def test_errors_and_gradients(
-    count: int, shape: tuple[int, ...], padded: bool, device: torch.device, dtype: torch.dtype
-) -> None:
-    depths, target = depths_and_target(count, shape, device, dtype)
-    padding = torch.rand(shape[:-1], generator=torch.Generator().manual_seed(5)).to(device) < 0.4 if padded else None
-    factors = normal(7, count).float().to(device)
-
-    def formula(depths: list[Tensor], target: Tensor, factors: Tensor) -> tuple[Tensor, list[Tensor]]:
-        kept = 1 if padding is None else (~padding).to(target).unsqueeze(-1).to(target.device)
-        differences = [kept * (depth - target) for depth in depths]
-        gradients = [factor * difference for factor, difference in zip(factors, differences, strict=True)]
-        return torch.stack([d.square().sum() for d in differences]), [*gradients, -torch.stack(gradients).sum(0)]
-
-    plain = formula([depth.float() for depth in depths], target.float(), factors)
-    padding_there, padding = padding, None if padding is None else padding.cpu()
-    exact = formula([depth.cpu().double() for depth in depths], target.cpu().double(), factors.cpu().double())
-    padding = padding_there
-    if padding is not None:
-        for tensor in (*depths, target):
-            tensor[padding] = float("nan")
-    assert_as_precise("errors", reconstruction_errors(depths, target, padding, blocks=ELEMENTS), plain[0], exact[0])
-    given = reconstruction_gradients(depths, target, padding, factors, [True] * count, True, blocks=ELEMENTS)
-    for name, one, torchs, right in zip(map(str, range(count + 1)), given, plain[1], exact[1], strict=True):
-        assert_as_precise(name, one, torchs.to(dtype), right)
-
-    # What is not wanted is not written, and changes nothing else.
-    for wanted in itertools.product((False, True), repeat=count):
-        some = reconstruction_gradients(depths, target, padding, factors, wanted, False, blocks=ELEMENTS)
-        chosen = list(itertools.compress(given, wanted))
-        assert len(some) == len(chosen)
-        assert all(torch.equal(one, other) for one, other in zip(some, chosen, strict=True))
-
-
-def test_a_depth_of_factor_zero_gets_zeros_and_is_not_read(device: torch.device, dtype: torch.dtype) -> None:
-    depths, target = depths_and_target(3, (5, 11), device, dtype)
-    factors = torch.tensor([1.0, 0.0, -2.0], device=device)
-    depths[1].fill_(float("nan"))
-    given = reconstruction_gradients(depths, target, None, factors, [True] * 3, True, blocks=ELEMENTS)
-    others = reconstruction_gradients(
-        depths[::2], target, None, factors[::2].contiguous(), [True] * 2, True, blocks=ELEMENTS
-    )
-    assert (given[1] == 0).all()
-    assert all(torch.equal(given[place], other) for place, other in zip((0, 2, 3), others, strict=True))
-
-
-def test_depths_of_different_dtypes(device: torch.device) -> None:
-    depths, target = depths_and_target(2, (5, 11), device, torch.float32)
-    narrow = [depths[0].half(), depths[1]]
-    wide = [depth.float() for depth in narrow]
-    assert torch.equal(
-        reconstruction_errors(narrow, target, None, blocks=ELEMENTS),
-        reconstruction_errors(wide, target, None, blocks=ELEMENTS),
-    )
-    factors = torch.ones(2, device=device)
-    given = reconstruction_gradients(narrow, target, None, factors, [True] * 2, False, blocks=ELEMENTS)
-    right = reconstruction_gradients(wide, target, None, factors, [True] * 2, False, blocks=ELEMENTS)
-    assert given[0].dtype == torch.float16
-    assert torch.equal(given[0], right[0].half())
-    assert torch.equal(given[1], right[1])
-
-
-# The ops on the kernels
-
-
-def gradients_of(total: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)]
+# The op on the kernel
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, 0.0, -2.0]])
@@ -398,29 +299,7 @@ def test_the_cross_entropy_of_strided_inputs(weights: list[float] | None, depths
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.emulated
-@pytest.mark.parametrize("weights", [None, [0.5, 0.0, -2.0]])
-def test_the_reconstruction_op(weights: list[float] | None, device: torch.device, dtype: torch.dtype) -> None:
-    made = [normal(depth, 2, 5, 7) for depth in range(4)]
-    factors = [1.0] * 3 if weights is None else weights
-    results = []
-    for run_device, run_dtype in ((device, dtype), (device, torch.float32), (torch.device("cpu"), torch.float64)):
-        leaves = [tensor.to(dtype).to(run_device, run_dtype).requires_grad_() for tensor in made]
-        if not results:
-            strided = [leaf.mT.contiguous().mT for leaf in leaves]
-            total, per_layer = ops.layerwise_reconstruction_loss(strided[:3], strided[3], depth_weights=weights)
-        else:
-            per_layer = layerwise_reconstruction_loss_reference(leaves[:3], leaves[3])
-            total = torch.dot(per_layer.new_tensor(factors), per_layer)
-        results.append([per_layer.detach(), *gradients_of(total, leaves)])
-    for name, given, plain, exact in zip(("losses", "0", "1", "2", "target"), *results, strict=True):
-        assert_as_precise(name, given, plain.to(given.dtype), exact)
-
-
-def test_a_depth_that_the_kernels_cannot_load_is_refused(device: torch.device) -> None:
-    depths = [torch.zeros(2, 3, device=device), torch.zeros(2, 3, device=device, dtype=torch.float64)]
-    with pytest.raises(Exception, match=r"cannot run layerwise_reconstruction_loss here: .* not in float64"):
-        ops.layerwise_reconstruction_loss(depths, torch.zeros(2, 3, device=device))
+def test_a_dtype_that_the_kernel_cannot_load_is_refused(device: torch.device) -> None:
     hidden = torch.zeros(2, 3, device=device, dtype=torch.float64)
     with pytest.raises(Exception, match=r"cannot run layerwise_cross_entropy here: .* not in float64"):
         ops.layerwise_cross_entropy([hidden], hidden, torch.zeros(2, dtype=torch.int64, device=device))
@@ -431,13 +310,12 @@ def test_repeats_are_bitwise_equal(device: torch.device, dtype: torch.dtype) -> 
         leaves = [normal(seed, 19, 16).to(device, dtype).requires_grad_() for seed in range(3)]
         targets = targets_of(19, 19, device)
         total, per_layer = ops.layerwise_cross_entropy(leaves[:2], leaves[2], targets, depth_weights=[1.0, 0.5])
-        other, errors = ops.layerwise_reconstruction_loss(leaves[:2], leaves[2])
-        return [total, per_layer, errors, *gradients_of(total, leaves), *gradients_of(other, leaves)]
+        return [total, per_layer, *gradients_of(total, leaves)]
 
     assert all(torch.equal(one, other) for one, other in zip(once(), once(), strict=True))
 
 
-def test_on_a_gpu_nothing_is_waited_for(device: torch.device) -> None:
+def test_on_a_gpu_the_host_never_waits(device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("needs a GPU")
     hidden = [normal(seed, 33, 16).to(device, torch.float32).requires_grad_() for seed in range(2)]
@@ -447,7 +325,6 @@ def test_on_a_gpu_nothing_is_waited_for(device: torch.device) -> None:
     try:
         for given in (weights, None):
             ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=given, chunk_tokens=16)[0].backward()
-            ops.layerwise_reconstruction_loss(hidden, weight[:33].detach(), depth_weights=given)[0].backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

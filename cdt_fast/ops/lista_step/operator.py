@@ -1,0 +1,135 @@
+"""`lista_step` as an operator with a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArguments, ResidualLinearArguments
+from cdt_fast.kernels.blocks import WIDEST
+from cdt_fast.ops.lista_step.plain import backward_in_torch, forward_in_torch
+from cdt_fast.ops.shared.products import product_over_rows
+from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+
+
+def _forward(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
+    """The next codes `[rows, m]` and the residual `[rows, n]`, or `[0, n]` where it is not kept."""
+    lista = replace(lista, dictionary=lista.dictionary.to(lista.codes.dtype))
+    with torch.autocast(lista.codes.device.type, enabled=False):
+        next_codes, residual = (_forward_on_triton if lista.backend == "triton" else forward_in_torch)(lista)
+    return next_codes, residual if lista.keep_residual else residual.new_empty((0, residual.shape[1]))
+
+
+def _forward_on_triton(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
+    """One kernel where a residual fits a block, else cuBLAS for the residual and a kernel for what follows."""
+    if lista.signal.shape[1] <= WIDEST:
+        from cdt_fast.kernels.lista_step import lista_step_forward
+
+        return lista_step_forward(lista)
+    from cdt_fast.kernels.residual_linear import residual_linear_forward
+
+    residual = torch.addmm(lista.signal, lista.codes, lista.dictionary.mT, alpha=-1)
+    update = ResidualLinearArguments(
+        x=residual,
+        weight=lista.dictionary,
+        residual=lista.codes,
+        alpha=lista.step,
+        threshold=lista.threshold,
+        nonlinearity=lista.nonlinearity,
+    )
+    return residual_linear_forward(update), residual
+
+
+def _forward_fake(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
+    codes, (rows, width) = lista.codes, lista.signal.shape
+    return codes.new_empty(codes.shape), codes.new_empty((rows if lista.keep_residual else 0, width))
+
+
+def _backward(lista: ListaStepBackwardArguments) -> list[Tensor]:
+    """The gradients that are needed, of the codes, of the signal and of the dictionary."""
+    dictionary, atoms = lista.dictionary, lista.dictionary.to(lista.output.dtype)
+    lista = replace(lista, dictionary=atoms)
+    grad_codes = grad_dictionary = None
+    # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
+    with torch.autocast(atoms.device.type, enabled=False):
+        fused = lista.backend == "triton" and atoms.shape[0] <= WIDEST
+        if fused:
+            from cdt_fast.kernels.lista_step import lista_step_backward
+
+            grad_codes, grad_residual, grad_update = lista_step_backward(lista)
+        else:
+            grad_residual, grad_update = backward_in_torch(lista)
+        if lista.needs_dictionary:
+            assert lista.codes is not None
+            assert lista.residual is not None
+            # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
+            wide = torch.promote_types(dictionary.dtype, torch.float32)
+            grad_dictionary = product_over_rows(lista.residual, grad_update, wide).mul_(lista.step)
+            grad_dictionary.sub_(product_over_rows(grad_residual, lista.codes, wide))
+        if lista.needs_codes and not fused:
+            # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
+            grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
+    return [
+        *([grad_codes] if lista.needs_codes and grad_codes is not None else []),
+        *([grad_residual] if lista.needs_signal else []),
+        *([] if grad_dictionary is None else [grad_dictionary.to(dictionary.dtype)]),
+    ]
+
+
+def _backward_fake(lista: ListaStepBackwardArguments) -> list[Tensor]:
+    output, dictionary = lista.output, lista.dictionary
+    return [
+        *([output.new_empty(output.shape)] if lista.needs_codes else []),
+        *([output.new_empty((output.shape[0], dictionary.shape[0]))] if lista.needs_signal else []),
+        *([dictionary.new_empty(dictionary.shape)] if lista.needs_dictionary else []),
+    ]
+
+
+def _setup_context(ctx: Any, lista: ListaStepArguments, outputs: tuple[Tensor, Tensor]) -> None:
+    next_codes, residual = outputs
+    ctx.mark_non_differentiable(residual)
+    # The codes before and the residual are kept for the dictionary's gradient alone; the mask is `next codes ≠ 0`.
+    keeps = lista.keep_residual
+    save(
+        ctx,
+        output=next_codes,
+        dictionary=lista.dictionary,
+        codes=lista.codes if keeps else None,
+        residual=residual if keeps else None,
+        step=lista.step,
+        nonlinearity=lista.nonlinearity,
+        needs_codes=ctx.needs["codes"],
+        needs_signal=ctx.needs["signal"],
+        needs_dictionary=keeps,
+        backend=lista.backend,
+    )
+
+
+def _autograd(ctx: Any, grad_next_codes: Tensor | None, _: None) -> dict[str, Tensor]:
+    if grad_next_codes is None:
+        return {}
+    lista = ListaStepBackwardArguments(grad_output=grad_next_codes, **saved(ctx))
+    needs = {"codes": lista.needs_codes, "signal": lista.needs_signal, "dictionary": lista.needs_dictionary}
+    return dict(zip([name for name, need in needs.items() if need], lista_step_backward(lista), strict=True))
+
+
+lista_step_forward = Operator(
+    "lista_step",
+    ListaStepArguments,
+    "(Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    setup_context=_setup_context,
+    autograd=_autograd,
+)
+lista_step_backward = Operator(
+    "lista_step_backward",
+    ListaStepBackwardArguments,
+    "Tensor[]",
+    _backward,
+    _backward_fake,
+    autograd=refuse_second_derivative("lista_step"),
+)

@@ -1,0 +1,96 @@
+"""`residual_linear` as an operator with a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast.kernels.arguments import ResidualLinearArguments, ResidualLinearBackwardArguments
+from cdt_fast.ops.residual_linear.plain import backward_in_torch, forward_in_torch
+from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+
+
+def _forward(linear: ResidualLinearArguments) -> Tensor:
+    """`[rows, m]`, contiguous, in the dtype of x; weight and residual may have wider ones."""
+    dtype = linear.x.dtype
+    linear = replace(linear, weight=linear.weight.to(dtype))
+    if linear.backend == "triton":
+        from cdt_fast.kernels.residual_linear import residual_linear_forward
+
+        return residual_linear_forward(linear)
+    with torch.autocast(linear.x.device.type, enabled=False):
+        return forward_in_torch(replace(linear, residual=linear.residual.to(dtype)))
+
+
+def _forward_fake(linear: ResidualLinearArguments) -> Tensor:
+    return linear.x.new_empty((linear.x.shape[0], linear.weight.shape[1]))
+
+
+def _backward(linear: ResidualLinearBackwardArguments) -> list[Tensor]:
+    # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
+    with torch.autocast(linear.grad_output.device.type, enabled=False):
+        return backward_in_torch(linear)
+
+
+def _backward_fake(linear: ResidualLinearBackwardArguments) -> list[Tensor]:
+    grad_output = linear.grad_output
+    rows, columns = grad_output.shape
+    gradients = []
+    if linear.weight is not None:
+        gradients.append(grad_output.new_empty((rows, linear.weight.shape[0])))
+    if linear.x is not None:
+        gradients.append(grad_output.new_empty((linear.x.shape[1], columns), dtype=linear.weight_dtype))
+    if linear.needs_residual:
+        gradients.append(grad_output.new_empty((rows, columns)))
+    return gradients
+
+
+def _setup_context(ctx: Any, linear: ResidualLinearArguments, output: Tensor) -> None:
+    # What no needed gradient reads is not kept: it may be the largest tensor of the layer.
+    save(
+        ctx,
+        output=None if linear.nonlinearity == "identity" else output,
+        x=linear.x if ctx.needs["weight"] else None,
+        weight=linear.weight if ctx.needs["x"] else None,
+        weight_dtype=linear.weight.dtype,
+        alpha=linear.alpha,
+        nonlinearity=linear.nonlinearity,
+        needs_residual=ctx.needs["residual"],
+    )
+    ctx.residual_dtype, ctx.residual_is_bias = linear.residual.dtype, linear.residual.dim() == 1
+
+
+def _autograd(ctx: Any, grad_output: Tensor | None) -> dict[str, Tensor]:
+    if grad_output is None:
+        return {}
+    linear = ResidualLinearBackwardArguments(grad_output=grad_output, **saved(ctx))
+    needed = [name for name in ("x", "weight", "residual") if ctx.needs[name]]
+    gradients = dict(zip(needed, residual_linear_backward(linear), strict=True))
+    if "residual" in gradients:
+        rows = gradients["residual"]
+        gradients["residual"] = (
+            rows.sum(0, dtype=ctx.residual_dtype) if ctx.residual_is_bias else rows.to(ctx.residual_dtype)
+        )
+    return gradients
+
+
+residual_linear_forward = Operator(
+    "residual_linear",
+    ResidualLinearArguments,
+    "Tensor",
+    _forward,
+    _forward_fake,
+    setup_context=_setup_context,
+    autograd=_autograd,
+)
+residual_linear_backward = Operator(
+    "residual_linear_backward",
+    ResidualLinearBackwardArguments,
+    "Tensor[]",
+    _backward,
+    _backward_fake,
+    autograd=refuse_second_derivative("residual_linear"),
+)

@@ -1,0 +1,45 @@
+"""Shrinkage in plain torch, and the nonlinearities of a layer in place, with their gradients.
+
+torch's own kernel reads x once and writes once, in each direction: there is nothing that one of ours could fuse.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cdt_fast.kernels.arguments import Nonlinearity
+
+
+def shrink(x: Tensor, threshold: float) -> Tensor:
+    """`S_θ(x)`."""
+    # torch's kernel has gradient 0 at x = 0 for a threshold of 0 too, where it is 1.
+    return torch.nn.functional.softshrink(x, threshold) if threshold else x.clone()
+
+
+def effective_nonlinearity(nonlinearity: Nonlinearity, threshold: float) -> Nonlinearity:
+    """What the implementations are told: "identity" for `S_0`, whose gradient an output of zero says nothing about."""
+    return "identity" if nonlinearity == "soft_threshold" and threshold == 0.0 else nonlinearity
+
+
+def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
+    """An effective nonlinearity, in place."""
+    if nonlinearity == "relu":
+        return x.relu_()
+    return x if nonlinearity == "identity" else torch.ops.aten.softshrink.out(x, threshold, out=x)
+
+
+def shrink_backward_(grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity) -> Tensor:
+    """The gradient through `shrink_`, in place of `grad_output`, from the output alone: it passes where output ≠ 0."""
+    if nonlinearity == "identity":
+        return grad_output
+    return torch.ops.aten.softshrink_backward.grad_input(grad_output, output, 0.0, grad_input=grad_output)
+
+
+def shrink_backward(grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity) -> Tensor:
+    """As `shrink_backward_` into new, contiguous memory; `output` is contiguous."""
+    if nonlinearity == "identity":
+        return grad_output.clone(memory_format=torch.contiguous_format)
+    # One kernel of torch's: the output is of a nonlinearity that is zero exactly where its gradient is.
+    grad_input = torch.empty_like(output)
+    return torch.ops.aten.softshrink_backward.grad_input(grad_output, output, 0.0, grad_input=grad_input)

@@ -1,0 +1,74 @@
+"""The unrolled layer from other ops, where it is too large to run as one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cdt_fast.kernels.arguments import UnrolledLayerArguments
+from cdt_fast.kernels.blocks import LONGEST, WIDEST
+from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss
+from cdt_fast.ops.residual_linear import residual_linear
+from cdt_fast.ops.shared.checks import padding_mask, without_padding
+from cdt_fast.ops.symmetric_attention import symmetric_attention
+
+# Beyond this many bytes plain torch does not hold the scores of all sequences at once.
+HELD_SCORE_BYTES = 64 * 2**20
+
+
+def runs_as_one(layer: UnrolledLayerArguments) -> bool:
+    """Whether one operator computes the layer: where a tile of its kernel holds it, or plain torch all its scores."""
+    codes, width, following = layer.codes, layer.signal.shape[-1], layer.next_dictionary
+    if layer.backend == "torch":
+        return codes.shape[0] * codes.shape[1] ** 2 * max(4, codes.element_size()) <= HELD_SCORE_BYTES
+    widest = width if following is None else max(width, following.shape[0])
+    return fused_unsupported_reason(codes.shape[1], widest, codes.dtype) is None
+
+
+def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> str | None:
+    """Why no kernel holds the whole layer in its tiles, or None where one does.
+
+    Args:
+        tokens: of a sequence.
+        widest: the greater width, of the signal or of the next projection.
+        dtype: of the codes.
+    """
+    if dtype.itemsize != 2:
+        return "tiles of float32 leave no shared memory for the dictionary"
+    if tokens > LONGEST:
+        return f"a tile holds sequences of up to {LONGEST} tokens, got {tokens}"
+    return f"a tile holds patches of up to {WIDEST} pixels, got {widest}" if widest > WIDEST else None
+
+
+def layer_of_ops(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor | None]:
+    """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]`, and the squared error (None without a target)."""
+    codes, target, lengths = layer.codes, layer.target, layer.lengths
+    padding = padding_mask(lengths, codes)
+    dictionary = layer.dictionary.to(codes.dtype)
+    next_dictionary = dictionary if layer.next_dictionary is None else layer.next_dictionary.to(codes.dtype)
+    with torch.autocast(codes.device.type, enabled=False):
+        projection = layer.projection
+        if projection is None:
+            projection = without_padding(codes, padding) @ dictionary.mT
+        mixed = symmetric_attention(projection, codes, scale=layer.scale, lengths=lengths)
+        residual = without_padding(layer.signal, padding)
+        residual = residual - symmetric_attention(projection, scale=layer.scale, lengths=lengths)
+        next_codes = residual_linear(
+            residual,
+            dictionary,
+            mixed,
+            alpha=layer.step,
+            nonlinearity=layer.nonlinearity,
+            threshold=layer.threshold,
+        )
+        next_projection = next_codes @ next_dictionary.mT
+    if target is None:
+        return next_codes, next_projection, None
+    tokens = codes.shape[:-1].numel()
+    if not tokens:
+        return next_codes, next_projection, next_projection.sum(dtype=torch.promote_types(codes.dtype, torch.float32))
+    target = without_padding(target, padding)
+    if target.dtype == torch.float64 and codes.dtype != torch.float64:
+        target = target.float()  # no kernel reads float64, and the error is not summed in it
+    _, per_token = layerwise_reconstruction_loss([next_projection], target)
+    return next_codes, next_projection, per_token[0] * tokens

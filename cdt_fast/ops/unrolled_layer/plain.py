@@ -1,0 +1,101 @@
+"""The unrolled layer and its gradient in plain torch, with the scores of all sequences at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBackwardArguments, UnrolledLayerGradients
+from cdt_fast.ops.layerwise_reconstruction_loss.plain import errors_in_torch
+from cdt_fast.ops.shared.attention_scores import (
+    attention_matrix,
+    grad_of_both_factors,
+    softmax_backward_,
+    softmax_dtype,
+)
+from cdt_fast.ops.shared.checks import padding_mask, without_padding
+from cdt_fast.ops.shared.products import product, rows_of
+from cdt_fast.ops.soft_threshold.plain import shrink_, shrink_backward_
+
+
+def forward_in_torch(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor | None]:
+    """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, its squared error `[1]`; the dictionaries are of the codes'
+    dtype, and the projection is there."""
+    padding = padding_mask(layer.lengths, layer.codes)
+    codes, signal = without_padding(layer.codes, padding), without_padding(layer.signal, padding)
+    assert layer.projection is not None
+    projection = without_padding(layer.projection, padding)
+    attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection)).to(codes.dtype)
+    residual = torch.baddbmm(signal, attention, projection, alpha=-1)
+    next_codes = product_of_tokens(residual, layer.dictionary).baddbmm_(attention, codes, beta=layer.step)
+    shrink_(next_codes, layer.threshold, layer.nonlinearity)
+    next_dictionary = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
+    next_projection = product_of_tokens(next_codes, next_dictionary.mT)
+    errors = None if layer.target is None else errors_in_torch([next_projection], layer.target, padding)
+    return next_codes, next_projection, errors
+
+
+def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGradients:
+    """The gradients; the dictionaries are of the codes' dtype, and the projection is there.
+
+    The attention matrix and the residual are computed again (products of width T and n, not m), and the gradient mask
+    is `next codes ≠ 0`. Sums into `[tokens, m]` run in place, inside the products where possible: on a CPU a fresh
+    tensor of that size can cost as much as a product.
+    """
+    padding = padding_mask(layer.lengths, layer.codes)
+    codes, signal = without_padding(layer.codes, padding), without_padding(layer.signal, padding)
+    assert layer.projection is not None
+    projection = without_padding(layer.projection, padding)
+    next_dictionary = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
+    grad_next_codes, grad_next_projection = layer.grad_next_codes, _grad_next_projection(layer, padding)
+    if grad_next_projection is None and grad_next_codes is None:
+        grad_next_projection = codes.new_zeros((*codes.shape[:-1], next_dictionary.shape[0]))
+    if grad_next_codes is not None:
+        grad_next_codes = without_padding(grad_next_codes, padding)
+    if grad_next_projection is not None:
+        grad_update = product_of_tokens(grad_next_projection, next_dictionary, grad_next_codes)
+    else:
+        assert grad_next_codes is not None  # with neither the zeros above stand for both
+        # In memory of its own, which what follows writes over.
+        grad_update = grad_next_codes.clone() if padding is None else grad_next_codes
+    shrink_backward_(grad_update, layer.next_codes, layer.nonlinearity)
+
+    attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection))
+    attention_low = attention.to(codes.dtype)
+    grad_signal = product_of_tokens(grad_update, layer.dictionary.mT).mul_(layer.step)
+    residual = grad_projection = None
+    if layer.needs_dictionary:
+        residual = torch.baddbmm(signal, attention_low, projection, alpha=-1).mul_(layer.step)
+    if layer.needs_projection:
+        grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_signal, projection.mT, alpha=-1)
+        grad_scores = softmax_backward_(grad_attention, attention)
+        grad_projection = torch.empty_like(projection, memory_format=torch.contiguous_format)
+        grad_of_both_factors(grad_scores, projection, layer.scale, out=grad_projection)
+        grad_projection.baddbmm_(attention_low.mT, grad_signal, alpha=-1)
+    grad_codes = attention_low.mT @ grad_update if layer.needs_codes else None
+    return UnrolledLayerGradients(grad_update, residual, grad_next_projection, grad_signal, grad_projection, grad_codes)
+
+
+def _grad_next_projection(layer: UnrolledLayerBackwardArguments, padding: Tensor | None) -> Tensor | None:
+    """The whole dZ⁺ `[B, T, k]`: what has arrived, and the loss's part `2 dε (Z⁺ − S)`."""
+    arrived, grad_error = layer.grad_next_projection, layer.grad_error
+    if arrived is not None:
+        arrived = without_padding(arrived, padding)
+    # A loss that does not count gives no gradient, also where it is infinite: 0 · ∞ = NaN. On a GPU the host would have
+    # to wait to look at its weight.
+    on_cpu = grad_error is not None and grad_error.device.type == "cpu"
+    if grad_error is None or layer.target is None or layer.next_projection is None or (on_cpu and grad_error == 0):
+        return arrived
+    error = layer.next_projection.to(grad_error.dtype, copy=True)
+    error.sub_(without_padding(layer.target, padding)).mul_(2 * grad_error)
+    if not on_cpu:
+        error.masked_fill_(grad_error == 0, 0.0)
+    if arrived is not None:
+        error += arrived
+    return error.to(layer.codes.dtype)
+
+
+def product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
+    """`product` for `[B, T, width]`."""
+    rows = product(rows_of(tokens), matrix, None if added is None else rows_of(added))
+    return rows.view(*tokens.shape[:-1], matrix.shape[1])

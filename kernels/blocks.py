@@ -1,0 +1,352 @@
+"""The shapes of the kernels' blocks: one type, and all tables, by the family of the card and by `math_mode`.
+
+A row is chosen so that it fits the shared memory of its family, does not spill registers, and that no two warps compute
+the same products: the compiler says so without a GPU. `python -m cdt_fast.kernels.aot` counts it again.
+
+On tensor cores the compiler gives each warp sixteen rows and all columns of a product where its tile is no wider than
+high, else all rows and at least eight columns: where a tile has fewer than its warps cover, several compute the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cdt_fast.kernels.cards import card_of, math_mode
+
+FAMILIES = ("consumer", "ampere", "hopper", "blackwell")
+MODES = ("16 bits", "tf32", "ieee")
+ANY_SIZE = 2**62
+# The most tokens of a sequence that a tile holds whole.
+LONGEST = 64
+# The widest tokens that a block holds whole: of wider ones the registers do not.
+WIDEST = 256
+
+
+class Blocks(NamedTuple):
+    """The shape of one block of a kernel. A size that the kernel does not have is 0.
+
+    Attributes:
+        rows: rows of the tile that the block computes: tokens.
+        columns: columns of it that are computed, or read, at a time.
+        owned_columns: columns of the result that one block computes, of kernels that share them out.
+        keys: tokens that are streamed at a time.
+        atoms: columns of the dictionary that are taken at a time.
+        depth: terms of a product that are taken at a time.
+        warps, stages: warps of a block, and stages of the software pipeline.
+    """
+
+    rows: int = 0
+    columns: int = 0
+    owned_columns: int = 0
+    keys: int = 0
+    atoms: int = 0
+    depth: int = 0
+    warps: int = 4
+    stages: int = 1
+
+
+# The blocks, or by the largest size that they are for.
+Choice = Blocks | Mapping[int, Blocks]
+
+
+class BlockTable:
+    """The blocks of one kernel.
+
+    Args:
+        rows: by a family, or by a family and a `math_mode`. What the compute capabilities of "blackwell" do not have of
+            their own they take from "hopper".
+    """
+
+    def __init__(self, rows: Mapping[str | tuple[str, str], Choice]) -> None:
+        self._rows: dict[str | tuple[str, str], Choice] = dict(rows)
+        self._choices: dict[tuple[str, str], tuple[tuple[int, Blocks], ...]] = {
+            (family, mode): self._find(family, mode) for family, mode in itertools.product(FAMILIES, MODES)
+        }
+
+    def _find(self, family: str, mode: str) -> tuple[tuple[int, Blocks], ...]:
+        keys = ((family, mode), family) + ((("hopper", mode), "hopper") if family == "blackwell" else ())
+        choice = next((self._rows[key] for key in keys if key in self._rows), {})
+        return ((ANY_SIZE, choice),) if isinstance(choice, Blocks) else tuple(sorted(choice.items()))
+
+    def changed(self, rows: Mapping[str | tuple[str, str], Choice]) -> BlockTable:
+        """The same table with other rows in places."""
+        return BlockTable({**self._rows, **rows})
+
+    def choices(self, family: str, mode: str) -> tuple[tuple[int, Blocks], ...]:
+        """The largest size that they are for, and the blocks, from the smallest size on."""
+        return self._choices[family, mode]
+
+    def blocks(self, tensor: Tensor, size: int = 0) -> Blocks:
+        """What the kernel takes for tensors like `tensor`, on the card that it is on.
+
+        Raises:
+            ValueError: no row holds `size`.
+        """
+        choices = self._choices[card_of(tensor).family, math_mode(tensor.dtype)]
+        for largest, blocks in choices:
+            if size <= largest:
+                return blocks
+        raise ValueError(f"a block holds up to {choices[-1][0] if choices else 0}, got {size}")
+
+
+# float32 tiles are smaller: twice the bytes, and IEEE products use registers where tensor cores use none.
+RESIDUAL_LINEAR = BlockTable(
+    {
+        ("consumer", "16 bits"): Blocks(rows=128, columns=128, depth=32, warps=8, stages=3),
+        ("ampere", "16 bits"): Blocks(rows=128, columns=128, depth=32, warps=8, stages=4),
+        ("hopper", "16 bits"): Blocks(rows=128, columns=256, depth=64, warps=8, stages=3),
+        ("consumer", "tf32"): Blocks(rows=128, columns=64, depth=32, warps=8, stages=3),
+        ("ampere", "tf32"): Blocks(rows=128, columns=128, depth=32, warps=8, stages=3),
+        ("hopper", "tf32"): Blocks(rows=128, columns=128, depth=32, warps=8, stages=3),
+        ("consumer", "ieee"): Blocks(rows=64, columns=64, depth=32, warps=4, stages=2),
+        ("ampere", "ieee"): Blocks(rows=64, columns=64, depth=32, warps=4, stages=3),
+        ("hopper", "ieee"): Blocks(rows=64, columns=64, depth=32, warps=4, stages=3),
+    }
+)
+
+# For both directions and every width. In 16 bits none of them spills; 128 rows do, on sm_90 too. With 16 or 32 float32
+# rows and one stage, IEEE products spill more than 1 KB.
+LISTA_STEP = BlockTable(
+    {
+        ("consumer", "16 bits"): Blocks(rows=64, atoms=32, warps=8, stages=3),
+        ("ampere", "16 bits"): Blocks(rows=64, atoms=32, warps=8, stages=4),
+        ("hopper", "16 bits"): Blocks(rows=64, atoms=64, warps=8, stages=3),
+        ("consumer", "tf32"): Blocks(rows=32, atoms=32, warps=8, stages=2),
+        ("ampere", "tf32"): Blocks(rows=32, atoms=32, warps=8, stages=2),
+        ("hopper", "tf32"): Blocks(rows=32, atoms=32, warps=8, stages=2),
+        ("consumer", "ieee"): Blocks(rows=32, atoms=16, warps=8, stages=2),
+        ("ampere", "ieee"): Blocks(rows=32, atoms=32, warps=8, stages=2),
+        ("hopper", "ieee"): Blocks(rows=32, atoms=32, warps=8, stages=2),
+    }
+)
+
+# By the tokens of a sequence. With four warps 16-bit tiles of 64 rows spill on cards without wgmma, with eight they do
+# not. 128 rows spill on consumer cards, and IEEE float32 does at 64 rows: longer sequences are for the streaming
+# kernels. A third stage makes sm_80 spill.
+SYMMETRIC_ATTENTION_PACKED = BlockTable(
+    {
+        ("consumer", "16 bits"): {64: Blocks(rows=64, columns=32, warps=8, stages=3)},
+        ("consumer", "tf32"): {
+            32: Blocks(rows=32, columns=64, warps=4, stages=2),
+            64: Blocks(rows=64, columns=16, warps=4, stages=2),
+        },
+        ("consumer", "ieee"): {
+            32: Blocks(rows=32, columns=32, warps=4, stages=2),
+            64: Blocks(rows=64, columns=32, warps=16, stages=2),
+        },
+        ("ampere", "16 bits"): {64: Blocks(rows=64, columns=32, warps=8, stages=2)},
+        ("ampere", "tf32"): {
+            32: Blocks(rows=32, columns=64, warps=4, stages=2),
+            64: Blocks(rows=64, columns=16, warps=4, stages=2),
+        },
+        ("ampere", "ieee"): {
+            32: Blocks(rows=32, columns=32, warps=4, stages=3),
+            64: Blocks(rows=64, columns=32, warps=16, stages=2),
+        },
+        ("hopper", "16 bits"): {64: Blocks(rows=64, columns=64, warps=4, stages=3)},
+        ("hopper", "tf32"): {
+            32: Blocks(rows=32, columns=64, warps=4, stages=2),
+            64: Blocks(rows=64, columns=32, warps=4, stages=2),
+        },
+        ("hopper", "ieee"): {
+            32: Blocks(rows=32, columns=32, warps=4, stages=3),
+            64: Blocks(rows=64, columns=32, warps=16, stages=2),
+        },
+    }
+)
+
+# By the greater width, of z or of the values. No two warps compute the same products, but where what avoids it spills
+# or does not fit: 256 columns, and in 16 bits the backward of 128 columns on Hopper.
+SYMMETRIC_ATTENTION_STREAMING = BlockTable(
+    {
+        ("consumer", "16 bits"): {
+            128: Blocks(rows=128, keys=64, warps=8, stages=2),
+            256: Blocks(rows=64, keys=64, warps=8, stages=1),
+        },
+        ("consumer", "tf32"): {
+            64: Blocks(rows=64, keys=32, warps=4, stages=2),
+            256: Blocks(rows=32, keys=32, warps=4, stages=1),
+        },
+        ("consumer", "ieee"): {
+            64: Blocks(rows=64, keys=32, warps=8, stages=2),
+            128: Blocks(rows=32, keys=32, warps=8, stages=1),
+            256: Blocks(rows=16, keys=16, warps=8, stages=1),
+        },
+        ("ampere", "16 bits"): {
+            128: Blocks(rows=128, keys=64, warps=8, stages=3),
+            256: Blocks(rows=64, keys=64, warps=8, stages=2),
+        },
+        ("ampere", "tf32"): {
+            128: Blocks(rows=64, keys=32, warps=4, stages=2),
+            256: Blocks(rows=32, keys=64, warps=8, stages=1),
+        },
+        ("ampere", "ieee"): {
+            64: Blocks(rows=64, keys=32, warps=8, stages=2),
+            128: Blocks(rows=32, keys=32, warps=8, stages=2),
+            256: Blocks(rows=32, keys=16, warps=8, stages=1),
+        },
+        ("hopper", "16 bits"): {
+            128: Blocks(rows=128, keys=64, warps=8, stages=3),
+            256: Blocks(rows=64, keys=64, warps=8, stages=2),
+        },
+        ("hopper", "tf32"): {
+            128: Blocks(rows=64, keys=32, warps=4, stages=2),
+            256: Blocks(rows=64, keys=32, warps=8, stages=2),
+        },
+        ("hopper", "ieee"): {
+            64: Blocks(rows=64, keys=32, warps=8, stages=2),
+            128: Blocks(rows=32, keys=32, warps=8, stages=1),
+            256: Blocks(rows=32, keys=16, warps=8, stages=2),
+        },
+    }
+)
+
+# At width 256 a single stage makes the consumer cards spill; two take 100,736 bytes of their 101,376.
+SYMMETRIC_ATTENTION_STREAMING_BACKWARD = BlockTable(
+    {
+        ("consumer", "16 bits"): {
+            64: Blocks(rows=64, keys=16, warps=4, stages=1),
+            128: Blocks(rows=32, keys=32, warps=4, stages=2),
+            256: Blocks(rows=32, keys=32, warps=8, stages=2),
+        },
+        ("consumer", "tf32"): {
+            64: Blocks(rows=32, keys=64, warps=8, stages=1),
+            128: Blocks(rows=16, keys=32, warps=4, stages=1),
+            256: Blocks(rows=16, keys=16, warps=4, stages=1),
+        },
+        ("consumer", "ieee"): {
+            64: Blocks(rows=32, keys=16, warps=8, stages=1),
+            256: Blocks(rows=16, keys=16, warps=8, stages=1),
+        },
+        ("ampere", "16 bits"): {
+            64: Blocks(rows=64, keys=32, warps=4, stages=3),
+            128: Blocks(rows=64, keys=64, warps=8, stages=2),
+            256: Blocks(rows=32, keys=64, warps=8, stages=1),
+        },
+        ("ampere", "tf32"): {
+            128: Blocks(rows=32, keys=64, warps=8, stages=1),
+            256: Blocks(rows=16, keys=32, warps=8, stages=1),
+        },
+        ("ampere", "ieee"): {
+            64: Blocks(rows=32, keys=16, warps=8, stages=2),
+            128: Blocks(rows=16, keys=16, warps=8, stages=1),
+            256: Blocks(rows=16, keys=16, warps=8, stages=2),
+        },
+        ("hopper", "16 bits"): {
+            64: Blocks(rows=64, keys=32, warps=4, stages=2),
+            128: Blocks(rows=64, keys=32, warps=8, stages=2),
+            256: Blocks(rows=32, keys=64, warps=8, stages=2),
+        },
+        ("hopper", "tf32"): {
+            64: Blocks(rows=64, keys=32, warps=4, stages=1),
+            128: Blocks(rows=32, keys=64, warps=8, stages=1),
+            256: Blocks(rows=32, keys=32, warps=8, stages=1),
+        },
+        ("hopper", "ieee"): {
+            64: Blocks(rows=32, keys=16, warps=8, stages=2),
+            256: Blocks(rows=16, keys=16, warps=8, stages=2),
+        },
+    }
+)
+
+# As many columns as registers hold: for each chunk of them the scores are formed anew.
+SYMMETRIC_ATTENTION_WIDE = BlockTable(
+    {
+        ("consumer", "16 bits"): Blocks(rows=64, keys=64, columns=32, owned_columns=256, warps=8, stages=2),
+        ("consumer", "tf32"): Blocks(rows=64, keys=32, columns=32, owned_columns=256, warps=8, stages=1),
+        ("consumer", "ieee"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=8, stages=2),
+        ("ampere", "16 bits"): Blocks(rows=64, keys=64, columns=64, owned_columns=256, warps=8, stages=2),
+        ("ampere", "tf32"): Blocks(rows=64, keys=32, columns=32, owned_columns=256, warps=8, stages=1),
+        ("ampere", "ieee"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=8, stages=2),
+        ("hopper", "16 bits"): Blocks(rows=64, keys=64, columns=64, owned_columns=256, warps=8, stages=3),
+        ("hopper", "tf32"): Blocks(rows=64, keys=32, columns=32, owned_columns=256, warps=8, stages=2),
+        ("hopper", "ieee"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=8, stages=2),
+    }
+)
+SYMMETRIC_ATTENTION_WIDE_BACKWARD = BlockTable(
+    {
+        ("consumer", "16 bits"): Blocks(rows=32, keys=32, columns=64, owned_columns=256, warps=8, stages=3),
+        ("consumer", "tf32"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=4, stages=2),
+        ("consumer", "ieee"): Blocks(rows=32, keys=16, columns=32, owned_columns=128, warps=8, stages=1),
+        ("ampere", "16 bits"): Blocks(rows=64, keys=64, columns=32, owned_columns=256, warps=8, stages=2),
+        ("ampere", "tf32"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=4, stages=2),
+        ("ampere", "ieee"): Blocks(rows=32, keys=16, columns=32, owned_columns=128, warps=8, stages=1),
+        ("hopper", "16 bits"): Blocks(rows=64, keys=64, columns=64, owned_columns=128, warps=8, stages=3),
+        ("hopper", "tf32"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=4, stages=2),
+        ("hopper", "ieee"): Blocks(rows=32, keys=16, columns=32, owned_columns=128, warps=8, stages=1),
+    }
+)
+# Of the gradient of the values alone, which leaves more registers.
+SYMMETRIC_ATTENTION_WIDE_VALUES_BACKWARD = SYMMETRIC_ATTENTION_WIDE_BACKWARD.changed(
+    {
+        ("consumer", "16 bits"): Blocks(rows=64, keys=64, columns=32, owned_columns=256, warps=8, stages=2),
+        ("hopper", "16 bits"): Blocks(rows=64, keys=64, columns=64, owned_columns=256, warps=8, stages=2),
+    }
+)
+
+# For elements of 2 bytes, by the greater width, of the signal or of the next projection. Tiles of 128 rows spill, and
+# tiles of float32 leave no shared memory for the dictionary: float32 is for torch's own products. Wide signals are
+# computed twice on Hopper: four warps spill, and so do 128 rows. Triton 3.9 spills up to 160 bytes of these, 3.6 and
+# 3.7 nothing; of Blocks(rows=64, atoms=32, columns=32, warps=8, stages=3), not timed, up to 72.
+UNROLLED_LAYER = BlockTable(
+    {
+        "consumer": {
+            128: Blocks(rows=64, atoms=32, columns=32, warps=4, stages=2),
+            256: Blocks(rows=64, atoms=32, columns=32, warps=8, stages=2),
+        },
+        "ampere": {
+            64: Blocks(rows=64, atoms=64, columns=32, warps=4, stages=2),
+            256: Blocks(rows=64, atoms=64, columns=64, warps=8, stages=2),
+        },
+        "hopper": {
+            64: Blocks(rows=64, atoms=64, columns=32, warps=4, stages=3),
+            256: Blocks(rows=64, atoms=64, columns=32, warps=8, stages=3),
+        },
+    }
+)
+# With one dictionary and without lengths there is room for more atoms.
+UNROLLED_LAYER_LEAN = UNROLLED_LAYER.changed(
+    {
+        "consumer": {
+            128: Blocks(rows=64, atoms=32, columns=32, warps=4, stages=2),
+            256: Blocks(rows=64, atoms=64, columns=32, warps=8, stages=2),
+        }
+    }
+)
+UNROLLED_LAYER_UPDATE = BlockTable(
+    {
+        "consumer": Blocks(rows=64, atoms=32, warps=8, stages=3),
+        "ampere": Blocks(rows=64, atoms=64, warps=8, stages=2),
+        "hopper": Blocks(rows=128, atoms=64, warps=8, stages=3),
+    }
+)
+UNROLLED_LAYER_BACKWARD = BlockTable(
+    {
+        "consumer": Blocks(rows=64, atoms=64, columns=32, warps=8, stages=2),
+        "ampere": Blocks(rows=64, atoms=64, columns=32, warps=8, stages=2),
+        "hopper": Blocks(rows=64, atoms=64, columns=32, warps=8, stages=3),
+    }
+)
+
+# Columns of a row that are read together, by the vocabulary. Whole rows live in the L2 cache between the two reads,
+# whatever the block; the width only hides latency. The gradient of smoothed and capped logits keeps the most values
+# alive: wider blocks than these spill.
+_OF_ONE_ROW = {
+    **{columns: Blocks(columns=columns, warps=max(1, columns // 512), stages=2) for columns in (128, 256, 512, 1024)},
+    2048: Blocks(columns=2048, warps=4, stages=2),
+    ANY_SIZE: Blocks(columns=4096, warps=8, stages=2),
+}
+LAYERWISE_CROSS_ENTROPY = BlockTable(dict.fromkeys(("consumer", "ampere", "hopper"), _OF_ONE_ROW))
+
+# Elements of one depth: 16 bytes a thread and load in bfloat16; a card with more bandwidth to fill takes more warps.
+LAYERWISE_RECONSTRUCTION_LOSS = BlockTable(
+    {
+        "consumer": Blocks(columns=1024, warps=4, stages=2),
+        "ampere": Blocks(columns=2048, warps=8, stages=2),
+        "hopper": Blocks(columns=2048, warps=8, stages=2),
+    }
+)
