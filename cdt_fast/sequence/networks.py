@@ -121,28 +121,7 @@ class PretrainedNetwork:
         return output.loss, output.layer_losses
 
     def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-        parts, states = self._parts, []
-
-        def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if isinstance(arguments[0], list):  # the states of all depths, on their way to the losses
-                states[:] = arguments[0]  # those of the first forward come after those of its check
-
-        hook = parts.head.register_forward_pre_hook(note)
-        try:
-            self.model(**self._named(inputs), labels=targets)
-        finally:
-            hook.remove()
-        if parts.kind == LANGUAGE_MODEL:
-            return [self._read(state) for state in states]
-        return [parts.head(state) for state in states]
-
-    def _read(self, state: Tensor) -> Tensor:
-        """The logits of a depth of a language model."""
-        for module in self._parts.tail:
-            state = module(state)
-        logits = self._parts.head(state) * self._parts.scale
-        cap = self._parts.softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self._handle.depth_logits(**self._named(inputs))
 
     def _named(self, inputs: Tensor) -> dict[str, Any]:
         names = ("input_ids", "attention_mask", "token_type_ids")

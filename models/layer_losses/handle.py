@@ -39,9 +39,9 @@ MARK = "_cdt_fast_layer_losses"
 
 @dataclass
 class _Pass:
-    """What one forward with labels has noted. It is dropped when that forward ends, also by an error."""
+    """What one forward has noted whose depths are read. It is dropped when that forward ends, also by an error."""
 
-    targets: Tensor
+    targets: Tensor | None  # None: logits are read, not losses
     weights: Tensor | None
     whole_logits: bool
     states: dict[int, Tensor] = field(default_factory=dict)
@@ -77,6 +77,7 @@ class LayerLosses:
         self._weights: Tensor | None = None
         self._pass: _Pass | None = None
         self._evaluating = False
+        self._reads_logits = False
         self._checked = False
         self._attached = True
         answers = {parts.model: self._forward, parts.head: self._head}
@@ -128,6 +129,29 @@ class LayerLosses:
         finally:
             self._evaluating = before
 
+    def depth_logits(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """The logits at each of `taps` for one batch, through the model's own norm, pooling and head; differentiable.
+
+        They are what the model would return if its layers after that depth were not there; those of the last depth are
+        the model's own.
+
+        Args:
+            args, kwargs: what the model's forward takes. Labels are not needed, and not looked at.
+
+        Returns:
+            A tensor a depth: `[B, T, V]` of a language model, `[B, classes]` of a classifier.
+
+        Raises:
+            InputError: `remove` was called; or as from the first forward of `attach_layer_losses`.
+        """
+        if not self._attached:
+            raise InputError("the layer losses were removed from this model: attach them again to read its depths")
+        self._reads_logits = True
+        try:
+            return self._parts.model(*args, **kwargs)
+        finally:
+            self._reads_logits = False
+
     def remove(self) -> None:
         """Give the model back as it was."""
         if not self._attached:
@@ -144,6 +168,8 @@ class LayerLosses:
         kwargs.update(zip(patch.names, args, strict=False))
         weights = kwargs.pop("depth_weights", None)
         labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+        if self._reads_logits:
+            return self._logits(patch, kwargs)
         if not self._attached or (labels is None and shifted is None):
             return patch.original(**kwargs)
         for name in ("labels", "shift_labels"):
@@ -157,9 +183,7 @@ class LayerLosses:
         targets = targets_of(labels if shifted is None else shifted, self._parts.classes, shift=shift)
         count = check_count(targets, items)
         weights = self._weights if weights is None else weights_of_depths(weights, len(self.taps))
-        if not self._checked:
-            check_first_forward(self._parts, self.taps, patch.original, self._reading, kwargs)
-            self._checked = True
+        self._check(patch, kwargs)
         this = _Pass(targets, None if self._evaluating else weights, self._whole_logits())
         output, total, sums, logits = self._read(functools.partial(patch.original, **kwargs), this)
         loss = self._with_router_loss(total / (count if items is None else items), output)
@@ -167,6 +191,30 @@ class LayerLosses:
         means = sums / count.clamp(min=1)
         output = with_layer_losses(output, loss=loss, logits=logits, **{LAYER_LOSSES: means, LOSS_COUNT: count})
         return output.to_tuple() if as_tuple else output
+
+    def _logits(self, patch: Patch, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The forward of the model while logits are read."""
+        for name in ("labels", "shift_labels", "num_items_in_batch"):
+            kwargs.pop(name, None)
+        kwargs["return_dict"] = True
+        if not torch.compiler.is_compiling():
+            check_head(self._parts)
+        self._check(patch, kwargs)
+        run = functools.partial(patch.original, **kwargs)
+        this = self._pass = _Pass(None, None, whole_logits=False)
+        try:
+            output = run()
+            rows = self._parts.kind == CLASSIFIER
+            states = self._rows(output, run) if rows else self._states(this.features)
+            return self._parts.head(states)[: len(self.taps)]
+        finally:
+            self._pass = None
+
+    def _check(self, patch: Patch, arguments: dict[str, Any]) -> None:
+        """Once: that the depths are read as the model reads its last."""
+        if not self._checked:
+            check_first_forward(self._parts, self.taps, patch.original, self._reading, arguments)
+            self._checked = True
 
     def _with_router_loss(self, loss: Tensor, output: Any) -> Tensor:
         of_router = router_loss(self._parts.model, output)
@@ -201,6 +249,7 @@ class LayerLosses:
         """Total, sums and logits of a language model."""
         this = self._this_pass()
         features, targets = this.features, this.targets
+        assert targets is not None
         if features is None or features.shape[:-1] != targets.shape:
             given = None if features is None else tuple(features.shape[:-1])
             raise InputError(
@@ -209,25 +258,35 @@ class LayerLosses:
             )
         # Called as a module, so that what gathers the weight of a sharded head does so. The last norm runs again there,
         # for sharded together with the head its weight is there only between the call and its backward.
-        total, sums = self._parts.head([*self._inner_states(), this.states.get(len(self._parts.layers), features)])
+        total, sums = self._parts.head(self._states(features))
         return total, sums, output.logits if this.whole_logits else None
 
     def _read_rows(self, output: Any, again: Callable[[], Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Total, sums and logits of a classifier."""
-        this = self._this_pass()
-        features = []
-        for state in self._inner_states():
-            this.replayed = self._parts.read(state)
-            features.append(again().logits)
-        this.inner = list(features)
-        features.append(output.logits)
+        targets, features = self._this_pass().targets, self._rows(output, again)
+        assert targets is not None
         for rows in features:
-            if rows.dim() != 2 or rows.shape[0] != this.targets.numel() or this.targets.dim() != 1:
+            if rows.dim() != 2 or rows.shape[0] != targets.numel() or targets.dim() != 1:
                 raise InputError(
                     f"labels must have one class a row, and the head read one row a sequence: got labels "
-                    f"{tuple(this.targets.shape)}, rows {tuple(rows.shape[:-1])}"
+                    f"{tuple(targets.shape)}, rows {tuple(rows.shape[:-1])}"
                 )
         return self._parts.head(features)
+
+    def _rows(self, output: Any, again: Callable[[], Any]) -> list[Tensor]:
+        """What the head of a classifier is given for each depth and, whether it is tapped or not, the last."""
+        this = self._this_pass()
+        for state in self._inner_states():
+            this.replayed = self._parts.read(state)
+            this.inner.append(again().logits)
+        return [*this.inner, output.logits]
+
+    def _states(self, features: Tensor | None) -> list[Tensor]:
+        """The states of a language model at each depth and, whether it is tapped or not, the last, before its norm."""
+        last = self._this_pass().states.get(len(self._parts.layers), features)
+        if last is None:
+            raise refusal(self._parts.model, "its head did not run")
+        return [*self._inner_states(), last]
 
     def _head(self, patch: Patch, features: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of the head: losses for a list of states; within a pass, what it notes; else its own."""
@@ -236,6 +295,8 @@ class LayerLosses:
             return patch.original(features, *args, **kwargs)
         classifier = self._parts.kind == CLASSIFIER
         if isinstance(features, list):
+            if classifier and this.targets is None:
+                return [patch.original(rows) for rows in features]
             if classifier:
                 return *self._losses(features), patch.original(features[-1])
             features = [self._parts.read(state) for state in features]
@@ -244,6 +305,8 @@ class LayerLosses:
                 if this.features is not None and rows.shape != this.features.shape:
                     shapes = f"{tuple(rows.shape)} as read, {tuple(this.features.shape)} in its forward"
                     raise refusal(self._parts.model, f"what its head is given has another shape: {shapes}")
+            if this.targets is None:
+                return [self._parts.capped(patch.original(rows)) for rows in features]
             return self._losses(features)
         if classifier:
             return features
@@ -270,6 +333,7 @@ class LayerLosses:
     def _losses(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The total that becomes the loss, and the sums of the depths that are tapped."""
         this, parts = self._this_pass(), self._parts
+        assert this.targets is not None
         weight, bias = effective_linear(in_use(parts.head))
         if not torch.is_autocast_enabled(weight.device.type):
             features = [rows.to(weight.dtype) for rows in features]

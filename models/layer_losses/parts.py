@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import check_integer
@@ -73,6 +74,11 @@ class ModelParts:
         for module in self.tail:
             state = module(state)
         return state
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """What the model makes of the logits of its head."""
+        logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def pool(self, state: Tensor) -> Tensor | None:
         """What `base` pools from a last state; None where that is no module of its own and no head needs it."""

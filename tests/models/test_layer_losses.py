@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
 from tests.models.layer_loss_cases import (
     CLASSIFIERS,
@@ -327,3 +328,41 @@ def test_nothing_is_kept_after_the_forward() -> None:
     assert handle._pass is None
     assert "layer_losses" not in model(input_ids=inputs["input_ids"])
     assert model(**inputs).layer_losses.shape == (1,)
+
+
+@pytest.mark.parametrize("name", [*LANGUAGE_MODELS, *CLASSIFIERS])
+def test_logits_of_the_depths_are_those_that_the_losses_are_of(name: str) -> None:
+    shifted = name in LANGUAGE_MODELS
+    model, inputs = (language_model(name), tokens()) if shifted else (classifier(name), rows(name))
+    family = (LANGUAGE_MODELS if shifted else CLASSIFIERS)[name]
+    tolerance = EXACT if family.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    losses = eager_losses(model, family, inputs, shifted)
+    unlabeled = {name: value for name, value in inputs.items() if name != "labels"}
+    own = model(**unlabeled).logits
+    handle = attach_layer_losses(model)
+    logits = handle.depth_logits(**unlabeled)
+    assert len(logits) == LAYERS + 1
+    torch.testing.assert_close(logits[-1], own, **tolerance)
+    labels = inputs["labels"]
+    for each, loss in zip(logits, losses, strict=True):
+        read, wanted = (each[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) if shifted else (each, labels)
+        torch.testing.assert_close(torch.nn.functional.cross_entropy(read, wanted), loss, **tolerance)
+    torch.testing.assert_close(handle.depth_logits(**inputs)[0], logits[0], rtol=0, atol=0)  # labels do not matter
+    # Differentiable, at every depth.
+    assert all(torch.autograd.grad(each.sum(), model.get_input_embeddings().weight if shifted else
+               next(model.parameters()), retain_graph=True)[0].any() for each in logits)  # fmt: skip
+
+
+@pytest.mark.parametrize("taps", [[0, 2], [1, 3]])
+def test_logits_are_of_the_taps(taps: list[int]) -> None:
+    model, inputs = language_model(), tokens()
+    every = attach_layer_losses(model)
+    expected_logits = every.depth_logits(**inputs)
+    every.remove()
+    with pytest.raises(InputError, match="were removed"):
+        every.depth_logits(**inputs)
+    handle = attach_layer_losses(model, taps)
+    found = handle.depth_logits(inputs["input_ids"], inputs["attention_mask"])
+    torch.testing.assert_close(found, [expected_logits[tap] for tap in taps], rtol=0, atol=0)
+    assert "layer_losses" in model(**inputs)
+    assert handle._pass is None
