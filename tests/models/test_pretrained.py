@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cdt_fast import models
 from cdt_fast.errors import InputError
@@ -170,11 +173,83 @@ def test_weights_that_do_not_fit_the_config(saved: Path, changes: dict[str, Any]
     assert_refused(saved, r"model\.safetensors: does not fit .*config\.json")
 
 
+def of_another_tool(folder: Path, **changes: torch.Tensor) -> None:
+    """The weights without checksums, and with `changes`."""
+    save_file({**load_file(folder / "model.safetensors"), **changes}, folder / "model.safetensors")
+
+
 def test_weights_with_a_tensor_too_many(saved: Path) -> None:
+    of_another_tool(saved, readout_dictionary=torch.zeros(4, 9))
+    with pytest.warns(UserWarning, match="has no checksums"):
+        assert_refused(saved, r"(?s)model\.safetensors: does not fit .*readout_dictionary")
+
+
+def test_weights_of_another_model_of_the_same_shapes(saved: Path) -> None:
     other = saved / "other"
-    trained(models.DUST, readout="shared").save_pretrained(other)
+    trained(models.DUST, sparsity=0.9).save_pretrained(other)
     (other / "model.safetensors").replace(saved / "model.safetensors")
-    assert_refused(saved, r"(?s)model\.safetensors: does not fit .*readout_dictionary")
+    assert_refused(saved, r"model\.safetensors: does not fit .*config\.json, which was another one")
+
+
+@pytest.mark.parametrize("changes", [{"sparsity": 0.3}, {"step": 0.1}, {"scale": 1.5}, {"readout": "next"}])
+def test_a_config_that_was_changed_since(saved: Path, changes: dict[str, Any]) -> None:
+    change_config(saved, **changes)
+    assert_refused(saved, r"config\.json, which was another one when it was saved")
+
+
+@pytest.mark.parametrize("model", [{"kind": models.DUST}, {"kind": models.VideoUT, "tied": True, "readout": "shared"}])
+def test_no_flipped_bit_passes(tmp_path: Path, model: dict[str, Any]) -> None:
+    trained(**model).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    generator = random.Random(0)
+    for position in generator.sample(range(len(whole)), 150):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a header whose entry of checksums is lost says so
+            try:
+                loaded = models.load_pretrained(tmp_path)
+            except InputError:
+                continue
+        weights = load_file(path)
+        assert all(torch.equal(loaded.state_dict()[name], value) for name, value in weights.items())
+        path.write_bytes(whole)
+        intact = models.load_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(intact[name], value) for name, value in loaded.state_dict().items()), position
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite(tmp_path: Path, value: float) -> None:
+    model = trained(models.DUST)
+    with torch.no_grad():
+        model.dictionary[0, 1, 2] = value
+    model.save_pretrained(tmp_path)
+    assert_refused(tmp_path, r"model\.safetensors: 1 of its tensors hold NaN or infinity, the first is dictionary")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_weights_that_are_no_floating_point_numbers(saved: Path, dtype: torch.dtype) -> None:
+    of_another_tool(saved, dictionary=torch.ones(2, 4, 9, dtype=dtype))
+    with pytest.warns(UserWarning, match="has no checksums"):
+        assert_refused(saved, f"dictionary must be floating-point numbers, got {dtype}")
+
+
+def test_weights_of_another_tool_load_and_say_so(saved: Path) -> None:
+    before = models.load_pretrained(saved).state_dict()
+    of_another_tool(saved)
+    with pytest.warns(UserWarning, match=r"model\.safetensors: has no checksums"):
+        after = models.load_pretrained(saved).state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+def test_each_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
+    model = trained(models.DUST, readout="shared")
+    model.readout_dictionary = torch.nn.Parameter(torch.ones(4, 9, dtype=torch.bfloat16))
+    model.save_pretrained(tmp_path)
+    loaded = models.load_pretrained(tmp_path).state_dict()
+    assert (loaded["dictionary"].dtype, loaded["readout_dictionary"].dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_a_model_trained_on_in_place_is_saved_as_it_is_now(tmp_path: Path) -> None:
