@@ -26,7 +26,7 @@ class Item:
 
 
 def made_up(name: str, *values: Any, mark: str = "") -> Any:
-    parameters = dict(zip(("kernel", "shape", "flag"), values, strict=False))
+    parameters: dict[str, Any] = dict(zip(("kernel", "shape", "flag"), values, strict=False))
     return Item(f"{name}[{values}]", parameters, mark)
 
 

@@ -115,10 +115,12 @@ def _train_and_evaluate(
 
 def _make_absolute(settings: RunSettings) -> None:
     """The paths of the settings from the root, so that the run can be evaluated from any folder."""
-    if settings.data.source is None:
+    source = settings.data.source
+    if source is None:
         raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
-    if settings.data.source != "demo" and Path(settings.data.source).exists():  # else it may be a name of the hub
-        settings.data.source = str(Path(settings.data.source).resolve())
+    on_hub = getattr(settings.model, "download", False) and not Path(source).exists()
+    if not on_hub and source != type(settings.data).model_fields["source"].default:  # that of video is generated
+        settings.data.source = str(Path(source).resolve())
     for name in ("model", "embedding", "pretrained"):
         value = getattr(settings.model, name, None)
         if value is not None and settings.network != value and Path(value).is_dir():

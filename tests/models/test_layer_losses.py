@@ -335,7 +335,7 @@ def test_logits_of_the_depths_are_those_that_the_losses_are_of(name: str) -> Non
     shifted = name in LANGUAGE_MODELS
     model, inputs = (language_model(name), tokens()) if shifted else (classifier(name), rows(name))
     family = (LANGUAGE_MODELS if shifted else CLASSIFIERS)[name]
-    tolerance = EXACT if family.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    tolerance: dict[str, Any] = EXACT if family.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
     losses = eager_losses(model, family, inputs, shifted)
     unlabeled = {name: value for name, value in inputs.items() if name != "labels"}
     own = model(**unlabeled).logits

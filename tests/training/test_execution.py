@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate.utils import DynamoBackend
 
-from cdt_fast import kernels
 from cdt_fast.errors import InputError
+from cdt_fast.kernels import cards
 from cdt_fast.ops.shared import backend
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.tasks import TASKS
@@ -91,7 +91,7 @@ def test_the_first_line_says_which_kernels_run_and_why(
 def test_without_kernels_the_first_line_says_why(
     tiny_config: Callable[..., VideoSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "unavailable_reason", lambda: "the moon is in the way")
+    monkeypatch.setattr(cards, "unavailable_reason", lambda: "the moon is in the way")
     settings = tiny_config(device="auto")
     execution = resolve_execution(settings, accelerator(), task_of(settings))
     line = execution.describe(VideoWorkload(settings, load_data(settings), torch.device("cpu")))
