@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import math
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
-from cdt_fast.ops.layerwise_cross_entropy import chunks, layerwise_cross_entropy_reference, sweep
-from cdt_fast.ops.layerwise_cross_entropy import kept as kept_logits
-from cdt_fast.ops.layerwise_cross_entropy import operator as operators
+from cdt_fast.ops.layerwise_cross_entropy import chunked, layerwise_cross_entropy_reference
+from cdt_fast.ops.layerwise_cross_entropy.chunked import strategy
+from cdt_fast.ops.layerwise_cross_entropy.operator import layerwise_cross_entropy_forward
 from tests.ops.ops_cases import (
     LOW_DTYPES,
     assert_as_precise_as_torch,
@@ -94,17 +94,17 @@ def test_losses_and_gradients_are_the_formula(
     assert_close([layerwise_cross_entropy_reference(hidden, weight, targets, bias, **flags)], [expected])
     leaves = [*hidden, weight, bias]
 
-    total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias, chunk_tokens=chunk_tokens, **flags)
+    total, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, bias, chunk_tokens=chunk_tokens, **flags)
     factors = normal(5, DEPTHS)
-    assert_close([per_layer, total], [expected, expected.sum()])
-    assert_close(gradients([per_layer], leaves, [factors]), torch.autograd.grad(expected, leaves, factors, True))
+    assert_close([per_depth, total], [expected, expected.sum()])
+    assert_close(gradients([per_depth], leaves, [factors]), torch.autograd.grad(expected, leaves, factors, True))
 
-    total, per_layer = ops.layerwise_cross_entropy(
+    total, per_depth = ops.layerwise_cross_entropy(
         hidden, weight, targets, bias, depth_weights=WEIGHTS, chunk_tokens=chunk_tokens, **flags
     )
     expected_total = torch.dot(torch.tensor(WEIGHTS, dtype=torch.float64), expected)
-    assert not per_layer.requires_grad
-    assert_close([per_layer, total], [expected, expected_total])
+    assert not per_depth.requires_grad
+    assert_close([per_depth, total], [expected, expected_total])
     upstream = torch.tensor(-3.0, dtype=torch.float64)
     assert_close(gradients([total], leaves, [upstream]), torch.autograd.grad(-3 * expected_total, leaves))
 
@@ -116,8 +116,8 @@ def test_shapes(shape: tuple[int, ...], depths: int) -> None:
     expected = written(hidden, weight, targets, None)
     leaves = [*hidden, weight]
     for weights in (None, [1.0] * depths):
-        total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights)
-        assert_close([per_layer, total], [expected, expected.sum()])
+        total, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights)
+        assert_close([per_depth, total], [expected, expected.sum()])
         found = gradients([total], leaves, [torch.ones_like(total)])
         assert_close(found, torch.autograd.grad(expected.sum(), leaves, retain_graph=True))
 
@@ -128,8 +128,8 @@ def test_the_flags_mean_what_they_mean_in_torch() -> None:
         torch.nn.functional.cross_entropy(depth @ weight.T + bias, targets, ignore_index=-100, label_smoothing=0.3)
         for depth in hidden
     ]
-    _, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias, label_smoothing=0.3)
-    assert_close(per_layer, expected)
+    _, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, bias, label_smoothing=0.3)
+    assert_close(per_depth, expected)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 1.0, 30.0])
@@ -138,10 +138,10 @@ def test_large_logits(softcap: float) -> None:
     hidden = [leaf(1e4 * depth.detach()) for depth in hidden]
     for cap in (None, softcap):
         expected = layerwise_cross_entropy_reference(hidden, weight, targets, bias, softcap=cap)
-        total, per_layer = ops.layerwise_cross_entropy(
+        total, per_depth = ops.layerwise_cross_entropy(
             hidden, weight, targets, bias, softcap=cap, depth_weights=[1.0] * DEPTHS
         )
-        assert_close([per_layer], [expected])
+        assert_close([per_depth], [expected])
         one = torch.ones_like(total)
         assert_close(
             gradients([total], [*hidden, weight], [one]), torch.autograd.grad(expected.sum(), [*hidden, weight])
@@ -151,83 +151,59 @@ def test_large_logits(softcap: float) -> None:
 # The gradients of logits that are kept until the backward
 
 
-@pytest.mark.parametrize("vocabulary", [4, VOCABULARY])
-@pytest.mark.parametrize("group_bytes", [0, 700, 2**20])
-@pytest.mark.parametrize("few_rows", [0, 128])
-@pytest.mark.parametrize("kept_depths", [1, 2, 3])
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 5, 7])
+@pytest.mark.parametrize("rows", [1, 6, 17, 100])
 def test_kept_logits_give_what_logits_computed_again_give(
-    monkeypatch: pytest.MonkeyPatch, kept_depths: int, few_rows: int, group_bytes: int, vocabulary: int
+    monkeypatch: pytest.MonkeyPatch, rows: int, chunk_tokens: int | None
 ) -> None:
-    recompute(monkeypatch)
     hidden, weight, targets, bias = tensors(2, 9)
     leaves = [*hidden, weight, bias]
-    targets = torch.where(targets >= vocabulary, targets - vocabulary, targets)
-    head = (weight[:vocabulary], targets, bias[:vocabulary])
     factors = normal(5, DEPTHS)
-    known = WEIGHTS if kept_depths == DEPTHS else None
 
     def run(zero: bool, **options: Any) -> list[Tensor | None]:
-        total, per_layer = ops.layerwise_cross_entropy(hidden, *head, **options)
+        total, per_depth = ops.layerwise_cross_entropy(
+            hidden, weight, targets, bias, chunk_tokens=chunk_tokens, generator=generator(3), **options
+        )
         upstream = factors * torch.tensor([1.0, 0.0 if zero else 1.0, 1.0])
-        result = total if options.get("depth_weights") else per_layer
-        return [per_layer, *gradients([result], leaves, [upstream if result.dim() else torch.tensor(2.0).double()])]
+        if "depth_weights" in options:
+            return [per_depth, total, *gradients([total], leaves, [upstream[0]])]
+        return [per_depth, *gradients([per_depth], leaves, [upstream])]
 
     flags = [
-        {"label_smoothing": 0.1, "softcap": 2.0, "depth_weights": known},
+        {"label_smoothing": 0.1, "softcap": 2.0},
         {"reduction": "sum", "inner_fraction": 0.5},
+        {"depth_weights": WEIGHTS, "reduction": "sum"},
+        {"depth_weights": [0.5, 0.0, 2.0], "inner_fraction": 0.5},
     ]
     for options, zero in itertools.product(flags, (False, True)):
-        expected = run(zero, **options, generator=generator(3))
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "depths_kept", lambda *_: kept_depths)
-            patch.setattr(kept_logits, "FEW_ROWS", few_rows)
-            patch.setitem(chunks.CHUNK_BYTES, "cpu", group_bytes)
-            direct = run(zero, **options, generator=generator(3))
-            by_the_operator(patch)
-            assert_equal(run(zero, **options, generator=generator(3)), direct)
-        assert_close(direct, expected)
+        recompute(monkeypatch)
+        expected = run(zero, **options)
+        keep(monkeypatch, rows)
+        assert_close(run(zero, **options), expected)
 
 
-def test_a_frozen_depth_among_kept_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_depth_among_kept_logits() -> None:
     hidden, weight, targets, bias = tensors(11)
     hidden[1].requires_grad_(False)
-    for few_rows in (0, 128):
-        monkeypatch.setattr(kept_logits, "FEW_ROWS", few_rows)
-        total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias)
-        leaves = [hidden[0], hidden[2], weight, bias]
-        expected = written(hidden, weight, targets, bias)
-        assert_close(gradients([total], leaves, [torch.ones_like(total)]), torch.autograd.grad(expected.sum(), leaves))
+    total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias)
+    leaves = [hidden[0], hidden[2], weight, bias]
+    expected = written(hidden, weight, targets, bias)
+    assert_close(gradients([total], leaves, [torch.ones_like(total)]), torch.autograd.grad(expected.sum(), leaves))
 
 
-def test_how_many_depths_keep_their_logits() -> None:
-    def kept(rows: int, depths: int = 4, given: int | None = None, known: bool = False) -> int:
-        return chunks.depths_kept([rows] * depths, given, 1024, torch.float32, known)
+def test_the_strategy() -> None:
+    def chosen(rows: int, known: bool = False, given: int | None = None, width: int = 1, device: str = "cpu") -> object:
+        loss = arguments([torch.empty(rows, width, device=device)] * 2, torch.empty(1024, width, device=device))
+        weights = torch.ones(2) if known else None
+        return strategy(replace(loss, depth_weights=weights, chunk_tokens=given))
 
-    # A row takes 4 KiB: 4096 of them a chunk, eight times as many where they would be computed again.
-    assert [kept(1024), kept(1025), kept(8192), kept(8193), kept(32768), kept(32769)] == [4, 4, 4, 3, 1, 0]
-    assert [kept(1024, known=True), kept(1025, known=True)] == [4, 0]
-    assert [kept(4, given=16), kept(5, given=16)] == [4, 0]
-    assert kept(1024, 1000) == 32
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_a_sweep_along_columns_is_the_one_along_rows(
-    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], dtype: torch.dtype
-) -> None:
-    results = []
-    for few in (2**14, 0):
-        monkeypatch.setattr(sweep, "FEW_NUMBERS", few)
-        hidden, weight, targets, bias = tensors(40)
-        leaves = [leaf(tensor.to(dtype)) for tensor in (*hidden, weight, bias)]
-        for chunk_tokens in (None, 9):
-            total, per_layer = ops.layerwise_cross_entropy(
-                leaves[:DEPTHS], leaves[-2], targets, leaves[-1], chunk_tokens=chunk_tokens, **flags
-            )
-            results.append([per_layer, *gradients([total], leaves, [torch.ones_like(total)])])
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    for one, other in zip(results[:2], results[2:], strict=True):
-        assert_close(one, other, tolerance)
+    # A row of two depths takes 8 KiB.
+    assert [chosen(rows) for rows in (1, 2**14, 2**14 + 1)] == [(False, 2), (False, 2**15), (False, 2**15)]
+    assert [chosen(rows, given=16) for rows in (8, 9)] == [(False, 16), (False, 16)]
+    assert [chosen(rows, known=True) for rows in (1, 2**15)] == [(True, 0), (True, 0)]
+    assert [chosen(rows, known=True, width=1024) for rows in (1, 2**15)] == [(False, 2), (True, 0)]
+    # On a GPU, which a meta tensor stands for, all or none.
+    assert [chosen(rows, device="meta") for rows in (2**14, 2**14 + 1)] == [(False, 2**15), (False, 0)]
 
 
 # Weights
@@ -244,12 +220,12 @@ def test_weights_of_any_kind_and_depths_that_they_switch_off(kind: str) -> None:
         "float32": torch.tensor(numbers),
         "trained": torch.tensor(numbers, requires_grad=True),
     }[kind]
-    total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights)
+    total, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights)
     expected = written(hidden, weight, targets, bias)
     factors = torch.as_tensor(weights).detach().double()
     if kind == "list":
         factors = torch.tensor(numbers, dtype=torch.float64)
-    assert_close([per_layer, total], [expected, torch.dot(factors, expected)])
+    assert_close([per_depth, total], [expected, torch.dot(factors, expected)])
     found = gradients([total], [*hidden, weight, bias], [torch.ones_like(total)])
     right: list[Tensor | None] = [*torch.autograd.grad(torch.dot(factors, expected), [*hidden, weight, bias])]
     assert found[1] is None
@@ -257,15 +233,25 @@ def test_weights_of_any_kind_and_depths_that_they_switch_off(kind: str) -> None:
     assert_close(found, right)
 
 
+def arguments(hidden: list[Tensor], weight: Tensor, **changed: Any) -> chunked.CrossEntropyArguments:
+    """Without a bias; every gradient is needed."""
+    options = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "chunk_tokens": None, "mean": True}
+    how = {"dtype": torch.float32, "backend": "torch", "fused": False, "kept_rows": 0}
+    tensors = {"bias": None, "targets": torch.zeros(len(hidden[0]), dtype=torch.int64), "sample": None}
+    needs = {"needs_hidden": [True] * len(hidden), "needs_weight": True, "needs_bias": False}
+    values: dict[str, Any] = {**tensors, "depth_weights": None, **options, **how, **needs, **changed}
+    return chunked.CrossEntropyArguments(hidden=hidden, weight=weight, **values)
+
+
 def recompute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have neither the gradients of the head of all depths nor any logits fit the budget."""
-    monkeypatch.setattr(module, "gradients_fit", lambda entries, *_: not entries)
-    monkeypatch.setattr(module, "depths_kept", lambda *_: 0)
+    """Have no gradients of logits kept."""
+    monkeypatch.setattr(chunked, "KEPT_BYTES", 0)
+    monkeypatch.setattr(module, "strategy", lambda loss: (strategy(replace(loss, chunk_tokens=None))[0], 0))
 
 
-def by_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the dispatcher see the operator in eager mode too."""
-    monkeypatch.setattr(operators, "_plain", lambda *_: False)
+def keep(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Have the gradients of the logits of so many rows kept."""
+    monkeypatch.setattr(module, "strategy", lambda *_: (False, rows))
 
 
 def products(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> int:
@@ -288,7 +274,7 @@ def products(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> int:
     with monkeypatch.context() as patch:
         patch.setattr(torch, "mm", counted(mm))
         patch.setattr(torch, "addmm", counted(addmm))
-        total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias, chunk_tokens=9, **changed)
+        total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias, chunk_tokens=11, **changed)
         if total.requires_grad:
             total.backward()
     return count
@@ -297,6 +283,7 @@ def products(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> int:
 def test_what_is_not_wanted_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     weighted = {"depth_weights": [1.0, 1.0, 1.0]}
     assert products(monkeypatch, **weighted) == 9
+    keep(monkeypatch, 100)
     assert products(monkeypatch) == 9
     recompute(monkeypatch)
     assert products(monkeypatch) == 12
@@ -326,9 +313,9 @@ def test_frozen_inputs(frozen: set[int], weights: list[float] | None) -> None:
 
 def test_all_weights_zero_and_nothing_to_differentiate() -> None:
     hidden, weight, targets, _ = tensors(11)
-    total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=[0.0] * DEPTHS)
+    total, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=[0.0] * DEPTHS)
     assert total.item() == 0
-    assert (per_layer > 0).all()
+    assert (per_depth > 0).all()
     total.backward()
     assert_equal([weight.grad, hidden[0].grad], [torch.zeros_like(weight), None])
     total, _ = ops.layerwise_cross_entropy(hidden, weight.detach(), targets, depth_weights=[0.0] * DEPTHS)
@@ -338,13 +325,8 @@ def test_all_weights_zero_and_nothing_to_differentiate() -> None:
 # Backward more than once
 
 
-@pytest.mark.parametrize("operator", [True, False])
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_a_second_backward_finds_the_same_and_a_second_derivative_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, weights: list[float] | None, operator: bool
-) -> None:
-    if operator:
-        by_the_operator(monkeypatch)
+def test_a_second_backward_finds_the_same_and_a_second_derivative_is_an_error(weights: list[float] | None) -> None:
     hidden, weight, targets, bias = tensors(11)
     leaves = [*hidden, weight, bias]
     total, _ = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights)
@@ -370,9 +352,9 @@ def test_ignored_tokens_take_no_part(poison: float, weights: list[float] | None)
     poisoned = [leaf(depth.detach().masked_fill(ignored.unsqueeze(-1), poison)) for depth in hidden]
     results = []
     for states in (hidden, poisoned):
-        total, per_layer = ops.layerwise_cross_entropy(states, weight, targets, bias, depth_weights=weights)
+        total, per_depth = ops.layerwise_cross_entropy(states, weight, targets, bias, depth_weights=weights)
         found = gradients([total], [*states, weight, bias], [torch.ones_like(total)])
-        results.append([total, per_layer, *found])
+        results.append([total, per_depth, *found])
     assert_equal(*results)
     assert all((gradient[ignored] == 0).all() for gradient in results[0][2 : 2 + DEPTHS])
 
@@ -396,9 +378,9 @@ def test_a_sum_over_no_token_is_zero_and_a_mean_is_an_error(
     weight, targets = leaf(normal(9, VOCABULARY, WIDTH)), torch.full(shape, -100)
     with pytest.raises(InputError, match=r"targets must hold at least one token that is not -100 \(ignore_index\)"):
         ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights)
-    total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights, reduction="sum")
+    total, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights, reduction="sum")
     found = gradients([total], [*hidden, weight], [torch.ones_like(total)])
-    assert_equal([total, per_layer], [torch.zeros_like(total), torch.zeros_like(per_layer)])
+    assert_equal([total, per_depth], [torch.zeros_like(total), torch.zeros_like(per_depth)])
     assert_equal(found, [torch.zeros_like(tensor) for tensor in (*hidden, weight)])
 
 
@@ -416,29 +398,24 @@ def test_a_nan_stays_in_its_depth() -> None:
     with torch.no_grad():
         hidden[1][4, 0] = float("nan")
     for weights in (None, WEIGHTS):
-        total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights, chunk_tokens=100)
-        assert torch.isnan(per_layer).tolist() == [False, True, False]
+        total, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights, chunk_tokens=100)
+        assert torch.isnan(per_depth).tolist() == [False, True, False]
         found = torch.autograd.grad(total, hidden)
         assert [torch.isnan(gradient).any(1).nonzero().flatten().tolist() for gradient in found] == [[], [4], []]
 
 
-@pytest.mark.parametrize("operator", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
-def test_an_upstream_gradient_of_zero_keeps_a_nan_out(
-    monkeypatch: pytest.MonkeyPatch, kept: bool, operator: bool
-) -> None:
+def test_an_upstream_gradient_of_zero_keeps_a_nan_out(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     if not kept:
         recompute(monkeypatch)
-    if operator:
-        by_the_operator(monkeypatch)
     hidden, weight, targets, bias = tensors(11)
     leaves = [*hidden, weight, bias]
     factors = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64)
     right = torch.autograd.grad(written(hidden, weight, targets, bias), leaves, factors)
     with torch.no_grad():
         hidden[1].fill_(float("nan"))
-    _, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias)
-    assert_close(gradients([per_layer], leaves, [factors]), right)
+    _, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, bias)
+    assert_close(gradients([per_depth], leaves, [factors]), right)
 
 
 # Memory
@@ -475,18 +452,12 @@ class _LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, freed)
 
 
-@pytest.mark.parametrize(
-    ("weighted", "kept", "kept_bytes"), [(True, True, 0), (False, True, 0), (False, False, 0), (False, False, 2**21)]
-)
+@pytest.mark.parametrize(("weighted", "kept_bytes"), [(True, 0), (False, 0), (False, 2**21)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept: bool, kept_bytes: int
-) -> None:
-    if not kept:
-        recompute(monkeypatch)
-    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", 2**19)
-    monkeypatch.setattr(chunks, "KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(sweep, "SWEEP_BYTES", 2**17)
+def test_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept_bytes: int) -> None:
+    monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 2**19)
+    monkeypatch.setattr(chunked, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setitem(chunked.SWEEP_BYTES, "cpu", 2**17)
     tokens, width = 512, 8
     for depths, vocabulary in ((4, 1024), (8, 1024), (4, 2048)):
         hidden = [leaf(normal(depth, tokens, width, dtype=dtype)) for depth in range(depths)]
@@ -497,8 +468,7 @@ def test_memory(
                 hidden, weight, targets, depth_weights=[1.0] * depths if weighted else None
             )
             torch.autograd.grad(total, [*hidden, weight])
-        heads = 1 + (depths if kept and not weighted else 1)
-        of_head = heads * 4 * vocabulary * width
+        of_head = 2 * 4 * vocabulary * width
         of_states = 2 * depths * tokens * width * dtype.itemsize
         of_rows = 40 * depths * tokens
         logits = 2 * 128 * vocabulary * dtype.itemsize
@@ -515,8 +485,8 @@ def test_the_sample_is_unbiased_over_all_subsets(monkeypatch: pytest.MonkeyPatch
     leaves = [*hidden, weight, bias]
 
     def run(**options: Any) -> list[Tensor]:
-        total, per_layer = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights, **options)
-        return [per_layer.detach(), *torch.autograd.grad(total, leaves)]
+        total, per_depth = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights, **options)
+        return [per_depth.detach(), *torch.autograd.grad(total, leaves)]
 
     exact, estimates = run(), []
     for subset in itertools.combinations(range(6), 4):
@@ -574,10 +544,10 @@ def test_as_precise_as_torch(dtype: torch.dtype, autocast: bool, weights: list[f
     targets = torch.randint(33, (20,), generator=generator(3))
 
     def operation(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
-        total, per_layer = ops.layerwise_cross_entropy(
+        total, per_depth = ops.layerwise_cross_entropy(
             [first, second], weight, targets, bias, depth_weights=weights, chunk_tokens=7
         )
-        assert per_layer.dtype == (torch.float64 if first.dtype == torch.float64 else torch.float32)
+        assert per_depth.dtype == (torch.float64 if first.dtype == torch.float64 else torch.float32)
         return [total.to(dtype)]
 
     def reference(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
@@ -642,14 +612,14 @@ def test_under_autocast_the_gradients_keep_the_dtype_of_the_arguments(weights: l
     hidden = [depth.float() for depth in states]
     leaves = [leaf(tensor) for tensor in (*hidden, weight.float(), bias.float())]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        total, per_layer = ops.layerwise_cross_entropy(
+        total, per_depth = ops.layerwise_cross_entropy(
             leaves[:DEPTHS], leaves[-2], targets, leaves[-1], depth_weights=weights, chunk_tokens=4
         )
         found = torch.autograd.grad(total, leaves)
-    assert total.dtype == per_layer.dtype == torch.float32
+    assert total.dtype == per_depth.dtype == torch.float32
     assert all(gradient.dtype == torch.float32 for gradient in found)
     exact = written(hidden, weight.float(), targets, bias.float())
-    assert ((per_layer - exact).abs() > 1e-6).any(), "the products must have run in bfloat16"
+    assert ((per_depth - exact).abs() > 1e-6).any(), "the products must have run in bfloat16"
     # A gradient that was rounded to bfloat16 would have no digit beyond the eighth bit.
     assert (found[-2] != found[-2].bfloat16().float()).any()
 
@@ -705,51 +675,20 @@ def test_without_gradients(mode: Any, weights: list[float] | None) -> None:
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-@pytest.mark.parametrize("mode", ["eager", "autocast", "checkpoint", "no_grad", "inference"])
-def test_the_direct_path_is_the_operator(
-    monkeypatch: pytest.MonkeyPatch, mode: str, weights: list[float] | None
-) -> None:
+def test_under_checkpointing(weights: list[float] | None) -> None:
     states, *head = tensors(11)
-    targets = head[1]
-    off = contextlib.nullcontext()
-    forward = {"no_grad": torch.no_grad(), "inference": torch.inference_mode()}.get(mode, off)
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    leaves = [leaf(tensor) for tensor in (*states, head[0], head[2])]
 
-    def network(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        total, per_layer = ops.layerwise_cross_entropy(
-            list(leaves[:DEPTHS]), leaves[-2], targets, leaves[-1], depth_weights=weights, chunk_tokens=13
-        )
-        return total, per_layer
+    def network(*leaves: Tensor) -> Tensor:
+        return ops.layerwise_cross_entropy(
+            list(leaves[:DEPTHS]), leaves[-2], head[1], leaves[-1], depth_weights=weights, chunk_tokens=13
+        )[0]
 
-    def run() -> list[Tensor]:
-        leaves = [leaf(tensor.float()) for tensor in (*states, head[0], head[2])]
-        with forward, autocast if mode == "autocast" else off:
-            if mode == "checkpoint":
-                total, per_layer = checkpoint.checkpoint(network, *leaves, use_reentrant=False)
-            else:
-                total, per_layer = network(*leaves)
-        if forward is not off:
-            assert not total.requires_grad
-            return [total, per_layer]
-        return [total, per_layer, *torch.autograd.grad(total, leaves)]
-
-    assert operators._plain([head[0]])
-    direct = run()
-    by_the_operator(monkeypatch)
-    assert_equal(direct, run())
+    results = [network(*leaves), checkpoint.checkpoint(network, *leaves, use_reentrant=False)]
+    assert_equal(*([total, *torch.autograd.grad(total, leaves)] for total in results))
 
 
-def test_the_direct_path_is_for_plain_tensors_on_the_cpu() -> None:
-    weight = normal(1, 3, 2)
-    assert operators._plain([weight, torch.nn.Parameter(weight)])
-    assert not operators._plain([weight, weight.as_subclass(type("Other", (Tensor,), {}))])
-    assert not operators._plain([weight, weight.to("meta")])
-
-
-@pytest.mark.parametrize("operator", [True, False])
-def test_function_transforms_are_refused(monkeypatch: pytest.MonkeyPatch, operator: bool) -> None:
-    if operator:
-        by_the_operator(monkeypatch)
+def test_function_transforms_are_refused() -> None:
     weight, states = normal(1, 3, 2), normal(2, 5, 4, 2)
 
     def loss(hidden: Tensor) -> Tensor:
@@ -778,10 +717,10 @@ def test_repeats_are_bitwise_equal() -> None:
     def run(weights: list[float] | None) -> list[Tensor | None]:
         hidden, weight, targets, bias = tensors(50)
         leaves = [leaf(tensor.float()) for tensor in (*hidden, weight, bias)]
-        total, per_layer = ops.layerwise_cross_entropy(
+        total, per_depth = ops.layerwise_cross_entropy(
             leaves[:DEPTHS], leaves[-2], targets, leaves[-1], depth_weights=weights
         )
-        return [total, per_layer, *gradients([total], leaves, [torch.ones_like(total)])]
+        return [total, per_depth, *gradients([total], leaves, [torch.ones_like(total)])]
 
     for weights in (None, WEIGHTS):
         assert_equal(run(weights), run(weights))
@@ -803,21 +742,29 @@ def test_opcheck(trained: tuple[bool, bool, bool], sampled: bool) -> None:
     head = [
         tensor.detach().float().requires_grad_(want) for tensor, want in zip((weight, bias), trained[1:], strict=True)
     ]
-    sample = torch.tensor([4, 1, 0]) if sampled else None
-    options = (torch.float32, -100, True, 0.1, None if sampled else 3.0, 4)
-    wanted = ([trained[0]] * DEPTHS, *trained[1:])
-    known = torch.tensor(WEIGHTS)
-    for weights, *road in ((known, True, 0), (None, True, 0), (None, False, 0), (None, False, 2), (known, False, 3)):
-        arguments = (states, head[0], targets, head[1], sample, weights, *road, *wanted, *options)
-        torch.library.opcheck(torch.ops.cdt_fast.layerwise_cross_entropy.default, arguments)
+    changed = {"chunk_tokens": 4, "label_smoothing": 0.1, "bias": head[1], "targets": targets}
+    changed |= {"sample": torch.tensor([4, 1, 0])} if sampled else {"softcap": 3.0}
+    needs = {"needs_hidden": [trained[0]] * DEPTHS, "needs_weight": trained[1], "needs_bias": trained[2]}
+    loss = arguments(states, head[0], **changed, **needs)
+
+    def check(**changed: Any) -> None:
+        operator = layerwise_cross_entropy_forward
+        torch.library.opcheck(operator.overload, operator.flat(replace(loss, **changed)))
+
+    check()
+    if loss.needs_any:
+        check(fused=True, depth_weights=torch.tensor(WEIGHTS))
+        # What is kept has room for rows that do not count, which stays as it is.
+        for kept_rows in (6, 12):
+            check(kept_rows=kept_rows, chunk_tokens=3, targets=targets.clamp(min=0))
 
 
 @pytest.mark.parametrize(("dynamic", "kind"), [(False, "list"), (True, "none"), (True, "list"), (True, "tensor")])
 def test_compiles_without_a_graph_break(dynamic: bool, kind: str) -> None:
     def network(hidden: list[Tensor], weight: Tensor, targets: Tensor, bias: Tensor, numbers: Any) -> Tensor:
         states = [torch.relu(depth) for depth in hidden]
-        total, per_layer = ops.layerwise_cross_entropy(states, weight, targets, bias, depth_weights=numbers)
-        return 2 * total + per_layer.detach().sum()
+        total, per_depth = ops.layerwise_cross_entropy(states, weight, targets, bias, depth_weights=numbers)
+        return 2 * total + per_depth.detach().sum()
 
     torch._dynamo.reset()
     compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -839,10 +786,10 @@ def test_compiles_with_a_sample() -> None:
         fullgraph=True,
         backend="aot_eager",
     )
-    _, per_layer = function()
+    _, per_depth = function()
     exact = ops.layerwise_cross_entropy(hidden, weight, targets)[1]
-    assert_close([per_layer[-1]], [exact[-1]])
-    assert not torch.equal(per_layer[0], exact[0])
+    assert_close([per_depth[-1]], [exact[-1]])
+    assert not torch.equal(per_depth[0], exact[0])
 
 
 # Errors

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
 from cdt_fast.errors import InputError
-from cdt_fast.ops.layerwise_cross_entropy.chunks import depths_kept, gradients_fit
-from cdt_fast.ops.layerwise_cross_entropy.operator import cross_entropy
-from cdt_fast.ops.shared.backend import runs_on_triton
+from cdt_fast.ops.layerwise_cross_entropy.chunked import CrossEntropyArguments, strategy
+from cdt_fast.ops.layerwise_cross_entropy.operator import layerwise_cross_entropy_forward
+from cdt_fast.ops.layerwise_cross_entropy.reference import (
+    layerwise_cross_entropy_reference as layerwise_cross_entropy_reference,
+)
+from cdt_fast.ops.shared.backend import choose_backend
 from cdt_fast.ops.shared.checks import check_shape, check_tensor, check_together, compute_dtype, describe
 from cdt_fast.ops.shared.depths import check_depths, detach_zero_weighted, weights_of_depths
 
@@ -36,12 +40,11 @@ def layerwise_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
 
-    The logits of all depths are never held, but where they are no more than a chunk's may be: chunks of rows go through
-    the head one after the other. With weights one pass computes losses and gradients together, in three matrix products
-    a chunk, and the backward only scales what that pass has kept. Without weights it does so too where the gradients of
-    the head of every depth fit a chunk's budget of bytes (a classifier's do), or none is wanted. Elsewhere the forward
-    keeps a log-sum-exp a row, and the backward computes the logits again, a fourth product: on a CPU only those of the
-    depths whose logits go beyond a second budget of bytes.
+    The logits of all depths are never held: chunks of rows go through the head one after the other. With weights one
+    pass computes losses and gradients together, in three matrix products a chunk, and the backward only scales what
+    that pass has found. Without weights, unless the head is frozen, the forward keeps a log-sum-exp a row, and the
+    backward computes the logits again, a fourth product; but not those whose gradients fit a second budget of bytes
+    and are kept, as a classifier's are in either case.
 
     Args:
         hidden_states: L+1 tensors h_l, each `[..., d]`, depth 0 first. They are never stacked.
@@ -62,8 +65,8 @@ def layerwise_cross_entropy(
         generator: of the draw; its device may be another one.
 
     Returns:
-        `(total, per_layer)`, in nats, in float32 (float64 for float64). `per_layer` is `[L+1]`. With weights: `total =
-        Σ_l w_l ℓ_l` is differentiable and `per_layer` is detached. Without: `per_layer` is differentiable and `total`
+        `(total, per_depth)`, in nats, in float32 (float64 for float64). `per_depth` is `[L+1]`. With weights: `total =
+        Σ_l w_l ℓ_l` is differentiable and `per_depth` is detached. Without: `per_depth` is differentiable and `total`
         is its plain sum.
 
     Raises:
@@ -76,55 +79,35 @@ def layerwise_cross_entropy(
     """
     _check(hidden_states, weight, targets, bias)
     weights = weights_of_depths(depth_weights, len(hidden_states))
-    mean = check_choice("reduction", reduction, REDUCTIONS) == "mean"
+    if chunk_tokens is not None:
+        chunk_tokens = check_integer("chunk_tokens", chunk_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
-    options = (
-        compute_dtype(hidden_states[0]),
-        check_integer("ignore_index", ignore_index, -(2**63)),
-        mean,
-        smoothing,
-        None if softcap is None else check_positive("softcap", softcap),
-        None if chunk_tokens is None else check_integer("chunk_tokens", chunk_tokens, 1),
-    )
     sample = _sample(targets, fraction, generator) if len(hidden_states) > 1 else None
-    if bias is not None:
-        bias = bias.to(weight.dtype)
-    hidden = detach_zero_weighted(hidden_states, weights)
-    grad = torch.is_grad_enabled()
-    wants_hidden = [grad and depth.requires_grad for depth in hidden]
-    wants_weight, wants_bias = grad and weight.requires_grad, grad and bias is not None and bias.requires_grad
-    wanted = (wants_hidden, wants_weight, wants_bias)
-    road = _road(len(hidden), weight, targets, sample, weights is not None, wanted, options[0], options[-1])
-    value, per_layer = cross_entropy(hidden, weight, targets, bias, sample, weights, *road, *wanted, *options)
-    return (value.sum(), value) if weights is None else (value, per_layer)
-
-
-def layerwise_cross_entropy_reference(
-    hidden_states: Sequence[Tensor],
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-) -> Tensor:
-    """The formula of the per-depth losses `[L+1]`, in any dtype, differentiated by torch."""
-    counted = targets != ignore_index
-    losses = []
-    for hidden in hidden_states:
-        logits = hidden[counted] @ weight.mT
-        if bias is not None:
-            logits = logits + bias
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        log_probabilities = torch.log_softmax(logits, -1)
-        at_target = log_probabilities.gather(-1, targets[counted].unsqueeze(-1)).squeeze(-1)
-        loss = -(1 - label_smoothing) * at_target - label_smoothing * log_probabilities.mean(-1)
-        losses.append(loss.sum() / counted.sum() if reduction == "mean" else loss.sum())
-    return torch.stack(losses)
+    hidden, dtype = detach_zero_weighted(hidden_states, weights), compute_dtype(hidden_states[0])
+    loss = CrossEntropyArguments(
+        hidden=hidden,
+        weight=weight,
+        bias=None if bias is None else bias.to(weight.dtype),
+        targets=targets,
+        sample=sample,
+        depth_weights=weights,
+        dtype=dtype,
+        ignore_index=check_integer("ignore_index", ignore_index, -(2**63)),
+        label_smoothing=smoothing,
+        softcap=None if softcap is None else check_positive("softcap", softcap),
+        chunk_tokens=chunk_tokens,
+        mean=check_choice("reduction", reduction, REDUCTIONS) == "mean",
+        backend=choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
+        fused=False,
+        kept_rows=0,
+        needs_hidden=[_needs_gradient(depth) for depth in hidden],
+        needs_weight=_needs_gradient(weight),
+        needs_bias=_needs_gradient(bias),
+    )
+    fused, kept_rows = strategy(loss)
+    total, per_depth, _, _ = layerwise_cross_entropy_forward(replace(loss, fused=fused, kept_rows=kept_rows))
+    return total, per_depth if weights is None else per_depth.detach()
 
 
 def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
@@ -150,37 +133,8 @@ def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bia
         raise InputError(f"targets is on {targets.device} but hidden_states[0] is on {first.device}: move one of them")
 
 
-def _road(
-    depths: int,
-    weight: Tensor,
-    targets: Tensor,
-    sample: Tensor | None,
-    weights_known: bool,
-    wanted: tuple[list[bool], bool, bool],
-    dtype: torch.dtype,
-    chunk_tokens: int | None,
-) -> tuple[bool, int]:
-    """Whether the forward computes the gradients at once, and of how many depths it keeps those of the logits."""
-    wants_hidden, wants_weight, wants_bias = wanted
-    kept, tokens = 0, targets.numel()
-    # Under torch.compile the sizes may have no values yet.
-    if (
-        weight.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and any((wants_weight, wants_bias, *wants_hidden))
-    ):
-        counts = [tokens if sample is None else sample.numel()] * (depths - 1) + [tokens]
-        kept = depths_kept(counts, chunk_tokens, len(weight), dtype, weights_known)
-        if kept and runs_on_triton("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)):
-            kept = 0
-    if kept == depths:
-        return False, depths
-    # Whether the gradients of the head can be kept for every depth, until the weights of the depths are known.
-    # Not times a truth value, which torch 2.11 cannot trace with sizes that vary.
-    entries = (weight.numel() if wants_weight else 0) + (len(weight) if wants_bias else 0)
-    if weights_known or depths == 1 or gradients_fit(depths * entries, dtype, weight.device):
-        return True, 0
-    return False, kept
+def _needs_gradient(tensor: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
 
 
 def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None) -> Tensor | None:

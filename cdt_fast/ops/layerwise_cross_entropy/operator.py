@@ -1,249 +1,297 @@
-"""The custom operators of the layerwise cross-entropy: what torch.compile and autograd see."""
+"""`layerwise_cross_entropy` as an operator with a gradient, in one pass or two over the chunks of all rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.layerwise_cross_entropy import steps
-from cdt_fast.ops.shared.registration import once_differentiable
+from cdt_fast.errors import InputError
+from cdt_fast.ops.layerwise_cross_entropy.chunked import (
+    CrossEntropyArguments,
+    Gradients,
+    Logits,
+    Rows,
+    chunks_of,
+    kept_shapes,
+    number_of_rows,
+    sweep,
+    tokens_of_depths,
+    with_room,
+)
+from cdt_fast.ops.shared.depths import zero_weight_mask
+from cdt_fast.ops.shared.products import rows_of
+from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+
+Loss = TypeVar("Loss", bound=CrossEntropyArguments)
 
 
-@torch.library.custom_op("cdt_fast::layerwise_cross_entropy", mutates_args=())
-def _cross_entropy(
-    hidden: list[Tensor],
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    sample: Tensor | None,
-    depth_weights: Tensor | None,
-    at_once: bool,
-    kept_depths: int,
-    wants_hidden: list[bool],
-    wants_weight: bool,
-    wants_bias: bool,
-    dtype: torch.dtype,
-    ignore_index: int,
-    mean: bool,
-    smoothing: float,
-    softcap: float | None,
-    chunk_tokens: int | None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    inputs = (hidden, weight, targets, bias, sample, depth_weights, at_once, kept_depths)
-    options = (dtype, ignore_index, mean, smoothing, softcap, chunk_tokens)
-    values, per_layer, factor, kept, _ = steps.forward(*inputs, wants_hidden, wants_weight, wants_bias, *options)
-    if not at_once:
-        shapes = _kept_shapes(hidden, weight, targets, sample, kept_depths, dtype)
-        kept = [_with_room(tensor, shape[0]) for tensor, shape in zip(kept, shapes, strict=True)]
-    return values, per_layer, factor, _unshared(kept)
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyBackwardArguments(CrossEntropyArguments):
+    """What the gradients are computed from where the forward is not fused.
+
+    Attributes:
+        factors: `[depths]`. One that is known to be zero gives zeros even where the depth's gradients are NaN.
+        log_sums, kept: from the forward.
+    """
+
+    factors: Tensor
+    log_sums: Tensor
+    kept: list[Tensor]
 
 
-def _kept_shapes(
-    hidden: list[Tensor],
-    weight: Tensor,
-    targets: Tensor,
-    sample: Tensor | None,
-    kept_depths: int,
-    dtype: torch.dtype,
-) -> list[tuple[int, ...]]:
-    """Of what the forward keeps of the rows, if all took part: the number of those that do is known to the values."""
-    inner = targets.numel() if sample is None else sample.numel()
-    counts = [inner] * (len(hidden) - 1) + [targets.numel()]
-    groups = steps.groups_of(targets, sample, len(hidden), kept_depths, len(weight) * dtype.itemsize)
-    shapes: list[tuple[int, ...]] = [(sum(counts[group.start : group.stop]), len(weight)) for group in groups]
-    return shapes if kept_depths == len(hidden) else [*shapes, (sum(counts[kept_depths:]),)]
+@dataclass(frozen=True, kw_only=True)
+class ScaleArguments:
+    """The gradients that a fused forward has found, and what they are multiplied by.
+
+    Attributes:
+        gradients: of the hidden states that need one, and of the head.
+        factors: `[depths]`; all the same where the head has gradients.
+        needs_hidden: which of the depths have one.
+        dtype_of_head: of what is returned.
+    """
+
+    gradients: list[Tensor]
+    factors: Tensor
+    needs_hidden: list[bool]
+    dtype_of_head: torch.dtype
 
 
-def _with_room(tensor: Tensor, rows: int) -> Tensor:
-    more = rows - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])]) if more else tensor.contiguous()
+def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
+
+    Fused, these are the gradients that are needed, of sums over the tokens. Else they are the log-sum-exp of every row,
+    and the gradients of the logits of the first rows.
+
+    The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
+    the quotients alone would underflow.
+    """
+    device, wide, shape = loss.weight.device, loss.wide, loss.hidden[0].shape
+    number, rows = _rows(loss)
+    loss = _as_matrices(loss)
+    losses = torch.empty(number_of_rows(loss), dtype=wide, device=device)
+    log_sums, kept = torch.empty_like(losses), [loss.weight.new_empty(shape) for shape in kept_shapes(loss)]
+    weights = torch.ones(len(loss.hidden), dtype=wide) if loss.depth_weights is None else loss.depth_weights
+    on = [loss.fused and not zero for zero in zero_weight_mask(weights)]
+    weights = weights.to(device, wide, non_blocking=True)
+    scales = _times_factors(weights, rows)
+    gradients = Gradients(loss, rows, on) if loss.fused else None
+    with _without_autocast(device):
+        multiply = Logits(loss.weight, loss.bias)
+        for chunk, room in with_room(chunks_of(loss, rows, on), kept):
+            place, x = chunk.place, chunk.states(loss)
+            logits = multiply(x, room)
+            of_rows = (logits, chunk.targets, losses[place], log_sums[place])
+            if gradients is not None and on[chunk.depths.start]:
+                sweep(loss, *of_rows, chunk.of_rows(scales), logits)
+                gradients.add(chunk, logits, x)
+            else:
+                sweep(loss, *of_rows, None, room)
+    per_depth = _times_factors(torch.cat([some.of(losses).sum(1) for some in rows]), rows)
+    factor = torch.ones((), dtype=wide, device=device)
+    if loss.mean:
+        number = number if isinstance(number, int) else number.to(device, wide, non_blocking=True)
+        per_depth = per_depth / number
+        factor = factor / (number if isinstance(number, int) else number.clamp(min=1.0))
+    total = torch.dot(weights, per_depth)
+    if gradients is not None:
+        return total, per_depth, factor, gradients.found(shape, wide)
+    if not loss.needs_any:
+        return total, per_depth, factor, []
+    log_sums[rows[-1].stop :] = 0.0  # the room for rows that do not count
+    return total, per_depth, factor, [log_sums, *kept]
 
 
-@_cross_entropy.register_fake
-def _(
-    hidden: list[Tensor],
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    sample: Tensor | None,
-    depth_weights: Tensor | None,
-    at_once: bool,
-    kept_depths: int,
-    wants_hidden: list[bool],
-    wants_weight: bool,
-    wants_bias: bool,
-    dtype: torch.dtype,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    wide, depths = torch.promote_types(dtype, torch.float32), len(hidden)
-    groups = (depths,) if depth_weights is None else ()
-    if at_once:
-        kept = [depth.new_empty(depth.shape) for depth, want in zip(hidden, wants_hidden, strict=True) if want]
-        of_head = [weight.shape] * wants_weight + [weight.shape[:1]] * wants_bias
-        kept += [weight.new_empty((*groups, *shape), dtype=wide) for shape in of_head]
-    else:
-        shapes = _kept_shapes(hidden, weight, targets, sample, kept_depths, dtype)
-        kept = [weight.new_empty(shape, dtype=dtype if len(shape) == 2 else wide) for shape in shapes]
-    return (
-        weight.new_empty(groups, dtype=wide),
-        weight.new_empty(depths, dtype=wide),
-        weight.new_empty((), dtype=wide),
-        kept,
-    )
+def _forward_fake(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    losses = loss.weight.new_empty(len(loss.hidden), dtype=loss.wide)
+    found: list[Tensor] = []
+    if loss.fused:
+        found = _gradients_fake(loss, loss.wide)
+    elif loss.needs_any:
+        found = [losses.new_empty(number_of_rows(loss))]
+        found += [loss.weight.new_empty(shape, dtype=loss.dtype) for shape in kept_shapes(loss)]
+    return losses.new_empty(()), losses, losses.new_empty(()), found
 
 
-_scale = torch.library.custom_op("cdt_fast::layerwise_cross_entropy_scale", steps.scaled, mutates_args=())
+def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
+    """The gradients that are needed, where the forward is not fused."""
+    dtype, shape = loss.weight.dtype, loss.hidden[0].shape
+    _, rows = _rows(loss)
+    loss = _as_matrices(loss)
+    scales, off = _times_factors(loss.factors, rows), zero_weight_mask(loss.factors)
+    gradients = Gradients(loss, rows, [not zero for zero in off])
+    with _without_autocast(loss.weight.device):
+        multiply = Logits(loss.weight, loss.bias)
+        for whole, room in with_room(chunks_of(loss, rows, [False] * len(off)), loss.kept):
+            for chunk in whole.apart() if any(off[depth] for depth in whole.depths) else [whole]:
+                if off[chunk.depths.start]:
+                    continue
+                place, x = chunk.place, chunk.states(loss)
+                if room is not None:
+                    start = place.start - whole.place.start
+                    gradients.add(chunk, room[start : start + len(chunk)], x, chunk.of_depths(scales))
+                else:
+                    logits = multiply(x)
+                    sweep(loss, logits, chunk.targets, None, loss.log_sums[place], chunk.of_rows(scales), logits)
+                    gradients.add(chunk, logits, x)
+    return gradients.found(shape, dtype)
 
 
-@_scale.register_fake
-def _(gradients: list[Tensor], states: list[bool], factors: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    of_states, of_head = gradients[: sum(states)], gradients[sum(states) :]
-    return [torch.empty_like(gradient) for gradient in of_states] + [
-        gradient.new_empty(gradient.shape[factors.dim() :], dtype=dtype) for gradient in of_head
-    ]
+def _backward_fake(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
+    return _gradients_fake(loss, loss.weight.dtype)
 
 
-@torch.library.custom_op("cdt_fast::layerwise_cross_entropy_from_rows", mutates_args=())
-def _from_rows(
-    kept: list[Tensor],
-    factors: Tensor,
-    hidden: list[Tensor],
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    sample: Tensor | None,
-    kept_depths: int,
-    wants_hidden: list[bool],
-    wants_weight: bool,
-    wants_bias: bool,
-    dtype: torch.dtype,
-    ignore_index: int,
-    mean: bool,
-    smoothing: float,
-    softcap: float | None,
-    chunk_tokens: int | None,
-) -> list[Tensor]:
-    inputs = (kept, factors, hidden, weight, targets, bias, sample, kept_depths, wants_hidden, wants_weight, wants_bias)
-    return _unshared(steps.from_rows(*inputs, dtype, ignore_index, mean, smoothing, softcap, chunk_tokens))
+def _gradients_fake(loss: CrossEntropyArguments, dtype_of_head: torch.dtype) -> list[Tensor]:
+    found = [depth.new_empty(depth.shape) for depth, need in zip(loss.hidden, loss.needs_hidden, strict=True) if need]
+    of_head = [loss.weight.shape] * loss.needs_weight + [loss.weight.shape[:1]] * loss.needs_bias
+    return found + [loss.weight.new_empty(shape, dtype=dtype_of_head) for shape in of_head]
 
 
-@_from_rows.register_fake
-def _(
-    kept: list[Tensor],
-    factors: Tensor,
-    hidden: list[Tensor],
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    sample: Tensor | None,
-    kept_depths: int,
-    wants_hidden: list[bool],
-    wants_weight: bool,
-    wants_bias: bool,
-    *options: Any,
-) -> list[Tensor]:
-    states = [depth.new_empty(depth.shape) for depth, want in zip(hidden, wants_hidden, strict=True) if want]
-    of_head = [weight.shape] * wants_weight + [weight.shape[:1]] * wants_bias
-    return states + [weight.new_empty(shape) for shape in of_head]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, list[Tensor]]) -> None:
-    hidden, weight, targets, bias, sample, depth_weights, ctx.at_once, ctx.kept_depths, *wanted = inputs
-    *ctx.wants, ctx.options = *wanted[:3], wanted[3:]
-    ctx.dtype = weight.dtype
-    ctx.direct = False
-    ctx.set_materialize_grads(False)
-    ctx.kept = len(output[3])
-    others = () if ctx.at_once else (depth_weights, weight, targets, bias, sample, *hidden)
-    ctx.save_for_backward(*output[2:3], *output[3], *others)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, *others: None) -> tuple[Any, ...]:
-    wants_hidden, wants_weight, wants_bias = ctx.wants
-    states: list[Tensor | None] = [None] * len(wants_hidden)
-    of_weight = of_bias = None
-    if grad is not None:
-        factor, *saved = ctx.saved_tensors
-        kept, inputs = saved[: ctx.kept], saved[ctx.kept :]
-        factors = factor * grad
-        # With create_graph=True the operators, whose own gradient refuses.
-        direct = ctx.direct and not torch.is_grad_enabled()
-        if ctx.at_once:
-            found = iter((steps.scaled if direct else _scale)(kept, wants_hidden, factors, ctx.dtype))
+def _scale(given: ScaleArguments) -> list[Tensor]:
+    """Out of place, so that a second backward finds what the first one has found."""
+    off, depths = zero_weight_mask(given.factors), [depth for depth, need in enumerate(given.needs_hidden) if need]
+    found: list[Tensor] = []
+    for number, gradient in enumerate(given.gradients):
+        of_hidden = number < len(depths)
+        depth, dtype = (depths[number], gradient.dtype) if of_hidden else (0, given.dtype_of_head)
+        if off[depth]:  # also where the gradient is NaN
+            found.append(torch.zeros_like(gradient, dtype=dtype))
+        elif dtype == given.factors.dtype:
+            found.append(gradient * given.factors[depth])
         else:
-            depth_weights, weight, targets, bias, sample, *hidden = inputs
-            if depth_weights is not None:
-                factors = factors * depth_weights.to(factors)
-            arguments = (
-                kept,
-                factors,
-                hidden,
-                weight,
-                targets,
-                bias,
-                sample,
-                ctx.kept_depths,
-                *ctx.wants,
-                *ctx.options,
-            )
-            found = iter(steps.from_rows(*arguments, rows=ctx.rows) if direct else _from_rows(*arguments))
-        states = [next(found) if want else None for want in wants_hidden]
-        of_weight = next(found) if wants_weight else None
-        of_bias = next(found) if wants_bias else None
-    # In the places of the operator's arguments: hidden states, weight, targets, bias, and thirteen others.
-    return states, of_weight, None, of_bias, *(None,) * 13
+            # With a dimension the factor takes part in the promotion: the products are rounded once.
+            factor, room = given.factors[depth : depth + 1], torch.empty_like(gradient, dtype=dtype)
+            found.append(torch.mul(gradient, factor, out=room))
+    return found
 
 
-_cross_entropy.register_autograd(_differentiate, setup_context=_setup)
-once_differentiable(_scale, "layerwise_cross_entropy")
-once_differentiable(_from_rows, "layerwise_cross_entropy")
+def _scale_fake(given: ScaleArguments) -> list[Tensor]:
+    depths = sum(given.needs_hidden)
+    of_head = [torch.empty_like(gradient, dtype=given.dtype_of_head) for gradient in given.gradients[depths:]]
+    return [torch.empty_like(gradient) for gradient in given.gradients[:depths]] + of_head
 
 
-class _Direct(torch.autograd.Function):
-    """The operator without the dispatcher, which takes as long as all that a small head has to compute on a CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], weight: Tensor, bias: Tensor | None, *hidden: Tensor) -> Any:
-        """What autograd has to see it sees beside the arguments: it looks at each of them, at a microsecond apiece."""
-        values, per_layer, factor, kept, ctx.rows = steps.forward(*arguments)
-        _setup(ctx, arguments, (values, per_layer, factor, kept))
-        ctx.direct = True
-        ctx.mark_non_differentiable(per_layer)
-        # Gradients that were kept are returned too, for a second derivative to find its way back here.
-        return values, per_layer, factor, *(kept if ctx.at_once else ())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        states, weight, _, bias, *_ = _differentiate(ctx, *grads)
-        return None, weight, bias, *states
+def _setup_context(ctx: Any, loss: CrossEntropyArguments, output: tuple[Tensor, Tensor, Tensor, list[Tensor]]) -> None:
+    _, _, factor, found = output
+    ctx.fused, ctx.depths, ctx.needs_head = loss.fused, len(loss.hidden), (loss.needs_weight, loss.needs_bias)
+    if loss.fused:
+        save(ctx, factor=factor, gradients=found, needs_hidden=loss.needs_hidden, dtype_of_head=loss.weight.dtype)
+    else:
+        save(ctx, factor=factor, log_sums=found[0], kept=found[1:], **vars(loss))
 
 
-def cross_entropy(
-    hidden: list[Tensor], weight: Tensor, targets: Tensor, bias: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor]:
-    """The first two results of the operator: what is differentiable, and the losses `[depths]`; see `steps.forward`."""
-    arguments = (hidden, weight, targets, bias, *others)
-    tensors = [tensor for tensor in (*hidden, *arguments[1:]) if isinstance(tensor, Tensor)]
-    if _plain(tensors):
-        # An autograd function would refuse to be a constant inside a function transform.
-        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if not differentiated:
-            return steps.forward(*arguments)[:2]
-        results: Any = _Direct.apply(arguments, weight, bias, *hidden)
-        return results[:2]
-    values, per_layer, _, _ = _cross_entropy(*arguments)
-    return values, per_layer.detach()
+def _autograd(ctx: Any, grad_total: Tensor | None, grad_losses: Tensor | None, *_: Any) -> dict[str, Any]:
+    if grad_total is None and grad_losses is None:
+        return {}
+    values = saved(ctx)
+    factor, weights = values.pop("factor"), values.get("depth_weights")
+    factors = factor.new_zeros(ctx.depths)
+    if grad_total is not None:
+        factors = factors + grad_total * factor * (1.0 if weights is None else weights.to(factor))
+    if grad_losses is not None:
+        factors = factors + grad_losses * factor
+    if ctx.fused:
+        found = iter(layerwise_cross_entropy_scale(ScaleArguments(factors=factors, **values)))
+    else:
+        found = iter(layerwise_cross_entropy_backward(CrossEntropyBackwardArguments(factors=factors, **values)))
+    of_hidden = [next(found) if need else None for need in values["needs_hidden"]]
+    of_weight, of_bias = (next(found) if need else None for need in ctx.needs_head)
+    return {"hidden": of_hidden, "weight": of_weight, "bias": of_bias}
 
 
-def _plain(tensors: list[Tensor]) -> bool:
-    """Whether nobody but autograd looks on: no compiler, no subclass, no GPU, whose kernels hide the dispatcher."""
-    return not torch.compiler.is_compiling() and all(
-        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" for tensor in tensors
-    )
+def _rows(loss: CrossEntropyArguments) -> tuple[Tensor | int, list[Rows]]:
+    """How many tokens count, and which take part at each depth: the sample at the inner ones, all at the last.
+
+    Where the targets are on the CPU the count is a number, and ignored tokens are left out. On a GPU their number is
+    not known without waiting for it: they stay in, are not read, and cost their share of the products.
+
+    Raises:
+        InputError: targets on the CPU are out of range, or none counts and a mean is asked for.
+    """
+    device, targets = loss.weight.device, loss.targets.reshape(-1).contiguous()  # may be a column of a table
+    count = _count(loss)
+    rows: list[Rows] = []
+    first = 0
+    for depths, tokens in tokens_of_depths(loss):
+        index = None if loss.sample is None or depths.stop == len(loss.hidden) else loss.sample.to(targets.device)
+        factor = 1.0 if index is None else len(targets) / max(1, tokens)
+        if isinstance(count, int) and count < len(targets):
+            counted = ((targets if index is None else targets[index]) != loss.ignore_index).nonzero().squeeze(1)
+            index = counted if index is None else index[counted]
+        chosen = (targets if index is None else targets[index]).to(device, non_blocking=True)
+        index = None if index is None else index.to(device, non_blocking=True)
+        rows.append(Rows(depths, index, chosen, factor, first))
+        first = rows[-1].stop
+    return count, rows
 
 
-def _unshared(gradients: list[Tensor]) -> list[Tensor]:
-    """The same values, each in memory of its own, as an operator has to return them."""
-    return [g.clone() if g.untyped_storage().nbytes() > g.nbytes else g for g in gradients]
+def _count(loss: CrossEntropyArguments) -> Tensor | int:
+    targets, vocabulary, ignored = loss.targets, len(loss.weight), loss.ignore_index
+    if targets.device.type != "cpu":
+        return (targets != ignored).sum()
+    count = targets.numel()
+    if count:
+        lowest, highest = (int(end) for end in torch.aminmax(targets))
+        if lowest < 0 or highest >= vocabulary or lowest <= ignored <= highest:
+            counted = targets != ignored
+            wrong = counted & ((targets < 0) | (targets >= vocabulary))
+            if wrong.any():
+                raise InputError(
+                    f"targets must be in [0, {vocabulary}) or {ignored} (ignore_index), got {targets[wrong][0].item()}"
+                )
+            count = int(counted.sum())
+    if loss.mean and not count:
+        raise InputError(f"targets must hold at least one token that is not {ignored} (ignore_index)")
+    return count
+
+
+def _times_factors(of_depths: Tensor, rows: Sequence[Rows]) -> Tensor:
+    """A number for each depth, times the factor by which the tokens of that depth stand for all."""
+    if len(rows) == 1:
+        return of_depths
+    parts = of_depths.split([len(some.depths) for some in rows])
+    return torch.cat([part * some.factor for part, some in zip(parts, rows, strict=True)])
+
+
+def _as_matrices(loss: Loss) -> Loss:
+    """Hidden states `[tokens, d]`, and the head in the dtype of the products."""
+    bias = None if loss.bias is None else loss.bias.to(loss.dtype)
+    return replace(loss, hidden=[rows_of(depth) for depth in loss.hidden], weight=loss.weight.to(loss.dtype), bias=bias)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Also for a backward: one that is called inside autocast would have some products cast."""
+    # To switch off what is off takes as long as a small product.
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
+layerwise_cross_entropy_forward = Operator(
+    "layerwise_cross_entropy",
+    CrossEntropyArguments,
+    "(Tensor, Tensor, Tensor, Tensor[])",
+    _forward,
+    _forward_fake,
+    setup_context=_setup_context,
+    autograd=_autograd,
+)
+layerwise_cross_entropy_backward = Operator(
+    "layerwise_cross_entropy_backward",
+    CrossEntropyBackwardArguments,
+    "Tensor[]",
+    _backward,
+    _backward_fake,
+    autograd=refuse_second_derivative("layerwise_cross_entropy"),
+)
+layerwise_cross_entropy_scale = Operator(
+    "layerwise_cross_entropy_scale",
+    ScaleArguments,
+    "Tensor[]",
+    _scale,
+    _scale_fake,
+    autograd=refuse_second_derivative("layerwise_cross_entropy"),
+)
