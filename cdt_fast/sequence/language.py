@@ -11,6 +11,7 @@ import torch
 
 from cdt_fast.errors import InputError, require
 from cdt_fast.models.layer_losses import predicted_overhead
+from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.corpus import InstructionSplits
 from cdt_fast.sequence.data.instructions import Instruction
@@ -141,7 +142,7 @@ def _load_network(folder: Path, settings: LanguageModelSettings) -> tuple[Pretra
     transformers = pretrained_library()
     if settings.lora_rank is None:
         with from_hub(str(folder), download=False) as where:
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **where)
+            model = load_complete(transformers.AutoModelForCausalLM, folder, **where)
     else:
         peft = require("peft", "peft", "--lora-rank")
         with from_hub(str(folder), download=False):
@@ -222,7 +223,7 @@ def _small_llama(settings: LanguageModelSettings, tokenizer: PretrainedTokenizer
 def _load(settings: LanguageModelSettings) -> Any:
     transformers = pretrained_library()
     with from_hub(settings.model, settings.download) as where:
-        return transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, **where)
+        return load_complete(transformers.AutoModelForCausalLM, settings.model, dtype=torch.float32, **where)
 
 
 def _adapted(model: Any, rank: int) -> Any:

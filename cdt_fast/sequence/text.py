@@ -10,6 +10,7 @@ import torch
 
 from cdt_fast.errors import InputError
 from cdt_fast.models import TextUT, load_pretrained
+from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.data.text import TextData, TextSplits
 from cdt_fast.sequence.data.vocabulary import Vocabulary
@@ -90,7 +91,7 @@ def load_text_network(folder: Path, settings: TextSettings, names: list[str]) ->
         return tokenizer, UnrolledNetwork(model, tokenizer), names
     transformers = pretrained_library()
     with from_hub(str(folder), download=False) as where:
-        encoder = transformers.AutoModelForSequenceClassification.from_pretrained(folder, **where)
+        encoder = load_complete(transformers.AutoModelForSequenceClassification, folder, **where)
     return tokenizer, _encoder_network(encoder, tokenizer, settings.model), _own_classes(encoder.config) or names
 
 
@@ -120,8 +121,10 @@ def _load_encoder(settings: TextModelSettings, names: list[str]) -> tuple[Any, l
         classes = _own_classes(own) or []
         if {name.casefold() for name in classes} == {name.casefold() for name in names}:
             names = classes
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model = load_complete(
+            transformers.AutoModelForSequenceClassification,
             settings.model,
+            new_head=True,
             num_labels=len(names),
             id2label=dict(enumerate(names)),
             label2id={name: number for number, name in enumerate(names)},
@@ -170,5 +173,5 @@ def _load_embedding(settings: TextModelSettings) -> Any:
     transformers = pretrained_library()
     assert settings.embedding is not None
     with from_hub(settings.embedding, settings.download) as where:
-        model = transformers.AutoModel.from_pretrained(settings.embedding, dtype=torch.float32, **where)
+        model = load_complete(transformers.AutoModel, settings.embedding, new_head=True, dtype=torch.float32, **where)
     return model.get_input_embeddings()

@@ -136,7 +136,7 @@ def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
         InputError: the model is not there, cannot be fetched, or cannot be read.
     """
     try:
-        yield {"local_files_only": not download}
+        yield {"local_files_only": not download, "trust_remote_code": False}  # no code of a folder runs
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:

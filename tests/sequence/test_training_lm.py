@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import read_json
@@ -374,3 +375,12 @@ def test_an_adapter_alone_trains_and_is_kept(source: Path, tmp_path: Path, qwen:
     assert evaluation["layer_loss"][-1] < math.log(257)
     assert len(kept[-1]["loss"]) == 4
     train(run, config, resume=True, progress=False)  # nothing is left to do, but the state is taken up
+
+
+def test_a_language_model_that_lacks_weights_is_refused(source: Path, tmp_path: Path, qwen: Path) -> None:
+    damaged = shutil.copytree(qwen, tmp_path / "qwen")
+    weights = load_file(damaged / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 weights of a Qwen2ForCausalLM.*up_proj"):
+        trained(settings_for(source, model=str(damaged), steps=1), tmp_path / "run")

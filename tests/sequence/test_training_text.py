@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
@@ -333,3 +334,26 @@ def test_a_killed_trainings_folder_of_a_half_written_model_is_removed(tmp_path: 
     (left / "model.safetensors").touch()
     run.remove_leftovers()
     assert not left.exists()
+
+
+def without_a_weight(folder: Path, name: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    (key,) = [key for key in weights if key.endswith(name)]
+    del weights[key]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_that_are_missing_never_become_random_numbers(tmp_path: Path, encoder: Path) -> None:
+    table = write_table(tmp_path / "reviews.tsv")
+    config = settings_for(table, model=str(encoder), steps=2, gamma=0.0)
+    run = trained(config, tmp_path / "run")
+    without_a_weight(run.model, "layer.1.output.dense.weight")
+    with pytest.raises(
+        InputError, match=r"lacks 1 weights of a BertForSequenceClassification.*layer\.1\.output\.dense"
+    ):
+        evaluated(run, config)
+    damaged = shutil.copytree(encoder, tmp_path / "encoder")
+    without_a_weight(damaged, "layer.0.attention.self.query.weight")
+    for name in ("model", "embedding"):
+        with pytest.raises(InputError, match=r"lacks 1 weights"):
+            trained(settings_for(table, steps=2, **{name: str(damaged)}), tmp_path / name)
