@@ -61,14 +61,7 @@ def load_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
     Raises:
         InputError: the file is missing, cut short, no safetensors file, or damaged: it does not have its checksums.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            ours = (file.metadata() or {}).get(_OURS)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
+    ours, tensors = _read(path)
     metadata: dict[str, str] = {}
     if ours is not None:
         recorded = parsed_json(ours, f"{path}: is damaged: its metadata", dict[str, dict[str, str]])
@@ -79,6 +72,36 @@ def load_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
             which = ", ".join(name or "the metadata" for name in wrong[:3])
             raise InputError(f"{path}: is damaged: {len(wrong)} checksum(s) are wrong, of {which}")
     return TensorFile({name: tensor.to(device) for name, tensor in tensors.items()}, metadata, ours is not None)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Tensor]]:
+    """Our entry of a file's metadata and its tensors, all of one state of the file.
+
+    safetensors opens a file twice, by its name: where another process replaces it in between, it is read again.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    while True:
+        state = _state(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                ours = (file.metadata() or {}).get(_OURS)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch cannot map the file
+            if _state(path) == state:
+                raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
+        else:
+            if _state(path) == state:
+                return ours, tensors
+
+
+def _state(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """What changes where a file is replaced; None where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _checksums(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,9 @@ import json
 import os
 import random
 import resource
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +182,22 @@ def test_a_checkpoint_that_was_removed_is_replaced_by_the_one_before_it(tmp_path
         save_checkpoint(path, {"step": step})
     path.unlink()
     assert load_checkpoint(path) == {"step": 2}
+
+
+def test_a_checkpoint_is_read_whole_while_another_process_replaces_it(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    for size in (1, 50, 500):  # each file of another length: the bytes of one do not fit the header of another
+        save_checkpoint(tmp_path / f"{size}", {"size": size, "tensor": torch.full((size,), float(size))})
+    shutil.copyfile(tmp_path / "1", path)
+    replace = "import itertools, os, shutil\nfor name in itertools.cycle(['1', '50', '500']):\n"
+    replace += " shutil.copyfile(name, 'new')\n os.replace('new', 'state.safetensors')\n"
+    with subprocess.Popen([sys.executable, "-c", replace], cwd=tmp_path) as writer:
+        try:
+            for _ in range(1000):
+                state = load_checkpoint(path)
+                assert torch.equal(state["tensor"], torch.full((state["size"],), float(state["size"])))
+        finally:
+            writer.kill()
 
 
 def test_a_file_system_without_hard_links_keeps_two_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
