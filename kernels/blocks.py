@@ -49,20 +49,21 @@ class Blocks(NamedTuple):
     stages: int = 1
 
 
-# The blocks, or by the largest size that they are for.
-Choice = Blocks | Mapping[int, Blocks]
+# The sizes of a block, or of several by the largest size that each is for.
+Choice = tuple[int, ...] | Mapping[int, tuple[int, ...]]
 
 
 class BlockTable:
     """The blocks of one kernel.
 
     Args:
+        sizes: the sizes of `Blocks` that the numbers of a row are, in their order.
         rows: by a family, or by a family and a `math_mode`. What the compute capabilities of "blackwell" do not have of
             their own they take from "hopper".
     """
 
-    def __init__(self, rows: Mapping[str | tuple[str, str], Choice]) -> None:
-        self._rows: dict[str | tuple[str, str], Choice] = dict(rows)
+    def __init__(self, sizes: str, rows: Mapping[str | tuple[str, str], Choice]) -> None:
+        self._sizes, self._rows = sizes, dict(rows)
         self._choices: dict[tuple[str, str], tuple[tuple[int, Blocks], ...]] = {
             (family, mode): self._find(family, mode) for family, mode in itertools.product(FAMILIES, MODES)
         }
@@ -70,11 +71,13 @@ class BlockTable:
     def _find(self, family: str, mode: str) -> tuple[tuple[int, Blocks], ...]:
         keys = ((family, mode), family) + ((("hopper", mode), "hopper") if family == "blackwell" else ())
         choice = next((self._rows[key] for key in keys if key in self._rows), {})
-        return ((ANY_SIZE, choice),) if isinstance(choice, Blocks) else tuple(sorted(choice.items()))
+        rows = choice if isinstance(choice, Mapping) else {ANY_SIZE: choice}
+        names = self._sizes.split()
+        return tuple((largest, Blocks(**dict(zip(names, row, strict=True)))) for largest, row in sorted(rows.items()))
 
     def changed(self, rows: Mapping[str | tuple[str, str], Choice]) -> BlockTable:
         """The same table with other rows in places."""
-        return BlockTable({**self._rows, **rows})
+        return BlockTable(self._sizes, {**self._rows, **rows})
 
     def choices(self, family: str, mode: str) -> tuple[tuple[int, Blocks], ...]:
         """The largest size that they are for, and the blocks, from the smallest size on."""
@@ -95,196 +98,122 @@ class BlockTable:
 
 # float32 tiles are smaller: twice the bytes, and IEEE products use registers where tensor cores use none.
 RESIDUAL_LINEAR = BlockTable(
+    "rows columns depth warps stages",
     {
-        ("consumer", "16 bits"): Blocks(rows=128, columns=128, depth=32, warps=8, stages=3),
-        ("ampere", "16 bits"): Blocks(rows=128, columns=128, depth=32, warps=8, stages=4),
-        ("hopper", "16 bits"): Blocks(rows=128, columns=256, depth=64, warps=8, stages=3),
-        ("consumer", "tf32"): Blocks(rows=128, columns=64, depth=32, warps=8, stages=3),
-        ("ampere", "tf32"): Blocks(rows=128, columns=128, depth=32, warps=8, stages=3),
-        ("hopper", "tf32"): Blocks(rows=128, columns=128, depth=32, warps=8, stages=3),
-        ("consumer", "ieee"): Blocks(rows=64, columns=64, depth=32, warps=4, stages=2),
-        ("ampere", "ieee"): Blocks(rows=64, columns=64, depth=32, warps=4, stages=3),
-        ("hopper", "ieee"): Blocks(rows=64, columns=64, depth=32, warps=4, stages=3),
-    }
+        ("consumer", "16 bits"): (128, 128, 32, 8, 3),
+        ("ampere", "16 bits"): (128, 128, 32, 8, 4),
+        ("hopper", "16 bits"): (128, 256, 64, 8, 3),
+        ("consumer", "tf32"): (128, 64, 32, 8, 3),
+        ("ampere", "tf32"): (128, 128, 32, 8, 3),
+        ("hopper", "tf32"): (128, 128, 32, 8, 3),
+        ("consumer", "ieee"): (64, 64, 32, 4, 2),
+        ("ampere", "ieee"): (64, 64, 32, 4, 3),
+        ("hopper", "ieee"): (64, 64, 32, 4, 3),
+    },
 )
 
 # For both directions and every width. In 16 bits none of them spills; 128 rows do, on sm_90 too. With 16 or 32 float32
 # rows and one stage, IEEE products spill more than 1 KB.
 LISTA_STEP = BlockTable(
+    "rows atoms warps stages",
     {
-        ("consumer", "16 bits"): Blocks(rows=64, atoms=32, warps=8, stages=3),
-        ("ampere", "16 bits"): Blocks(rows=64, atoms=32, warps=8, stages=4),
-        ("hopper", "16 bits"): Blocks(rows=64, atoms=64, warps=8, stages=3),
-        ("consumer", "tf32"): Blocks(rows=32, atoms=32, warps=8, stages=2),
-        ("ampere", "tf32"): Blocks(rows=32, atoms=32, warps=8, stages=2),
-        ("hopper", "tf32"): Blocks(rows=32, atoms=32, warps=8, stages=2),
-        ("consumer", "ieee"): Blocks(rows=32, atoms=16, warps=8, stages=2),
-        ("ampere", "ieee"): Blocks(rows=32, atoms=32, warps=8, stages=2),
-        ("hopper", "ieee"): Blocks(rows=32, atoms=32, warps=8, stages=2),
-    }
+        ("consumer", "16 bits"): (64, 32, 8, 3),
+        ("ampere", "16 bits"): (64, 32, 8, 4),
+        ("hopper", "16 bits"): (64, 64, 8, 3),
+        ("consumer", "tf32"): (32, 32, 8, 2),
+        ("ampere", "tf32"): (32, 32, 8, 2),
+        ("hopper", "tf32"): (32, 32, 8, 2),
+        ("consumer", "ieee"): (32, 16, 8, 2),
+        ("ampere", "ieee"): (32, 32, 8, 2),
+        ("hopper", "ieee"): (32, 32, 8, 2),
+    },
 )
 
 # By the tokens of a sequence. With four warps 16-bit tiles of 64 rows spill on cards without wgmma, with eight they do
 # not. 128 rows spill on consumer cards, and IEEE float32 does at 64 rows: longer sequences are for the streaming
 # kernels. A third stage makes sm_80 spill.
 SYMMETRIC_ATTENTION_PACKED = BlockTable(
+    "rows columns warps stages",
     {
-        ("consumer", "16 bits"): {64: Blocks(rows=64, columns=32, warps=8, stages=3)},
-        ("consumer", "tf32"): {
-            32: Blocks(rows=32, columns=64, warps=4, stages=2),
-            64: Blocks(rows=64, columns=16, warps=4, stages=2),
-        },
-        ("consumer", "ieee"): {
-            32: Blocks(rows=32, columns=32, warps=4, stages=2),
-            64: Blocks(rows=64, columns=32, warps=16, stages=2),
-        },
-        ("ampere", "16 bits"): {64: Blocks(rows=64, columns=32, warps=8, stages=2)},
-        ("ampere", "tf32"): {
-            32: Blocks(rows=32, columns=64, warps=4, stages=2),
-            64: Blocks(rows=64, columns=16, warps=4, stages=2),
-        },
-        ("ampere", "ieee"): {
-            32: Blocks(rows=32, columns=32, warps=4, stages=3),
-            64: Blocks(rows=64, columns=32, warps=16, stages=2),
-        },
-        ("hopper", "16 bits"): {64: Blocks(rows=64, columns=64, warps=4, stages=3)},
-        ("hopper", "tf32"): {
-            32: Blocks(rows=32, columns=64, warps=4, stages=2),
-            64: Blocks(rows=64, columns=32, warps=4, stages=2),
-        },
-        ("hopper", "ieee"): {
-            32: Blocks(rows=32, columns=32, warps=4, stages=3),
-            64: Blocks(rows=64, columns=32, warps=16, stages=2),
-        },
-    }
+        ("consumer", "16 bits"): {64: (64, 32, 8, 3)},
+        ("consumer", "tf32"): {32: (32, 64, 4, 2), 64: (64, 16, 4, 2)},
+        ("consumer", "ieee"): {32: (32, 32, 4, 2), 64: (64, 32, 16, 2)},
+        ("ampere", "16 bits"): {64: (64, 32, 8, 2)},
+        ("ampere", "tf32"): {32: (32, 64, 4, 2), 64: (64, 16, 4, 2)},
+        ("ampere", "ieee"): {32: (32, 32, 4, 3), 64: (64, 32, 16, 2)},
+        ("hopper", "16 bits"): {64: (64, 64, 4, 3)},
+        ("hopper", "tf32"): {32: (32, 64, 4, 2), 64: (64, 32, 4, 2)},
+        ("hopper", "ieee"): {32: (32, 32, 4, 3), 64: (64, 32, 16, 2)},
+    },
 )
 
 # By the greater width, of z or of the values. No two warps compute the same products, but where what avoids it spills
 # or does not fit: 256 columns, and in 16 bits the backward of 128 columns on Hopper.
 SYMMETRIC_ATTENTION_STREAMING = BlockTable(
+    "rows keys warps stages",
     {
-        ("consumer", "16 bits"): {
-            128: Blocks(rows=128, keys=64, warps=8, stages=2),
-            256: Blocks(rows=64, keys=64, warps=8, stages=1),
-        },
-        ("consumer", "tf32"): {
-            64: Blocks(rows=64, keys=32, warps=4, stages=2),
-            256: Blocks(rows=32, keys=32, warps=4, stages=1),
-        },
-        ("consumer", "ieee"): {
-            64: Blocks(rows=64, keys=32, warps=8, stages=2),
-            128: Blocks(rows=32, keys=32, warps=8, stages=1),
-            256: Blocks(rows=16, keys=16, warps=8, stages=1),
-        },
-        ("ampere", "16 bits"): {
-            128: Blocks(rows=128, keys=64, warps=8, stages=3),
-            256: Blocks(rows=64, keys=64, warps=8, stages=2),
-        },
-        ("ampere", "tf32"): {
-            128: Blocks(rows=64, keys=32, warps=4, stages=2),
-            256: Blocks(rows=32, keys=64, warps=8, stages=1),
-        },
-        ("ampere", "ieee"): {
-            64: Blocks(rows=64, keys=32, warps=8, stages=2),
-            128: Blocks(rows=32, keys=32, warps=8, stages=2),
-            256: Blocks(rows=32, keys=16, warps=8, stages=1),
-        },
-        ("hopper", "16 bits"): {
-            128: Blocks(rows=128, keys=64, warps=8, stages=3),
-            256: Blocks(rows=64, keys=64, warps=8, stages=2),
-        },
-        ("hopper", "tf32"): {
-            128: Blocks(rows=64, keys=32, warps=4, stages=2),
-            256: Blocks(rows=64, keys=32, warps=8, stages=2),
-        },
-        ("hopper", "ieee"): {
-            64: Blocks(rows=64, keys=32, warps=8, stages=2),
-            128: Blocks(rows=32, keys=32, warps=8, stages=1),
-            256: Blocks(rows=32, keys=16, warps=8, stages=2),
-        },
-    }
+        ("consumer", "16 bits"): {128: (128, 64, 8, 2), 256: (64, 64, 8, 1)},
+        ("consumer", "tf32"): {64: (64, 32, 4, 2), 256: (32, 32, 4, 1)},
+        ("consumer", "ieee"): {64: (64, 32, 8, 2), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
+        ("ampere", "16 bits"): {128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+        ("ampere", "tf32"): {128: (64, 32, 4, 2), 256: (32, 64, 8, 1)},
+        ("ampere", "ieee"): {64: (64, 32, 8, 2), 128: (32, 32, 8, 2), 256: (32, 16, 8, 1)},
+        ("hopper", "16 bits"): {128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+        ("hopper", "tf32"): {128: (64, 32, 4, 2), 256: (64, 32, 8, 2)},
+        ("hopper", "ieee"): {64: (64, 32, 8, 2), 128: (32, 32, 8, 1), 256: (32, 16, 8, 2)},
+    },
 )
 
 # At width 256 a single stage makes the consumer cards spill; two take 100,736 bytes of their 101,376.
 SYMMETRIC_ATTENTION_STREAMING_BACKWARD = BlockTable(
+    "rows keys warps stages",
     {
-        ("consumer", "16 bits"): {
-            64: Blocks(rows=64, keys=16, warps=4, stages=1),
-            128: Blocks(rows=32, keys=32, warps=4, stages=2),
-            256: Blocks(rows=32, keys=32, warps=8, stages=2),
-        },
-        ("consumer", "tf32"): {
-            64: Blocks(rows=32, keys=64, warps=8, stages=1),
-            128: Blocks(rows=16, keys=32, warps=4, stages=1),
-            256: Blocks(rows=16, keys=16, warps=4, stages=1),
-        },
-        ("consumer", "ieee"): {
-            64: Blocks(rows=32, keys=16, warps=8, stages=1),
-            256: Blocks(rows=16, keys=16, warps=8, stages=1),
-        },
-        ("ampere", "16 bits"): {
-            64: Blocks(rows=64, keys=32, warps=4, stages=3),
-            128: Blocks(rows=64, keys=64, warps=8, stages=2),
-            256: Blocks(rows=32, keys=64, warps=8, stages=1),
-        },
-        ("ampere", "tf32"): {
-            128: Blocks(rows=32, keys=64, warps=8, stages=1),
-            256: Blocks(rows=16, keys=32, warps=8, stages=1),
-        },
-        ("ampere", "ieee"): {
-            64: Blocks(rows=32, keys=16, warps=8, stages=2),
-            128: Blocks(rows=16, keys=16, warps=8, stages=1),
-            256: Blocks(rows=16, keys=16, warps=8, stages=2),
-        },
-        ("hopper", "16 bits"): {
-            64: Blocks(rows=64, keys=32, warps=4, stages=2),
-            128: Blocks(rows=64, keys=32, warps=8, stages=2),
-            256: Blocks(rows=32, keys=64, warps=8, stages=2),
-        },
-        ("hopper", "tf32"): {
-            64: Blocks(rows=64, keys=32, warps=4, stages=1),
-            128: Blocks(rows=32, keys=64, warps=8, stages=1),
-            256: Blocks(rows=32, keys=32, warps=8, stages=1),
-        },
-        ("hopper", "ieee"): {
-            64: Blocks(rows=32, keys=16, warps=8, stages=2),
-            256: Blocks(rows=16, keys=16, warps=8, stages=2),
-        },
-    }
+        ("consumer", "16 bits"): {64: (64, 16, 4, 1), 128: (32, 32, 4, 2), 256: (32, 32, 8, 2)},
+        ("consumer", "tf32"): {64: (32, 64, 8, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)},
+        ("consumer", "ieee"): {64: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
+        ("ampere", "16 bits"): {64: (64, 32, 4, 3), 128: (64, 64, 8, 2), 256: (32, 64, 8, 1)},
+        ("ampere", "tf32"): {128: (32, 64, 8, 1), 256: (16, 32, 8, 1)},
+        ("ampere", "ieee"): {64: (32, 16, 8, 2), 128: (16, 16, 8, 1), 256: (16, 16, 8, 2)},
+        ("hopper", "16 bits"): {64: (64, 32, 4, 2), 128: (64, 32, 8, 2), 256: (32, 64, 8, 2)},
+        ("hopper", "tf32"): {64: (64, 32, 4, 1), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
+        ("hopper", "ieee"): {64: (32, 16, 8, 2), 256: (16, 16, 8, 2)},
+    },
 )
 
 # As many columns as registers hold: for each chunk of them the scores are formed anew.
 SYMMETRIC_ATTENTION_WIDE = BlockTable(
+    "rows keys columns owned_columns warps stages",
     {
-        ("consumer", "16 bits"): Blocks(rows=64, keys=64, columns=32, owned_columns=256, warps=8, stages=2),
-        ("consumer", "tf32"): Blocks(rows=64, keys=32, columns=32, owned_columns=256, warps=8, stages=1),
-        ("consumer", "ieee"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=8, stages=2),
-        ("ampere", "16 bits"): Blocks(rows=64, keys=64, columns=64, owned_columns=256, warps=8, stages=2),
-        ("ampere", "tf32"): Blocks(rows=64, keys=32, columns=32, owned_columns=256, warps=8, stages=1),
-        ("ampere", "ieee"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=8, stages=2),
-        ("hopper", "16 bits"): Blocks(rows=64, keys=64, columns=64, owned_columns=256, warps=8, stages=3),
-        ("hopper", "tf32"): Blocks(rows=64, keys=32, columns=32, owned_columns=256, warps=8, stages=2),
-        ("hopper", "ieee"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=8, stages=2),
-    }
+        ("consumer", "16 bits"): (64, 64, 32, 256, 8, 2),
+        ("consumer", "tf32"): (64, 32, 32, 256, 8, 1),
+        ("consumer", "ieee"): (32, 32, 32, 256, 8, 2),
+        ("ampere", "16 bits"): (64, 64, 64, 256, 8, 2),
+        ("ampere", "tf32"): (64, 32, 32, 256, 8, 1),
+        ("ampere", "ieee"): (32, 32, 32, 256, 8, 2),
+        ("hopper", "16 bits"): (64, 64, 64, 256, 8, 3),
+        ("hopper", "tf32"): (64, 32, 32, 256, 8, 2),
+        ("hopper", "ieee"): (32, 32, 32, 256, 8, 2),
+    },
 )
 SYMMETRIC_ATTENTION_WIDE_BACKWARD = BlockTable(
+    "rows keys columns owned_columns warps stages",
     {
-        ("consumer", "16 bits"): Blocks(rows=32, keys=32, columns=64, owned_columns=256, warps=8, stages=3),
-        ("consumer", "tf32"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=4, stages=2),
-        ("consumer", "ieee"): Blocks(rows=32, keys=16, columns=32, owned_columns=128, warps=8, stages=1),
-        ("ampere", "16 bits"): Blocks(rows=64, keys=64, columns=32, owned_columns=256, warps=8, stages=2),
-        ("ampere", "tf32"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=4, stages=2),
-        ("ampere", "ieee"): Blocks(rows=32, keys=16, columns=32, owned_columns=128, warps=8, stages=1),
-        ("hopper", "16 bits"): Blocks(rows=64, keys=64, columns=64, owned_columns=128, warps=8, stages=3),
-        ("hopper", "tf32"): Blocks(rows=32, keys=32, columns=32, owned_columns=256, warps=4, stages=2),
-        ("hopper", "ieee"): Blocks(rows=32, keys=16, columns=32, owned_columns=128, warps=8, stages=1),
-    }
+        ("consumer", "16 bits"): (32, 32, 64, 256, 8, 3),
+        ("consumer", "tf32"): (32, 32, 32, 256, 4, 2),
+        ("consumer", "ieee"): (32, 16, 32, 128, 8, 1),
+        ("ampere", "16 bits"): (64, 64, 32, 256, 8, 2),
+        ("ampere", "tf32"): (32, 32, 32, 256, 4, 2),
+        ("ampere", "ieee"): (32, 16, 32, 128, 8, 1),
+        ("hopper", "16 bits"): (64, 64, 64, 128, 8, 3),
+        ("hopper", "tf32"): (32, 32, 32, 256, 4, 2),
+        ("hopper", "ieee"): (32, 16, 32, 128, 8, 1),
+    },
 )
 # Of the gradient of the values alone, which leaves more registers.
 SYMMETRIC_ATTENTION_WIDE_VALUES_BACKWARD = SYMMETRIC_ATTENTION_WIDE_BACKWARD.changed(
     {
-        ("consumer", "16 bits"): Blocks(rows=64, keys=64, columns=32, owned_columns=256, warps=8, stages=2),
-        ("hopper", "16 bits"): Blocks(rows=64, keys=64, columns=64, owned_columns=256, warps=8, stages=2),
+        ("consumer", "16 bits"): (64, 64, 32, 256, 8, 2),
+        ("hopper", "16 bits"): (64, 64, 64, 256, 8, 2),
     }
 )
 
@@ -293,60 +222,49 @@ SYMMETRIC_ATTENTION_WIDE_VALUES_BACKWARD = SYMMETRIC_ATTENTION_WIDE_BACKWARD.cha
 # computed twice on Hopper: four warps spill, and so do 128 rows. Triton 3.9 spills up to 160 bytes of these, 3.6 and
 # 3.7 nothing; of Blocks(rows=64, atoms=32, columns=32, warps=8, stages=3), not timed, up to 72.
 UNROLLED_LAYER = BlockTable(
+    "rows atoms columns warps stages",
     {
-        "consumer": {
-            128: Blocks(rows=64, atoms=32, columns=32, warps=4, stages=2),
-            256: Blocks(rows=64, atoms=32, columns=32, warps=8, stages=2),
-        },
-        "ampere": {
-            64: Blocks(rows=64, atoms=64, columns=32, warps=4, stages=2),
-            256: Blocks(rows=64, atoms=64, columns=64, warps=8, stages=2),
-        },
-        "hopper": {
-            64: Blocks(rows=64, atoms=64, columns=32, warps=4, stages=3),
-            256: Blocks(rows=64, atoms=64, columns=32, warps=8, stages=3),
-        },
-    }
+        "consumer": {128: (64, 32, 32, 4, 2), 256: (64, 32, 32, 8, 2)},
+        "ampere": {64: (64, 64, 32, 4, 2), 256: (64, 64, 64, 8, 2)},
+        "hopper": {64: (64, 64, 32, 4, 3), 256: (64, 64, 32, 8, 3)},
+    },
 )
 # With one dictionary and without lengths there is room for more atoms.
-UNROLLED_LAYER_LEAN = UNROLLED_LAYER.changed(
-    {
-        "consumer": {
-            128: Blocks(rows=64, atoms=32, columns=32, warps=4, stages=2),
-            256: Blocks(rows=64, atoms=64, columns=32, warps=8, stages=2),
-        }
-    }
-)
+UNROLLED_LAYER_LEAN = UNROLLED_LAYER.changed({"consumer": {128: (64, 32, 32, 4, 2), 256: (64, 64, 32, 8, 2)}})
 UNROLLED_LAYER_UPDATE = BlockTable(
+    "rows atoms warps stages",
     {
-        "consumer": Blocks(rows=64, atoms=32, warps=8, stages=3),
-        "ampere": Blocks(rows=64, atoms=64, warps=8, stages=2),
-        "hopper": Blocks(rows=128, atoms=64, warps=8, stages=3),
-    }
+        "consumer": (64, 32, 8, 3),
+        "ampere": (64, 64, 8, 2),
+        "hopper": (128, 64, 8, 3),
+    },
 )
 UNROLLED_LAYER_BACKWARD = BlockTable(
+    "rows atoms columns warps stages",
     {
-        "consumer": Blocks(rows=64, atoms=64, columns=32, warps=8, stages=2),
-        "ampere": Blocks(rows=64, atoms=64, columns=32, warps=8, stages=2),
-        "hopper": Blocks(rows=64, atoms=64, columns=32, warps=8, stages=3),
-    }
+        "consumer": (64, 64, 32, 8, 2),
+        "ampere": (64, 64, 32, 8, 2),
+        "hopper": (64, 64, 32, 8, 3),
+    },
 )
 
 # Columns of a row that are read together, by the vocabulary. Whole rows live in the L2 cache between the two reads,
 # whatever the block; the width only hides latency. The gradient of smoothed and capped logits keeps the most values
 # alive: wider blocks than these spill.
 _OF_ONE_ROW = {
-    **{columns: Blocks(columns=columns, warps=max(1, columns // 512), stages=2) for columns in (128, 256, 512, 1024)},
-    2048: Blocks(columns=2048, warps=4, stages=2),
-    ANY_SIZE: Blocks(columns=4096, warps=8, stages=2),
+    **{columns: (columns, max(1, columns // 512), 2) for columns in (128, 256, 512, 1024, 2048)},
+    ANY_SIZE: (4096, 8, 2),
 }
-LAYERWISE_CROSS_ENTROPY = BlockTable(dict.fromkeys(("consumer", "ampere", "hopper"), _OF_ONE_ROW))
+LAYERWISE_CROSS_ENTROPY = BlockTable(
+    "columns warps stages", dict.fromkeys(("consumer", "ampere", "hopper"), _OF_ONE_ROW)
+)
 
 # Elements of one depth: 16 bytes a thread and load in bfloat16; a card with more bandwidth to fill takes more warps.
 LAYERWISE_RECONSTRUCTION_LOSS = BlockTable(
+    "columns warps stages",
     {
-        "consumer": Blocks(columns=1024, warps=4, stages=2),
-        "ampere": Blocks(columns=2048, warps=8, stages=2),
-        "hopper": Blocks(columns=2048, warps=8, stages=2),
-    }
+        "consumer": (1024, 4, 2),
+        "ampere": (2048, 8, 2),
+        "hopper": (2048, 8, 2),
+    },
 )
