@@ -93,6 +93,28 @@ def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[Run
     return folder, settings, TASKS[name]
 
 
+def resolve_reference(settings: RunSettings) -> None:
+    """Where `reference_losses` names a run, put the validation losses of the model that it kept in its place.
+
+    Raises:
+        InputError: it is no trained run, or one of another task.
+    """
+    path = settings.constraints.reference_losses
+    if not isinstance(path, str):
+        return
+    folder, reference, _ = open_run(path)
+    if reference.task != settings.task:
+        raise InputError(
+            f"[constraints] reference_losses must be a run of {settings.task}, and {path} is one of {reference.task}"
+        )
+    from cdt_fast.training.checkpoint import load_checkpoint
+
+    best = load_checkpoint(folder.checkpoint).get("best")
+    if not isinstance(best, dict) or not isinstance(best.get("loss"), list):
+        raise InputError(f"{folder.checkpoint}: has no validation losses yet; resume the training of {path}")
+    settings.set("constraints", "reference_losses", best["loss"])
+
+
 def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
     """Open a run that has been evaluated since it was last trained.
 

@@ -326,6 +326,41 @@ def test_flags_can_be_set_and_unset(settings_of: Callable[..., VideoSettings], t
     assert settings_of().model.tied is None
 
 
+def test_a_bound_may_be_a_factor_of_another_run(call: Call, clip: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    assert call("train", "video", clip, *tiny_arguments(constrained=False), "--out", plain).status == 0
+    bound = ["--rate", "none", "--reference", "none", "--bounds", "2=1.01x,1=5", "--reference-losses", plain]
+    answer = call("train", "video", clip, *tiny_arguments(), *bound, "--out", tmp_path / "bounded")
+    assert answer.status == 0, answer
+    settings = open_run(tmp_path / "bounded")[1].constraints
+    kept = load_checkpoint(plain / "checkpoint" / "state.safetensors")["best"]["loss"]
+    assert settings.reference_losses == kept, "those of validation, by which nothing is reported"
+    assert (settings.rate, settings.bounds) == (None, {2: "1.01x", 1: 5})
+    verdict = read_json(tmp_path / "bounded" / "evaluation.json")["report"]
+    assert [number is None for number in verdict["bound_violation"]] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bounds", "9=1.0"], "bounds holds depth 9, which is not read: the depths are 0 to 2"),
+        (["--bounds", "2:0.9"], "[constraints] bounds must be bounds by depth, as in 12=1.01x,3=0.9, got '2:0.9'"),
+        (["--bounds", "2=0.9y"], "bounds[2] must be a finite number > 0, or a factor such as \"1.01x\", got '0.9y'"),
+        (["--objective", "log", "--coefficients", "1,-1,1"], "[constraints] coefficients must be at least 0"),
+        (["--objective", "log", "--coefficients", "1,1"], "coefficients must be 3 numbers >= 0, one a depth"),
+        (["--bounds", "2=1.1x", "--reference-losses", "nowhere"], "nowhere: is no run folder"),
+        (["--bounds", "2=1.1x", "--reference-losses", "1,2"], "reference_losses must be 3 losses, one a depth"),
+        (["--ratio", "worst"], "[constraints] ratio must be 'mean', 'sample' or 'cvar', got 'worst'"),
+    ],
+)
+def test_a_wrong_formulation_is_one_line_and_makes_no_run(
+    call: Call, clip: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    line = call("train", "video", clip, *tiny_arguments(), *words, "--out", tmp_path / "run").line()
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., VideoSettings], name: str) -> None:
     config = settings_of("--rate", "0.125", "--preset", name)

@@ -42,6 +42,7 @@ def train(options: argparse.Namespace) -> int:
             settings.update(section, values)
         settings.check_owners(given["model"])
         _make_absolute(settings)
+        tasks.resolve_reference(settings)
         # Imported before there is a folder: it takes a while, and a signal meanwhile must leave no empty run behind.
         launch = importlib.import_module("cdt_fast.training.launch")
         importlib.import_module("cdt_fast.training.loop")

@@ -235,7 +235,7 @@ class DescentConstraints:
 
         Args:
             name: "video", "text" and "lm" are what `cdt-fast train` starts from in these tasks. "paper-video",
-                "paper-text" and "paper-llm" are reconstructions of the paper's settings (rate and ε₀ as tabled, Adam
+                "paper-text" and "paper-lm" are reconstructions of the paper's settings (rate and ε₀ as tabled, Adam
                 with its usual betas, slack, chain, raw violations, no margin). "safe" is meant for a new problem: no
                 depth is ever pushed up, relative violations, no dual momentum, ε₀ from the first steps, decay.
             layers: L.
@@ -487,6 +487,26 @@ class DescentConstraints:
             check_shares(agreement, self.layers)
         groups = self._judged(Measured(losses, ratios, agreement if self._agreement.any else None), training=False)
         return judge(losses, ratios, groups, self._coupling.chained, tolerance)
+
+    @torch.no_grad()
+    def merit(self, losses: Tensor | Sequence[float], *, priced: bool = True) -> float:
+        """By what models are compared, lower is better: F(ℓ) + β/2 Σ_l s_l [ĝ_l]₊². This waits for the device.
+
+        It is the objective of the resilient problem, whose minimum the training seeks: at its rest u = [ĝ]₊ = λ/β, so
+        that the price is that of the multipliers, without their history. s is 1 where `normalize` is off. Bounds are
+        those of `report`; those on agreement are not priced. Only values of one moment compare, as the averages and
+        the references that they rest on move.
+
+        Args:
+            losses: mean loss at each depth, L+1 numbers or a tensor (L+1,), usually held-out ones.
+            priced: False: the objective alone.
+        """
+        losses = torch.as_tensor(losses, dtype=self._measurement.dtype, device=self.device)
+        merit = self._objective.value(losses)
+        for group in self._judged(Measured(losses, None, None), training=False) if priced else ():
+            squared = group.violation.square() / group.scale if self.normalize else group.violation.square()
+            merit += self._duals.slack_cost / 2 * torch.where(group.active & (group.violation > 0), squared, 0.0).sum()
+        return float(merit)
 
     def _groups(self, vector: Tensor) -> tuple[Tensor, ...]:
         """The entries of each group of constraints, (L+1,) each, live."""

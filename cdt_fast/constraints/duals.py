@@ -58,6 +58,7 @@ class DualVariables:
         tensors: by name, "multipliers", "slacks" and the rule's state, each (size,), and the scalar "skipped_updates".
             `update` writes them in place.
         settings: the settings that took effect, plain numbers and strings.
+        slack_cost: β.
 
     Raises:
         InputError: a setting is not valid.
@@ -99,27 +100,27 @@ class DualVariables:
         }
         self._rule = rules[check_choice("dual", dual, tuple(rules))]
         self._resilience = check_choice("resilience", resilience, (*get_args(Resilience), None))
-        self._slack_cost = check_positive("slack_cost", slack_cost)
+        self.slack_cost = check_positive("slack_cost", slack_cost)
         if slack_lr is None:
-            slack_lr = SLACK_RELAXATION / self._slack_cost
+            slack_lr = SLACK_RELAXATION / self.slack_cost
         self._slack_lr = check_positive("slack_lr", slack_lr)
-        if self._slack_lr * self._slack_cost >= 2:
+        if self._slack_lr * self.slack_cost >= 2:
             raise InputError(
-                f"slack_lr is {slack_lr!r}; expected less than 2 / slack_cost = {2 / self._slack_cost:g}, "
+                f"slack_lr is {slack_lr!r}; expected less than 2 / slack_cost = {2 / self.slack_cost:g}, "
                 "or each step of a slack overshoots by more than the last"
             )
         if dual == "barrier" and dual_lr > 1:
             raise InputError(f'dual_lr is {dual_lr!r}; expected at most 1 with dual="barrier"')
-        if resilience == "decay" and dual in ("ascent", "pi") and dual_lr >= 2 * self._slack_cost:
+        if resilience == "decay" and dual in ("ascent", "pi") and dual_lr >= 2 * self.slack_cost:
             raise InputError(
-                f"dual_lr is {dual_lr!r}; expected less than 2 × slack_cost = {2 * self._slack_cost:g} "
+                f"dual_lr is {dual_lr!r}; expected less than 2 × slack_cost = {2 * self.slack_cost:g} "
                 'with resilience="decay", or each step of the decay overshoots by more than the last'
             )
         self.settings: dict[str, int | float | str] = {
             "dual": dual,
             **asdict(self._rule),  # pyright: ignore[reportArgumentType]  # every rule is a dataclass
             "resilience": resilience or "none",
-            "slack_cost": self._slack_cost,
+            "slack_cost": self.slack_cost,
             "slack_lr": self._slack_lr,
         }
         names = ("multipliers", "slacks", *self._rule.state_names)
@@ -137,13 +138,13 @@ class DualVariables:
         """
         multipliers, slacks = self.tensors["multipliers"], self.tensors["slacks"]
         error = violation - slacks if self._resilience == "slack" else violation
-        decay = multipliers / self._slack_cost if self._resilience == "decay" else 0.0
+        decay = multipliers / self.slack_cost if self._resilience == "decay" else 0.0
 
         rule_state = {name: self.tensors[name] for name in self._rule.state_names}
         proposed_multipliers, proposals = self._rule.propose(multipliers, error, decay, rule_state)
         proposals["multipliers"] = proposed_multipliers
         if self._resilience == "slack":
-            proposals["slacks"] = slacks - self._slack_lr * (self._slack_cost * slacks - multipliers)
+            proposals["slacks"] = slacks - self._slack_lr * (self.slack_cost * slacks - multipliers)
 
         # Judged before the projection, which would turn −∞ into a plausible zero, as a rule may turn infinity into one.
         accepted = finite & (torch.stack([error, *proposals.values()]).isfinite() | ~active).all()

@@ -63,6 +63,14 @@ class Objective:
         # A loss of zero, or none yet: no finite weight does justice to it.
         return coefficients * torch.where(ratio.isfinite() & self.average.known, ratio, 1.0)
 
+    def value(self, losses: Tensor) -> Tensor:
+        """F of losses `[L+1]`, `[]`; that of "log" times ā_L (1 before the first measurement), as its weights are."""
+        coefficients = self.constants["coefficients"]
+        if self.average is None:
+            return (coefficients * losses).sum()
+        factor = torch.where(self.average.known, self.average.losses[-1], 1.0)
+        return factor * torch.where(coefficients > 0, coefficients * losses.log(), 0.0).sum()
+
     def known_weights(self) -> tuple[float, ...] | None:
         """The weights as numbers; None where they depend on losses."""
         return self._numbers if self.average is None else None

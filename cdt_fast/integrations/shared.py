@@ -21,13 +21,18 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
     """`given`, or the constraints made of it where it is a dictionary of options, which may name a `preset`.
 
     Raises:
-        InputError: it is neither, or names an option that there is not.
+        InputError: it is neither, names an option that there is not, or bounds an agreement.
     """
     if isinstance(given, Mapping):
-        return DescentConstraints(layer_losses.num_constraints, **options_of(**given))
+        given = DescentConstraints(layer_losses.num_constraints, **options_of(**given))
     if not isinstance(given, DescentConstraints):
         raise InputError(
             f"constraints must be a DescentConstraints or a dictionary of its options, got {type(given).__name__}"
+        )
+    if given.agreement_multipliers is not None:
+        raise InputError(
+            "agreement needs predictions at every depth, which the fused losses do not form: bound the losses of "
+            "those depths (bounds), or call record(…, agreement=…) in a loop of your own"
         )
     return given
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from cdt_fast.constraints.presets import GAMMAS, PRESETS, ReferenceMode
+from cdt_fast.constraints.presets import GAMMAS, PRESETS
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -79,18 +79,6 @@ class TextModelSettings(Section):
     )
 
 
-class TextConstraintSettings(ConstraintSettings):
-    """[constraints] of labeled texts: the preset "text"."""
-
-    rate: float | list[float] = setting(
-        PRESETS["text"]["rate"], "alpha, one number or one a layer: the share of the loss a layer removes"
-    )
-    reference: float | Literal["auto"] | None = setting(
-        PRESETS["text"]["reference"], "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
-    )
-    reference_mode: ReferenceMode = setting(PRESETS["text"]["reference_mode"], "how the reference enters")
-
-
 class _EpochSettings(TrainingSettings):
     """[training] in epochs."""
 
@@ -141,18 +129,6 @@ class LanguageModelSettings(Section):
     feedforward_width: Positive | None = setting(None, "inner width of a block (default: 4 d)", SMALL)
 
 
-class LanguageConstraintSettings(ConstraintSettings):
-    """[constraints] of language models: the preset "lm"."""
-
-    rate: float | list[float] = setting(
-        PRESETS["lm"]["rate"], "alpha, one number or one a layer: the share of the loss a layer removes"
-    )
-    reference_mode: ReferenceMode = setting(PRESETS["lm"]["reference_mode"], "how the reference enters")
-    margin: NonNegative = setting(
-        PRESETS["lm"]["margin"], "share by which bounds are lowered in training, so that held-out losses meet them"
-    )
-
-
 class LanguageTrainingSettings(_EpochSettings):
     """[training] of language models."""
 
@@ -183,7 +159,7 @@ class TextSettings(SequenceSettings):
     own_network: ClassVar[str] = UNROLLED
     data: TextDataSettings = Field(default_factory=TextDataSettings)
     model: TextModelSettings = Field(default_factory=TextModelSettings)
-    constraints: ConstraintSettings = Field(default_factory=TextConstraintSettings)
+    constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["text"]))
     training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
     evaluation: EvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
 
@@ -195,6 +171,6 @@ class LanguageSettings(SequenceSettings):
     own_network: ClassVar[str] = SMALL
     data: LanguageDataSettings = Field(default_factory=LanguageDataSettings)
     model: LanguageModelSettings = Field(default_factory=LanguageModelSettings)
-    constraints: ConstraintSettings = Field(default_factory=LanguageConstraintSettings)
+    constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["lm"]))
     training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)
     evaluation: EvaluationSettings = Field(default_factory=SequenceEvaluationSettings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cdt_fast.constraints.descent import DescentConstraints
@@ -48,7 +49,7 @@ def judged(measured: dict[str, Any], settings: RunSettings, constraints: Descent
         "source": settings.data.source,
         **measured,
         "layer_ratio": verdict["ratio"],
-        "rate": constraints.rates.tolist(),
+        "rate": [None if math.isnan(rate) else rate for rate in constraints.rates.tolist()],
         "feasible": verdict["feasible"],
         "violation": verdict["violation"],
         "report": {**verdict, "text": str(report)},

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.presets import DEFAULTS
 from cdt_fast.training.settings import RunSettings
+
+# The warm-up of a training without constraints: they only weigh the depths by the objective, and judge the result.
+NEVER = 2**62
 
 
 def samples_per_step(settings: RunSettings) -> int:
@@ -26,9 +31,11 @@ def build_constraints(
 ) -> DescentConstraints:
     """The constraints that the settings describe, on `device`, nothing recorded yet.
 
+    Those of a run without constraints never come on: their warm-up does not end.
+
     Args:
         settings: of the run.
-        data: what the run trains on, `train` of it: it says how long an epoch is; None: no warm-up.
+        data: what the run trains on, `train` of it: it says how long an epoch is; None: to check the settings alone.
         device: where the multipliers are.
         num_constraints: L.
 
@@ -36,24 +43,16 @@ def build_constraints(
         InputError: the settings do not fit each other or the number of layers.
     """
     chosen = settings.constraints
-    epoch = 0 if data is None else steps_per_epoch(settings, len(data.train))
+    epoch = 1 if data is None else steps_per_epoch(settings, len(data.train))
+    options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if name in type(chosen).model_fields}
     return DescentConstraints(
         num_constraints,
-        chosen.rate,
-        chosen.reference,
-        reference_mode=chosen.reference_mode,
-        coupling=chosen.coupling,
-        normalize=chosen.normalize,
-        margin=chosen.margin,
-        dual=chosen.dual,
-        dual_lr=chosen.dual_lr,
-        betas=tuple(chosen.betas),  # pyright: ignore[reportArgumentType]  # how many is checked there
-        proportional_gain=chosen.proportional_gain,
-        smoothing=chosen.smoothing,
-        resilience=None if chosen.resilience == "none" else chosen.resilience,
-        slack_cost=chosen.slack_cost,
-        slack_lr=chosen.slack_lr,
-        dual_every=chosen.dual_every,
-        warmup_steps=chosen.warmup_epochs * epoch,
+        **{
+            **options,
+            "objective": settings.objective,
+            "betas": tuple(chosen.betas),
+            "resilience": None if chosen.resilience == "none" else chosen.resilience,
+            "warmup_steps": chosen.warmup_epochs * epoch if settings.constrained else NEVER,
+        },
         device=device,
     )

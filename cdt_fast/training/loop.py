@@ -115,10 +115,11 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
         self.constraints = build_constraints(settings, data, self.device, self.workload.num_constraints)
         self.constrained = settings.constrained
+        # Without constraints they weigh the depths all the same, and "log" follows the losses for that.
+        self._measured = self.constrained or settings.objective == "log"
         self.step = 0
         self.best: dict[str, Any] | None = None
         depths = self.workload.num_constraints + 1
-        self._last_alone = (*[0.0] * (depths - 1), 1.0)
         self._logged_sums = torch.zeros(depths + 1, dtype=torch.float64, device=self.device)
         self._timed_samples = 0
         self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
@@ -201,8 +202,8 @@ class Trainer:
         shares = [micro_batch[self.accelerator.process_index :: ranks] for micro_batch in micro_batches]
         counts = tuple(sum(self.workload.count(sample) for sample, _ in share) for share in shares)
         items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
-        known = self.constraints.known_weights() if self.constrained else self._last_alone
-        action = self.constraints.count_step() if self.constrained else None
+        known = self.constraints.known_weights()
+        action = self.constraints.count_step() if self._measured else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         batches = (
             self._batch(share or micro_batch[:1]) for share, micro_batch in zip(shares, micro_batches, strict=True)
@@ -221,7 +222,7 @@ class Trainer:
             losses=self.losses,
             optimizer=self.optimizer,
             logged_sums=self._logged_sums,
-            constraints=self.constraints if self.constrained else None,
+            constraints=self.constraints if self._measured else None,
             clip=self.settings.training.clip,
             ranks=self.accelerator.num_processes,
         )
@@ -274,8 +275,9 @@ class Trainer:
             "lr": self.workload.lr * self._relative_rate(self.step),
             f"{self.task.samples}_per_second": samples / seconds,
         }
-        if self.constrained:
+        if self._measured:
             entry["weights"] = self.constraints.weights().tolist()
+        if self.constrained:
             entry["multipliers"] = self.constraints.multipliers.tolist()
             entry["slacks"] = self.constraints.slacks.tolist()
             entry["skipped_updates"] = int(self.constraints.skipped_updates)
@@ -307,12 +309,15 @@ class Trainer:
         self._check_finite("validation losses", losses)
         report = self.constraints.report(losses)
         entry = {"loss": losses, "feasible": report.feasible, **_worst(report)}
-        rank = _rank(report, losses[-1], self.constrained)
-        if self.best is None or rank < self.best["rank"]:
-            self.best = {"rank": rank, "step": self.step, **entry}
+        if self.best is None or self._merit(losses) < self._merit(self.best["loss"]):
+            self.best = {"step": self.step, **entry}
             if self.accelerator.is_main_process:
                 self.workload.save_model(self.folder.model)
         return entry
+
+    def _merit(self, losses: list[float]) -> float:
+        """By what a model is kept; two are compared by what is known now, such as a reference fixed meanwhile."""
+        return self.constraints.merit(losses, priced=self.constrained)
 
     def _save_checkpoint(self) -> None:
         # The losses of a step are from before its update, which may be what broke the weights.
@@ -380,19 +385,3 @@ class Trainer:
 def _worst(report: FeasibilityReport) -> dict[str, Any]:
     verdict = report.as_dict()  # JSON cannot represent infinity, where a depth is exact and the next is not
     return {name: verdict[name] for name in ("worst_layer", "worst_violation")}
-
-
-def _rank(report: FeasibilityReport, final_loss: float, constrained: bool) -> list[float]:
-    """Lower is better: more constraints known, then feasible (or least violated), then the loss of the last depth.
-
-    Violations count in whole percents: a layer that can learn nothing violates its bound by about the same all the
-    time, and the fourth digit of that must not decide over what the others learn.
-
-    An automatic reference is fixed some steps into the run. A model from before was judged by fewer constraints, and
-    must not beat all later ones by that.
-    """
-    if not constrained:
-        return [final_loss]
-    known = sum(violation is not None for violation in report.violation)
-    excess = 0.0 if report.feasible else max(round(report.worst_violation or 0.0, 2), 0.01)
-    return [-known, excess, final_loss]

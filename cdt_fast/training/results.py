@@ -52,7 +52,7 @@ class Evaluation(_Part):
     training_gamma: float
     layer_loss: list[float]
     layer_ratio: list[float | None]
-    rate: list[float]
+    rate: list[float | None]  # of each layer; None: no constraint of descent
     feasible: bool
     violation: list[float | None]
     report: Verdict

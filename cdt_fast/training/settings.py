@@ -18,9 +18,12 @@ from typing_extensions import Self
 from cdt_fast.checks import suggestion
 from cdt_fast.constraints.presets import (
     DEFAULTS,
+    PRESETS,
     Coupling,
     Dual,
+    ObjectiveName,
     Preset,
+    Ratio,
     ReferenceMode,
     Resilience,
     options_of,
@@ -31,6 +34,7 @@ from cdt_fast.files import read_toml, shown, write_text
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Bounds = Annotated[dict[int, float | str], Field(min_length=1)]
 Levels = Annotated[list[NonNegative], Field(min_length=1)]
 Precision = Literal["auto", "bf16", "fp32", "ieee"]
 
@@ -48,6 +52,7 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "a word",
     "list_type": "a list of numbers",
+    "dict_type": "bounds by depth, as in 12=1.01x,3=0.9",
     "too_short": "a list of at least one number",
     "none_required": "'none'",
     "literal_error": "{expected}",
@@ -75,13 +80,18 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _from_words(cls, value: Any, info: ValidationInfo) -> Any:
-        """Words of the command line and of TOML: "none", and numbers parted by commas."""
+        """Words of the command line and of TOML: "none", numbers parted by commas, and bounds by depth."""
         options = _options(cls.model_fields[str(info.field_name)].annotation)
         if value == "none" and type(None) in options:
             return None
         if isinstance(value, bool) != (bool in options) and not (value is None and type(None) in options):
             return _NotOfTheType(value)
-        if isinstance(value, str) and any(typing.get_origin(option) is list for option in options):
+        if not isinstance(value, str):
+            return value
+        kinds = {typing.get_origin(option) for option in options}
+        if dict in kinds:
+            return _by_depth(value)
+        if list in kinds and not (str in options and not all(map(_is_number, value.split(",")))):
             return value.split(",") if "," in value or not _takes_one(options) else value
         return value
 
@@ -105,7 +115,7 @@ def _options(annotation: Any) -> tuple[Any, ...]:
         return _options(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is Literal or not typing.get_args(annotation):
         return (annotation,)
-    if typing.get_origin(annotation) is list:
+    if typing.get_origin(annotation) in (list, dict):
         return (annotation,)
     return tuple(option for part in typing.get_args(annotation) for option in _options(part))
 
@@ -114,28 +124,69 @@ def _takes_one(options: Iterable[Any]) -> bool:
     return float in options or int in options
 
 
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _by_depth(text: str) -> Any:
+    """`12=1.01x,3=0.9` as a dictionary; what is none stays as it is, and is refused."""
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    if not all(depth.strip() and equals and bound.strip() for depth, equals, bound in pairs):
+        return text
+    return {depth.strip(): float(bound) if _is_number(bound) else bound.strip() for depth, _, bound in pairs}
+
+
 class ConstraintSettings(Section):
     """[constraints]: what every layer must achieve, and how the multipliers see to it."""
 
     constrained: bool = setting(True, "train with descent constraints")
-    preset: Preset | None = setting(None, "take the settings below from a preset, before those given")
-    rate: float | list[float] = setting(
-        DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes"
+    preset: Preset | Literal["paper"] | None = setting(
+        None, "take the settings below from a preset, before those given; 'paper' is that of the task"
+    )
+    objective: ObjectiveName | None = setting(
+        None, "what is minimized over the depths (default: log with constraints, else last)"
+    )
+    coefficients: list[NonNegative] | None = setting(None, "weights of the depths in the objective (default: ones)")
+    rate: float | list[float] | None = setting(
+        DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes; 'none': no descent"
     )
     reference: float | Literal["auto"] | None = setting(
         DEFAULTS.reference, "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
     reference_mode: ReferenceMode = setting(DEFAULTS.reference_mode, "how the reference enters")
     coupling: Coupling = setting(DEFAULTS.coupling, "what bounds a layer's loss")
+    bounds: Bounds | None = setting(
+        DEFAULTS.bounds, "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of a reference's"
+    )
+    reference_losses: list[float] | str | None = setting(
+        DEFAULTS.reference_losses,
+        "what factors are taken of: a loss a depth, or the folder of a run (default: the end of the warm-up)",
+    )
+    ratio: Ratio = setting(
+        DEFAULTS.ratio, "what judges a layer: the ratio of mean losses, the mean of micro-batches' ratios, or the worst"
+    )
+    tail: float = setting(DEFAULTS.tail, "share of the micro-batches that 'cvar' calls the worst")
     normalize: bool = setting(DEFAULTS.normalize, "dual steps on relative violations")
     margin: NonNegative = setting(
         DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them"
+    )
+    tighten_steps: Count = setting(
+        DEFAULTS.tighten_steps, "steps after the warm-up over which rate and margin grow from zero to what they are"
     )
     dual: Dual = setting(DEFAULTS.dual, "rule that moves the multipliers")
     dual_lr: float = setting(DEFAULTS.dual_lr, "step size of the multipliers")
     betas: list[float] = setting(list(DEFAULTS.betas), "Adam's decay of the two moments of the dual gradient")
     proportional_gain: float = setting(DEFAULTS.proportional_gain, "proportional gain of 'pi'")
     smoothing: float = setting(DEFAULTS.smoothing, "decay of the average that the proportional part of 'pi' follows")
+    gain_growth: float = setting(
+        DEFAULTS.gain_growth, "what the gain of 'pi' is multiplied by where a violation does not fall in 50 updates"
+    )
+    gain_limit: float = setting(DEFAULTS.gain_limit, "the largest gain that 'pi' grows to")
+    barrier_width: float = setting(DEFAULTS.barrier_width, "violation that doubles a multiplier of 'barrier'")
     resilience: Resilience | Literal["none"] = setting(
         DEFAULTS.resilience or "none", "what gives way when bounds cannot be met"
     )
@@ -198,12 +249,21 @@ class RunSettings(BaseModel):
         """Whether the run trains under descent constraints."""
         return self.constraints.constrained
 
+    @property
+    def objective(self) -> ObjectiveName:
+        """What the run minimizes: without constraints the last loss alone, where nothing else is asked for."""
+        if self.constraints.objective is not None:
+            return self.constraints.objective
+        return DEFAULTS.objective if self.constrained else "last"
+
     def set(self, section: str, name: str, value: Any) -> None:
         """Set one value, checked against the type and the bounds of its field; a preset sets what it names.
 
         Raises:
             InputError: an unknown section or name, or a value of the wrong kind.
         """
+        if (section, name, value) == ("constraints", "preset", "paper"):
+            value = f"paper-{self.task}"
         settings = getattr(self, section, None)
         if not isinstance(settings, Section):
             raise InputError(f"unknown section [{section}]{suggestion(section, SECTIONS)}")
@@ -215,7 +275,9 @@ class RunSettings(BaseModel):
             raise InputError(f"[{section}] {name} must be {_expectation(error)}, got {shown(value)}") from None
         if name == "preset" and settings.preset is not None:  # pyright: ignore[reportAttributeAccessIssue]
             for taken, preset_value in options_of(value).items():
-                if taken in type(settings).model_fields:
+                if taken == "objective":  # whose default is another one without constraints
+                    settings.objective = PRESETS[value].get(taken)  # pyright: ignore[reportAttributeAccessIssue]
+                elif taken in type(settings).model_fields:
                     given = list(preset_value) if isinstance(preset_value, tuple) else preset_value
                     setattr(settings, taken, "none" if taken == "resilience" and given is None else given)
 
@@ -245,7 +307,7 @@ class RunSettings(BaseModel):
         document: dict[str, Any] = {"task": self.task}
         for section in SECTIONS:
             values = getattr(self, section).model_dump()
-            document[section] = {name: "none" if value is None else value for name, value in values.items()}
+            document[section] = {name: _for_toml(value) for name, value in values.items()}
         write_text(path, tomli_w.dumps(document))
 
     @classmethod
@@ -267,6 +329,12 @@ class RunSettings(BaseModel):
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         return settings
+
+
+def _for_toml(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): entry for key, entry in value.items()}
+    return "none" if value is None else value
 
 
 def _expectation(error: ValidationError) -> str:

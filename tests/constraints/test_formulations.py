@@ -448,6 +448,30 @@ def test_a_verdict_says_what_to_change(losses: list[float], options: dict[str, A
     assert plain(2, **options).report([1.0, 0.1, 0.01]).advice == ""
 
 
+# The merit of a model
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("objective", ["last", "depths", "log"])
+def test_the_merit_is_the_objective_of_the_resilient_problem(objective: Any, normalize: bool) -> None:
+    """The smallest, over slacks u ≥ 0 with ĝ ≤ u, of F + β/2 Σ s u²; by hand from float64 arithmetic."""
+    losses = [1.5, 0.9, 0.85, 0.7]
+    options: dict[str, Any] = {"objective": objective, "normalize": normalize, "slack_cost": 4.0, "margin": 0.1}
+    constraints = plain(3, 0.2, 1.0, bounds={3: 0.5}, **options)
+    violated = [(0.5, 1.0), (0.85 - 0.8 * 0.9, 0.9), (0.7 - 0.8 * 0.85, 0.85), (0.2, 0.5)]  # layer 1 is not
+    price = 2.0 * sum(violation**2 / (scale if normalize else 1.0) for violation, scale in violated)
+    value = {"last": 0.7, "depths": sum(losses), "log": sum(map(math.log, losses))}[objective]
+    assert constraints.merit(losses) == pytest.approx(value + price, rel=1e-12)
+    assert constraints.merit(losses, priced=False) == pytest.approx(value, rel=1e-12)
+
+
+def test_the_merit_of_logarithms_is_in_units_of_the_last_loss() -> None:
+    constraints = plain(1, 0.2, objective="log", normalize=True, slack_cost=10.0)
+    feed(constraints, [4.0, 2.0])
+    assert constraints.merit([3.0, 2.5]) == pytest.approx(2 * math.log(3 * 2.5) + 10 / 2 * (2.5 - 2.4) ** 2 / 3.0)
+    assert constraints.merit([3.0, 0.0]) == -math.inf
+
+
 # Wrong input
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -22,9 +22,11 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
         least = max(
             (part.ge for bound in inner[1:] for part in [bound, *bound.metadata] if hasattr(part, "ge")), default=0
         )
-        return values_of(inner[0]).filter(lambda value: isinstance(value, list) or value >= least)
+        return values_of(inner[0]).filter(lambda value: isinstance(value, list | dict) or value >= least)
     if origin is Literal:
         return st.sampled_from(inner)
+    if origin is dict:
+        return st.dictionaries(values_of(inner[0]), values_of(inner[1]), min_size=1, max_size=3)
     if origin is list:
         return st.lists(values_of(inner[0]), min_size=1, max_size=5)
     if inner:
@@ -73,8 +75,9 @@ def test_a_preset_sets_what_it_names_and_gives_way_to_what_is_beside_it(name: st
     assert config.constraints.rate == 0.125
     assert config.constraints.dual_lr == 0.5
     for setting, value in options_of(name).items():
-        # Which options the command line does not offer, tests/constraints lists.
-        if setting not in ("rate", "dual_lr") and hasattr(config.constraints, setting):
+        if setting == "objective":
+            assert config.objective == value
+        elif setting not in ("rate", "dual_lr") and hasattr(config.constraints, setting):
             assert getattr(config.constraints, setting) == (list(value) if isinstance(value, tuple) else value)
 
 
@@ -103,6 +106,16 @@ def test_a_preset_sets_what_it_names_and_gives_way_to_what_is_beside_it(name: st
         ("[evaluation]\ngammas = [0.1, -1.0]\n", ["[evaluation] gammas must be at least 0"]),
         ("[evaluation]\ngammas = [0.1, inf]\n", ["[evaluation] gammas must be a number, got [0.1, inf]"]),
         ("[constraints]\nrate = [[0.1]]\n", ["[constraints] rate must be a number, got [[0.1]]"]),
+        (
+            "[constraints]\nbounds = 0.9\n",
+            ["[constraints] bounds must be bounds by depth, as in 12=1.01x,3=0.9, got 0.9"],
+        ),
+        (
+            '[constraints]\nbounds = "3:0.9"\n',
+            ["[constraints] bounds must be bounds by depth, as in 12", "got '3:0.9'"],
+        ),
+        ('[constraints]\nbounds = "last=0.9"\n', ["[constraints] bounds must be a whole number, got 'last=0.9'"]),
+        ("[constraints]\ncoefficients = [1.0, -1.0]\n", ["[constraints] coefficients must be at least 0"]),
         ("[model\n", ["cannot be read as TOML"]),
     ],
 )
@@ -137,6 +150,13 @@ def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
         ("preset", "none", None),
         ("resilience", "none", "none"),
         ("constrained", False, False),
+        ("preset", "paper", "paper-video"),
+        ("rate", "none", None),
+        ("objective", "none", None),
+        ("coefficients", "1,0,2", [1.0, 0.0, 2.0]),
+        ("bounds", "12=1.01x, 3=0.9", {12: "1.01x", 3: 0.9}),
+        ("reference_losses", "2,1.5", [2.0, 1.5]),
+        ("reference_losses", "runs/a,b", "runs/a,b"),
     ],
 )
 def test_words_of_the_command_line_become_values(name: str, word: object, value: object) -> None:
@@ -154,6 +174,10 @@ def test_settings_that_do_not_fit_each_other_are_found_without_data(tiny_config:
         ({"reference": None, "coupling": "absolute"}, "reference"),
         ({"betas": [0.5]}, "betas"),
         ({"step": -1.0}, "step"),
+        ({"bounds": {7: 0.9}}, "depth 7, which is not read: the depths are 0 to 2"),
+        ({"bounds": {2: "1.01y"}}, "a factor such as"),
+        ({"objective": "log", "coefficients": [1.0]}, "coefficients must be 3 numbers"),
+        ({"constrained": False, "coefficients": [1.0, 1.0, 1.0]}, "has none"),
     ]:
         config = tiny_config(**changes)
         config.data.source = "no such clip"
