@@ -14,7 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is a GPU)")
     parser.add_argument("--size", choices=SIZES, help="shapes: for a CPU, for a GPU, or tiny (as the device)")
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (as many as fit into some seconds)")
-    parser.add_argument("--json", metavar="FILE", help="also write what this run measured as JSON")
     parser.add_argument(
         "--no-pictures", action="store_true", help="write results files alone (python -m cdt_fast.bench.document draws)"
     )

@@ -1,4 +1,4 @@
-"""What a bench measures: a piece of work, and the ways in which it can be done."""
+"""What a bench measures: a piece of work, and the implementations of it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ROLES = ("eager", "peer", "ours")
 
 
 class Unavailable(Exception):
-    """A way that cannot run here; the message is the reason, in one line."""
+    """An implementation that cannot run here; the message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
-class Way:
+class Implementation:
     """One implementation of a piece of work.
 
     Attributes:
@@ -28,8 +28,8 @@ class Way:
         role: "eager" (the baseline of the ratios), "peer" (another library or compiler) or "ours".
         prepare: imports, compiles and allocates, and returns the step; raises `Unavailable` with the reason where a
             package, a GPU or an instruction set is missing.
-        expected: what this way must agree with, where it computes something else than the case's formula on purpose:
-            the unconstrained step beside the constrained one.
+        expected: what it must agree with, where it computes something else than the case's formula on purpose: the
+            unconstrained step beside the constrained one.
         late: whether it takes so long to prepare that on a GPU the case is measured, and saved, without it first.
     """
 
@@ -49,10 +49,10 @@ class Case:
         name: unique within the suite; says work and shape.
         shape: the sizes by name, such as {"B": 400, "T": 20}; a scaling suite fits exponents over them.
         dtype: "float32", "bfloat16", …
-        ways: the first of role "eager" is what the others are compared with.
-        expected: the step of the formula in the best precision that fits; what every way must agree with.
+        implementations: the first of role "eager" is what the others are compared with.
+        expected: the step of the formula in the best precision that fits; what every implementation must agree with.
         tolerance: the largest relative root mean square difference from `expected` that is rounding at this dtype.
-        flop: of the cheapest known way, forward and backward; 0 where no floor is given.
+        flop: of the cheapest known implementation, forward and backward; 0 where no floor is given.
         moved: bytes of every input and output, once.
         note: shown with the table, such as "scaled down from V 128,256".
         varied: the size that this case varies, of those in `shape`; empty outside a series.
@@ -64,7 +64,7 @@ class Case:
     name: str
     shape: Mapping[str, int]
     dtype: str
-    ways: tuple[Way, ...]
+    implementations: tuple[Implementation, ...]
     expected: Step
     tolerance: float
     flop: float = 0.0

@@ -1,7 +1,7 @@
 """What the machine at hand reaches at most: FLOP/s in a matrix product, bytes/s in a copy.
 
 The floor of a piece of work is the larger of its counted FLOP over the first and its counted bytes over the second. No
-way can be faster, however it is written, unless it saves work.
+implementation can be faster, however it is written, unless it saves work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seconds of a step, and rounds in which all ways take turns."""
+"""Seconds of a step, and how many rounds of round robin are timed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rounds:
     Attributes:
         least, most: the bounds.
         budget: seconds for the rounds of a case, beside what `least` rounds need.
-        of_slow: rounds that a slow way takes part in (`is_slow`); None: in all.
+        of_slow: rounds that a slow implementation takes part in (`is_slow`); None: in all.
     """
 
     least: int
@@ -65,15 +65,15 @@ class Rounds:
         return min(self.most, max(self.least, int(self.budget / max(round_seconds, 1e-9))))
 
     def is_slow(self, turn: float, eager_turn: float) -> bool:
-        """Whether a way whose turn takes so long would spend the case's time on what a few rounds show as well: more
-        than four times eager's, and in all rounds more than the budget."""
+        """Whether a turn takes so long that it would spend the case's time on what a few rounds show as well: more than
+        four times eager's, and in all rounds more than the budget."""
         return self.of_slow is not None and turn > 4 * eager_turn and self.least * turn > self.budget
 
 
-def turns(names: Sequence[Name], rounds: int, few: Mapping[Name, int] | None = None) -> Iterator[list[Name]]:
+def round_robin(names: Sequence[Name], rounds: int, few: Mapping[Name, int] | None = None) -> Iterator[list[Name]]:
     """The order of each round: every name once, each round begins one further on.
 
-    A drift of the machine's speed then cancels in the ratios of a round, and no way is always the first.
+    A drift of the machine's speed then cancels in the ratios of a round, and no implementation is always the first.
 
     Args:
         names: what takes turns.

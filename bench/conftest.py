@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cdt_fast.bench.case import Case
 from cdt_fast.bench.suites import SIZES, SUITES
 
 
@@ -17,25 +16,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test a case and way, known by their names: what the cases compute on is made when a test asks for it."""
-    if "named" not in metafunc.fixturenames:
-        return
-    options = metafunc.config.option
-    names = [
-        (suite, case.name, way.name)
-        for suite in options.bench_suite
-        for case in SUITES[suite](torch.device(options.bench_device), options.bench_size)
-        for way in case.ways
-    ]
-    metafunc.parametrize("named", names, ids=[" - ".join(name) for name in names])
-
-
-@pytest.fixture
-def device(pytestconfig: pytest.Config) -> torch.device:
-    return torch.device(pytestconfig.option.bench_device)
-
-
-@pytest.fixture
-def case(named: tuple[str, str, str], device: torch.device, pytestconfig: pytest.Config) -> Case:
-    suite, name, _ = named
-    return next(case for case in SUITES[suite](device, pytestconfig.option.bench_size) if case.name == name)
+    """A test an implementation of a case; what the cases compute on is made when a test asks for it."""
+    if "implementation" in metafunc.fixturenames:
+        options = metafunc.config.option
+        device = torch.device(options.bench_device)
+        cases = [case for suite in options.bench_suite for case in SUITES[suite](device, options.bench_size)]
+        both = [(case, one) for case in cases for one in case.implementations]
+        ids = [f"{case.suite} - {case.name} - {one.name}" for case, one in both]
+        metafunc.parametrize(("case", "implementation"), both, ids=ids)

@@ -41,15 +41,15 @@ _METHOD = """\
 ## How it is measured
 
 - Every time is forward and backward together; in the suite "step" also the optimizer and the multipliers.
-- Before it is timed, a way must agree with the formula; one that differs by more than rounding, or cannot run, has the
-  reason in place of figures.
-- The ways take turns, one round after the other. A ratio is the median over the rounds of two times of the same round:
-  a drift of the machine's speed cancels in it. Above 1, `cdt_fast` is faster. A baseline is eager torch unless the
-  case says otherwise. "Spread" is the fastest and the slowest of so many rounds.
+- Before it is timed, an implementation must agree with the formula; one that differs by more than rounding, or cannot
+  run, has the reason in place of figures.
+- The implementations are timed in round robin. A ratio is the median over the rounds of two times of the same round: a
+  drift of the machine's speed cancels in it. Above 1, `cdt_fast` is faster. A baseline is eager torch unless the case
+  says otherwise. "Spread" is the fastest and the slowest of so many rounds.
 - Peak memory is what a step allocates on top of what rests between two steps: by the CUDA allocator on a GPU, by the
   growth of resident memory in a process of its own on a CPU.
 - The floor is the larger of counted FLOP over the rate of the fastest matrix product, and of counted bytes over the
-  rate of a copy, both measured in the same rounds as the ways.
+  rate of a copy, both measured in the same rounds as the implementations.
 - A case that is measured again replaces its earlier figures; the others stay, with the run that measured them. Runs
   with different sources (a digest of the code that is measured) or settings are not of the same thing: compare the
   figures of a run with each other.
@@ -125,7 +125,7 @@ def _goal_cell(goal: Goal, results: Sequence[Mapping[str, Any]]) -> str:
     figure = _worst(goal, results)
     if figure is None:
         return ""
-    return f"{goal.shown.format(figure)}, {'met' if goal.reached(figure) else '**missed**'}"
+    return f"{goal.shown(figure)}, {'met' if goal.reached(figure) else '**missed**'}"
 
 
 def _worst(goal: Goal, results: Sequence[Mapping[str, Any]]) -> float | None:
@@ -203,9 +203,9 @@ def _suite(name: str, found: Mapping[str, Any], runs: Mapping[str, str], links: 
     if alone:
         lines += [as_markdown(tables.case_table(alone, runs, notes)), ""]
         lines += [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""] if notes else []
-    lines += [f"- {reason}" for reason in tables.grouped_reasons(cases)]
+    lines += [f"- {reason}" for reason in tables.grouped_remarks(cases)]
     where = f"[{name}]({links[name]})" if name in links else name
-    return [*lines, f"- Every way and every round: {where}.", ""]
+    return [*lines, f"- Every implementation and every round: {where}.", ""]
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:

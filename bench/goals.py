@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Case = Mapping[str, Any]
-OURS = "ours"
 
 
 @dataclass(frozen=True)
@@ -15,281 +15,114 @@ class Goal:
     """One goal.
 
     Attributes:
-        work: what is measured, in words.
         device: "cpu" or "cuda".
-        wanted: the goal in words.
         suite: where its cases are.
-        concerns: which of them it is about.
+        cases: which of them it is about, a regular expression that is looked for in their names.
+        work: what is measured, in words.
         figure: what is compared, of one case; None where it was not measured.
-        reached: whether a figure reaches it.
-        shown: the format of the figure.
-        worst: picks the figure to show where several cases are concerned: the one farthest from the goal.
+        sign, bound: what a figure has to be.
+        unit: "×" times as fast, "%" a share, or "" a ratio.
     """
 
-    work: str
-    device: str
-    wanted: str
+    device: Literal["cpu", "cuda"]
     suite: str
-    concerns: Callable[[Case], bool]
+    cases: str
+    work: str
     figure: Callable[[Case], float | None]
-    reached: Callable[[float], bool]
-    shown: str
-    worst: Callable[[list[float]], float] = min
+    sign: Literal["≥", ">", "≤"]
+    bound: float
+    unit: Literal["×", "%", ""]
+
+    @property
+    def wanted(self) -> str:
+        """The goal in words."""
+        return f"{self.sign} {100 * self.bound if self.unit == '%' else self.bound:g} {self.unit}".rstrip()
+
+    def concerns(self, case: Case) -> bool:
+        """Whether it is about a case."""
+        return re.search(self.cases, case["case"]) is not None
+
+    def reached(self, figure: float) -> bool:
+        """Whether a figure reaches it."""
+        return {"≥": figure >= self.bound, ">": figure > self.bound, "≤": figure <= self.bound}[self.sign]
+
+    def worst(self, figures: list[float]) -> float:
+        """The figure farthest from it."""
+        return max(figures) if self.sign == "≤" else min(figures)
+
+    def shown(self, figure: float) -> str:
+        """A figure in words."""
+        return {"×": f"{figure:.2f} ×", "%": f"{figure:.0%}", "": f"{figure:.3f}"}[self.unit]
 
 
-def ours(case: Case) -> Mapping[str, Any] | None:
-    """The first way of the package itself that was timed."""
-    timed = [way for way in case["ways"].values() if way["role"] == OURS and way["status"] == "timed"]
-    return timed[0] if timed else None
+def timed(case: Case, role: str) -> Mapping[str, Any]:
+    """The first implementation of a role that was timed; empty where none was."""
+    found = (one for one in case["implementations"].values() if one["role"] == role and one["status"] == "timed")
+    return next(found, {})
 
 
-def _of_ours(name: str) -> Callable[[Case], float | None]:
-    def figure(case: Case) -> float | None:
-        way = ours(case)
-        return None if way is None else way.get(name)
-
-    return figure
+def _over_eager(case: Case) -> float | None:
+    return timed(case, "ours").get("over_eager")
 
 
-def _eager_memory(case: Case) -> float | None:
-    """Peak memory of ours over eager's."""
-    eager = next((way for way in case["ways"].values() if way["role"] == "eager"), {})
-    way = ours(case)
-    if way is None or way.get("peak_bytes") is None or not eager.get("peak_bytes"):
-        return None
-    return way["peak_bytes"] / eager["peak_bytes"]
+def _over_best_peer(case: Case) -> float | None:
+    return timed(case, "ours").get("over_best_peer")
 
 
-def _best_compiled(case: Case) -> float | None:
-    """Times as fast as the fastest `torch.compile`."""
-    way = ours(case)
-    times = [
-        other["median_seconds"]
-        for name, other in case["ways"].items()
-        if name.startswith("torch.compile") and other["status"] == "timed"
-    ]
-    return min(times) / way["median_seconds"] if way is not None and times else None
+def _share_of_floor(case: Case) -> float | None:
+    return timed(case, "ours").get("share_of_floor")
 
 
-def _slowdown(case: Case) -> float | None:
-    speed_up = _of_ours("over_eager")(case)
+def _over_unconstrained(case: Case) -> float | None:
+    """Time of ours over the baseline's."""
+    speed_up = _over_eager(case)
     return None if speed_up is None else 1 / speed_up
 
 
-def _reference(dtype: str) -> Callable[[Case], bool]:
-    return lambda case: case["case"] == f"DUST tied, constrained, {dtype}"
+def _memory_over_eager(case: Case) -> float | None:
+    own, eager = (timed(case, role).get("peak_bytes") for role in ("ours", "eager"))
+    return own / eager if own is not None and eager else None
 
 
-def _headline(case: Case) -> bool:
-    return "constrained against unconstrained" in case["case"] and "own readout" not in case["case"]
+def _over_compiled(case: Case) -> float | None:
+    """Times as fast as the fastest `torch.compile`."""
+    own = timed(case, "ours")
+    compiled = [one for name, one in case["implementations"].items() if name.startswith("torch.compile")]
+    times = [one["median_seconds"] for one in compiled if one["status"] == "timed"]
+    return min(times) / own["median_seconds"] if own and times else None
 
 
-def _language_model(case: Case) -> bool:
-    """All depths of a language model in every way; neither what they add to the last one, nor a small classifier."""
-    return "against the last depth" not in case["case"] and "classifier" not in case["case"]
-
-
-def _classifier(case: Case) -> bool:
-    return "classifier" in case["case"]
-
-
-def _smallest_replayed(case: Case) -> bool:
-    return "CUDA graph against launches, 1 window," in case["case"]
-
-
-def _any(case: Case) -> bool:
-    return True
-
-
-def _at_least(bound: float) -> Callable[[float], bool]:
-    return lambda value: value >= bound
-
-
-def _above(bound: float) -> Callable[[float], bool]:
-    return lambda value: value > bound
-
-
-def _at_most(bound: float) -> Callable[[float], bool]:
-    return lambda value: value <= bound
-
-
+_PEER, _FLOOR = "against its best peer, the worst shape", "share of the floor, the worst shape"
+_PEAK = "peak memory over eager's, the worst shape"
+_FP32, _BF16 = "^DUST tied, constrained, float32$", "^DUST tied, constrained, bfloat16$"
 _STEP = "constrained step of a tied DUST"
-_CROSS_ENTROPY = "layerwise cross-entropy of a language model"
-_SPEED = "{:.2f} ×"
-_SHARE = "{:.0%}"
+_CONSTRAINT = "constrained over unconstrained step, tied or next readout, the slowest"
+_HEADLINE = "^(?!.*own readout).*constrained against unconstrained"
+_REPLAY = "step of one window replayed from a CUDA graph, against the same launched kernel by kernel, the worst model"
+_ATTENTION = f"symmetric attention {_PEER}"
+_LOSS = "layerwise cross-entropy of a language model"
+# All depths of a language model; neither what they add to the last one, nor a small classifier.
+_LANGUAGE_MODEL = "^(?!.*(against the last depth|classifier))"
+_CLASSIFIER = "layerwise cross-entropy of a classifier against eager, the worst shape"
 
 GOALS = (
-    Goal(
-        f"{_STEP}, float32, against eager",
-        "cpu",
-        "≥ 2.1 ×",
-        "step",
-        _reference("float32"),
-        _of_ours("over_eager"),
-        _at_least(2.1),
-        _SPEED,
-    ),
-    Goal(
-        f"{_STEP}, float32, share of the floor",
-        "cpu",
-        "≥ 80 %",
-        "step",
-        _reference("float32"),
-        _of_ours("share_of_floor"),
-        _at_least(0.8),
-        _SHARE,
-    ),
-    Goal(
-        f"{_STEP}, float32, peak memory over eager's",
-        "cpu",
-        "≤ 0.6",
-        "step",
-        _reference("float32"),
-        _eager_memory,
-        _at_most(0.6),
-        "{:.2f}",
-        max,
-    ),
-    Goal(
-        f"{_STEP}, bfloat16, against eager in float32",
-        "cpu",
-        "≥ 5 ×",
-        "step",
-        _reference("bfloat16"),
-        _of_ours("over_eager"),
-        _at_least(5),
-        _SPEED,
-    ),
-    Goal(
-        f"{_STEP}, bfloat16, against eager",
-        "cuda",
-        "≥ 4 ×",
-        "step",
-        _reference("bfloat16"),
-        _of_ours("over_eager"),
-        _at_least(4),
-        _SPEED,
-    ),
-    Goal(
-        f"{_STEP}, bfloat16, against the best torch.compile",
-        "cuda",
-        "≥ 2 ×",
-        "step",
-        _reference("bfloat16"),
-        _best_compiled,
-        _at_least(2),
-        _SPEED,
-    ),
-    Goal(
-        f"{_STEP}, bfloat16, peak memory over eager's",
-        "cuda",
-        "≤ 0.33",
-        "step",
-        _reference("bfloat16"),
-        _eager_memory,
-        _at_most(1 / 3),
-        "{:.2f}",
-        max,
-    ),
-    Goal(
-        f"{_STEP}, bfloat16, share of the floor",
-        "cuda",
-        "≥ 60 %",
-        "step",
-        _reference("bfloat16"),
-        _of_ours("share_of_floor"),
-        _at_least(0.6),
-        _SHARE,
-    ),
-    *(
-        Goal(
-            "constrained over unconstrained step, tied or next readout, the slowest",
-            device,
-            "≤ 1.05",
-            "step",
-            _headline,
-            _slowdown,
-            _at_most(1.05),
-            "{:.3f}",
-            max,
-        )
-        for device in ("cpu", "cuda")
-    ),
-    Goal(
-        "step of one window replayed from a CUDA graph, against the same launched kernel by kernel, the worst model",
-        "cuda",
-        "> 1 ×",
-        "step",
-        _smallest_replayed,
-        _of_ours("over_eager"),
-        _above(1),
-        _SPEED,
-    ),
-    *(
-        Goal(
-            "symmetric attention against its best peer, the worst shape",
-            device,
-            "≥ 1 ×",
-            "attention",
-            _any,
-            _of_ours("over_best_peer"),
-            _at_least(1),
-            _SPEED,
-        )
-        for device in ("cpu", "cuda")
-    ),
-    Goal(
-        f"{_CROSS_ENTROPY} against eager, the worst shape",
-        "cpu",
-        "≥ 1 ×",
-        "cross_entropy",
-        _language_model,
-        _of_ours("over_eager"),
-        _at_least(1),
-        _SPEED,
-    ),
-    Goal(
-        "layerwise cross-entropy of a classifier against eager, the worst shape",
-        "cpu",
-        "≥ 1 ×",
-        "cross_entropy",
-        _classifier,
-        _of_ours("over_eager"),
-        _at_least(1),
-        _SPEED,
-    ),
-    *(
-        Goal(
-            f"{_CROSS_ENTROPY} against its best peer, the worst shape",
-            device,
-            "> 1 ×",
-            "cross_entropy",
-            _language_model,
-            _of_ours("over_best_peer"),
-            _above(1),
-            _SPEED,
-        )
-        for device in ("cpu", "cuda")
-    ),
-    Goal(
-        f"{_CROSS_ENTROPY}, share of the floor, the worst shape",
-        "cuda",
-        "≥ 75 %",
-        "cross_entropy",
-        _language_model,
-        _of_ours("share_of_floor"),
-        _at_least(0.75),
-        _SHARE,
-    ),
-    Goal(
-        f"{_CROSS_ENTROPY}, peak memory over eager's, the worst shape",
-        "cuda",
-        "≤ 0.05",
-        "cross_entropy",
-        _language_model,
-        _eager_memory,
-        _at_most(0.05),
-        "{:.3f}",
-        max,
-    ),
+    Goal("cpu", "step", _FP32, f"{_STEP}, float32, against eager", _over_eager, "≥", 2.1, "×"),
+    Goal("cpu", "step", _FP32, f"{_STEP}, float32, share of the floor", _share_of_floor, "≥", 0.8, "%"),
+    Goal("cpu", "step", _FP32, f"{_STEP}, float32, peak memory over eager's", _memory_over_eager, "≤", 0.6, ""),
+    Goal("cpu", "step", _BF16, f"{_STEP}, bfloat16, against eager in float32", _over_eager, "≥", 5, "×"),
+    Goal("cuda", "step", _BF16, f"{_STEP}, bfloat16, against eager", _over_eager, "≥", 4, "×"),
+    Goal("cuda", "step", _BF16, f"{_STEP}, bfloat16, against the best torch.compile", _over_compiled, "≥", 2, "×"),
+    Goal("cuda", "step", _BF16, f"{_STEP}, bfloat16, peak memory over eager's", _memory_over_eager, "≤", 0.333, ""),
+    Goal("cuda", "step", _BF16, f"{_STEP}, bfloat16, share of the floor", _share_of_floor, "≥", 0.6, "%"),
+    Goal("cpu", "step", _HEADLINE, _CONSTRAINT, _over_unconstrained, "≤", 1.05, ""),
+    Goal("cuda", "step", _HEADLINE, _CONSTRAINT, _over_unconstrained, "≤", 1.05, ""),
+    Goal("cuda", "step", "CUDA graph against launches, 1 window,", _REPLAY, _over_eager, ">", 1, "×"),
+    Goal("cpu", "attention", "", _ATTENTION, _over_best_peer, "≥", 1, "×"),
+    Goal("cuda", "attention", "", _ATTENTION, _over_best_peer, "≥", 1, "×"),
+    Goal("cpu", "cross_entropy", _LANGUAGE_MODEL, f"{_LOSS} against eager, the worst shape", _over_eager, "≥", 1, "×"),
+    Goal("cpu", "cross_entropy", "classifier", _CLASSIFIER, _over_eager, "≥", 1, "×"),
+    Goal("cpu", "cross_entropy", _LANGUAGE_MODEL, f"{_LOSS} {_PEER}", _over_best_peer, ">", 1, "×"),
+    Goal("cuda", "cross_entropy", _LANGUAGE_MODEL, f"{_LOSS} {_PEER}", _over_best_peer, ">", 1, "×"),
+    Goal("cuda", "cross_entropy", _LANGUAGE_MODEL, f"{_LOSS}, {_FLOOR}", _share_of_floor, "≥", 0.75, "%"),
+    Goal("cuda", "cross_entropy", _LANGUAGE_MODEL, f"{_LOSS}, {_PEAK}", _memory_over_eager, "≤", 0.05, ""),
 )

@@ -1,4 +1,4 @@
-"""One case: every way is checked, then timed in turns with the others, and its peak memory taken."""
+"""One case: every implementation is checked, then timed in round robin with the others, and its peak memory taken."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.bench.case import Case, Step, Unavailable, Way
+from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 from cdt_fast.bench.ceilings import Ceilings, Probe, shares_of_floor
-from cdt_fast.bench.clock import Rounds, calls_a_reading, seconds, turns
+from cdt_fast.bench.clock import Rounds, calls_a_reading, round_robin, seconds
 
-# Peak memory of a way of a case: bytes, or the reason why there is no figure.
-PeakMemory = Callable[[Case, Way, Step], "int | str"]
+# Peak memory of an implementation of a case: bytes, or the reason why there is no figure.
+PeakMemory = Callable[[Case, Implementation, Step], "int | str"]
 
 _LONGEST_REASON = 300
 
-# Seconds: the gate's own run of a way tells well enough how long one takes, if that is so long.
+# Seconds: the gate's own run of an implementation tells well enough how long one takes, if that is so long.
 _LONG = 1.0
 
 # On a CPU each is a process of its own, which does little but import and prepare, and whose memory nobody else counts.
@@ -30,14 +30,14 @@ _PEAKS_AT_ONCE = {"cpu": 2, "cuda": 1}
 
 
 class Refused(Exception):
-    """A way that the gate does not let through; the message is the reason."""
+    """An implementation that the gate does not let through; the message is the reason."""
 
 
 @dataclass
 class _Taken:
-    """A way on its way through the measurement."""
+    """An implementation and what has been measured of it."""
 
-    way: Way
+    implementation: Implementation
     step: Step | None = None
     difference: float | None = None
     status: str = "timed"
@@ -73,25 +73,25 @@ def disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 class Gate:
-    """Lets a way of a case through if it computes what the case's formula does."""
+    """Lets an implementation of a case through if it computes what the case's formula does."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
         self._known: dict[Step, list[Tensor]] = {}
 
-    def open(self, way: Way) -> tuple[Step, float, float]:
-        """Prepare `way` and run it once; its step, by how much it differs, and the seconds until the host went on.
+    def open(self, candidate: Implementation) -> tuple[Step, float, float]:
+        """Prepare one and run it once; its step, by how much it differs, and the seconds until the host resumed.
 
         Raises:
             Refused: it differs by more than rounding.
             Unavailable: it cannot run here.
-            Exception: whatever the way itself raises.
+            Exception: whatever the implementation itself raises.
         """
-        step = way.prepare()
+        step = candidate.prepare()
         started = time.perf_counter()
         found = step()
         spent = time.perf_counter() - started
-        difference = disagreement(found, self._expected(way.expected or self._case.expected))
+        difference = disagreement(found, self._expected(candidate.expected or self._case.expected))
         if not difference <= self._case.tolerance:
             raise Refused(
                 f"differs from the formula by {difference:.1e}, more than {self._case.tolerance:.0e}: not timed"
@@ -108,26 +108,25 @@ class Gate:
 
 
 def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings, peak: PeakMemory) -> dict[str, Any]:
-    """Times, ratios, peak memory and share of the floor of every way to do a case.
+    """Times, ratios, peak memory and share of the floor of every implementation to do a case.
 
     Args:
         case: the work.
         device: where it runs.
         rounds: how many are timed.
-        ceilings: of the device; their probes take turns with the ways where the case has a floor.
-        peak: measures the peak memory of a way that has been timed.
+        ceilings: of the device; their probes take turns with the implementations where the case has a floor.
+        peak: measures the peak memory of an implementation that has been timed.
 
     Returns:
-        Words and numbers only. A way that could not run, or was wrong, has a status other than "timed", the reason,
-        and no figure.
+        Words and numbers only. What could not run, or was wrong, has a status, a reason and no figure.
     """
     gate = Gate(case)
-    taken = [_admitted(gate, way, device) for way in case.ways]
-    del gate  # what was expected is not part of any way's peak
+    taken = [_admitted(gate, candidate, device) for candidate in case.implementations]
+    del gate  # what was expected is not part of any implementation's peak
     runs = any(one.step is not None for one in taken)
     bounded = runs and bool(case.flop or case.moved)
     probes = {"product": ceilings.product(case.dtype), "copy": ceilings.copy()} if bounded else {}
-    probed = _take_turns(taken, probes, device, rounds)
+    probed = _time_round_robin(taken, probes, device, rounds)
     result: dict[str, Any] = {
         "suite": case.suite,
         "case": case.name,
@@ -140,21 +139,21 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
         "moved_bytes": case.moved,
         "tolerance": case.tolerance,
         "floor_seconds": None,
-        "ways": {},
+        "implementations": {},
     }
     if probes:
         medians = {name: probes[name].work / statistics.median(probed[name]) for name in probes}
         floor = max(case.flop / medians["product"], case.moved / medians["copy"])
         result |= {"floor_seconds": floor, "flop_per_second": medians["product"], "bytes_per_second": medians["copy"]}
     timed = [one for one in taken if one.status == "timed"]
-    eager = next((one for one in taken if one.way.role == "eager"), None)
-    peers = [one for one in timed if one.way.role == "peer"]
+    eager = next((one for one in taken if one.implementation.role == "eager"), None)
+    peers = [one for one in timed if one.implementation.role == "peer"]
     best = min(peers, key=lambda one: statistics.median(one.seconds), default=None)
-    result["best_peer"] = None if best is None else best.way.name
+    result["best_peer"] = None if best is None else best.implementation.name
     peaks = _peaks(case, timed, peak, at_once=_PEAKS_AT_ONCE[device.type])
     for one in taken:
         figures: dict[str, Any] = {
-            "role": one.way.role,
+            "role": one.implementation.role,
             "status": one.status,
             "reason": one.reason,
             "difference": one.difference,
@@ -165,15 +164,15 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
                 beside = {name: (probes[name].work, probed[name][: len(one.seconds)]) for name in probes}
                 shares = shares_of_floor(one.seconds, case.flop, case.moved, beside["product"], beside["copy"])
                 figures["share_of_floor"] = statistics.median(shares)
-            figures |= peaks[one.way.name]
-        result["ways"][one.way.name] = figures
+            figures |= peaks[one.implementation.name]
+        result["implementations"][one.implementation.name] = figures
     return result
 
 
-def _admitted(gate: Gate, way: Way, device: torch.device) -> _Taken:
-    one = _Taken(way)
+def _admitted(gate: Gate, candidate: Implementation, device: torch.device) -> _Taken:
+    one = _Taken(candidate)
     try:
-        one.step, one.difference, once = gate.open(way)
+        one.step, one.difference, once = gate.open(candidate)
         if once < _LONG or device.type == "cuda":  # on a GPU the host does not wait
             once = seconds(one.step, device)
         one.calls = calls_a_reading(once, device)
@@ -182,30 +181,31 @@ def _admitted(gate: Gate, way: Way, device: torch.device) -> _Taken:
         one.drop("unavailable", str(reason))
     except Refused as reason:
         one.drop("wrong", str(reason))
-    except Exception as error:  # a way that cannot do it is a result, too
+    except Exception as error:  # an implementation that cannot do it is a result, too
         one.drop("failed", _one_line(error))
     if one.step is None and device.type == "cuda":
         torch.cuda.empty_cache()  # one that ran out of memory must not leave too little for the next
     return one
 
 
-def _take_turns(
+def _time_round_robin(
     taken: Sequence[_Taken], probes: Mapping[str, Probe], device: torch.device, rounds: Rounds
 ) -> dict[str, list[float]]:
-    """Fill in the seconds of every way; the seconds of the probes, by name."""
-    ways = {f"way {number}": one for number, one in enumerate(taken) if one.step is not None}
-    eager = next((one.turn for one in ways.values() if one.way.role == "eager"), math.inf)
-    slow = [name for name, one in ways.items() if one.way.role == "peer" and rounds.is_slow(one.turn, eager)]
-    round_seconds = sum(one.turn for name, one in ways.items() if name not in slow)
+    """Fill in the seconds of every implementation; the seconds of the probes, by name."""
+    candidates = {f"implementation {number}": one for number, one in enumerate(taken) if one.step is not None}
+    eager = next((one.turn for one in candidates.values() if one.implementation.role == "eager"), math.inf)
+    peers = {name: one for name, one in candidates.items() if one.implementation.role == "peer"}
+    slow = [name for name, one in peers.items() if rounds.is_slow(one.turn, eager)]
+    round_seconds = sum(one.turn for name, one in candidates.items() if name not in slow)
     round_seconds += sum(probe.calls * probe.work / probe.rate for probe in probes.values())
     few = {name: rounds.of_slow for name in slow if rounds.of_slow is not None}
     probed: dict[str, list[float]] = {name: [] for name in probes}
-    for order in turns([*ways, *probes], rounds.fitting(round_seconds) if ways else 0, few):
+    for order in round_robin([*candidates, *probes], rounds.fitting(round_seconds) if candidates else 0, few):
         for name in order:
             if name in probed:
                 probed[name].append(seconds(probes[name].step, device, probes[name].calls))
                 continue
-            one = ways[name]
+            one = candidates[name]
             if one.step is None:
                 continue
             try:
@@ -230,7 +230,7 @@ def _times(one: _Taken, eager: _Taken | None, best: _Taken | None) -> dict[str, 
 
 
 def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
-    """The median over the rounds of another way's time over this one's: above 1, this one is faster.
+    """The median over the rounds of another implementation's time over this one's: above 1, this one is faster.
 
     Over the rounds that both took part in, which are the first ones.
     """
@@ -238,17 +238,17 @@ def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
 
 
 def _peaks(case: Case, timed: Sequence[_Taken], peak: PeakMemory, at_once: int) -> dict[str, dict[str, Any]]:
-    """Peak memory of the ways, or the reason why there is no figure, by their names."""
+    """Peak memory of the implementations, or the reason why there is no figure, by their names."""
 
     def one_peak(one: _Taken) -> dict[str, Any]:
         if not case.with_memory or one.step is None:
             return {"peak_bytes": None, "peak_reason": "not measured for this case"}
-        found = peak(case, one.way, one.step)
+        found = peak(case, one.implementation, one.step)
         measured = isinstance(found, int)
         return {"peak_bytes": found if measured else None, "peak_reason": "" if measured else found}
 
     with ThreadPoolExecutor(at_once) as workers:
-        return dict(zip((one.way.name for one in timed), workers.map(one_peak, timed), strict=True))
+        return dict(zip((one.implementation.name for one in timed), workers.map(one_peak, timed), strict=True))
 
 
 def _one_line(error: Exception) -> str:

@@ -1,15 +1,15 @@
 """Peak memory of one step: what it needs beyond what rests between two steps.
 
-    python -m cdt_fast.bench.memory --suite step --case NAME --way cdt_fast [--size cpu]
+    python -m cdt_fast.bench.memory SUITE CASE IMPLEMENTATION SIZE
 
 Inputs, parameters, gradients and the optimizer's state that one step leaves for the next are not counted: they are
-there before it begins, whichever way it is done. What a step allocates on top, at its peak, is.
+there before it begins, whatever computes it. What a step allocates on top, at its peak, is.
 
-On a GPU the CUDA allocator says it. On a CPU each way has a process of its own, with freed memory kept as in the
-training loop. It runs one step (libraries are loaded, kernels compiled, state allocated), gives the freed memory back
-to the system, notes what is resident, resets the system's mark of the largest resident size, and runs one step more:
-the growth of the mark is the figure. Where the mark cannot be reset, no step goes before; the figure is then by how
-much the process outgrew its earlier peak, and counts also what only a first step allocates.
+On a GPU the CUDA allocator says it. On a CPU each implementation has a process of its own, with freed memory kept as in
+the training loop. It runs one step (libraries are loaded, kernels compiled, state allocated), gives the freed memory
+back to the system, notes what is resident, resets the system's mark of the largest resident size, and runs one step
+more: the growth of the mark is the figure. Where the mark cannot be reset, no step goes before; the figure is then by
+how much the process outgrew its earlier peak, and counts also what only a first step allocates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from cdt_fast.bench.baselines.compiled import name_of
-from cdt_fast.bench.case import Case, Step, Unavailable, Way
+from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites import SIZES, SUITES
 from cdt_fast.training.allocator import disable_malloc_trim
 
@@ -110,60 +110,78 @@ def _largest() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def find(suite: str, case: str, way: str, size: str, device: torch.device) -> Way:
-    """The way of a case by name.
+def find(suite: str, case: str, name: str, size: str, device: torch.device) -> Implementation:
+    """The implementation of a case by name.
 
     Raises:
         LookupError: there is none.
     """
-    for found in SUITES[suite](device, size):
-        if found.name == case:
-            for candidate in found.ways:
-                if candidate.name == way:
-                    return candidate
-    raise LookupError(f"suite {suite} has no case {case!r} with a way {way!r} at size {size}")
+    for one in SUITES[suite](device, size):
+        for candidate in one.implementations:
+            if (one.name, candidate.name) == (case, name):
+                return candidate
+    raise LookupError(f"suite {suite} has no case {case!r} with {name!r} at size {size}")
 
 
-def peak_memory(size: str, device: torch.device) -> Callable[[Case, Way, Step], int | str]:
+def peak_memory(size: str, device: torch.device) -> Callable[[Case, Implementation, Step], int | str]:
     """How a run takes peak memory: the function that `measure.measure` asks for."""
 
-    def by_allocator(case: Case, way: Way, step: Step) -> int | str:
-        if name_of("max-autotune") in way.name and "no-cudagraphs" not in way.name:
+    def by_allocator(case: Case, one: Implementation, step: Step) -> int | str:
+        if name_of("max-autotune") in one.name and "no-cudagraphs" not in one.name:
             return "a CUDA graph's memory is allocated once and held, which a step does not show"
         return allocator_peak(step, device)
 
-    def by_process(case: Case, way: Way, step: Step) -> int | str:
+    def by_process(case: Case, one: Implementation, step: Step) -> int | str:
         if size == "toy":
             return "at toy size a step is smaller than what the system counts in"
-        command = [sys.executable, "-m", "cdt_fast.bench.memory", "--suite", case.suite, "--case", case.name]
-        found = subprocess.run([*command, "--way", way.name, "--size", size], capture_output=True, text=True)
-        if found.returncode:
-            last = (found.stderr.strip().splitlines() or ["nothing"])[-1]
-            return f"the process that measures it ended with status {found.returncode}: {last}"[:300]
-        answer = json.loads(found.stdout.splitlines()[-1])
-        return answer["reason"] if answer["peak_bytes"] is None else answer["peak_bytes"]
+        try:
+            return peak_in_a_process("cdt_fast.bench.memory", case.suite, case.name, one.name, size)
+        except NotMeasured as reason:
+            return str(reason)
 
     return by_allocator if device.type == "cuda" else by_process
 
 
-def main() -> None:
-    """One way in this process; prints `{"peak_bytes": …, "reason": …}`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--suite", required=True, choices=SUITES, help="name of the suite")
-    parser.add_argument("--case", required=True, help="name of the case")
-    parser.add_argument("--way", required=True, help="name of the way")
-    parser.add_argument("--size", choices=SIZES, default="cpu", help="shapes of the suite (cpu)")
-    options = parser.parse_args()
+def peak_in_a_process(module: str, *arguments: str) -> int:
+    """What `python -m module arguments…` measures of itself by `report_peak`, a process that has computed nothing yet.
+
+    Raises:
+        NotMeasured: it gave no figure; the reason.
+    """
+    found = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
+    if found.returncode:
+        last = (found.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise NotMeasured(f"the process that measures it ended with status {found.returncode}: {last}"[:300])
+    answer = json.loads(found.stdout.splitlines()[-1])
+    if answer["peak_bytes"] is None:
+        raise NotMeasured(answer["reason"])
+    return answer["peak_bytes"]
+
+
+def report_peak(prepare: Callable[[], Callable[[], object]]) -> None:
+    """Print `{"peak_bytes": …, "reason": …}` of the step that `prepare` returns."""
     disable_malloc_trim()
     answer: dict[str, int | str | None] = {"peak_bytes": None, "reason": ""}
     try:
-        way = find(options.suite, options.case, options.way, options.size, torch.device("cpu"))
-        answer["peak_bytes"] = resident_peak(way.prepare())
+        answer["peak_bytes"] = resident_peak(prepare())
     except (NotMeasured, Unavailable) as reason:
         answer["reason"] = str(reason)
+    print(json.dumps(answer))
+
+
+def main() -> None:
+    """One implementation in this process."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("suite", choices=SUITES, help="name of the suite")
+    parser.add_argument("case", help="name of the case")
+    parser.add_argument("implementation", help="name of the implementation")
+    parser.add_argument("size", choices=SIZES, help="shapes of the suite")
+    options = parser.parse_args()
+    try:
+        one = find(options.suite, options.case, options.implementation, options.size, torch.device("cpu"))
     except LookupError as error:
         sys.exit(str(error))
-    print(json.dumps(answer))
+    report_peak(one.prepare)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The picture of a results file: a line a case with a mark for each way, or time over the sizes with its exponent."""
+"""The picture of a results file: a line a case with a mark for each one, or time over the sizes with its exponent."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ def write_picture(path: Path, contents: Mapping[str, Any]) -> Path | None:
 
 
 def _timed(case: Case) -> dict[str, Any]:
-    return {name: way for name, way in case["ways"].items() if way["status"] == "timed"}
+    return {name: one for name, one in case["implementations"].items() if one["status"] == "timed"}
 
 
 def _ratios(cases: Sequence[Case]) -> Any:
-    """A line a case, a mark a way: how many times as fast as the baseline, which is the line at 1."""
+    """A line a case, a mark an implementation: how many times as fast as the baseline, which is the line at 1."""
     from matplotlib import pyplot, ticker
 
     from cdt_fast.training.figures import COLORS, GRAY
 
     ours, *others = [COLORS[1], *(color for color in COLORS if color != COLORS[1])]
-    peers = list(dict.fromkeys(n for case in cases for n, way in _timed(case).items() if way["role"] == "peer"))
+    peers = list(dict.fromkeys(n for case in cases for n, one in _timed(case).items() if one["role"] == "peer"))
     titles = _without_common_start([case["case"] for case in cases])
     width = _AXIS + _LETTER * max(map(len, titles))
     figure, axis = pyplot.subplots(figsize=(width, 1.2 + _LINE * len(cases)), layout="constrained")
     axis.axvline(1.0, color=GRAY, linewidth=1, zorder=0)
     for place, case in enumerate(cases):
-        for name, way in _timed(case).items():
-            if way["over_eager"] is None or way["role"] == "eager":
+        for name, one in _timed(case).items():
+            if one["over_eager"] is None or one["role"] == "eager":
                 continue
-            mine = way["role"] == "ours"
+            mine = one["role"] == "ours"
             number = 0 if mine else peers.index(name)
             axis.plot(
-                way["over_eager"],
+                one["over_eager"],
                 place,
                 marker="o" if mine else _MARKS[number % len(_MARKS)],
                 color=ours if mine else others[number % len(others)],
@@ -77,7 +77,7 @@ def _ratios(cases: Sequence[Case]) -> Any:
             )
             if mine:
                 above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
-                axis.annotate(f"{way['over_eager']:.2f}", (way["over_eager"], place), fontsize="xx-small", **above)
+                axis.annotate(f"{one['over_eager']:.2f}", (one["over_eager"], place), fontsize="xx-small", **above)
     axis.set_yticks(range(len(cases)), titles, fontsize="x-small")
     axis.set_ylim(len(cases) - 0.5, -0.7)
     axis.set_xscale("log", base=2)
@@ -104,7 +104,7 @@ def _without_common_start(names: Sequence[str]) -> list[str]:
 
 
 def _lines(cases: Sequence[Case], fits: Sequence[Mapping[str, Any]]) -> Any:
-    """A panel a series, a line a way, both axes logarithmic."""
+    """A panel a series, a line an implementation, both axes logarithmic."""
     from matplotlib import pyplot, ticker
 
     from cdt_fast.training.figures import COLORS
@@ -118,17 +118,13 @@ def _lines(cases: Sequence[Case], fits: Sequence[Mapping[str, Any]]) -> Any:
     for axis, title in zip(axes.flat, series, strict=False):
         members = [case for case in cases if case["series"] == title]
         varied = members[0]["varied"]
-        for color, way in zip(COLORS, members[0]["ways"], strict=False):
-            points = [
-                (case["shape"][varied], 1e3 * _timed(case)[way]["median_seconds"])
-                for case in members
-                if way in _timed(case)
-            ]
-            fitted = [
-                fit for fit in fits if (fit["series"], fit["way"], fit["figure"]) == (title, way, "median_seconds")
-            ]
-            label = f"{way}: {varied}^{fitted[0]['exponent']:.2f}" if len(fitted) == 1 else way
-            axis.plot(*zip(*sorted(points), strict=True), "o-", color=color, label=label) if points else None
+        for color, name in zip(COLORS, members[0]["implementations"], strict=False):
+            timed = [(case["shape"][varied], _timed(case)[name]) for case in members if name in _timed(case)]
+            points = sorted((size, 1e3 * one["median_seconds"]) for size, one in timed)
+            fitted = [fit for fit in fits if (fit["series"], fit["implementation"]) == (title, name)]
+            exponents = [fit["exponent"] for fit in fitted if fit["figure"] == "median_seconds"]
+            label = f"{name}: {varied}^{exponents[0]:.2f}" if len(exponents) == 1 else name
+            axis.plot(*zip(*points, strict=True), "o-", color=color, label=label) if points else None
         sizes = sorted({case["shape"][varied] for case in members})
         axis.set(xscale="log", yscale="log", xlabel=varied, ylabel="ms")
         axis.set_title(title, fontsize="small")

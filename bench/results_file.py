@@ -70,11 +70,6 @@ class ResultsFile:
         """All that the file says."""
         return self._found
 
-    @property
-    def wall_seconds(self) -> dict[str, float]:
-        """How long each case took when it was last measured, by its name."""
-        return {case["case"]: case["wall_seconds"] for case in self._found["cases"] if case.get("wall_seconds")}
-
     def add(self, case: Mapping[str, Any], ceilings: Mapping[str, Any]) -> None:
         """Take in a case, in place of an earlier measurement of it, and write the file.
 

@@ -6,8 +6,9 @@ import argparse
 import datetime
 import gc
 import shlex
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,10 @@ from cdt_fast.bench.fits import fit_series
 from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.memory import peak_memory
-from cdt_fast.bench.progress import Progress
 from cdt_fast.bench.results_file import ResultsFile
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
-from cdt_fast.files import write_json
 from cdt_fast.training.allocator import disable_malloc_trim
 
 # On two cores the whole bench then takes less than an hour, most of which are preparation, compilation and memory.
@@ -64,21 +63,42 @@ def run_command(options: argparse.Namespace) -> int:
         for name, cases in every.items()
     }
     options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
-
-    def save(suite: str, case: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        files[suite].add(case, result["ceilings"])
-        if options.json:
-            write_json(options.json, result)
-
-    earlier = {(name, case): taken for name, file in files.items() for case, taken in file.wall_seconds.items()}
-    result = run_suites(device, size, chosen, missing, rounds, run, save, earlier)
-    if options.json:
-        write_json(options.json, result)
+    _measure(device, size, chosen, missing, rounds, files)
     written = [files[name] for name in suites if chosen[name]]
     if not options.no_pictures:
         print(_drawn(written))
-    print(f"written to {', '.join([*(str(file.path) for file in written), *filter(None, [options.json])])}")
+    print(f"written to {', '.join(str(file.path) for file in written)}")
     return 0
+
+
+def _measure(
+    device: torch.device,
+    size: str,
+    chosen: Mapping[str, Sequence[Case]],
+    missing: Mapping[str, str],
+    rounds: Rounds,
+    files: Mapping[str, ResultsFile],
+) -> None:
+    """Measure cases; a suite's table goes to stdout, and each part of a case into its file as soon as it is known: a
+    run that is stopped has not been for nothing."""
+    torch.manual_seed(0)
+    ceilings, peak = Ceilings(device, size), peak_memory(size, device)
+    count, done, begun = sum(map(len, chosen.values())), 0, time.perf_counter()
+    for name, cases in chosen.items():
+        measured: list[dict[str, Any]] = []
+        for case in cases:
+            started = time.perf_counter()
+            for number, part in enumerate(parts_of(case, device)):
+                result = measure(part, device, rounds, ceilings, peak)
+                measured[len(measured) - (number > 0) :] = [result]
+                files[name].add(result, ceilings.as_dict())
+                gc.collect()  # the tensors of a case hang on closures that know each other
+            done += 1
+            now = time.perf_counter()
+            left = f", about {(now - begun) / done * (count - done) / 60:.0f} min left" if done < count else ""
+            print(f"{name}: {case.name}: {now - started:.1f} s; {done} of {count}{left}", file=sys.stderr, flush=True)
+        suite = {"reason": missing.get(name, ""), "cases": measured, "fits": fit_series(measured)}
+        print(tables.suite_as_text(name, suite), flush=True)
 
 
 def _drawn(written: Sequence[ResultsFile]) -> str:
@@ -103,62 +123,15 @@ def _cases(suites: Sequence[str], device: torch.device, size: str) -> tuple[dict
     return cases, missing
 
 
-def run_suites(
-    device: torch.device,
-    size: str,
-    chosen: Mapping[str, Sequence[Case]],
-    missing: Mapping[str, str],
-    rounds: Rounds,
-    run: Mapping[str, Any],
-    save: Callable[[str, Mapping[str, Any], Mapping[str, Any]], None],
-    earlier: Mapping[tuple[str, str], float],
-) -> dict[str, Any]:
-    """Measure cases.
-
-    Args:
-        device, size: where, and with which shapes.
-        chosen: the cases of each suite.
-        missing: why there are none of a suite.
-        rounds: how often each is timed.
-        run: the head of the result: machine and date.
-        save: called after each case, and each part of one, with its suite, what was measured of it, and all that is
-            known: a run that is stopped has not been for nothing.
-        earlier: seconds that cases took before, by suite and name: how long this run will take follows from them.
-
-    Returns:
-        What `run` says, `size`, `complete`, `ceilings`, and `suites`: for each its `cases` and `fits`, or the `reason`
-        why it could not run.
-    """
-    torch.manual_seed(0)
-    ceilings = Ceilings(device, size)
-    peak = peak_memory(size, device)
-    result: dict[str, Any] = {**run, "size": size, "complete": False, "ceilings": {}, "suites": {}}
-    progress = Progress([(name, case.name) for name, cases in chosen.items() for case in cases], earlier)
-    progress.begin()
-    for name, cases in chosen.items():
-        suite = result["suites"][name] = {"reason": missing.get(name, ""), "cases": [], "fits": []}
-        for case in cases:
-            started = time.perf_counter()
-            measured: list[dict[str, Any]] = suite["cases"]
-            for number, part in enumerate(parts_of(case, device)):
-                found = measure(part, device, rounds, ceilings, peak)
-                taken = time.perf_counter() - started
-                measured[len(measured) - (number > 0) :] = [{**found, "wall_seconds": taken}]
-                suite["fits"] = fit_series(measured)
-                result["ceilings"] = ceilings.as_dict()
-                save(name, measured[-1], result)
-                gc.collect()  # the tensors of a case hang on closures that know each other
-            progress.done((name, case.name), time.perf_counter() - started)
-        print(tables.suite_as_text(name, suite), flush=True)
-    result["complete"] = True
-    return result
-
-
 def parts_of(case: Case, device: torch.device) -> list[Case]:
     """What is measured of a case, each in place of the one before: on a GPU, which may be lent for minutes, first all
-    but the ways that take long to prepare."""
-    early = tuple(way for way in case.ways if not way.late)
-    return [replace(case, ways=early), case] if device.type == "cuda" and 0 < len(early) < len(case.ways) else [case]
+    but the implementations that take long to prepare."""
+    early = tuple(candidate for candidate in case.implementations if not candidate.late)
+    return (
+        [replace(case, implementations=early), case]
+        if device.type == "cuda" and 0 < len(early) < len(case.implementations)
+        else [case]
+    )
 
 
 def chosen_device(asked: str | None) -> torch.device:

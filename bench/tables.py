@@ -1,76 +1,79 @@
-"""The tables of a suite: every way on a terminal, a row a case in the document."""
+"""The tables of a suite: every implementation on a terminal, a row a case in the document."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cdt_fast.bench.goals import ours
+from cdt_fast.bench.goals import timed
 from cdt_fast.tables import as_text
 
-HEAD: tuple[str, ...] = (
-    "way",
-    "role",
-    "rounds",
-    "median",
-    "spread",
-    "× eager",
-    "× best peer",
-    "peak MiB",
-    "of the floor",
-)
-CASE_HEAD: tuple[str, ...] = (
-    "case",
-    "baseline",
-    "best peer",
-    "cdt_fast",
-    "spread",
-    "× baseline",
-    "× best peer",
-    "peak MiB (baseline's)",
-    "of the floor",
-    "run",
+HEAD = ("implementation", "role", "rounds", "median", "spread", "× eager", "× best peer", "peak MiB", "of the floor")
+CASE_HEAD = (
+    *("case", "baseline", "best peer", "cdt_fast", "spread", "× baseline", "× best peer", "peak MiB (baseline's)"),
+    *("of the floor", "run"),
 )
 
 Case = Mapping[str, Any]
 
 
 def suite_as_text(name: str, suite: Mapping[str, Any]) -> str:
-    """One table of all ways of all cases, each case under its name, with what was not timed and why."""
+    """One table of all implementations of all cases, each case under its name, with what was not timed and why."""
     lines = ["", f"== {name} ==", *([suite["reason"]] if suite["reason"] else [])]
-    ways = [list(HEAD), *([way, *_cells(figures)] for case in suite["cases"] for way, figures in case["ways"].items())]
-    if suite["cases"]:
-        table = as_text(ways).splitlines()
-        lines += table[:2]
-        rows = iter(table[2:])
-        for case in suite["cases"]:
-            lines += ["", case_title(case), *(next(rows) for _ in case["ways"])]
-            lines += [f"  {reason}" for reason in reasons(case)]
+    cases = suite["cases"]
+    rows = [[name, *_cells(one)] for case in cases for name, one in case["implementations"].items()]
+    if cases:
+        head, rule, *table = as_text([HEAD, *rows]).splitlines()
+        lines += [head, rule]
+        for case in cases:
+            count = len(case["implementations"])
+            lines += ["", _title(case), *table[:count]]
+            del table[:count]
+            groups: dict[str, list[str]] = defaultdict(list)
+            for name, remark in [*_remarks(case), *_without_peak(case)]:
+                groups[remark].append(name)
+            lines += [f"  {', '.join(names)}: {remark}" for remark, names in groups.items()]
     if suite["fits"]:
         lines += ["", as_text(fit_table(suite["fits"]))]
     return "\n".join(lines)
 
 
-def case_title(case: Case) -> str:
-    """Name and sizes of a case, with its note."""
+def _title(case: Case) -> str:
     shape = ", ".join(f"{name} {value:,}" for name, value in case["shape"].items())
     note = f"; {case['note']}" if case["note"] else ""
     return f"{case['case']} ({shape}{note})"
 
 
-def reasons(case: Case) -> list[str]:
-    """Why ways were not timed or have no peak memory, and what a way says about itself; a line each."""
-    found = []
-    without_peak: dict[str, list[str]] = {}
-    for name, way in case["ways"].items():
-        if way["status"] != "timed":
-            found.append(f"{name}: {way['status']}: {way['reason']}")
-        elif way["peak_bytes"] is None:
-            without_peak.setdefault(way["peak_reason"], []).append(name)
-        if way.get("facts"):
-            facts = ", ".join(f"{fact} {value:g}" for fact, value in way["facts"].items())
-            found.append(f"{name}: {facts}")
-    return found + [f"no peak memory of {', '.join(names)}: {reason}" for reason, names in without_peak.items()]
+def _remarks(case: Case) -> Iterator[tuple[str, str]]:
+    """Names of implementations, with why one was not timed, or seldom, and what it says about itself."""
+    rounds = max((len(one.get("seconds", ())) for one in case["implementations"].values()), default=0)
+    for name, one in case["implementations"].items():
+        if one["status"] != "timed":
+            yield name, f"{one['status']}: {one['reason']}"
+        elif len(one["seconds"]) < rounds:
+            yield name, f"timed in the first {len(one['seconds'])} rounds alone, as it is slow"
+        if one.get("facts"):
+            yield name, ", ".join(f"{fact} {value:g}" for fact, value in one["facts"].items())
+
+
+def _without_peak(case: Case) -> Iterator[tuple[str, str]]:
+    for name, one in case["implementations"].items():
+        if one["status"] == "timed" and one["peak_bytes"] is None:
+            yield name, f"no peak memory: {one['peak_reason']}"
+
+
+def grouped_remarks(cases: Sequence[Case]) -> list[str]:
+    """What the table of the document leaves out, the same of several cases once; what is of one case names it."""
+    groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for case in cases:
+        for name, remark in _remarks(case):
+            groups[remark][name].append(case["case"])
+    return [
+        "; ".join(f"{name} ({of[0] if len(of) == 1 else f'{len(of)} cases'})" for name, of in names.items())
+        + f": {remark}"
+        for remark, names in groups.items()
+    ]
 
 
 def case_table(cases: Sequence[Case], runs: Mapping[str, str], notes: Sequence[str]) -> list[list[str]]:
@@ -83,77 +86,64 @@ def case_table(cases: Sequence[Case], runs: Mapping[str, str], notes: Sequence[s
     """
     rows = [list(CASE_HEAD)]
     for case in cases:
-        baseline = next(((name, way) for name, way in case["ways"].items() if way["role"] == "eager"), None)
-        own = ours(case)
-        if not any(way["status"] == "timed" for way in case["ways"].values()):
+        known = case["implementations"]
+        if not any(one["status"] == "timed" for one in known.values()):
             continue
-        note = f" ({notes.index(case['note']) + 1})" if case["note"] else ""
-        peer = case["best_peer"]
-        rows.append(
-            [
-                case["case"] + note,
-                _named(*baseline) if baseline is not None else "",
-                "" if peer is None else _named(peer, case["ways"][peer]),
-                *(["", "", "", ""] if own is None else _own_cells(own)),
-                _peaks(own, None if baseline is None else baseline[1]),
-                "" if own is None else _share(own),
-                runs[case["run"]],
-            ]
-        )
+        baseline = next((name for name, one in known.items() if one["role"] == "eager"), None)
+        others = [
+            "" if name is None else f"{name} {_median(known[name]) or known[name]['status']}"
+            for name in (baseline, case["best_peer"])
+        ]
+        own = timed(case, "ours")
+        peak, other = _mebibytes(own), _mebibytes({} if baseline is None else known[baseline])
+        spread = f"{_spread(own)} in {len(own['seconds'])}" if own else ""
+        ratios = [_ratio(own, "over_eager"), _ratio(own, "over_best_peer")]
+        title = case["case"] + (f" ({notes.index(case['note']) + 1})" if case["note"] else "")
+        cells = [_median(own), spread, *ratios, peak + (f" ({other})" if other else ""), _share(own)]
+        rows.append([title, *others, *cells, runs[case["run"]]])
     return rows
 
 
-def grouped_reasons(cases: Sequence[Case]) -> list[str]:
-    """What the table of the document leaves out, the same of several cases once; what is of one case names it."""
-    groups: dict[str, dict[str, list[str]]] = {}
-
-    def say(what: str, way: str, case: Case) -> None:
-        groups.setdefault(what, {}).setdefault(way, []).append(case["case"])
-
-    for case in cases:
-        rounds = max((len(way["seconds"]) for way in case["ways"].values() if way["status"] == "timed"), default=0)
-        for name, way in case["ways"].items():
-            if way["status"] != "timed":
-                say(f"{way['status']}: {way['reason']}", name, case)
-            elif len(way["seconds"]) < rounds:
-                say(f"timed in the first {len(way['seconds'])} rounds alone, as it is slow", name, case)
-            if way.get("facts"):
-                say(", ".join(f"{fact} {value:g}" for fact, value in way["facts"].items()), name, case)
-    found = []
-    for what, ways in groups.items():
-        shown = (f"{way} ({of[0] if len(of) == 1 else f'{len(of)} cases'})" for way, of in ways.items())
-        found.append(f"{'; '.join(shown)}: {what}")
-    return found
-
-
 def fit_table(fits: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row a series and way: the exponents of time and of peak memory."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+    """A row a series and implementation: the exponents of time and of peak memory."""
+    rows: dict[tuple[str, ...], list[str]] = {}
     for fit in fits:
         sizes = "…".join(f"{size:,}" for size in (fit["sizes"][0], fit["sizes"][-1]))
-        row = rows.setdefault((fit["series"], fit["way"], sizes), [fit["series"], sizes, fit["way"], "", "", ""])
+        named = (fit["series"], sizes, fit["implementation"])
+        row = rows.setdefault(named, [*named, "", "", ""])
         if fit["figure"] == "median_seconds":
             row[3:5] = [f"{fit['exponent']:.2f}", f"{fit['explained']:.3f}"]
         else:
             row[5] = f"{fit['exponent']:.2f}"
-    head = ["series", "sizes", "way", "exponent of time", "r²", "exponent of peak memory"]
+    head = ["series", "sizes", "implementation", "exponent of time", "r²", "exponent of peak memory"]
     return [head, *rows.values()] if rows else []
 
 
 def series_table(cases: Sequence[Case], runs: Mapping[str, str]) -> list[list[str]]:
-    """A row a series and way: the median at each size."""
-    rows: dict[tuple[str, str], list[str]] = {}
+    """A row a series and implementation: the median at each size."""
+    rows: dict[tuple[str, str], tuple[list[str], dict[str, None]]] = defaultdict(lambda: ([], {}))
     for case in cases:
-        for name, way in case["ways"].items():
-            if way["status"] == "timed":
-                row = rows.setdefault((case["series"], name), [case["series"], name, "", ""])
-                row[2] += f"{', ' if row[2] else ''}{case['shape'][case['varied']]:,}: {seconds(way['median_seconds'])}"
-                if runs[case["run"]] not in row[3].split(", "):
-                    row[3] += f"{', ' if row[3] else ''}{runs[case['run']]}"
-    return [["series", "way", "median at each size", "run"], *rows.values()]
+        for name, one in case["implementations"].items():
+            if one["status"] == "timed":
+                medians, of_runs = rows[case["series"], name]
+                medians.append(f"{case['shape'][case['varied']]:,}: {_median(one)}")
+                of_runs[runs[case["run"]]] = None
+    head = ["series", "implementation", "median at each size", "run"]
+    return [head, *([*named, ", ".join(medians), ", ".join(of)] for named, (medians, of) in rows.items())]
 
 
-def seconds(value: float) -> str:
+def _cells(one: Mapping[str, Any]) -> list[str]:
+    """Those of `HEAD` after the name."""
+    if one["status"] != "timed":
+        return [one["role"], "", one["status"], "", "", "", "", ""]
+    figures = (_ratio(one, "over_eager"), _ratio(one, "over_best_peer"), _mebibytes(one), _share(one))
+    return [one["role"], str(len(one["seconds"])), _median(one), _spread(one), *figures]
+
+
+# Each is a figure of an implementation in words, empty where there is none.
+
+
+def _seconds(value: float) -> str:
     """A time with three digits and its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= size:
@@ -161,48 +151,23 @@ def seconds(value: float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
-def _cells(way: Mapping[str, Any]) -> list[str]:
-    if way["status"] != "timed":
-        return [way["role"], "", way["status"], "", "", "", "", ""]
-    peak = way["peak_bytes"]
-    return [
-        way["role"],
-        str(len(way["seconds"])),
-        seconds(way["median_seconds"]),
-        _spread(way),
-        _ratio(way["over_eager"]),
-        _ratio(way["over_best_peer"]),
-        "" if peak is None else f"{peak / 2**20:,.1f}",
-        _share(way),
-    ]
+def _median(one: Mapping[str, Any]) -> str:
+    return _seconds(one["median_seconds"]) if "median_seconds" in one else ""
 
 
-def _own_cells(way: Mapping[str, Any]) -> list[str]:
-    return [
-        seconds(way["median_seconds"]),
-        f"{_spread(way)} in {len(way['seconds'])}",
-        _ratio(way["over_eager"]),
-        _ratio(way["over_best_peer"]),
-    ]
+def _spread(one: Mapping[str, Any]) -> str:
+    return "..".join(map(_seconds, one["spread_seconds"]))
 
 
-def _named(name: str, way: Mapping[str, Any]) -> str:
-    return f"{name} {seconds(way['median_seconds']) if way['status'] == 'timed' else way['status']}"
+def _mebibytes(one: Mapping[str, Any]) -> str:
+    peak = one.get("peak_bytes")
+    return "" if peak is None else f"{peak / 2**20:,.1f}"
 
 
-def _spread(way: Mapping[str, Any]) -> str:
-    low, high = way["spread_seconds"]
-    return f"{seconds(low)}..{seconds(high)}"
+def _share(one: Mapping[str, Any]) -> str:
+    return f"{100 * one['share_of_floor']:.1f} %" if "share_of_floor" in one else ""
 
 
-def _peaks(own: Mapping[str, Any] | None, baseline: Mapping[str, Any] | None) -> str:
-    peak, other = ((way or {}).get("peak_bytes") for way in (own, baseline))
-    return ("" if peak is None else f"{peak / 2**20:,.1f}") + ("" if other is None else f" ({other / 2**20:,.1f})")
-
-
-def _share(way: Mapping[str, Any]) -> str:
-    return f"{100 * way['share_of_floor']:.1f} %" if "share_of_floor" in way else ""
-
-
-def _ratio(value: float | None) -> str:
+def _ratio(one: Mapping[str, Any], name: str) -> str:
+    value = one.get(name)
     return "" if value is None else f"{value:.2f}"

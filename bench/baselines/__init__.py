@@ -1,1 +1,1 @@
-"""Other ways to do the same work, a file each; a missing package or GPU is a reason to skip, not an error."""
+"""Other implementations of the same work; a missing package or GPU is a reason to skip one, not an error."""

@@ -25,7 +25,7 @@ def imported(name: str) -> ModuleType:
         if (error.name or "").partition(".")[0] == package:
             raise Unavailable(f"{package} is not installed") from error
         raise Unavailable(f"{name} cannot be imported: {one_line(error)}") from error
-    except Exception as error:  # a package built for another torch fails in many ways
+    except Exception as error:  # a package built for another torch fails in many implementations
         raise Unavailable(f"{name} cannot be imported: {one_line(error)}") from error
 
 

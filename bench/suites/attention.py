@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.bench.baselines import compiled, eager_attention, flex_attention, sdpa, xformers_attention
+from cdt_fast.bench.baselines import attention as others
+from cdt_fast.bench.baselines import compiled
+from cdt_fast.bench.baselines.attention import Attend, Prepare
 from cdt_fast.bench.baselines.support import tried
-from cdt_fast.bench.case import Case, Step, Unavailable, Way
-from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, formula_dtype, name_of, normal, peer, seeded
-
-Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
+from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, compilers, formula_dtype, name_of, normal, peer, seeded
 
 
 class Shape(NamedTuple):
@@ -88,23 +88,14 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
 
 
 def case_of(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()) -> Case:
-    """The attention and its gradients in every way, of torch.compile in these modes."""
+    """The attention and its gradients in every implementation, of torch.compile in these modes."""
     inputs = Shared(lambda: make_inputs(shape, dtype, device))
-    ways = [
-        Way("eager", "eager", lambda: _step(eager_attention.attend, inputs())),
-        *(
-            Way(compiled.name_of(mode), "peer", lambda mode=mode: _compiled_step(inputs(), mode), late=True)
-            for mode in modes
-        ),
-        peer("SDPA", lambda: _step(sdpa.attend, inputs())),
-        *(
-            peer(f"SDPA, {name}", lambda name=name: _step(sdpa.attend_by(name), inputs()))
-            for name in (sdpa.BACKENDS if device.type == "cuda" else ())
-        ),
-        peer("FlexAttention", lambda: _flex_step(inputs()), late=True),
-        peer("xformers", lambda: _xformers_step(inputs())),
-        Way("cdt_fast", "ours", lambda: _step(_fused, inputs())),
-    ]
+
+    def step(prepare: Prepare) -> Step:
+        return _step(prepare, inputs())
+
+    backends = others.SDPA_BACKENDS if device.type == "cuda" else ()
+    sdpa = {"SDPA": others.sdpa(), **{f"SDPA, {name}": others.sdpa(name) for name in backends}}
     kind = "tied values" if not shape.values else f"values of width {shape.values}"
     return Case(
         suite="attention",
@@ -112,8 +103,15 @@ def case_of(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, m
         + (", padded" if shape.padded else ""),
         shape={"B": shape.batch, "T": shape.tokens, "d": shape.width, "k": shape.values or shape.width},
         dtype=name_of(dtype),
-        ways=tuple(ways),
-        expected=lambda: _step(eager_attention.attend, inputs().to(formula_dtype(size)))(),
+        implementations=(
+            Implementation("eager", "eager", lambda: step(others.eager)),
+            *compilers(modes, lambda mode: step(others.torch_compiled(mode))),
+            *(peer(name, lambda prepare=prepare: step(prepare)) for name, prepare in sdpa.items()),
+            peer("FlexAttention", lambda: _flex_step(inputs()), late=True),
+            peer("xformers", lambda: step(others.xformers)),
+            Implementation("cdt_fast", "ours", lambda: step(_fused)),
+        ),
+        expected=lambda: _step(others.eager, inputs().to(formula_dtype(size)))(),
         tolerance=TOLERANCE[dtype],
         flop=flop(shape),
         moved=moved(shape, dtype),
@@ -162,30 +160,27 @@ def moved(shape: Shape, dtype: torch.dtype) -> float:
     return float(dtype.itemsize * tokens * width)
 
 
-def _step(attend: Attend, inputs: Inputs) -> Step:
+def _step(prepare: Prepare, inputs: Inputs) -> Step:
     leaves = [inputs.z] if inputs.values is None else [inputs.z, inputs.values]
+    attend = prepare(inputs.z, inputs.lengths)
 
     def step() -> list[Tensor]:
-        output = attend(inputs.z, inputs.values, inputs.lengths)
+        output = attend(inputs.z, inputs.values)
         return [output.detach(), *torch.autograd.grad(output, leaves, inputs.upstream)]
 
     return step
 
 
-def _fused(z: Tensor, values: Tensor | None, lengths: Tensor | None) -> Tensor:
-    return ops.symmetric_attention(z, values, lengths=lengths)
-
-
-def _compiled_step(inputs: Inputs, mode: str) -> Step:
-    return compiled.first_run(_step(compiled.compiled(eager_attention.attend, mode, inputs.z.device), inputs))
+def _fused(z: Tensor, lengths: Tensor | None) -> Attend:
+    return lambda z, values: ops.symmetric_attention(z, values, lengths=lengths)
 
 
 @functools.cache
-def _flex_refusal_on_cpu() -> str:
+def _flex_reason_on_cpu() -> str:
     """What FlexAttention says where it has no backward on a CPU, asked once: each answer takes seconds of compilation;
     empty where it has one."""
     tokens = torch.zeros(1, 16, 16, requires_grad=True)
-    attend = flex_attention.prepare(tokens, None)
+    attend = others.flex(tokens, None)
     try:
         tried(lambda: [*torch.autograd.grad(attend(tokens, None).sum(), tokens)])
     except Unavailable as reason:
@@ -194,12 +189,6 @@ def _flex_refusal_on_cpu() -> str:
 
 
 def _flex_step(inputs: Inputs) -> Step:
-    if inputs.z.device.type == "cpu" and (reason := _flex_refusal_on_cpu()):
+    if inputs.z.device.type == "cpu" and (reason := _flex_reason_on_cpu()):
         raise Unavailable(reason)
-    attend = flex_attention.prepare(inputs.z, inputs.lengths)
-    return compiled.first_run(_step(lambda z, values, lengths: attend(z, values), inputs))
-
-
-def _xformers_step(inputs: Inputs) -> Step:
-    attend = xformers_attention.prepare(inputs.z, inputs.lengths)
-    return _step(lambda z, values, lengths: attend(z, values), inputs)
+    return compiled.first_run(_step(others.flex, inputs))

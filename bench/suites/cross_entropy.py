@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.bench.baselines import cce, compiled, eager_cross_entropy, liger, torch_linear_cross_entropy
+from cdt_fast.bench.baselines import cross_entropy as others
+from cdt_fast.bench.baselines.compiled import compiled
+from cdt_fast.bench.baselines.compiled import modes as modes_of
 from cdt_fast.bench.baselines.depths import Depths, Loss, a_depth_at_a_time, all_depths_then_backward, flattened
-from cdt_fast.bench.case import Case, Step, Way
-from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, formula_dtype, name_of, normal, peer, seeded
+from cdt_fast.bench.case import Case, Implementation, Step
+from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, compilers, formula_dtype, name_of, normal, peer, seeded
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
 
 
@@ -75,7 +78,7 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
             for work in (KNOWN, UNKNOWN, SAMPLED):
                 # At toy size once: compiling takes longer than all the rest.
                 compiles = size != "toy" or (work == KNOWN and dtype == torch.float32)
-                modes = compiled.modes(device, autotune=size == "gpu") if compiles else ()
+                modes = modes_of(device, autotune=size == "gpu") if compiles else ()
                 yield case_of(shape, work, dtype, device, size, modes)
             yield _against_the_last_depth(shape, dtype, device, size)
 
@@ -83,7 +86,7 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
 def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.device, size: str) -> Case:
     """What the inner depths, sampled, add to the loss of an unconstrained step; other work, so there is no floor."""
     inputs = Shared(lambda: make_inputs(shape, dtype, device))
-    alone = Way(
+    alone = Implementation(
         "the last depth alone",
         "eager",
         lambda: fused(last_alone(inputs()), KNOWN),
@@ -94,7 +97,7 @@ def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.devi
         name=f"layerwise cross-entropy, {SAMPLED}, against the last depth alone, {name_of(dtype)}, {shape.model}",
         shape=shape.sizes,
         dtype=name_of(dtype),
-        ways=(alone, Way("all depths", "ours", lambda: fused(inputs(), SAMPLED))),
+        implementations=(alone, Implementation("all depths", "ours", lambda: fused(inputs(), SAMPLED))),
         expected=lambda: _formula(inputs(), SAMPLED, size)(),
         tolerance=TOLERANCE[dtype],
         note="; ".join(filter(None, ("both by cdt_fast", shape.note))),
@@ -104,7 +107,7 @@ def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.devi
 def case_of(
     shape: Shape, work: str, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()
 ) -> Case:
-    """The losses of all depths and their gradients in every way, of torch.compile in these modes."""
+    """The losses of all depths and their gradients in every implementation, of torch.compile in these modes."""
     inputs = Shared(lambda: make_inputs(shape, dtype, device))
     return Case(
         suite="cross_entropy",
@@ -112,7 +115,7 @@ def case_of(
         f"N {shape.tokens}, d {shape.width}, V {shape.vocabulary}",
         shape=shape.sizes,
         dtype=name_of(dtype),
-        ways=tuple(_ways(inputs, work, dtype, device, size, modes)),
+        implementations=tuple(_implementations(inputs, work, dtype, device, modes)),
         expected=lambda: _formula(inputs(), work, size)(),
         tolerance=TOLERANCE[dtype],
         flop=flop(shape, work),
@@ -122,42 +125,31 @@ def case_of(
     )
 
 
-def _ways(
-    inputs: Shared[Depths], work: str, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...]
-) -> Iterator[Way]:
+def _implementations(
+    inputs: Shared[Depths], work: str, dtype: torch.dtype, device: torch.device, modes: tuple[str, ...]
+) -> Iterator[Implementation]:
     def each(loss: Loss) -> Step:
         if work == UNKNOWN:
             return all_depths_then_backward(loss, inputs())
         return a_depth_at_a_time(loss, inputs(), draw_of(inputs(), work))
 
-    def compiled_each(mode: str) -> Step:
-        return compiled.first_run(each(compiled.compiled(eager_cross_entropy.loss, mode, device)))
-
-    yield Way("eager, a depth at a time", "eager", lambda: each(eager_cross_entropy.loss))
-    for mode in modes:
-        yield Way(
-            f"{compiled.name_of(mode)}, a depth at a time", "peer", lambda mode=mode: compiled_each(mode), late=True
-        )
-    peers: dict[str, Callable[[], Loss]] = {
-        "torch linear_cross_entropy": torch_linear_cross_entropy.prepare,
-        "Liger": lambda: liger.prepare(device),
-        "CCE": lambda: cce.prepare(device, dtype, filtered=True),
-        "CCE without its filter": lambda: cce.prepare(device, dtype, filtered=False),
-    }
-    for name, prepare in peers.items():
-        yield peer(f"{name}, a depth at a time", lambda prepare=prepare: each(prepare()))
+    yield Implementation("eager, a depth at a time", "eager", lambda: each(others.eager))
+    for one in compilers(modes, lambda mode: each(compiled(others.eager, mode, device))):
+        yield replace(one, name=f"{one.name}, a depth at a time")
+    for name, prepare in others.PEERS.items():
+        yield peer(f"{name}, a depth at a time", lambda prepare=prepare: each(prepare(device, dtype)))
     if work != SAMPLED:
-        yield peer("eager, flattened", lambda: flattened(eager_cross_entropy.loss, inputs()))
-        for name, prepare in peers.items():
-            yield peer(f"{name}, flattened", lambda prepare=prepare: flattened(prepare(), inputs()))
-    yield Way("cdt_fast", "ours", lambda: fused(inputs(), work))
+        yield peer("eager, flattened", lambda: flattened(others.eager, inputs()))
+        for name, prepare in others.PEERS.items():
+            yield peer(f"{name}, flattened", lambda prepare=prepare: flattened(prepare(device, dtype), inputs()))
+    yield Implementation("cdt_fast", "ours", lambda: fused(inputs(), work))
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depths:
     """Hidden states that point to their targets the more the deeper, as trained ones do, plus noise.
 
-    The last depth's loss is 2 to 3 nats: where all logits are alike, gradients of logits are so small that a way which
-    leaves small ones out would be flattered.
+    The last depth's loss is 2 to 3 nats: where all logits are alike, gradients of logits are so small that to leave
+    small ones out would be flattered.
     """
     generator = seeded(device)
     head = normal(generator, shape.vocabulary, shape.width).mul_(shape.width**-0.5)
@@ -172,7 +164,7 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depth
         hidden=[states.to(dtype).requires_grad_() for states in hidden],
         head=head.to(dtype).requires_grad_(),
         targets=targets,
-        # None is zero: a depth that is switched off would be skipped by some of the ways.
+        # None is zero: a depth that is switched off would be skipped by some of the implementations.
         weights=torch.linspace(-0.5, 1.5, 2 * shape.depths, device=device)[1::2].contiguous(),
     )
 
@@ -199,31 +191,18 @@ def draw_of(depths: Depths, work: str) -> Callable[[], Tensor | None]:
 
 def fused(depths: Depths, work: str) -> Step:
     """The package's own op."""
-    leaves = [*depths.hidden, depths.head]
+    leaves, weights = [*depths.hidden, depths.head], depths.weights
     generator = torch.Generator(depths.targets.device)
 
-    def known() -> list[Tensor]:
-        total, losses = ops.layerwise_cross_entropy(
-            depths.hidden, depths.head, depths.targets, depth_weights=depths.weights
-        )
-        return [losses, *torch.autograd.grad(total, leaves)]
+    def step() -> list[Tensor]:
+        options: dict[str, Any] = {} if work == UNKNOWN else {"depth_weights": weights}
+        if work == SAMPLED:
+            options |= {"inner_fraction": FRACTION, "generator": generator.manual_seed(2)}
+        total, losses = ops.layerwise_cross_entropy(depths.hidden, depths.head, depths.targets, **options)
+        outputs, upstream = (losses, weights) if work == UNKNOWN else (total, None)
+        return [losses.detach(), *torch.autograd.grad(outputs, leaves, upstream)]
 
-    def unknown() -> list[Tensor]:
-        _, losses = ops.layerwise_cross_entropy(depths.hidden, depths.head, depths.targets)
-        return [losses.detach(), *torch.autograd.grad(losses, leaves, depths.weights)]
-
-    def sampled() -> list[Tensor]:
-        total, losses = ops.layerwise_cross_entropy(
-            depths.hidden,
-            depths.head,
-            depths.targets,
-            depth_weights=depths.weights,
-            inner_fraction=FRACTION,
-            generator=generator.manual_seed(2),
-        )
-        return [losses, *torch.autograd.grad(total, leaves)]
-
-    return {KNOWN: known, UNKNOWN: unknown, SAMPLED: sampled}[work]
+    return step
 
 
 def _formula(depths: Depths, work: str, size: str) -> Step:
@@ -234,11 +213,13 @@ def _formula(depths: Depths, work: str, size: str) -> Step:
         depths.targets,
         depths.weights.to(dtype),
     )
-    return a_depth_at_a_time(_formula_of_a_depth, wide, draw_of(depths, work))
-
-
-def _formula_of_a_depth(hidden: Tensor, head: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    return layerwise_cross_entropy_reference([hidden], head, targets, reduction=reduction)[0]
+    return a_depth_at_a_time(
+        lambda hidden, head, targets, reduction: layerwise_cross_entropy_reference(
+            [hidden], head, targets, reduction=reduction
+        )[0],
+        wide,
+        draw_of(depths, work),
+    )
 
 
 def flop(shape: Shape, work: str) -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from cdt_fast.bench.baselines import compiled
 from cdt_fast.bench.baselines.support import tried
-from cdt_fast.bench.case import Step, Way
+from cdt_fast.bench.case import Implementation, Step
 
 Inputs = TypeVar("Inputs")
 
@@ -21,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
 class Shared(Generic[Inputs]):
-    """Inputs of a case: made when the first way is prepared, and freed with the last step that reads them."""
+    """Inputs of a case: made when the first step is prepared, and freed with the last one that reads them."""
 
     def __init__(self, make: Callable[[], Inputs]) -> None:
         self._make = make
@@ -46,7 +47,7 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def formula_dtype(size: str) -> torch.dtype:
-    """The precision of what the ways are compared with: float64, but where a card's memory could not hold it."""
+    """The precision of what the implementations are compared with: float64, but where a card could not hold it."""
     return torch.float32 if size == "gpu" else torch.float64
 
 
@@ -55,6 +56,14 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def peer(name: str, prepare: Callable[[], Step], late: bool = False) -> Way:
-    """A peer that is unavailable, with the reason, also where its first run fails; late: as `Way` has it."""
-    return Way(name, "peer", lambda: tried(prepare()), late=late)
+def peer(name: str, prepare: Callable[[], Step], late: bool = False) -> Implementation:
+    """A peer that is unavailable, with the reason, also where its first run fails; late: as `Implementation` has it."""
+    return Implementation(name, "peer", lambda: tried(prepare()), late=late)
+
+
+def compilers(modes: tuple[str, ...], prepare: Callable[[str], Step]) -> Iterator[Implementation]:
+    """torch.compile in these modes; `prepare` gives the step in one."""
+    for mode in modes:
+        yield Implementation(
+            compiled.name_of(mode), "peer", lambda mode=mode: compiled.first_run(prepare(mode)), late=True
+        )

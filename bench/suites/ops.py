@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.bench.baselines import compiled
-from cdt_fast.bench.baselines.identity_layer import identity_layer
-from cdt_fast.bench.case import Case, Step, Way
-from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, formula_dtype, name_of, normal, peer, seeded
+from cdt_fast.bench.baselines.formulas import identity_step
+from cdt_fast.bench.case import Case, Implementation, Step
+from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, compilers, formula_dtype, name_of, normal, peer, seeded
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
 from cdt_fast.ops.lista_step import lista_step_reference
 from cdt_fast.ops.residual_linear import residual_linear_reference
@@ -66,15 +66,15 @@ Apply = Callable[[Inputs], Sequence[Tensor]]
 
 
 class Work(NamedTuple):
-    """An op at one shape, and the ways to do it.
+    """An op at one shape, and the implementations to do it.
 
     Attributes:
         name, sizes: as the case has them.
         make: draws leaves, others and upstream gradients, in float32, from a generator.
         eager: the formula, which is also compiled.
         ours: the op.
-        flop, numbers: of the cheapest known way; how many numbers it reads and writes.
-        peers: other ways in eager torch, by name.
+        flop, numbers: of the cheapest known implementation; how many numbers it reads and writes.
+        peers: other implementations in eager torch, by name.
     """
 
     name: str
@@ -98,15 +98,12 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
 
 
 def case_of(work: Work, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()) -> Case:
-    """An op by its formula in eager torch, compiled in these modes, in the other ways that there are, and by itself."""
+    """An op by its formula in eager torch, compiled in these modes, by the peers that there are, and by itself."""
 
     def make() -> Inputs:
         return work.make(seeded(device)).to(dtype)
 
     inputs = Shared(make)
-
-    def compiled_step(mode: str) -> Step:
-        return compiled.first_run(_step(compiled.compiled(work.eager, mode, device), inputs()))
 
     sizes = ", ".join(f"{name} {count}" for name, count in work.sizes.items())
     return Case(
@@ -114,11 +111,11 @@ def case_of(work: Work, dtype: torch.dtype, device: torch.device, size: str, mod
         name=f"{work.name}, {name_of(dtype)}, {sizes}",
         shape=work.sizes,
         dtype=name_of(dtype),
-        ways=(
-            Way("eager", "eager", lambda: _step(work.eager, inputs())),
-            *(Way(compiled.name_of(mode), "peer", lambda mode=mode: compiled_step(mode), late=True) for mode in modes),
+        implementations=(
+            Implementation("eager", "eager", lambda: _step(work.eager, inputs())),
+            *compilers(modes, lambda mode: _step(compiled.compiled(work.eager, mode, device), inputs())),
             *(peer(name, lambda apply=apply: _step(apply, inputs())) for name, apply in work.peers.items()),
-            Way("cdt_fast", "ours", lambda: _step(work.ours, inputs())),
+            Implementation("cdt_fast", "ours", lambda: _step(work.ours, inputs())),
         ),
         expected=lambda: _step(work.eager, inputs().to(formula_dtype(size)))(),
         tolerance=TOLERANCE[dtype],
@@ -193,8 +190,10 @@ def unrolled_layer(shape: Shape) -> Work:
         return with_error(unrolled_layer_reference(*inputs.leaves, **options), inputs.others[0])
 
     def identity(inputs: Inputs) -> list[Tensor]:
-        found = identity_layer(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)
-        return with_error(found, inputs.others[0])
+        codes, signal, dictionary = inputs.leaves
+        projection = codes @ dictionary.mT
+        codes = identity_step(codes, projection, signal, dictionary, step=inputs.step, threshold=THRESHOLD)
+        return with_error([codes, codes @ dictionary.mT], inputs.others[0])
 
     def ours(inputs: Inputs) -> list[Tensor]:
         options = {"step": inputs.step, "threshold": THRESHOLD}

@@ -1,7 +1,7 @@
 """Time to quality: a short training of DUST on the drawn demo clip, until held-out frames are denoised well enough.
 
-All ways train the same network from the same weights on the same windows and noise, and stop at the first validation
-whose loss of the last depth is at the target. A way that never gets there is not timed.
+All train the same network from the same weights on the same windows and noise, and stop at the first validation whose
+loss of the last depth is at the target. What never gets there is not timed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cdt_fast import DescentConstraints
-from cdt_fast.bench.baselines.written_out import written_out_losses
-from cdt_fast.bench.case import Case, Step, Way
+from cdt_fast.bench.baselines.formulas import written_out_losses
+from cdt_fast.bench.case import Case, Implementation, Step
 from cdt_fast.bench.suites.training_step import Losses, fused, weighted
 from cdt_fast.models import DUST
 from cdt_fast.video.data.demo import demo_clip
@@ -32,7 +32,7 @@ class Plan:
         frames, side: of the clip.
         window, patch, code, layers, windows: T, √n, m, L, and the windows of a step.
         target: share of the noisy frames' own error that the held-out loss has to fall to.
-        validate_every, most_steps: steps between two validations, and before a way is given up.
+        validate_every, most_steps: steps between two validations, and before an implementation is given up.
     """
 
     frames: int
@@ -145,10 +145,10 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
         name="DUST untied, next readout, on the demo clip to a given held-out loss, float32",
         shape=shape,
         dtype="float32",
-        ways=(
-            Way("eager, constrained", "eager", prepared(weighted(written_out_losses), True)),
-            Way("cdt_fast, unconstrained", "peer", prepared(fused, False)),
-            Way("cdt_fast, constrained", "ours", prepared(fused, True)),
+        implementations=(
+            Implementation("eager, constrained", "eager", prepared(weighted(written_out_losses), True)),
+            Implementation("cdt_fast, unconstrained", "peer", prepared(fused, False)),
+            Implementation("cdt_fast, constrained", "ours", prepared(fused, True)),
         ),
         expected=expected,
         tolerance=1e-9,

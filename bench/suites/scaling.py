@@ -79,13 +79,13 @@ def _cross_entropy(shape: dict[str, int], dtype: torch.dtype, device: torch.devi
 def _in_series(case: Case, work: str, varied: str) -> Case:
     """The case as one of a series, by eager torch and by `cdt_fast` alone."""
     title = f"{work} over {varied}, {case.dtype}"
-    eager = replace(next(way for way in case.ways if way.role == "eager"), name="eager")
-    ours = next(way for way in case.ways if way.role == "ours")
+    eager = replace(next(candidate for candidate in case.implementations if candidate.role == "eager"), name="eager")
+    ours = next(candidate for candidate in case.implementations if candidate.role == "ours")
     return replace(
         case,
         suite="scaling",
         name=f"{title}, {varied} {case.shape[varied]}",
-        ways=(eager, ours),
+        implementations=(eager, ours),
         varied=varied,
         series=title,
     )

@@ -1,9 +1,9 @@
 """The whole training step of a model: forward, backward, optimizer and multipliers.
 
-The ways of a case differ in nothing but how they compute the per-depth losses. Beside the constrained step against
-eager torch and its compiler stands the constrained step of `cdt_fast` against its own unconstrained one, which reads
-and scores the last depth alone: what the constraints cost. On a GPU the step of few windows is also replayed from a
-CUDA graph, against the same step launched kernel by kernel.
+The implementations of a case differ in nothing but how they compute the per-depth losses. Beside the constrained step
+against eager torch and its compiler stands the constrained step of `cdt_fast` against its own unconstrained one, which
+reads and scores the last depth alone: what the constraints cost. On a GPU the step of few windows is also replayed from
+a CUDA graph, against the same step launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cdt_fast.bench.baselines.compiled import compiled, first_run, modes, name_of
-from cdt_fast.bench.case import Case, Step, Unavailable, Way
+from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites.trained import DTYPES, TextWork, Trained, VideoWork
 from cdt_fast.bench.suites.training_step import (
     CONSTRAINED,
@@ -78,10 +78,10 @@ def against_eager(
     autocast = dtype == "bfloat16"
     eager = weighted(work.formula)
 
-    def way(name: str, role: str, losses: Losses, autocast: bool = autocast) -> Way:
-        return Way(name, role, prepared(work, losses, device, reads, autocast))
+    def candidate(name: str, role: str, losses: Losses, autocast: bool = autocast) -> Implementation:
+        return Implementation(name, role, prepared(work, losses, device, reads, autocast))
 
-    def compiled_way(mode: str) -> Way:
+    def compiled_one(mode: str) -> Implementation:
         def prepare() -> Step:
             if toy:
                 raise Unavailable("at toy size it would take far longer to compile than all else together")
@@ -90,75 +90,81 @@ def against_eager(
             step.restart()
             return run
 
-        return Way(name_of(mode), "peer", prepare, late=True)
+        return Implementation(name_of(mode), "peer", prepare, late=True)
 
-    ways = [
-        way("eager", "eager", eager),
-        *(way(name, "peer", weighted(formula)) for name, formula in work.other_formulas.items()),
-        *(compiled_way(mode) for mode in modes(device) if compilers),
-        way("cdt_fast", "ours", fused),
+    candidates = [
+        candidate("eager", "eager", eager),
+        *(candidate(name, "peer", weighted(formula)) for name, formula in work.other_formulas.items()),
+        *(compiled_one(mode) for mode in modes(device) if compilers),
+        candidate("cdt_fast", "ours", fused),
     ]
     note = ""
     if autocast and device.type == "cpu":
         # The goal is set against the step in float32, which is what a CPU is trained in unless somebody chooses.
-        ways[0] = replace(ways[0], name="eager, bfloat16", role="peer")
-        ways.insert(0, way("eager, float32", "eager", eager, autocast=False))
+        candidates[0] = replace(candidates[0], name="eager, bfloat16", role="peer")
+        candidates.insert(0, candidate("eager, float32", "eager", eager, autocast=False))
         note = "eager is in float32, all else in bfloat16"
     what = "constrained" if reads == CONSTRAINED else "unconstrained"
-    return _case(work, device, dtype, f"{what}, {dtype}", tuple(ways), reads=reads, note=note)
+    return _case(work, device, dtype, f"{what}, {dtype}", tuple(candidates), reads=reads, note=note)
 
 
 def against_unconstrained(work: Trained, device: torch.device, dtype: str) -> Case:
     """The constrained step of `cdt_fast` against its unconstrained one."""
     autocast = dtype == "bfloat16"
 
-    def way(name: str, role: str, losses: Losses, reads: str) -> Way:
+    def candidate(name: str, role: str, losses: Losses, reads: str) -> Implementation:
         step = prepared(work, losses, device, reads, autocast)
-        return Way(name, role, step, expected_of(work, device, reads))
+        return Implementation(name, role, step, expected_of(work, device, reads))
 
-    ways = (
-        way("unconstrained", "eager", work.last_loss, LAST),
-        way("unconstrained, all depths logged", "peer", fused, LOGGED),
-        way("constrained", "ours", fused, CONSTRAINED),
+    candidates = (
+        candidate("unconstrained", "eager", work.last_loss, LAST),
+        candidate("unconstrained, all depths logged", "peer", fused, LOGGED),
+        candidate("constrained", "ours", fused, CONSTRAINED),
     )
     note = "all three by cdt_fast; each agrees with the formula of its own loss"
-    return _case(work, device, dtype, f"constrained against unconstrained, {dtype}", ways, CONSTRAINED, note)
+    return _case(work, device, dtype, f"constrained against unconstrained, {dtype}", candidates, CONSTRAINED, note)
 
 
 def against_launches(work: Trained, device: torch.device, dtype: str, windows: int) -> Case:
     """The constrained step replayed from a CUDA graph, as `--cuda-graph` does, against the same, launched."""
     autocast = dtype == "bfloat16"
 
-    def way(name: str, role: str, losses: Losses, replayed: bool) -> Way:
+    def candidate(name: str, role: str, losses: Losses, replayed: bool) -> Implementation:
         def prepare() -> Step:
-            graphs = graphs_of(device)  # the first, so that without a GPU neither way costs anything
+            graphs = graphs_of(device)  # the first, so that without a GPU neither implementation costs anything
             refuse_slow_bf16(device, autocast)
             if replayed:
                 return captured(work, losses, device, autocast, graphs)
             return prepared(work, losses, device, CONSTRAINED, autocast)()
 
-        return Way(name, role, prepare)
+        return Implementation(name, role, prepare)
 
-    ways = (
-        way("cdt_fast, launched", "eager", fused, replayed=False),
-        way("eager, launched", "peer", weighted(work.formula), replayed=False),
-        way("eager, CUDA graph", "peer", weighted(work.formula), replayed=True),
-        way("cdt_fast, CUDA graph", "ours", fused, replayed=True),
+    candidates = (
+        candidate("cdt_fast, launched", "eager", fused, replayed=False),
+        candidate("eager, launched", "peer", weighted(work.formula), replayed=False),
+        candidate("eager, CUDA graph", "peer", weighted(work.formula), replayed=True),
+        candidate("cdt_fast, CUDA graph", "ours", fused, replayed=True),
     )
     title = f"CUDA graph against launches, {windows} window{'s' if windows > 1 else ''}, {dtype}"
     note = "against cdt_fast launched kernel by kernel; the memory of a graph is allocated once and held"
-    return replace(_case(work, device, dtype, title, ways, CONSTRAINED, note), with_memory=False)
+    return replace(_case(work, device, dtype, title, candidates, CONSTRAINED, note), with_memory=False)
 
 
 def _case(
-    work: Trained, device: torch.device, dtype: str, title: str, ways: tuple[Way, ...], reads: str, note: str
+    work: Trained,
+    device: torch.device,
+    dtype: str,
+    title: str,
+    candidates: tuple[Implementation, ...],
+    reads: str,
+    note: str,
 ) -> Case:
     return Case(
         suite="step",
         name=f"{work.title}, {title}",
         shape=work.shape,
         dtype=dtype,
-        ways=ways,
+        implementations=candidates,
         expected=expected_of(work, device, reads),
         tolerance=work.tolerances[dtype],
         flop=work.flop,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.bench.baselines.identity import identity_losses
-from cdt_fast.bench.baselines.written_out import written_out_losses
-from cdt_fast.bench.baselines.written_out_text import written_out_text_losses
+from cdt_fast.bench.baselines.formulas import identity_losses, written_out_losses, written_out_text_losses
 from cdt_fast.models import DUST, TextUT, VideoUT
 
 # The losses `[L+1]` of a model for its inputs and targets.
@@ -20,62 +18,6 @@ Formula = Callable[[Any, Tensor, Tensor], Tensor]
 Weights = Tensor | Sequence[float]  # of the depths; numbers where the host knows them
 
 DTYPES = ("float32", "bfloat16")
-
-
-class Trained(Protocol):
-    """What a step trains: a model with inputs and targets, and how eager torch computes its losses."""
-
-    @property
-    def tolerances(self) -> Mapping[str, float]:
-        """By dtype, the largest relative difference from the formula that is rounding."""
-        ...
-
-    @property
-    def formula(self) -> Formula:
-        """The losses as everyone would write them first."""
-        ...
-
-    @property
-    def other_formulas(self) -> Mapping[str, Formula]:
-        """Of the same losses in eager torch, by name."""
-        ...
-
-    @property
-    def layers(self) -> int:
-        """L."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """The model in words."""
-        ...
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """The sizes by the names of the formulas."""
-        ...
-
-    @property
-    def items(self) -> int:
-        """What a loss is a mean over."""
-        ...
-
-    @property
-    def flop(self) -> float:
-        """Of the cheapest known way, forward and backward."""
-        ...
-
-    def moved(self, dtype: str) -> float:
-        """Bytes of what each layer reads and writes once, forward and backward."""
-        ...
-
-    def build(self, device: torch.device, dtype: torch.dtype = ...) -> tuple[Any, Tensor, Tensor]:
-        """Model, inputs and targets; the same whatever the device."""
-        ...
-
-    def last_loss(self, model: Any, inputs: Tensor, targets: Tensor, weights: Weights, /) -> tuple[Tensor, Tensor]:
-        """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,6 +30,10 @@ class VideoWork:
         sequences, window: B and T.
         patch, code: n and m.
         layers: L.
+        tolerances: by dtype, the largest relative difference from the formula that is rounding.
+        formula, other_formulas: the losses as everyone would write them first, and in eager torch otherwise, by name.
+        title, shape: model and readout in words, and the sizes by the names of the formulas.
+        items: what a loss is a mean over.
     """
 
     family: str
@@ -99,34 +45,20 @@ class VideoWork:
     tied: bool = True
     readout: str = "own"
 
-    @property
-    def tolerances(self) -> Mapping[str, float]:
-        """By dtype, the largest relative difference from the formula that is rounding."""
-        return {"float32": 1e-4, "bfloat16": 3e-2}
-
-    @property
-    def formula(self) -> Formula:
-        """The losses as everyone would write them first."""
-        return written_out_losses
-
-    @property
-    def other_formulas(self) -> Mapping[str, Formula]:
-        """What eager torch can do once the identity is known."""
-        return {"eager by the identity": identity_losses}
+    tolerances: ClassVar[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 3e-2}
+    formula: ClassVar[Formula] = staticmethod(written_out_losses)
+    other_formulas: ClassVar[Mapping[str, Formula]] = {"eager by the identity": identity_losses}
 
     @property
     def title(self) -> str:
-        """Model and readout in words."""
         return f"{self.family} {'tied' if self.tied else f'untied, {self.readout} readout'}"
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes by the names of the formulas."""
         return {"B": self.sequences, "T": self.window, "n": self.patch, "m": self.code, "L": self.layers}
 
     @property
     def items(self) -> int:
-        """What a loss is a mean over."""
         return self.sequences * self.window
 
     @property
@@ -170,6 +102,7 @@ class TextWork:
         width: d, and the width k of Z.
         layers: L.
         vocabulary, classes: of the embeddings and of the head.
+        tolerances, formula, other_formulas, title, shape, items: as those of `VideoWork`.
     """
 
     texts: int
@@ -179,36 +112,18 @@ class TextWork:
     vocabulary: int = 8000
     classes: int = 2
 
-    @property
-    def tolerances(self) -> Mapping[str, float]:
-        """By dtype, the largest relative difference from the formula that is rounding."""
-        # In bfloat16 eager torch itself is off by 2.1e-2 at the size for a CPU: ReLUs switch where rounding moves a
-        # zero.
-        return {"float32": 1e-4, "bfloat16": 4e-2}
-
-    @property
-    def formula(self) -> Formula:
-        """The losses as everyone would write them first."""
-        return written_out_text_losses
-
-    @property
-    def other_formulas(self) -> Mapping[str, Formula]:
-        """None is known."""
-        return {}
-
-    @property
-    def title(self) -> str:
-        """The model in words."""
-        return "TextUT"
+    # In bfloat16 eager torch itself is off by 2.1e-2 at the size for a CPU: ReLUs switch where rounding moves a zero.
+    tolerances: ClassVar[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 4e-2}
+    formula: ClassVar[Formula] = staticmethod(written_out_text_losses)
+    other_formulas: ClassVar[Mapping[str, Formula]] = {}
+    title: ClassVar[str] = "TextUT"
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes by the names of the formulas."""
         return {"B": self.texts, "T": self.tokens, "d": self.width, "L": self.layers, "V": self.vocabulary}
 
     @property
     def items(self) -> int:
-        """What a loss is a mean over."""
         return self.texts
 
     @property
@@ -241,3 +156,6 @@ class TextWork:
         """`(total, per_layer [1])` of the last depth, as a training without constraints would compute it."""
         loss = torch.nn.functional.cross_entropy(model(ids).float(), labels)
         return loss, loss.detach()[None]
+
+
+Trained = VideoWork | TextWork

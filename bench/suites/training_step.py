@@ -1,4 +1,4 @@
-"""One optimizer step as the training loop takes it, with losses that are computed in whichever way."""
+"""One optimizer step as the training loop takes it, with losses that are computed in whichever implementation."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def weighted(formula: Formula) -> Losses:
 def prepared(
     work: Trained, losses: Losses, device: torch.device, reads: str, autocast: bool
 ) -> Callable[[], TrainingStep]:
-    """The step as a way prepares it."""
+    """The step as an implementation prepares it."""
 
     def prepare() -> TrainingStep:
         refuse_slow_bf16(device, autocast)

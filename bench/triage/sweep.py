@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.bench.clock import calls_a_reading, seconds, turns
+from cdt_fast.bench.clock import calls_a_reading, round_robin, seconds
 from cdt_fast.bench.measure import Refused, disagreement
 from cdt_fast.bench.triage.compiling import CANDIDATES, compiled_blocks
 from cdt_fast.bench.triage.hot_kernels import HOT, Hot, Inputs
@@ -134,7 +134,7 @@ class _Sweep:
         own = tuple(default.items())
         steps = {blocks: self.prepared(dict(blocks))[0] for blocks in dict.fromkeys([own, *finalists])}
         taken: dict[tuple[tuple[str, int], ...], list[float]] = {blocks: [] for blocks in steps}
-        for order in turns(list(steps), _ROUNDS):
+        for order in round_robin(list(steps), _ROUNDS):
             for blocks in order:
                 taken[blocks].append(self._microseconds(steps[blocks]))
         medians = {blocks: statistics.median(readings) for blocks, readings in taken.items()}

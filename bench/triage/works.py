@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cdt_fast import ops
-from cdt_fast.bench.case import Case, Step, Way
+from cdt_fast.bench.case import Case, Implementation, Step
 from cdt_fast.bench.clock import calls_a_reading, seconds
 from cdt_fast.bench.measure import Gate, Refused
 from cdt_fast.bench.memory import allocator_peak
@@ -72,14 +72,14 @@ def timed_steps(device: torch.device, size: str) -> Iterator[Case]:
         def replayed(work: VideoWork = work) -> Step:
             return captured(work, fused, device, autocast=True, graphs=graphs_of(device))
 
-        graph = Way("cdt_fast, CUDA graph", "ours", replayed)
-        yield replace(case, name=f"{case.name}, {work.items} tokens", ways=(*case.ways, graph))
+        graph = Implementation("cdt_fast, CUDA graph", "ours", replayed)
+        yield replace(case, name=f"{case.name}, {work.items} tokens", implementations=(*case.implementations, graph))
 
 
 def compiled_step(device: torch.device, size: str) -> Case:
     """The larger step, by torch.compile in its default mode."""
     case = _step_case(_TIMED_SEQUENCES[size][0], device, size, compilers=True)
-    return replace(case, ways=tuple(way for way in case.ways if way.name == "torch.compile"))
+    return replace(case, implementations=tuple(way for way in case.implementations if way.name == "torch.compile"))
 
 
 def launched_step(sequences: int, device: torch.device, size: str) -> TrainingStep:
@@ -98,7 +98,7 @@ def timed_attention(device: torch.device, size: str) -> Iterator[Case]:
     """Attention against all that torch has for it but what it would have to compile."""
     for shape in _TIMED_ATTENTION[size]:
         case = attention.case_of(shape, BF16, device, size)
-        yield replace(case, ways=tuple(way for way in case.ways if not way.late))
+        yield replace(case, implementations=tuple(way for way in case.implementations if not way.late))
 
 
 def checked_steps(device: torch.device, size: str) -> Iterator[Case]:
@@ -126,9 +126,9 @@ def checked_attention(device: torch.device, size: str) -> Iterator[Case]:
         yield attention.case_of(shape, BF16, device, "cpu" if size == "gpu" else size)
 
 
-def way_of(case: Case, role: str) -> Way:
+def way_of(case: Case, role: str) -> Implementation:
     """The first way of a case that has this role."""
-    return next(way for way in case.ways if way.role == role)
+    return next(way for way in case.implementations if way.role == role)
 
 
 def readings(step: Step, device: torch.device) -> dict[str, Any]:
@@ -146,11 +146,11 @@ def timed_parts(cases: Iterable[Case], device: torch.device) -> Parts:
     """A part for each way of each case, ours and what it is compared with first."""
     for case in cases:
         gate = Gate(case)
-        for way in sorted(case.ways, key=lambda way: ("ours", "eager", "peer").index(way.role)):
+        for way in sorted(case.implementations, key=lambda way: ("ours", "eager", "peer").index(way.role)):
             yield f"{case.name}: {way.name}", functools.partial(_timed, case, way, gate, device)
 
 
-def _timed(case: Case, way: Way, gate: Gate, device: torch.device) -> Iterator[dict[str, Any]]:
+def _timed(case: Case, way: Implementation, gate: Gate, device: torch.device) -> Iterator[dict[str, Any]]:
     named = {"case": case.name, "way": way.name, "role": way.role, "flop": case.flop, "moved_bytes": case.moved}
     try:
         step, difference, _ = gate.open(way)

@@ -1,4 +1,4 @@
-"""Made-up ways and results for the tests of the bench."""
+"""Made-up implementations and results for the tests of the bench."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cdt_fast.bench.case import Case, Step, Unavailable, Way
+from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 
 
 def steady(value: float) -> Callable[[], Step]:
@@ -26,7 +26,7 @@ def fails() -> Step:
     return step
 
 
-def case_of(*ways: Way, **changes: Any) -> Case:
+def case_of(*candidates: Implementation, **changes: Any) -> Case:
     """A case whose formula gives ones."""
     settings: dict[str, Any] = {
         "suite": "made up",
@@ -37,7 +37,7 @@ def case_of(*ways: Way, **changes: Any) -> Case:
         "tolerance": 1e-3,
         **changes,
     }
-    return Case(ways=ways, **settings)
+    return Case(implementations=candidates, **settings)
 
 
 def made_up(*cases: Case) -> Callable[[torch.device, str], Iterator[Case]]:

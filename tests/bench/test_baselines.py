@@ -12,39 +12,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast.bench.baselines import (
-    cce,
-    compiled,
-    depths,
-    eager_attention,
-    eager_cross_entropy,
-    flex_attention,
-    liger,
-    sdpa,
-    support,
-    torch_linear_cross_entropy,
-    xformers_attention,
-)
+from cdt_fast.bench.baselines import attention, compiled, cross_entropy, depths, support
+from cdt_fast.bench.baselines.attention import Prepare
 from cdt_fast.bench.case import Step, Unavailable
 
 CPU = torch.device("cpu")
-Attend = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-def attention_written_out(z: Tensor, values: Tensor | None, lengths: Tensor | None) -> Tensor:
+def attention_written_out(_: Tensor, lengths: Tensor | None) -> attention.Attend:
     """A sequence at a time, padding cut off."""
-    values = z if values is None else values
-    output = torch.zeros(*values.shape, dtype=values.dtype)
-    for sequence in range(len(z)):
-        count = z.shape[1] if lengths is None else int(lengths[sequence])
-        own = z[sequence, :count]
-        weights = torch.exp(own @ own.T)
-        output[sequence, :count] = (weights / weights.sum(1, keepdim=True)) @ values[sequence, :count]
-    return output
+
+    def attend(z: Tensor, values: Tensor | None) -> Tensor:
+        values = z if values is None else values
+        output = torch.zeros(*values.shape, dtype=values.dtype)
+        for sequence in range(len(z)):
+            count = z.shape[1] if lengths is None else int(lengths[sequence])
+            own = z[sequence, :count]
+            weights = torch.exp(own @ own.T)
+            output[sequence, :count] = (weights / weights.sum(1, keepdim=True)) @ values[sequence, :count]
+        return output
+
+    return attend
 
 
-def gradients(attend: Attend, z: Tensor, values: Tensor | None, lengths: Tensor | None) -> list[Tensor]:
-    output = attend(z, values, lengths)
+def gradients(prepare: Prepare, z: Tensor, values: Tensor | None, lengths: Tensor | None) -> list[Tensor]:
+    output = prepare(z, lengths)(z, values)
     upstream = torch.arange(output.numel(), dtype=torch.float64).sin().view_as(output)
     return [output, *torch.autograd.grad(output, [z] if values is None else [z, values], upstream)]
 
@@ -83,32 +75,26 @@ def test_attention(baseline: str, width: int | None, padded: bool, monkeypatch: 
     z = torch.randn(3, 6, 4, dtype=torch.float64, requires_grad=True)
     values = None if width is None else torch.randn(3, 6, width, dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor([6, 1, 4]) if padded else None
-    no_gpu_needed(monkeypatch, xformers_attention)
+    no_gpu_needed(monkeypatch, attention)
     install_xformers(monkeypatch)
-    xformers = xformers_attention.prepare(z, lengths)
-    baselines: dict[str, Attend] = {
-        "eager": eager_attention.attend,
-        "SDPA": sdpa.attend,
-        "xformers": lambda z, values, _: xformers(z, values),
-    }
-    attend = baselines[baseline]
-    found, expected = (gradients(one, z, values, lengths) for one in (attend, attention_written_out))
+    prepare = {"eager": attention.eager, "SDPA": attention.sdpa(), "xformers": attention.xformers}[baseline]
+    found, expected = (gradients(one, z, values, lengths) for one in (prepare, attention_written_out))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_an_implementation_of_sdpa_runs_or_says_that_it_cannot() -> None:
     z = torch.randn(2, 5, 16, requires_grad=True)
-    found, expected = (gradients(one, z, None, None) for one in (sdpa.attend_by("flash"), attention_written_out))
+    found, expected = (gradients(one, z, None, None) for one in (attention.sdpa("flash"), attention_written_out))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):  # there is none on a CPU
-        sdpa.attend_by("cuDNN")(z, None, None)
+        gradients(attention.sdpa("cuDNN"), z, None, None)
 
 
 def test_flex_attention_says_what_it_lacks_on_a_cpu() -> None:
     z, lengths = torch.randn(2, 16, 16, requires_grad=True), torch.tensor([16, 3])
-    attend = flex_attention.prepare(z, lengths)
+    attend = attention.flex(z, lengths)
     # Such a torch whose FlexAttention has a backward there would not raise: then compare it with the formula here.
     with pytest.raises(Unavailable, match=r"^NotImplementedError: .*CPU[^\n]*$"):
         support.tried(lambda: [*torch.autograd.grad(attend(z, None).sum(), z)])
@@ -168,56 +154,55 @@ def install_cce(monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
 
 
 def loss_of(baseline: str, monkeypatch: pytest.MonkeyPatch) -> depths.Loss:
-    no_gpu_needed(monkeypatch, liger, cce)
+    no_gpu_needed(monkeypatch, cross_entropy)
     install_liger(monkeypatch)
     install_cce(monkeypatch, [])
-    prepare: dict[str, Callable[[], depths.Loss]] = {
-        "eager": lambda: eager_cross_entropy.loss,
-        "torch": torch_linear_cross_entropy.prepare,
-        "Liger": lambda: liger.prepare(CPU),
-        "CCE": lambda: cce.prepare(CPU, torch.bfloat16, filtered=False),
-    }
+    if baseline == "eager":
+        return cross_entropy.eager
     try:
-        return prepare[baseline]()
+        return cross_entropy.PEERS[baseline](CPU, torch.bfloat16)
     except Unavailable as reason:  # an older torch
         pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("baseline", ["eager", "torch", "Liger", "CCE"])
+@pytest.mark.parametrize("baseline", ["eager", *cross_entropy.PEERS])
 @pytest.mark.parametrize(
-    "way", [depths.a_depth_at_a_time, depths.all_depths_then_backward, depths.flattened], ids=lambda way: way.__name__
+    "loop",
+    [depths.a_depth_at_a_time, depths.all_depths_then_backward, depths.flattened],
+    ids=lambda loop: loop.__name__,
 )
 def test_cross_entropy(
-    baseline: str, way: Callable[[depths.Loss, depths.Depths], Step], monkeypatch: pytest.MonkeyPatch
+    baseline: str, loop: Callable[[depths.Loss, depths.Depths], Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = setting()
-    step = way(loss_of(baseline, monkeypatch), given)
+    step = loop(loss_of(baseline, monkeypatch), given)
     for _ in range(2):  # a second step finds what the first has left
         agree(step(), losses_written_out(given))
 
 
 def test_inner_depths_are_estimated_from_a_sample() -> None:
     given, sample = setting(), torch.tensor([7, 0, 4])
-    found = depths.a_depth_at_a_time(eager_cross_entropy.loss, given, lambda: sample)()
+    found = depths.a_depth_at_a_time(cross_entropy.eager, given, lambda: sample)()
     agree(found, losses_written_out(given, sample))
 
 
 def test_cce_filters_by_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    no_gpu_needed(monkeypatch, cce)
+    no_gpu_needed(monkeypatch, cross_entropy)
     install_cce(monkeypatch, seen)
     given = setting()
     for filtered in (True, False):
-        cce.prepare(CPU, torch.bfloat16, filtered)(given.hidden[0], given.head, given.targets, "mean")
+        loss = cross_entropy.cce(CPU, torch.bfloat16, filtered=filtered)
+        loss(given.hidden[0], given.head, given.targets, "mean")
     assert seen == ["high", None]
     with pytest.raises(Unavailable, match=r"float16 and bfloat16 alone, not float32"):
-        cce.prepare(CPU, torch.float32, filtered=True)
+        cross_entropy.cce(CPU, torch.float32, filtered=True)
 
 
 PREPARED: dict[str, Callable[[], object]] = {
-    "xformers": lambda: xformers_attention.prepare(torch.zeros(1, 2, 3), None),
-    "liger_kernel": lambda: liger.prepare(CPU),
-    "cut_cross_entropy": lambda: cce.prepare(CPU, torch.bfloat16, filtered=True),
+    "xformers": lambda: attention.xformers(torch.zeros(1, 2, 3), None),
+    "liger_kernel": lambda: cross_entropy.liger(CPU, torch.bfloat16),
+    "cut_cross_entropy": lambda: cross_entropy.cce(CPU, torch.bfloat16, filtered=True),
 }
 
 
@@ -225,7 +210,7 @@ PREPARED: dict[str, Callable[[], object]] = {
 def test_a_missing_gpu_or_package_is_the_reason(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=r"^\w+ needs an NVIDIA GPU$"):
         PREPARED[package]()
-    no_gpu_needed(monkeypatch, xformers_attention, liger, cce)
+    no_gpu_needed(monkeypatch, attention, cross_entropy)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(Unavailable, match=rf"^{package} is not installed$"):
         PREPARED[package]()
@@ -244,7 +229,7 @@ def test_a_package_that_does_not_import_is_the_reason(tmp_path: Path, monkeypatc
 def test_a_torch_without_the_function_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
     with pytest.raises(Unavailable, match=r"^torch .* has no chunked linear_cross_entropy$"):
-        torch_linear_cross_entropy.prepare()
+        cross_entropy.torch_chunked(CPU, torch.float32)
 
 
 def test_a_missing_compiler_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast.bench.case import Way
+from cdt_fast.bench.case import Implementation
 from cdt_fast.bench.ceilings import Ceilings
 from cdt_fast.bench.clock import Rounds
 from cdt_fast.bench.document import document, find_links, read_results
@@ -31,14 +31,13 @@ Results = dict[str, Any]
 @pytest.fixture(scope="module")
 def measured() -> Results:
     """A made-up case as it was measured."""
-    ways = [
-        Way("eager", "eager", steady(1.0)),
-        Way("SDPA", "peer", unavailable),
-        Way("cdt_fast", "ours", steady(1.0)),
+    candidates = [
+        Implementation("eager", "eager", steady(1.0)),
+        Implementation("SDPA", "peer", unavailable),
+        Implementation("cdt_fast", "ours", steady(1.0)),
     ]
-    case = case_of(*ways, suite="step", name=REFERENCE, flop=1e3, moved=1e3, note="made up")
-    found = measure(case, CPU, Rounds.exactly(2), Ceilings(CPU, "toy"), lambda *_: "at toy size there is none")
-    return {**found, "wall_seconds": 1.5}
+    case = case_of(*candidates, suite="step", name=REFERENCE, flop=1e3, moved=1e3, note="made up")
+    return measure(case, CPU, Rounds.exactly(2), Ceilings(CPU, "toy"), lambda *_: "at toy size there is none")
 
 
 def run_of(date: str = "2026-01-02 03:04", **changes: Any) -> Results:
@@ -68,7 +67,6 @@ def test_a_run_adds_its_cases_and_replaces_what_it_measures_again(measured: Resu
     for name in ("c", "gone", "a"):
         first.add(named(measured, name), {"of": "first"})
     second = file_in(tmp_path, run_of("2026-02-02 00:00", torch="9.9"), order)
-    assert second.wall_seconds == {"a": 1.5, "c": 1.5, "gone": 1.5}
     for name in ("b", "c"):
         second.add(named(measured, name, note="again"), {"of": "second"})
     found = read(tmp_path / "made-up-1-step.json")
@@ -219,22 +217,22 @@ def test_a_run_of_several_suites_is_one_run(measured: Results, tmp_path: Path) -
 
 def test_the_document_sets_goals_beside_what_was_measured(result: Results) -> None:
     result = copy.deepcopy(result)
-    ways = result["cases"][0]["ways"]
-    ways["cdt_fast"]["over_eager"] = 2.5
+    candidates = result["cases"][0]["implementations"]
+    candidates["cdt_fast"]["over_eager"] = 2.5
     row = "constrained step of a tied DUST, float32, against eager"
     assert cells(document({"a.json": result}), row) == [row, "≥ 2.1 ×", "2.50 ×, met"]
-    ways["cdt_fast"]["over_eager"] = 2.0
+    candidates["cdt_fast"]["over_eager"] = 2.0
     assert cells(document({"a.json": result}), row)[-1] == "2.00 ×, **missed**"
-    ways["cdt_fast"]["peak_bytes"], ways["eager"]["peak_bytes"] = 2**20, 2**21
+    candidates["cdt_fast"]["peak_bytes"], candidates["eager"]["peak_bytes"] = 2**20, 2**21
     text = document({"a.json": result})
-    assert cells(text, "constrained step of a tied DUST, float32, peak memory")[-1] == "0.50, met"
+    assert cells(text, "constrained step of a tied DUST, float32, peak memory")[-1] == "0.500, met"
     assert cells(text, REFERENCE)[7] == "1.0 (2.0)"
 
 
 def test_a_slow_way_is_labeled(result: Results) -> None:
     result = copy.deepcopy(result)
-    ways = result["cases"][0]["ways"]
-    ways["peer"] = {**ways["eager"], "role": "peer", "seconds": [4.0]}
+    candidates = result["cases"][0]["implementations"]
+    candidates["peer"] = {**candidates["eager"], "role": "peer", "seconds": [4.0]}
     text = document({"a.json": result})
     assert f"- peer ({REFERENCE}): timed in the first 1 rounds alone, as it is slow" in text
 

@@ -1,4 +1,4 @@
-"""The gate, the turns, the floor and the fits."""
+"""The gate, the round_robin, the floor and the fits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cdt_fast.bench import measure as measuring
-from cdt_fast.bench.case import Case, Step, Way
+from cdt_fast.bench.case import Case, Implementation, Step
 from cdt_fast.bench.ceilings import Ceilings, floor_seconds, shares_of_floor
-from cdt_fast.bench.clock import Rounds, calls_a_reading, turns
+from cdt_fast.bench.clock import Rounds, calls_a_reading, round_robin
 from cdt_fast.bench.fits import fit_exponent, fit_series
 from cdt_fast.bench.measure import Refused, disagreement, measure, median_ratio
 from tests.bench.bench_cases import case_of, fails, steady, unavailable
@@ -20,32 +20,38 @@ from tests.bench.bench_cases import case_of, fails, steady, unavailable
 CPU = torch.device("cpu")
 
 
-def no_memory(case: Case, way: Way, step: Step) -> str:
+def no_memory(case: Case, candidate: Implementation, step: Step) -> str:
     return "not asked for"
 
 
 def measured(case: Case, rounds: Rounds | int = 3) -> dict[str, dict[str, object]]:
     rounds = Rounds.exactly(rounds) if isinstance(rounds, int) else rounds
-    return measure(case, CPU, rounds, Ceilings(CPU, "toy"), no_memory)["ways"]
+    return measure(case, CPU, rounds, Ceilings(CPU, "toy"), no_memory)["implementations"]
 
 
 def test_what_differs_fails_or_is_missing_is_reported_and_not_timed() -> None:
-    ways = measured(
+    candidates = measured(
         case_of(
-            Way("eager", "eager", steady(1.0)),
-            Way("wrong", "peer", steady(1.01)),
-            Way("fails", "peer", fails),
-            Way("missing", "peer", unavailable),
-            Way("ours", "ours", steady(1.0005)),
+            Implementation("eager", "eager", steady(1.0)),
+            Implementation("wrong", "peer", steady(1.01)),
+            Implementation("fails", "peer", fails),
+            Implementation("missing", "peer", unavailable),
+            Implementation("ours", "ours", steady(1.0005)),
         )
     )
-    assert [way["status"] for way in ways.values()] == ["timed", "wrong", "failed", "unavailable", "timed"]
-    assert ways["wrong"]["reason"] == "differs from the formula by 1.0e-02, more than 1e-03: not timed"
-    assert ways["fails"]["reason"] == "RuntimeError: no such kernel and a second line"
-    assert ways["missing"]["reason"] == "no such package"
-    assert all("median_seconds" not in ways[name] for name in ("wrong", "fails", "missing"))
-    assert len(ways["ours"]["seconds"]) == 3  # type: ignore[arg-type]
-    assert ways["ours"]["over_best_peer"] is None  # none was timed
+    assert [candidate["status"] for candidate in candidates.values()] == [
+        "timed",
+        "wrong",
+        "failed",
+        "unavailable",
+        "timed",
+    ]
+    assert candidates["wrong"]["reason"] == "differs from the formula by 1.0e-02, more than 1e-03: not timed"
+    assert candidates["fails"]["reason"] == "RuntimeError: no such kernel and a second line"
+    assert candidates["missing"]["reason"] == "no such package"
+    assert all("median_seconds" not in candidates[name] for name in ("wrong", "fails", "missing"))
+    assert len(candidates["ours"]["seconds"]) == 3  # type: ignore[arg-type]
+    assert candidates["ours"]["over_best_peer"] is None  # none was timed
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -68,16 +74,16 @@ def test_the_gate_refuses_other_shapes(found: list[torch.Tensor]) -> None:
 
 def test_a_way_with_its_own_formula_is_held_to_that() -> None:
     twos = lambda: [torch.full((3,), 2.0)]  # noqa: E731
-    case = case_of(Way("eager", "eager", steady(2.0), twos), Way("ours", "ours", steady(2.0)))
-    assert [way["status"] for way in measured(case).values()] == ["timed", "wrong"]
+    case = case_of(Implementation("eager", "eager", steady(2.0), twos), Implementation("ours", "ours", steady(2.0)))
+    assert [candidate["status"] for candidate in measured(case).values()] == ["timed", "wrong"]
 
 
 def test_a_formula_that_fails_lets_no_way_through() -> None:
     def too_large() -> list[torch.Tensor]:
         raise MemoryError("too large")
 
-    (way,) = measured(case_of(Way("eager", "eager", steady(1.0)), expected=too_large)).values()
-    assert (way["status"], way["reason"]) == (
+    (candidate,) = measured(case_of(Implementation("eager", "eager", steady(1.0)), expected=too_large)).values()
+    assert (candidate["status"], candidate["reason"]) == (
         "wrong",
         "nothing to compare with: the formula gave MemoryError: too large",
     )
@@ -94,15 +100,17 @@ def test_a_way_that_fails_while_it_is_timed_drops_out() -> None:
 
         return step
 
-    ways = measured(case_of(Way("eager", "eager", steady(1.0)), Way("ours", "ours", prepare)), rounds=50)
-    assert ways["eager"]["status"] == "timed"
-    assert (ways["ours"]["status"], ways["ours"]["reason"]) == ("failed", "RuntimeError: used up")
+    candidates = measured(
+        case_of(Implementation("eager", "eager", steady(1.0)), Implementation("ours", "ours", prepare)), rounds=50
+    )
+    assert candidates["eager"]["status"] == "timed"
+    assert (candidates["ours"]["status"], candidates["ours"]["reason"]) == ("failed", "RuntimeError: used up")
 
 
 def test_every_way_takes_its_turn_once_a_round_and_first_in_turn() -> None:
-    assert list(turns(["a", "b", "c"], 4)) == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
-    assert list(turns([], 2)) == [[], []]
-    assert list(turns(["a", "b", "c"], 3, {"b": 1})) == [["a", "b", "c"], ["c", "a"], ["a", "c"]]
+    assert list(round_robin(["a", "b", "c"], 4)) == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+    assert list(round_robin([], 2)) == [[], []]
+    assert list(round_robin(["a", "b", "c"], 3, {"b": 1})) == [["a", "b", "c"], ["c", "a"], ["a", "c"]]
 
 
 def test_as_many_rounds_as_fit_and_no_fewer_than_the_least() -> None:
@@ -127,9 +135,13 @@ def test_a_slow_peer_takes_part_in_the_first_rounds_alone() -> None:
 
         return lambda: step
 
-    ways = [Way("eager", "eager", lasting(0.006)), Way("slow", "peer", lasting(0.1)), Way("ours", "ours", lasting(0.1))]
-    found = measured(case_of(*ways, flop=1.0, moved=1.0), Rounds(3, 3, 0.05, of_slow=2))
-    assert {name: len(way["seconds"]) for name, way in found.items()} == {"eager": 3, "slow": 2, "ours": 3}  # type: ignore[arg-type]
+    candidates = [
+        Implementation("eager", "eager", lasting(0.006)),
+        Implementation("slow", "peer", lasting(0.1)),
+        Implementation("ours", "ours", lasting(0.1)),
+    ]
+    found = measured(case_of(*candidates, flop=1.0, moved=1.0), Rounds(3, 3, 0.05, of_slow=2))
+    assert {name: len(candidate["seconds"]) for name, candidate in found.items()} == {"eager": 3, "slow": 2, "ours": 3}  # type: ignore[arg-type]
     assert found["slow"]["over_eager"] == pytest.approx(0.06, abs=0.055)
     assert found["ours"]["over_best_peer"] is not None
     assert "share_of_floor" in found["slow"]
@@ -137,7 +149,7 @@ def test_a_slow_peer_takes_part_in_the_first_rounds_alone() -> None:
 
 def test_nothing_is_probed_where_no_way_can_run() -> None:
     ceilings = Ceilings(CPU, "toy")
-    case = case_of(Way("eager", "eager", unavailable), flop=1.0, moved=1.0)
+    case = case_of(Implementation("eager", "eager", unavailable), flop=1.0, moved=1.0)
     found = measure(case, CPU, Rounds.exactly(2), ceilings, no_memory)
     assert found["floor_seconds"] is None
     assert ceilings.as_dict() == {"flop_per_second": {}, "bytes_per_second": {}}
@@ -146,15 +158,15 @@ def test_nothing_is_probed_where_no_way_can_run() -> None:
 def test_the_ways_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
-    def way(name: str, role: str) -> Way:
+    def candidate(name: str, role: str) -> Implementation:
         def step() -> list[torch.Tensor]:
             called.append(name)
             return [torch.ones(3)]
 
-        return Way(name, role, lambda: step)
+        return Implementation(name, role, lambda: step)
 
     monkeypatch.setattr(measuring, "calls_a_reading", lambda once, device: 1)
-    measured(case_of(way("eager", "eager"), way("ours", "ours")), rounds=3)
+    measured(case_of(candidate("eager", "eager"), candidate("ours", "ours")), rounds=3)
     assert called == ["eager"] * 2 + ["ours"] * 2 + ["eager", "ours", "ours", "eager", "eager", "ours"]
 
 
@@ -201,9 +213,9 @@ def test_the_exponent_of_synthetic_figures() -> None:
 def test_a_series_needs_three_measured_sizes() -> None:
     def case(size: int, status: bool) -> dict[str, object]:
         figures = {"median_seconds": 2.0 * size} if status else {}
-        return {"series": "s", "varied": "T", "shape": {"T": size, "n": 1}, "ways": {"a": figures, "b": {}}}
+        return {"series": "s", "varied": "T", "shape": {"T": size, "n": 1}, "implementations": {"a": figures, "b": {}}}
 
     assert fit_series([case(1, True), case(2, True), case(4, False)]) == []
     (fit,) = fit_series([case(4, True), case(2, True), case(1, True)])
-    assert (fit["way"], fit["figure"], fit["sizes"]) == ("a", "median_seconds", [1, 2, 4])
+    assert (fit["implementation"], fit["figure"], fit["sizes"]) == ("a", "median_seconds", [1, 2, 4])
     assert fit["exponent"] == pytest.approx(1.0)

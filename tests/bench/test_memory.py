@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cdt_fast.bench import loss_memory, memory
-from cdt_fast.bench.case import Way
+from cdt_fast.bench.case import Implementation
 from cdt_fast.bench.suites import SUITES
 from tests.bench.bench_cases import case_of, steady
 
@@ -56,33 +56,35 @@ def test_a_peak_below_an_earlier_one_is_no_figure(monkeypatch: pytest.MonkeyPatc
 
 
 def test_at_toy_size_there_is_a_reason_and_no_figure() -> None:
-    way = Way("eager", "eager", steady(1.0))
-    found = memory.peak_memory("toy", torch.device("cpu"))(case_of(way), way, way.prepare())
+    candidate = Implementation("eager", "eager", steady(1.0))
+    found = memory.peak_memory("toy", torch.device("cpu"))(case_of(candidate), candidate, candidate.prepare())
     assert isinstance(found, str)
 
 
 def test_a_process_that_fails_gives_its_reason() -> None:
-    way = Way("eager", "eager", steady(1.0))
-    found = memory.peak_memory("cpu", torch.device("cpu"))(case_of(way, suite="quality"), way, way.prepare())
+    candidate = Implementation("eager", "eager", steady(1.0))
+    found = memory.peak_memory("cpu", torch.device("cpu"))(
+        case_of(candidate, suite="quality"), candidate, candidate.prepare()
+    )
     assert found == (
-        "the process that measures it ended with status 1: suite quality has no case 'three ones' with a way 'eager' "
-        "at size cpu"
+        "the process that measures it ended with status 1: "
+        "suite quality has no case 'three ones' with 'eager' at size cpu"
     )
 
 
 def test_the_command_prints_one_line_of_json() -> None:
     case = next(SUITES["step"](torch.device("cpu"), "toy"))
-    command = [sys.executable, "-m", "cdt_fast.bench.memory", "--suite", "step", "--case", case.name, "--size", "toy"]
-    result = subprocess.run([*command, "--way", "cdt_fast"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "cdt_fast.bench.memory", "step", case.name, "cdt_fast", "toy"]
+    result = subprocess.run(command, capture_output=True, text=True)
     answer = json.loads(result.stdout)
     assert answer["reason"] == ""
     assert 0 <= answer["peak_bytes"] < 2**26
 
 
-@pytest.mark.parametrize("way", loss_memory.WAYS)
-def test_the_loss_alone_is_measured_in_a_process_of_its_own(way: str) -> None:
+@pytest.mark.parametrize("name", loss_memory.IMPLEMENTATIONS)
+def test_the_loss_alone_is_measured_in_a_process_of_its_own(name: str) -> None:
     """The logits of two depths or of one are the least that an eager loop holds; the fused loss works in blocks."""
-    peak = loss_memory.in_a_process(way, 2, 4096)
+    peak = loss_memory.peak_of(name, 2, 4096)
     logits = loss_memory.TOKENS * 4096 * 4
     head = 4096 * loss_memory.WIDTH * 4  # its gradient
     assert head < peak < 20 * (logits + head)
@@ -96,7 +98,6 @@ def test_what_is_owed_to_depths_and_vocabulary_together() -> None:
     assert loss_memory.together(peaks) == 11 * (8 - 2) * (30 - 10)
 
 
-def test_a_measuring_process_that_gives_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(memory.NotMeasured, match=r"by hand, 2 depths, V 64: .* ended with status 2"):
-        loss_memory.in_a_process("by hand", 2, 64)
-    assert "invalid choice: 'by hand'" in capfd.readouterr().err
+def test_a_measuring_process_that_gives_nothing() -> None:
+    with pytest.raises(memory.NotMeasured, match=r"ended with status 1: KeyError: 'by hand'"):
+        loss_memory.peak_of("by hand", 2, 64)

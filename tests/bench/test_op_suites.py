@@ -1,4 +1,4 @@
-"""The suites of ops: every way that can run agrees with the formula, and the floor is counted from the work."""
+"""The suites of ops: what can run agrees with the formula, and the floor is counted from the work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cdt_fast.bench.case import ROLES, Case, Step, Unavailable, Way
+from cdt_fast.bench.case import ROLES, Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites import attention, cross_entropy, ops
 from cdt_fast.bench.suites.inputs import TOLERANCE
 
@@ -30,16 +30,16 @@ def relative(found: list[Tensor], expected: list[Tensor]) -> float:
     return torch.stack(differences).max().item()
 
 
-def attempt(way: Way) -> Step | str:
+def attempt(candidate: Implementation) -> Step | str:
     """The step, or why there is none."""
     try:
-        return way.prepare()
+        return candidate.prepare()
     except Unavailable as reason:
         return str(reason)
 
 
-def uncompiled(case: Case) -> Iterator[Way]:
-    return (way for way in case.ways if "torch.compile" not in way.name)
+def uncompiled(case: Case) -> Iterator[Implementation]:
+    return (candidate for candidate in case.implementations if "torch.compile" not in candidate.name)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -47,27 +47,27 @@ def test_every_way_agrees_or_says_why_it_cannot_run(case: Case) -> None:
     expected = case.expected()
     assert all(torch.isfinite(tensor).all() for tensor in expected)
     ran = []
-    for way in uncompiled(case):
-        step = attempt(way)
+    for candidate in uncompiled(case):
+        step = attempt(candidate)
         if isinstance(step, str):
-            assert way.name.startswith(OPTIONAL)
+            assert candidate.name.startswith(OPTIONAL)
             assert step
             assert "\n" not in step
             continue
-        ran.append(way.role)
-        difference = relative(step(), expected if way.expected is None else way.expected())
+        ran.append(candidate.role)
+        difference = relative(step(), expected if candidate.expected is None else candidate.expected())
         # Rounding at this dtype: the gate has room, and it is not so wide that float32 would pass for anything.
-        assert difference < case.tolerance / 2, (way.name, difference)
+        assert difference < case.tolerance / 2, (candidate.name, difference)
     assert {"eager", "ours"} <= set(ran)
 
 
 @pytest.mark.parametrize(
     "suite", ["ops", *(pytest.param(suite, marks=pytest.mark.slow) for suite in ("attention", "cross_entropy"))]
 )
-def test_the_compiled_way(suite: str) -> None:
+def test_the_compiled_one(suite: str) -> None:
     case = next(SUITES[suite].cases(CPU, "toy"))
-    (way,) = (way for way in case.ways if "torch.compile" in way.name)
-    step = attempt(way)
+    (candidate,) = (candidate for candidate in case.implementations if "torch.compile" in candidate.name)
+    step = attempt(candidate)
     if isinstance(step, str):
         pytest.skip(step)
     assert relative(step(), case.expected()) < case.tolerance / 2
@@ -91,17 +91,17 @@ def test_cases_cost_nothing_until_they_are_prepared(suite: str, size: str, monke
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.suite == suite
-        assert len({way.name for way in case.ways}) == len(case.ways)
-        assert case.ways[0].role == "eager"
-        assert {way.role for way in case.ways} <= set(ROLES)
+        assert len({candidate.name for candidate in case.implementations}) == len(case.implementations)
+        assert case.implementations[0].role == "eager"
+        assert {candidate.role for candidate in case.implementations} <= set(ROLES)
         assert (case.flop > 0 and case.moved > 0) != ("against the last depth" in case.name)
     if size == "cpu" and suite == "cross_entropy":
         assert all("scaled down from" in case.note for case in cases if "classifier" not in case.name)
     with pytest.raises(AssertionError, match="tensors were made"):
-        cases[0].ways[0].prepare()
+        cases[0].implementations[0].prepare()
 
 
-def test_ways_share_their_inputs_and_the_last_step_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_share_their_inputs_and_the_last_step_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Tensor]] = []
     make = attention.make_inputs
 
@@ -112,13 +112,15 @@ def test_ways_share_their_inputs_and_the_last_step_frees_them(monkeypatch: pytes
 
     monkeypatch.setattr(attention, "make_inputs", counting)
     case = next(attention.cases(CPU, "toy"))
-    steps: list[Step] = [way.prepare() for way in case.ways if way.name in ("eager", "SDPA", "cdt_fast")]
+    steps: list[Step] = [
+        candidate.prepare() for candidate in case.implementations if candidate.name in ("eager", "SDPA", "cdt_fast")
+    ]
     first = steps[0]()
     assert len(made) == 1
     steps.clear()
     gc.collect()
     assert made[0]() is None
-    again = case.ways[0].prepare()()
+    again = case.implementations[0].prepare()()
     assert len(made) == 2
     assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
 
@@ -131,13 +133,13 @@ def counted(step: Step) -> int:
     return counter.get_total_flops()
 
 
-def way(case: Case, name: str) -> Step:
-    return next(way for way in case.ways if way.name == name).prepare()
+def candidate(case: Case, name: str) -> Step:
+    return next(candidate for candidate in case.implementations if candidate.name == name).prepare()
 
 
 def test_flop_of_attention() -> None:
     for case in attention.cases(CPU, "toy"):
-        eager = counted(way(case, "eager"))
+        eager = counted(candidate(case, "eager"))
         batch, tokens, width, values = (case.shape[name] for name in ("B", "T", "d", "k"))
         if "padded" in case.name:
             assert case.flop < eager  # eager multiplies padding, too
@@ -163,17 +165,17 @@ def test_flop_of_attention_of_padded_sequences() -> None:
 def test_flop_of_ops(name: str) -> None:
     case = next(case for case in ops.cases(CPU, "toy") if case.name.startswith(name))
     cheapest = "eager by the identity" if name == "unrolled_layer" else "eager"
-    assert case.flop == counted(way(case, cheapest))
+    assert case.flop == counted(candidate(case, cheapest))
     if name == "unrolled_layer":
-        assert case.flop < counted(way(case, "eager"))
+        assert case.flop < counted(candidate(case, "eager"))
 
 
 def test_flop_of_cross_entropy() -> None:
     for case in cross_entropy.cases(CPU, "toy"):
         if "against the last depth" in case.name:
-            assert case.flop == case.moved == 0  # its ways do not do the same work
+            assert case.flop == case.moved == 0  # its implementations do not do the same work
         else:
-            assert case.flop == pytest.approx(counted(way(case, "eager, a depth at a time")))
+            assert case.flop == pytest.approx(counted(candidate(case, "eager, a depth at a time")))
 
 
 WITH_FLOOR = [case for case in CASES if "padded" not in case.name and case.moved]
@@ -182,7 +184,7 @@ WITH_FLOOR = [case for case in CASES if "padded" not in case.name and case.moved
 @pytest.mark.parametrize("case", WITH_FLOOR, ids=lambda case: case.name)
 def test_bytes(case: Case) -> None:
     """The results of a step, and what it reads: an input for every gradient, and what else there is."""
-    results = way(case, case.ways[0].name)()
+    results = candidate(case, case.implementations[0].name)()
     sizes = {name: int(count) for name, count in case.shape.items()}
     itemsize = getattr(torch, case.dtype).itemsize
     if case.suite == "cross_entropy":

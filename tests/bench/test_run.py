@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from cdt_fast.bench import run as running
-from cdt_fast.bench.case import ROLES, Case, Step, Way
-from cdt_fast.bench.progress import Progress, in_words
+from cdt_fast.bench.case import ROLES, Case, Implementation, Step
 from cdt_fast.bench.run import parts_of
 from cdt_fast.bench.suites import SUITES
 from tests.bench.bench_cases import case_of, fails, made_up, steady, unavailable
@@ -42,14 +41,19 @@ def test_a_suite_at_toy_size(suite: str, call: Call, tmp_path: Path) -> None:
     for case in cases:
         assert answer.err.count(f"{suite}: {case['case']}: ") == 1
         assert case["case"] in answer.out
-        for name, way in case["ways"].items():
-            assert way["role"] in ROLES
-            assert way["status"] in ("timed", "unavailable"), (case["case"], name, way["reason"])
-            assert way["status"] == "timed" or way["reason"]
+        for name, candidate in case["implementations"].items():
+            assert candidate["role"] in ROLES
+            assert candidate["status"] in ("timed", "unavailable"), (case["case"], name, candidate["reason"])
+            assert candidate["status"] == "timed" or candidate["reason"]
             if "CUDA graph" in case["case"]:
-                assert way["reason"] == "a CUDA graph needs an NVIDIA GPU"
-            elif way["role"] in ("eager", "ours"):
-                assert way["status"] == "timed" or "bfloat16" in case["case"], (case["case"], name, way["reason"])
+                assert candidate["reason"] == "a CUDA graph needs an NVIDIA GPU"
+            elif candidate["role"] in ("eager", "ours"):
+                assert candidate["status"] == "timed" or "bfloat16" in case["case"], (
+                    case["case"],
+                    name,
+                    candidate["reason"],
+                )
+    assert f"1 of {len(cases)}, about " in answer.err or len(cases) == 1
     assert f"{len(cases)} of {len(cases)}\n" in answer.err
     assert len(list(tmp_path.glob(f"*-{suite}-toy.png"))) == 1
 
@@ -87,13 +91,13 @@ def run_step(call: Call, folder: Path, *more: object) -> Any:
 def test_skipped_and_wrong_ways_are_listed_with_their_reasons(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways = [
-        Way("eager", "eager", steady(1.0)),
-        Way("peer", "peer", unavailable),
-        Way("broken", "peer", fails),
-        Way("ours", "ours", steady(3.0)),
+    candidates = [
+        Implementation("eager", "eager", steady(1.0)),
+        Implementation("peer", "peer", unavailable),
+        Implementation("broken", "peer", fails),
+        Implementation("ours", "ours", steady(3.0)),
     ]
-    monkeypatch.setitem(SUITES, "step", made_up(case_of(*ways, suite="step")))
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(*candidates, suite="step")))
     answer = run_step(call, tmp_path, "--repeats=2")
     assert answer.status == 0
     assert "  peer: unavailable: no such package\n" in answer.out
@@ -102,15 +106,11 @@ def test_skipped_and_wrong_ways_are_listed_with_their_reasons(
 
 
 def test_the_head_says_what_was_measured_with_what(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SUITES, "step", made_up(case_of(Way("eager", "eager", steady(1.0)), suite="step")))
-    file = tmp_path / "also" / "here.json"
-    run_step(call, tmp_path, "--repeats=2", "--json", file)
-    found, whole = results_of(tmp_path, "step"), json.loads(file.read_text(encoding="utf-8"))
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(Implementation("eager", "eager", steady(1.0)), suite="step")))
+    run_step(call, tmp_path, "--repeats=2")
+    found = results_of(tmp_path, "step")
     (run,) = found["runs"].values()
     machine = run["machine"]
-    assert machine == whole["machine"]
-    assert [{**case, "run": run["date"]} for case in whole["suites"]["step"]["cases"]] == found["cases"]
-    assert whole["complete"]
     assert machine["command"] == "cdt-fast bench --suite step --device cpu --size toy --repeats 2"
     assert (machine["torch"], machine["threads"]) == (torch.__version__, torch.get_num_threads())
     assert machine["allocator"] in ("freed memory kept", "as it comes")
@@ -125,15 +125,13 @@ def interrupted() -> Step:
 def test_what_was_measured_is_kept_when_a_run_is_stopped(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = case_of(Way("eager", "eager", interrupted), suite="step", name="the end")
-    first = case_of(Way("eager", "eager", steady(1.0)), suite="step")
+    ends = case_of(Implementation("eager", "eager", interrupted), suite="step", name="the end")
+    first = case_of(Implementation("eager", "eager", steady(1.0)), suite="step")
     monkeypatch.setitem(SUITES, "step", made_up(first, ends))
-    file = tmp_path / "whole" / "run.json"
-    answer = run_step(call, tmp_path, "--json", file)
+    answer = run_step(call, tmp_path)
     assert answer.status == 130
     assert "stopped by SIGINT; what was measured so far is in" in answer.err
     assert [case["case"] for case in results_of(tmp_path, "step")["cases"]] == ["three ones"]
-    assert not json.loads(file.read_text(encoding="utf-8"))["complete"]
 
 
 def test_a_suite_whose_package_is_missing_leaves_the_others(
@@ -143,7 +141,7 @@ def test_a_suite_whose_package_is_missing_leaves_the_others(
         raise ModuleNotFoundError("No module named 'tqdm'")
 
     monkeypatch.setitem(SUITES, "quality", missing)
-    monkeypatch.setitem(SUITES, "step", made_up(case_of(Way("eager", "eager", steady(1.0)), suite="step")))
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(Implementation("eager", "eager", steady(1.0)), suite="step")))
     answer = call("bench", "--suite", "quality", "step", "--device=cpu", "--size=toy", f"--out={tmp_path}")
     assert answer.status == 0
     assert "ModuleNotFoundError: No module named 'tqdm'" in answer.out
@@ -153,7 +151,7 @@ def test_a_suite_whose_package_is_missing_leaves_the_others(
 def test_without_matplotlib_only_the_pictures_are_missing(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SUITES, "step", made_up(case_of(Way("eager", "eager", steady(1.0)), suite="step")))
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(Implementation("eager", "eager", steady(1.0)), suite="step")))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     answer = run_step(call, tmp_path)
     assert answer.status == 0
@@ -169,29 +167,14 @@ def test_bad_input_is_one_line(call: Call, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_time_left_follows_from_earlier_runs_at_the_pace_of_this_one(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [("step", "a"), ("step", "b"), ("step", "new")]
-    progress = Progress(names, {("step", "a"): 10.0, ("step", "b"): 60.0})
-    assert progress.seconds_left() == 10.0 + 60.0 + 35.0
-    progress.done(("step", "a"), 20.0)  # twice as long as the last time
-    assert progress.seconds_left() == 2 * 60.0 + 20.0
-    assert capsys.readouterr().err == "step: a: 20.0 s; 1 of 3, about 2 min left\n"
-    fresh = Progress(names, {})
-    assert fresh.seconds_left() is None
-    fresh.begin()
-    fresh.done(names[0], 3.0)
-    assert fresh.seconds_left() == 6.0
-    fresh.done(names[1], 5.0)
-    fresh.done(names[2], 1.0)
-    assert capsys.readouterr().err.splitlines()[-1] == "step: new: 1.0 s; 3 of 3"
-    assert [in_words(seconds) for seconds in (12.0, 89.0, 1500.0)] == ["about 12 s", "about 89 s", "about 25 min"]
-
-
-def test_on_a_gpu_a_case_is_measured_without_its_late_ways_first() -> None:
-    ways = [Way("eager", "eager", steady(1.0)), Way("compiler", "peer", steady(1.0), late=True)]
-    case = case_of(*ways, Way("ours", "ours", steady(1.0)))
+def test_on_a_gpu_a_case_is_measured_without_its_late_ones_first() -> None:
+    candidates = [
+        Implementation("eager", "eager", steady(1.0)),
+        Implementation("compiler", "peer", steady(1.0), late=True),
+    ]
+    case = case_of(*candidates, Implementation("ours", "ours", steady(1.0)))
     first, whole = parts_of(case, torch.device("cuda"))
-    assert [way.name for way in first.ways] == ["eager", "ours"]
+    assert [candidate.name for candidate in first.implementations] == ["eager", "ours"]
     assert whole is case
     assert parts_of(case, CPU) == [case]
     assert parts_of(first, torch.device("cuda")) == [first]
@@ -200,14 +183,14 @@ def test_on_a_gpu_a_case_is_measured_without_its_late_ways_first() -> None:
 def test_a_part_of_a_case_is_saved_and_replaced(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped() -> Step:
         (before,) = results_of(tmp_path, "step")["cases"]
-        assert list(before["ways"]) == ["eager", "ours"]
+        assert list(before["implementations"]) == ["eager", "ours"]
         raise KeyboardInterrupt
 
     def slow() -> Step:
         return stopped() if stopping else steady(1.0)()
 
-    ways = [Way("eager", "eager", steady(1.0)), Way("compiler", "peer", slow, late=True)]
-    case = case_of(*ways, Way("ours", "ours", steady(1.0)), suite="step")
+    candidates = [Implementation("eager", "eager", steady(1.0)), Implementation("compiler", "peer", slow, late=True)]
+    case = case_of(*candidates, Implementation("ours", "ours", steady(1.0)), suite="step")
     monkeypatch.setitem(SUITES, "step", made_up(case))
     monkeypatch.setattr(running, "parts_of", lambda case, device: parts_of(case, torch.device("cuda")))
     stopping = True
@@ -215,4 +198,4 @@ def test_a_part_of_a_case_is_saved_and_replaced(call: Call, tmp_path: Path, monk
     stopping = False
     assert run_step(call, tmp_path).status == 0
     (whole,) = results_of(tmp_path, "step")["cases"]
-    assert list(whole["ways"]) == ["eager", "compiler", "ours"]
+    assert list(whole["implementations"]) == ["eager", "compiler", "ours"]

@@ -46,16 +46,18 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[TapeGraphs]:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    return measure(case, CPU, Rounds.exactly(2), Ceilings(CPU, "toy"), lambda *_: "not asked for")["ways"]
+    return measure(case, CPU, Rounds.exactly(2), Ceilings(CPU, "toy"), lambda *_: "not asked for")["implementations"]
 
 
 @pytest.mark.parametrize("family", ["DUST", "VideoUT"])
 def test_replays_are_timed_against_launches(family: str, tapes: list[TapeGraphs]) -> None:
     case = next(case for case in replayed_cases("toy") if case.name.startswith(family))
-    ways = measured(case)
-    assert {name: way["status"] for name, way in ways.items()} == dict.fromkeys(ways, "timed"), ways
-    launched = [tape.asked for name, tape in zip(ways, tapes, strict=True) if name.endswith("launched")]
-    replayed = [tape.asked for name, tape in zip(ways, tapes, strict=True) if name.endswith("CUDA graph")]
+    candidates = measured(case)
+    assert {name: candidate["status"] for name, candidate in candidates.items()} == dict.fromkeys(
+        candidates, "timed"
+    ), candidates
+    launched = [tape.asked for name, tape in zip(candidates, tapes, strict=True) if name.endswith("launched")]
+    replayed = [tape.asked for name, tape in zip(candidates, tapes, strict=True) if name.endswith("CUDA graph")]
     assert launched == [[], []]
     for asked in replayed:
         # Warm-up, capture, the gate's call, one that tells how long it takes, and the rounds.
@@ -72,8 +74,11 @@ def test_a_step_that_decides_on_the_host_is_refused(tapes: list[TapeGraphs], mon
         return total * (1 + (next(calls) > 3)), per_layer  # from the fourth call on, which is the captured one
 
     monkeypatch.setattr(step, "fused", counting)
-    ways = measured(next(replayed_cases("toy")))
-    assert (ways["cdt_fast, CUDA graph"]["status"], ways["eager, CUDA graph"]["status"]) == ("wrong", "timed")
+    candidates = measured(next(replayed_cases("toy")))
+    assert (candidates["cdt_fast, CUDA graph"]["status"], candidates["eager, CUDA graph"]["status"]) == (
+        "wrong",
+        "timed",
+    )
 
 
 @pytest.mark.parametrize("size", ["cpu", "gpu"])
@@ -82,9 +87,9 @@ def test_small_batches_are_refused_without_a_gpu_at_no_cost(size: str, monkeypat
     cases = list(replayed_cases(size))
     assert [case.shape["B"] for case in cases] == [100, 200, 400, 800] * 2
     for case in cases:
-        for way in case.ways:
+        for candidate in case.implementations:
             with pytest.raises(Unavailable, match=r"^a CUDA graph needs an NVIDIA GPU$"):
-                way.prepare()
+                candidate.prepare()
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.title)
