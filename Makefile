@@ -30,13 +30,14 @@ bench: .venv/installed
 	$(BIN)/cdt-fast bench --out bench/results
 	$(BIN)/python -m cdt_fast.bench.document
 
-# Compiles every kernel for every card, without a GPU; the status is that of the compilation's checks. The summary is
-# docs/kernels.md, every figure is in build/kernels.csv. What is in build/kernels.json, from an earlier run of the same
+# Compiles every kernel for every card, without a GPU, and then counts what the steps launch (docs/ledger.md); the status
+# is that of the compilation's checks. The summary is docs/kernels.md, every figure is in build/kernels.csv. What is in build/kernels.json, from an earlier run of the same
 # kernels, is not compiled again.
 kernels-report: .venv/installed
 	mkdir -p build
 	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --json build/kernels.json --csv build/kernels.csv \
 		--markdown docs/kernels.md
+	$(BIN)/python -m cdt_fast.bench.ledger --json build/ledger.json --markdown docs/ledger.md
 
 # On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network: docs/gpu.md. Besides
 # these pytest is needed; what else is missing is left out, with the reason. Three calls, none longer than ten minutes,

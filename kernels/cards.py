@@ -107,14 +107,17 @@ def _unavailable_reason() -> str | None:
 
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel can run on tensors of this device and dtype, or None where kernels can."""
-    reason = unavailable_reason()
+    planned = _planned is not None and device.type == "meta"
+    reason = None if planned else unavailable_reason()
     if reason is not None:
         return reason
-    expected = "cpu" if interpreting() else "cuda"
+    expected = "meta" if planned else "cpu" if interpreting() else "cuda"
     if device.type != expected:
         return f"the tensors are on {device} and the kernels run on {expected}"
     if dtype not in DTYPES:
         return f"the kernels compute in float32, float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if planned:
+        return None
     if interpreting():
         # Measured: products of bfloat16 tiles are off by 1e10 there, without a word.
         return "Triton's interpreter computes bfloat16 products wrongly" if dtype == torch.bfloat16 else None
@@ -151,7 +154,7 @@ def card_of(tensor: Tensor) -> GpuSpec:
 
 @contextlib.contextmanager
 def planning_for(card: GpuSpec) -> Iterator[None]:
-    """Have `card_of` answer `card`, wherever the tensors are."""
+    """Have `card_of` answer `card`, wherever the tensors are; those without memory (meta) are taken to be on it."""
     global _planned
     before, _planned = _planned, card
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ class Launch:
         constants: what it takes as `tl.constexpr`, by name.
         strided: the matrices whose strides the kernel takes too, as `<name>_row_stride` and `<name>_column_stride`;
             they join the arguments. Every other tensor has to be contiguous.
+        work: counts the sums and products of its products of tiles, whole tiles with what lies beyond the edges; None:
+            it multiplies none.
+        passes: how often a tensor crosses the memory's bus, by name; the others do once.
 
     Raises:
         ValueError: a tensor is not contiguous that the kernel would read as if it were.
@@ -37,6 +41,8 @@ class Launch:
     arguments: Mapping[str, Any]
     constants: Mapping[str, Any]
     strided: tuple[str, ...] = ()
+    work: Callable[[Launch], float] | None = None
+    passes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         taken = self.kernel.arg_names
@@ -73,6 +79,29 @@ class Launch:
                     enable_fp_fusion=True,
                 )
 
+    @property
+    def flop(self) -> float:
+        """The sums and products that it executes."""
+        return 0.0 if self.work is None else self.work(self)
+
+    @property
+    def traffic(self) -> int:
+        """The bytes that cross the memory's bus: each tensor as often as `passes` says; what is read again from a cache
+        is not counted."""
+        passes: dict[int, tuple[int, Tensor]] = {}
+        for name, value in self.arguments.items():
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, Tensor):
+                    known, _ = passes.get(id(tensor), (0, tensor))
+                    passes[id(tensor)] = max(known, self.passes.get(name, 1)), tensor
+        return sum(times * stored_bytes(tensor) for times, tensor in passes.values())
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Of its elements, those that an expanded dimension repeats counted once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(size if step or not size else 1 for size, step in sizes)
+
 
 def _device_of(arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
     tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
@@ -82,6 +111,11 @@ def _device_of(arguments: Mapping[str, Any]) -> contextlib.AbstractContextManage
 def ceil_div(count: int, size: int) -> int:
     """How many blocks of `size` cover `count`."""
     return -(-count // size)
+
+
+def whole_tiles(count: int, size: int) -> int:
+    """`count`, with what lies beyond it in the last tile of `size`."""
+    return size * ceil_div(count, size)
 
 
 def block_width(width: int) -> int:

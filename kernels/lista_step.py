@@ -18,7 +18,7 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArguments
 from cdt_fast.kernels.blocks import LISTA_STEP, Blocks
 from cdt_fast.kernels.cards import dot_precision
-from cdt_fast.kernels.launch import Launch, block_width, ceil_div
+from cdt_fast.kernels.launch import Launch, block_width, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import nonlinearity
 
 
@@ -162,6 +162,13 @@ def _where_not_zero(gradient, output):
     return tl.where(output == 0, 0.0, gradient.to(tl.float32)).to(gradient.dtype)
 
 
+def _work(launch: Launch) -> float:
+    """H Dᵀ and the residual's product with D; dU Dᵀ, and where dH is needed dR D."""
+    products = 1 + launch.constants.get("NEEDS_CODES", True)
+    atoms = whole_tiles(launch.arguments["code_width"], launch.blocks.atoms)
+    return 2.0 * launch.grid[0] * launch.blocks.rows * launch.constants["WIDTH"] * atoms * products
+
+
 def lista_step_forward(lista: ListaStepArguments, blocks: Blocks | None = None) -> tuple[Tensor, Tensor]:
     """The next codes `[rows, m]` and X − H Dᵀ `[rows, n]`, or `[0, n]` where it is not kept; contiguous.
 
@@ -195,6 +202,8 @@ def lista_step_forward(lista: ListaStepArguments, blocks: Blocks | None = None) 
             "WIDTH": block_width(width),
         },
         strided=("codes", "signal", "dictionary"),
+        work=_work,
+        passes={"codes": 2},  # a tile of all atoms is larger than a cache's share of a block
     ).run()
     return next_codes, residual
 
@@ -236,5 +245,7 @@ def lista_step_backward(
             "WIDTH": block_width(width),
         },
         strided=("grad_output", "dictionary"),
+        work=_work,
+        passes={"grad_output": 1 + lista.needs_codes, "output": 1 + lista.needs_codes},
     ).run()
     return grad_codes, grad_residual, grad_update

@@ -17,7 +17,7 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import ResidualLinearArguments
 from cdt_fast.kernels.blocks import RESIDUAL_LINEAR, Blocks
 from cdt_fast.kernels.cards import dot_precision
-from cdt_fast.kernels.launch import Launch, ceil_div
+from cdt_fast.kernels.launch import Launch, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import nonlinearity
 
 # Rows of tiles that are worked on together, so that what they read of the weight is still in the L2 cache.
@@ -85,6 +85,12 @@ def residual_linear_forward_kernel(
     )
 
 
+def _work(launch: Launch) -> float:
+    """Of whole tiles of the product."""
+    blocks = launch.blocks
+    return 2.0 * launch.grid[0] * blocks.rows * blocks.columns * whole_tiles(launch.arguments["depth"], blocks.depth)
+
+
 def residual_linear_forward(linear: ResidualLinearArguments, blocks: Blocks | None = None) -> Tensor:
     """`φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x; the operands may have any strides."""
     x, weight = linear.x, linear.weight
@@ -108,5 +114,6 @@ def residual_linear_forward(linear: ResidualLinearArguments, blocks: Blocks | No
         },
         {"NONLINEARITY": linear.nonlinearity, "PRECISION": dot_precision(x.dtype), "ROW_TILES": ROW_TILES},
         strided=("x", "weight", "residual"),
+        work=_work,
     ).run()
     return output

@@ -19,7 +19,7 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
 from cdt_fast.kernels.blocks import SYMMETRIC_ATTENTION_PACKED, Blocks
 from cdt_fast.kernels.cards import dot_precision
-from cdt_fast.kernels.launch import Launch, ceil_div
+from cdt_fast.kernels.launch import Launch, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import (
     LN_2,
     load_rows,
@@ -123,6 +123,22 @@ def packed_backward_kernel(
             store_rows(grad_values + first * VALUE_WIDTH, row, exists, start, gradient, VALUE_WIDTH, COLUMNS)
 
 
+def _forward_work(launch: Launch) -> float:
+    """Scores and their product with the values."""
+    rows, sizes, columns = launch.blocks.rows, launch.constants, launch.blocks.columns
+    width, value_width = whole_tiles(sizes["WIDTH"], columns), whole_tiles(sizes["VALUE_WIDTH"], columns)
+    return 2.0 * launch.grid[0] * rows**2 * (width + value_width)
+
+
+def _backward_work(launch: Launch) -> float:
+    """The scores, dO Vᵀ, the product that gives dz (tied two), and the one that gives dV."""
+    rows, sizes, columns = launch.blocks.rows, launch.constants, launch.blocks.columns
+    width, value_width = whole_tiles(sizes["WIDTH"], columns), whole_tiles(sizes["VALUE_WIDTH"], columns)
+    of_z = 0 if launch.arguments["grad_z"] is None else value_width + width * (1 + sizes["TIED"])
+    of_values = 0 if launch.arguments["grad_values"] is None else value_width
+    return 2.0 * launch.grid[0] * rows**2 * (width + of_z + of_values)
+
+
 def packed_forward(attention: SymmetricAttentionArguments, blocks: Blocks | None = None) -> tuple[Tensor, Tensor]:
     """The output `[B, T, k]` and the rows' log-sum-exp `[B, T]`; T is at most `LONGEST`."""
     z, values = attention.z, attention.z if attention.values is None else attention.values
@@ -152,6 +168,7 @@ def packed_forward(attention: SymmetricAttentionArguments, blocks: Blocks | None
             "ENERGY": attention.energy,
             "PRECISION": dot_precision(z.dtype),
         },
+        work=_forward_work,
     ).run()
     return output, log_sum_exp
 
@@ -189,5 +206,6 @@ def packed_backward(
             "PRECISION": dot_precision(z.dtype),
             "TIED": values is None,
         },
+        work=_backward_work,
     ).run()
     return grad_z, grad_values

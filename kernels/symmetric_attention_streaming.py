@@ -27,7 +27,7 @@ from cdt_fast.kernels.blocks import (
     Blocks,
 )
 from cdt_fast.kernels.cards import dot_precision
-from cdt_fast.kernels.launch import Launch, block_width, ceil_div
+from cdt_fast.kernels.launch import Launch, block_width, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import LN_2, block_of_rows, from_row, load_norms, load_rows, store_rows, weigh
 
 
@@ -201,6 +201,24 @@ def streaming_backward_kernel(
         store_rows(grad_values, position, position < tokens, 0, value_sum, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
 
 
+def _pairs(launch: Launch) -> float:
+    """Pairs of tokens in whole tiles."""
+    return float(launch.grid[0]) * launch.blocks.rows * whole_tiles(launch.arguments["tokens"], launch.blocks.keys)
+
+
+def _forward_work(launch: Launch) -> float:
+    """Scores and their product with the values."""
+    return 2.0 * _pairs(launch) * (launch.constants["BLOCK_WIDTH"] + launch.constants["BLOCK_VALUE_WIDTH"])
+
+
+def _backward_work(launch: Launch) -> float:
+    """The scores; both halves of dO Vᵀ and the product that gives dz (tied two); the one that gives dV."""
+    width, value_width = launch.constants["BLOCK_WIDTH"], launch.constants["BLOCK_VALUE_WIDTH"]
+    of_z = 0 if launch.arguments["grad_z"] is None else 2 * value_width + width * (1 + launch.constants["TIED"])
+    of_values = 0 if launch.arguments["grad_values"] is None else value_width
+    return 2.0 * _pairs(launch) * (width + of_z + of_values)
+
+
 def streaming_forward(
     attention: SymmetricAttentionArguments, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -240,6 +258,7 @@ def streaming_forward(
             "PRECISION": dot_precision(z.dtype),
             "TIED": values is None,
         },
+        work=_forward_work,
     ).run()
     return output, log_sum_exp, remainder
 
@@ -301,5 +320,6 @@ def streaming_backward(
             "PRECISION": dot_precision(z.dtype),
             "TIED": values is None,
         },
+        work=_backward_work,
     ).run()
     return grad_z, grad_values

@@ -24,7 +24,7 @@ from cdt_fast.kernels.blocks import (
     Blocks,
 )
 from cdt_fast.kernels.cards import dot_precision
-from cdt_fast.kernels.launch import Launch, ceil_div
+from cdt_fast.kernels.launch import Launch, ceil_div, whole_tiles
 from cdt_fast.kernels.symmetric_attention_streaming import row_dots
 from cdt_fast.kernels.tiles import LN_2, block_of_rows, from_row, load_norms, load_rows, store_rows, weigh
 
@@ -297,6 +297,16 @@ def _launch(
     z = attention.z
     sequences, tokens, width = z.shape
     blocks_per_sequence = ceil_div(tokens, blocks.rows)
+
+    def work(launch: Launch) -> float:
+        """Grams over the whole width, for each of the chunks anew, and products with what a chunk owns."""
+        sizes, chunk = launch.constants, launch.blocks.columns
+        width, value_width = whole_tiles(sizes["WIDTH"], chunk), whole_tiles(sizes["VALUE_WIDTH"], chunk)
+        grams = width + (2 * value_width if "TIED" in sizes else 0)
+        owned = launch.blocks.owned_columns * (1 + sizes.get("TIED", False))
+        pairs = launch.grid[0] * launch.blocks.rows * whole_tiles(tokens, launch.blocks.keys)
+        return 2.0 * launch.grid[1] * pairs * (grams + owned)
+
     Launch(
         kernel,
         (sequences * blocks_per_sequence, ceil_div(written.shape[-1], blocks.owned_columns)),
@@ -315,4 +325,5 @@ def _launch(
             "PRECISION": dot_precision(z.dtype),
             **constants,
         },
+        work=work,
     ).run()

@@ -27,7 +27,7 @@ from cdt_fast.kernels.blocks import (
     Blocks,
 )
 from cdt_fast.kernels.cards import dot_precision
-from cdt_fast.kernels.launch import Launch, block_width, ceil_div
+from cdt_fast.kernels.launch import Launch, block_width, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import (
     bad_rows,
     finite,
@@ -308,6 +308,33 @@ def unrolled_backward_kernel(
             )
 
 
+def _forward_work(launch: Launch) -> float:
+    """Scores and A Z, then of every atom A H, the update and the next projection."""
+    sizes, rows = launch.constants, launch.blocks.rows
+    small = rows * (whole_tiles(sizes["WIDTH"], launch.blocks.columns) + sizes["BLOCK_WIDTH"])
+    large = rows + sizes["BLOCK_WIDTH"] + sizes["BLOCK_NEXT_WIDTH"]
+    return 2.0 * launch.grid[0] * rows * (small + large * whole_tiles(sizes["CODE_WIDTH"], launch.blocks.atoms))
+
+
+def _update_work(launch: Launch) -> float:
+    """dZ⁺ D⁺, where a gradient arrives there."""
+    given, sizes = launch.arguments, launch.constants
+    if given["grad_next_projection"] is None and given["target"] is None:
+        return 0.0
+    atoms = whole_tiles(sizes["CODE_WIDTH"], launch.blocks.atoms)
+    return 2.0 * launch.grid[0] * launch.blocks.rows * sizes["BLOCK_NEXT_WIDTH"] * atoms
+
+
+def _backward_work(launch: Launch) -> float:
+    """dU Dᵀ and dU Hᵀ, the scores, A Z, dR Zᵀ, both parts of dZ, and Aᵀ dU."""
+    given, sizes, rows = launch.arguments, launch.constants, launch.blocks.rows
+    of_projection, of_codes = given["grad_projection"] is not None, given["grad_codes"] is not None
+    columns = whole_tiles(sizes["WIDTH"], launch.blocks.columns)
+    small = rows * columns * (1 + (given["residual"] is not None) + 3 * of_projection)
+    large = sizes["BLOCK_WIDTH"] + rows * (of_projection + of_codes)
+    return 2.0 * launch.grid[0] * rows * (small + large * whole_tiles(sizes["CODE_WIDTH"], launch.blocks.atoms))
+
+
 def unrolled_forward(
     layer: UnrolledLayerArguments, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -357,6 +384,7 @@ def unrolled_forward(
             "NONLINEARITY": layer.nonlinearity,
             "PRECISION": dot_precision(codes.dtype),
         },
+        work=_forward_work,
     ).run()
     return next_codes, next_projection, errors
 
@@ -411,6 +439,7 @@ def unrolled_backward(
             "BLOCK_WIDTH": block_width(width),
             "PRECISION": dot_precision(codes.dtype),
         },
+        work=_backward_work,
     ).run()
     return gradients
 
@@ -455,5 +484,6 @@ def unrolled_update(
             "NONLINEARITY": layer.nonlinearity,
             "PRECISION": dot_precision(next_codes.dtype),
         },
+        work=_update_work,
     ).run()
     return update, whole

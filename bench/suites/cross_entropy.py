@@ -192,12 +192,11 @@ def draw_of(depths: Depths, work: str) -> Callable[[], Tensor | None]:
 def fused(depths: Depths, work: str) -> Step:
     """The package's own op."""
     leaves, weights = [*depths.hidden, depths.head], depths.weights
-    generator = torch.Generator(depths.targets.device)
 
     def step() -> list[Tensor]:
         options: dict[str, Any] = {} if work == UNKNOWN else {"depth_weights": weights}
         if work == SAMPLED:
-            options |= {"inner_fraction": FRACTION, "generator": generator.manual_seed(2)}
+            options |= {"inner_fraction": FRACTION, "generator": torch.Generator(depths.targets.device).manual_seed(2)}
         total, losses = ops.layerwise_cross_entropy(depths.hidden, depths.head, depths.targets, **options)
         outputs, upstream = (losses, weights) if work == UNKNOWN else (total, None)
         return [losses.detach(), *torch.autograd.grad(outputs, leaves, upstream)]

@@ -54,7 +54,7 @@ class TrainingStep:
         self._initial = [parameter.detach().clone() for parameter in self._model.parameters()]
         self._losses = _Losses(self._model, losses, autocast, cached=graphs is None)
         # As in the loop: on a GPU every step updates as a captured one does.
-        on_device = graphs is not None or device.type == "cuda"
+        on_device = graphs is not None or device.type != "cpu"
         self._optimizer, _ = build_optimizer(
             self._model.parameters(), 1e-4, 0.01, lambda step: 1.0, on_device=on_device
         )

@@ -217,7 +217,7 @@ def _chunk_rows(loss: CrossEntropyArguments) -> int:
     if loss.chunk_tokens is not None:
         return loss.chunk_tokens
     (vocabulary, width), size, device = loss.weight.shape, loss.dtype.itemsize, loss.weight.device.type
-    rows = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (vocabulary * size)
+    rows = _budget(CHUNK_BYTES, loss.weight) // (vocabulary * size)
     # Each chunk reads and writes all of dW. On a CPU that takes half as long as the product of 128 rows in bfloat16,
     # so the logits of a chunk may have a third of dW's bytes.
     least = width * max(size, 4) // (3 * size) if device == "cpu" else 0
@@ -238,6 +238,11 @@ def strategy(loss: CrossEntropyArguments) -> tuple[bool, int]:
     return False, min(rows, most) if rows <= most or loss.weight.device.type == "cpu" else 0
 
 
+def _budget(of_bytes: dict[str, int], tensor: Tensor) -> int:
+    """The bytes for the device of the tensor."""
+    return of_bytes["cpu" if tensor.device.type == "cpu" else "cuda"]
+
+
 class Logits:
     """The logits of a chunk, in memory that all chunks share: fresh memory of that size costs a CPU a sweep over it."""
 
@@ -255,7 +260,7 @@ class Logits:
         if out is None:
             if self._buffer is None or len(self._buffer) < len(x):
                 columns = len(weight)
-                padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if weight.is_cuda else columns
+                padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if weight.device.type != "cpu" else columns
                 self._buffer = weight.new_empty(len(x), padded)[:, :columns]
             out = self._buffer[: len(x)]
         return torch.mm(x, weight.mT, out=out) if bias is None else torch.addmm(bias, x, weight.mT, out=out)
@@ -334,10 +339,10 @@ def _add_product(total: Tensor, gradient: Tensor, x: Tensor, factor: float) -> N
     if total.dtype == x.dtype:
         torch.addmm(total, gradient.mT, x, alpha=factor, out=total)
         return
-    size = max(1, PRODUCT_BYTES[x.device.type] // max(1, x.shape[1] * total.dtype.itemsize))
+    size = max(1, _budget(PRODUCT_BYTES, x) // max(1, x.shape[1] * total.dtype.itemsize))
     for part, columns in zip(total.split(size), gradient.split(size, 1), strict=True):
         # A CPU has no product of narrow factors with a float32 result: there a chunk's part is rounded once.
-        found = torch.mm(columns.mT, x, out_dtype=total.dtype) if x.is_cuda else torch.mm(columns.mT, x)
+        found = torch.mm(columns.mT, x, out_dtype=total.dtype) if x.device.type != "cpu" else torch.mm(columns.mT, x)
         part.add_(found, alpha=factor)
 
 
@@ -376,7 +381,7 @@ def sweep(
         if out is not None and out.data_ptr() != logits.data_ptr():
             out.copy_(logits)
         return
-    count = max(1, SWEEP_BYTES[logits.device.type] // (4 * logits.shape[1]))
+    count = max(1, _budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
     optional = [[None] * -(-len(logits) // count) if t is None else t.split(count) for t in (losses, scales, out)]
     for part in zip(logits.split(count), targets.split(count), log_sums.split(count), *optional, strict=True):
         _sweep_rows(loss, *part)

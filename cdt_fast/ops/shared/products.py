@@ -57,6 +57,6 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
 
     Summed in at least float32; where cuBLAS can, it is also written in float32, and not rounded to 16 bits in between.
     """
-    if left.is_cuda and left.element_size() == 2 and dtype == torch.float32:
+    if left.device.type != "cpu" and left.element_size() == 2 and dtype == torch.float32:
         return torch.mm(left.mT, right, out_dtype=dtype)
     return torch.mm(left.mT, right).to(dtype)

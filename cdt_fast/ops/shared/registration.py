@@ -73,13 +73,13 @@ class Operator(Generic[Arguments, Output]):
         self._names = tuple(types)
         self._tensors = tuple(field for field, kind in types.items() if kind.startswith("Tensor"))
         _LIBRARY.define(f"{name}({', '.join(f'{kind} {field}' for field, kind in types.items())}) -> {returns}")
-        _LIBRARY.impl(name, lambda *flat: self.forward(self._whole(flat)), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, lambda *flat: self.forward(self.whole(flat)), "CompositeExplicitAutograd")
         qualified = f"cdt_fast::{name}"
-        torch.library.register_fake(qualified, lambda *flat: self.fake(self._whole(flat)), lib=_LIBRARY)
+        torch.library.register_fake(qualified, lambda *flat: self.fake(self.whole(flat)), lib=_LIBRARY)
         torch.library.register_autograd(
             qualified,
             lambda ctx, *grads: tuple(map(self.gradients(ctx, grads).get, self._names)),
-            setup_context=lambda ctx, inputs, output: self.setup_context(ctx, self._whole(inputs), output),
+            setup_context=lambda ctx, inputs, output: self.setup_context(ctx, self.whole(inputs), output),
             lib=_LIBRARY,
         )
         self.overload = getattr(torch.ops.cdt_fast, name).default
@@ -117,7 +117,8 @@ class Operator(Generic[Arguments, Output]):
             for name, needs in ctx.needs.items()
         }
 
-    def _whole(self, flat: Iterable[Any]) -> Arguments:
+    def whole(self, flat: Iterable[Any]) -> Arguments:
+        """The counterpart of `flat`."""
         return self._arguments(**dict(zip(self._names, flat, strict=True)))
 
 

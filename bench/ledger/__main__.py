@@ -1,0 +1,130 @@
+"""Count every launch of a training step and of inference without a GPU, and predict its time from bytes and FLOP.
+
+python -m cdt_fast.bench.ledger                                     # the table of all cards
+python -m cdt_fast.bench.ledger --json FILE --markdown FILE         # the rows; the document
+python -m cdt_fast.bench.ledger --work "DUST, training" --kernels H100        # what it consists of, by kernel
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cdt_fast import files
+from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES
+from cdt_fast.bench.ledger.recording import record
+from cdt_fast.bench.ledger.rows import Row, by_kernel, rows_of
+from cdt_fast.bench.ledger.works import Work, works
+from cdt_fast.tables import as_markdown, as_text
+
+_TEXT = """# The ledger: what a step launches, and the time that it predicts
+
+Made by `python -m cdt_fast.bench.ledger --markdown docs/ledger.md` (a part of `make kernels-report`), without a GPU: do
+not edit. Each work is run on tensors that have shapes and no memory, in bfloat16 with float32 master weights, and every
+kernel that it would launch is noted: ours, cuBLAS's, torch's. Nothing of this was timed; a measurement wins.
+
+A cell is the predicted time in milliseconds, and in parentheses the floor's share of it. A launch takes the longer of
+its bytes at the card's copy rate and its FLOP at the card's product rate; those of ours count whole tiles, what
+several warps compute alike, and the last wave of blocks, which is not full. Launched one by one a step takes at least
+{host:.0f} µs of the host for each; captured in a CUDA graph nothing. The floor is that of the benchmarks: in training
+each layer's tensors read and written once, in inference the network's input and output.
+
+Two simplifications show at 8,000 tokens: bytes that are found in the L2 cache count as if they came from memory (which
+makes the prediction too high on cards with a large one), and the few microseconds that even an empty kernel takes do
+not count (which makes it too low).
+
+{table}
+
+Launches, bytes and FLOP are those on an H100. What a work consists of, by kernel:
+`python -m cdt_fast.bench.ledger --work "DUST, training" --kernels H100`.
+
+## Rates
+
+Measured on H100 and H200, else 97 % and 92 % of what the data sheets promise.
+
+{rates}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cdt_fast.bench.ledger",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--markdown", type=Path, help="write the document to this file")
+    parser.add_argument("--work", default="", help='a part of the name of the works to count, such as "DUST, training"')
+    parser.add_argument("--kernels", choices=PROFILES, help="print the kernels of the works on this card instead")
+    options = parser.parse_args(arguments)
+    wanted = [work for work in works() if options.work in work.name]
+    if not wanted:
+        parser.error(f"--work: no work is named like {options.work!r}; there are {', '.join(_names(works()))}")
+    if options.kernels:
+        for work in wanted:
+            print(_kernels_of(work, options.kernels))
+        return 0
+    rows = []
+    for work in wanted:
+        print(f"{work.name}, {work.tokens:,} tokens", file=sys.stderr)
+        rows += rows_of(work)
+    if options.json:
+        files.write_json(options.json, rows)
+    if options.markdown:
+        files.write_text(options.markdown, document(rows))
+    print(as_text(table(rows)))
+    return 0
+
+
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """A line a work: its launches, bytes and FLOP on an H100, and on each card the prediction and its share."""
+    lines = [["work", "tokens", "", "launches", "GB", "TFLOP", *PROFILES]]
+    for (work, tokens, captured), group in itertools.groupby(rows, lambda r: (r["work"], r["tokens"], r["captured"])):
+        cards = {row["card"]: row for row in group}
+        shown = cards["H100"]
+        lines.append(
+            [
+                work,
+                f"{tokens:,}",
+                "captured" if captured else "launched",
+                str(shown["launches"]),
+                f"{shown['bytes'] / 1e9:.2f}",
+                f"{shown['flop'] / 1e12:.3f}",
+                *(f"{row['predicted_ms']:.3g} ({row['share']:.0%})" for row in cards.values()),
+            ]
+        )
+    return lines
+
+
+def document(rows: Sequence[Row]) -> str:
+    """The table in Markdown, with what it says and what it leaves out."""
+    rates = [["card", "products, TFLOP/s", "copy, TB/s", "multiprocessors"]]
+    rates += [
+        [name, f"{card.product_rate / 1e12:.0f}", f"{card.copy_rate / 1e12:.2f}", str(card.processors)]
+        for name, card in PROFILES.items()
+    ]
+    text = _TEXT.format(host=LAUNCH_SECONDS * 1e6, table=as_markdown(table(rows)), rates=as_markdown(rates))
+    return re.sub(r"(?<![\n|])\n(?=[^\n|])", " ", text)  # a paragraph a line
+
+
+def _kernels_of(work: Work, card: str) -> str:
+    entries = record(lambda: work.prepare(True), PROFILES[card].spec)
+    lines = [["kernel", "launches", "GB", "GFLOP", "ms"]]
+    lines += [
+        [name, str(count), f"{gb:.3f}", f"{flop:.1f}", f"{ms:.4f}"]
+        for name, count, gb, flop, ms in by_kernel(entries, PROFILES[card])
+    ]
+    return f"{work.name}, {work.tokens:,} tokens, {card}\n\n{as_text(lines)}\n"
+
+
+def _names(found: Sequence[Work] | object) -> list[str]:
+    return list(dict.fromkeys(work.name for work in found))  # type: ignore[union-attr]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

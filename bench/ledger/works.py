@@ -1,0 +1,127 @@
+"""What the ledger counts: a training step and the inference of the models, and the losses of all depths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cdt_fast import ops
+from cdt_fast.bench.baselines.depths import Depths
+from cdt_fast.bench.ledger.recording import META
+from cdt_fast.bench.suites import cross_entropy
+from cdt_fast.bench.suites.trained import TextWork, VideoWork
+from cdt_fast.bench.suites.training_step import CONSTRAINED, TrainingStep, fused
+
+TOKENS = (8_000, 64_000)
+_BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Work:
+    """A piece of work whose launches are counted.
+
+    Attributes:
+        name: model and whether it trains.
+        tokens: of the batch.
+        prepare: `(captured)` → a function that does it once, on meta tensors; called where they are on a card.
+        flop, moved: what its floor is counted from.
+    """
+
+    name: str
+    tokens: int
+    prepare: Callable[[bool], Callable[[], object]]
+    flop: float
+    moved: float
+
+
+class _Anyway:
+    """In the place of CUDA graphs: the step as it is captured, done at once."""
+
+    def run(self, work: Callable[[], object]) -> object:
+        return work()
+
+    capture = run
+
+
+def works() -> Iterator[Work]:
+    """All that the table has."""
+    for tokens in TOKENS:
+        for family in ("DUST", "VideoUT"):
+            yield from _video(VideoWork(family, tokens // 20))
+        yield from _text(TextWork(tokens // 250, 250, 768))
+    for shape in cross_entropy.SHAPES["gpu"]:
+        if shape.model != cross_entropy.CLASSIFIER:
+            yield from _losses(shape)
+
+
+def _video(work: VideoWork) -> Iterator[Work]:
+    tokens, n, m, layers = work.items, work.patch, work.code, work.layers
+    yield Work(
+        f"{work.family}, training", tokens, lambda captured: _step(work, captured), work.flop, work.moved("bfloat16")
+    )
+    small = 2 * layers * n + (layers - 1) * m
+    flop = 2.0 * tokens * (2 * layers * n * m + work.window * small + n**2)
+    moved = _BF16.itemsize * (2.0 * tokens * n + n * m)
+    yield Work(f"{work.family}, inference", tokens, lambda captured: _inference(work), flop, moved)
+
+
+def _text(work: TextWork) -> Iterator[Work]:
+    tokens, d = work.texts * work.tokens, work.width
+    yield Work("TextUT, training", tokens, lambda captured: _step(work, captured), work.flop, work.moved("bfloat16"))
+    flop = 2.0 * tokens * work.layers * 2 * (d**2 + work.tokens * d)
+    moved = _BF16.itemsize * (1.0 * tokens * d + 2 * work.layers * d**2)
+    yield Work("TextUT, inference", tokens, lambda captured: _inference(work), flop, moved)
+
+
+def _losses(shape: cross_entropy.Shape) -> Iterator[Work]:
+    name, flop, moved = (
+        f"cross-entropy, {shape.model}",
+        cross_entropy.flop(shape, cross_entropy.KNOWN),
+        cross_entropy.moved(shape, _BF16),
+    )
+    yield Work(
+        f"{name}, training",
+        shape.tokens,
+        lambda captured: cross_entropy.fused(_depths(shape), cross_entropy.KNOWN),
+        flop,
+        moved,
+    )
+    yield Work(f"{name}, inference", shape.tokens, lambda captured: _losses_alone(shape), flop / 3, moved / 2)
+
+
+def _step(work: VideoWork | TextWork, captured: bool) -> Callable[[], object]:
+    step = TrainingStep(work, fused, META, CONSTRAINED, autocast=True, graphs=_Anyway() if captured else None)  # type: ignore[arg-type]
+    step()  # the optimizer makes its state
+    return step
+
+
+def _inference(work: VideoWork | TextWork) -> Callable[[], object]:
+    model, inputs, _ = work.build(META)
+
+    def run() -> object:
+        with torch.inference_mode(), torch.autocast(META.type, _BF16):
+            return model(inputs)
+
+    return run
+
+
+def _depths(shape: cross_entropy.Shape) -> Depths:
+    hidden = [
+        torch.empty(shape.tokens, shape.width, dtype=_BF16, device=META, requires_grad=True)
+        for _ in range(shape.depths)
+    ]
+    head = torch.empty(shape.vocabulary, shape.width, dtype=_BF16, device=META, requires_grad=True)
+    targets = torch.empty(shape.tokens, dtype=torch.int64, device=META)
+    return Depths(hidden, head, targets, torch.empty(shape.depths, device=META))
+
+
+def _losses_alone(shape: cross_entropy.Shape) -> Callable[[], object]:
+    depths = _depths(shape)
+
+    def run() -> object:
+        with torch.no_grad():
+            return ops.layerwise_cross_entropy(depths.hidden, depths.head, depths.targets)
+
+    return run

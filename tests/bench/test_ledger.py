@@ -1,0 +1,109 @@
+"""The ledger of launches: counts of one shape by hand, and the time that they predict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cdt_fast.bench.ledger.__main__ import document, main
+from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES
+from cdt_fast.bench.ledger.recording import Entry, record
+from cdt_fast.bench.ledger.rows import predicted_seconds, rows_of, seconds
+from cdt_fast.bench.ledger.works import Work, works
+
+H100 = PROFILES["H100"]
+# The shape counted by hand: 400 sequences of 20 tokens, n 256, m 1024, L 5, tied; three sequences a tile of 64 rows.
+TOKENS, N, M, TILES, ROWS = 8000, 256, 1024, 134, 64
+CODES, SIGNAL, DICTIONARY = 2 * TOKENS * M, 2 * TOKENS * N, 2 * N * M
+
+
+def work(name: str, tokens: int) -> Work:
+    return next(one for one in works() if (one.name, one.tokens) == (name, tokens))
+
+
+@pytest.fixture(scope="module")
+def step() -> list[Entry]:
+    return record(lambda: work("DUST, training", TOKENS).prepare(True), H100.spec)
+
+
+def named(entries: list[Entry], name: str) -> list[Entry]:
+    return [entry for entry in entries if entry.name == name]
+
+
+def test_a_fused_layer_moves_what_was_counted_by_hand(step: list[Entry]) -> None:
+    # Codes, signal, projection and target are read, codes and projection written; and an error a tile.
+    target = 2 * SIGNAL  # in float32
+    forward = 2 * CODES + 3 * SIGNAL + target + DICTIONARY + 4 * TILES
+    assert [entry.traffic for entry in named(step, "unrolled_forward_kernel")] == [forward] * 4
+    # H⁺, dH⁺ and dU; Z⁺, dZ⁺ and the whole dZ⁺. No gradient comes to the last layer but that of its loss.
+    update = 3 * CODES + 3 * SIGNAL + target + DICTIONARY + 4
+    last = update - CODES - SIGNAL
+    assert [entry.traffic for entry in named(step, "unrolled_update_kernel")] == [last, *[update] * 3]
+    # H, dU and dH; X, Z, the residual, dX and dZ.
+    backward = 3 * CODES + 5 * SIGNAL + DICTIONARY
+    assert [entry.traffic for entry in named(step, "unrolled_backward_kernel")] == [backward] * 4
+
+
+def test_a_fused_layer_multiplies_what_was_counted_by_hand(step: list[Entry]) -> None:
+    forward = 2 * TILES * ROWS * (ROWS * 2 * N + M * (ROWS + 2 * N))
+    assert {entry.flop for entry in named(step, "unrolled_forward_kernel")} == {forward}
+    backward = 2 * TILES * ROWS * (ROWS * 5 * N + M * (N + 2 * ROWS))
+    assert {entry.flop for entry in named(step, "unrolled_backward_kernel")} == {backward}
+
+
+def test_products_of_a_library_are_those_counted_by_hand(step: list[Entry]) -> None:
+    # Forward D Dᵀ, X by it, and the first projection; backward two each for these but X, whose gradient nobody wants,
+    # two for the first layer, and two for the dictionary in each fused one.
+    products = [entry for entry in step if entry.flop and not entry.blocks]
+    assert len(products) == 3 + 5 + 2 + 2 * 4
+    assert sum(entry.flop for entry in products) == 2 * (6 + 8) * TOKENS * N * M - 2 * TOKENS * N * M + (
+        2 * (2 * TOKENS * N * N) + 3 * 2 * N * N * M
+    )
+
+
+def test_a_default_training_multiplies_nothing_in_float32(step: list[Entry]) -> None:
+    assert {entry.dtype for entry in step if entry.flop} == {torch.bfloat16}
+
+
+def test_cross_entropy_multiplies_three_times_a_chunk_and_sweeps_its_logits_twice() -> None:
+    entries = record(lambda: work("cross-entropy, GPT2-small, training", 8192).prepare(False), H100.spec)
+    chunks = named(entries, "cross_entropy_kernel")
+    logits = 13 * 8192 * 50257
+    assert sum(entry.traffic for entry in chunks) == 3 * 2 * logits + 13 * 8192 * (8 + 3 * 4)
+    assert sum(entry.flop for entry in entries if entry.dtype == torch.bfloat16) == 3 * 2 * logits * 768
+
+
+def test_a_launch_takes_the_longer_of_its_bytes_and_its_products() -> None:
+    assert seconds(Entry("copy", traffic=3 * 10**12), H100) == pytest.approx(1.0)
+    product = Entry("mm", traffic=1, flop=798e12, dtype=torch.bfloat16)
+    assert seconds(product, H100) == pytest.approx(1.0)
+    # One block more than there are multiprocessors: a second wave for it alone.
+    waves = Entry("ours", traffic=1, flop=798e12, dtype=torch.bfloat16, blocks=133, warps=8)
+    assert seconds(waves, H100) == pytest.approx(2 * 132 / 133)
+
+
+def test_launched_a_step_takes_no_less_than_the_host(step: list[Entry]) -> None:
+    assert predicted_seconds(step, H100, captured=False) == len(step) * LAUNCH_SECONDS
+    assert predicted_seconds(step, H100, captured=True) == pytest.approx(sum(seconds(one, H100) for one in step))
+
+
+@pytest.mark.slow
+def test_the_command_writes_rows_of_every_card_and_a_document(tmp_path: Path) -> None:
+    places = [str(tmp_path / name) for name in ("rows.json", "ledger.md")]
+    assert main(["--json", places[0], "--markdown", places[1], "--work", "DUST, inference"]) == 0
+    rows = json.loads(Path(places[0]).read_text())
+    assert {(row["card"], row["tokens"], row["captured"]) for row in rows} == {
+        (card, tokens, captured) for card in PROFILES for tokens in (8000, 64000) for captured in (True, False)
+    }
+    assert all(row["share"] == pytest.approx(row["floor_ms"] / row["predicted_ms"]) for row in rows)
+    assert Path(places[1]).read_text() == document(rows)
+    assert rows[:12] == [*rows_of(work("DUST, inference", 8000))]
+
+
+def test_an_unknown_work_is_refused_with_the_names_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--work", "BERT"])
+    assert "cross-entropy, Llama-8B, training" in capsys.readouterr().err
