@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cdt_fast.errors import InputError
@@ -91,6 +92,24 @@ def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[Run
     if trained:
         folder.check_trained()
     return folder, settings, TASKS[name]
+
+
+def make_absolute(settings: RunSettings) -> None:
+    """The paths of the settings from the root, so that the run can be evaluated from any folder.
+
+    Raises:
+        InputError: there is no source.
+    """
+    source = settings.data.source
+    if source is None:
+        raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
+    on_hub = getattr(settings.model, "download", False) and not Path(source).exists()
+    if not on_hub and source != type(settings.data).model_fields["source"].default:  # that of video is generated
+        settings.data.source = str(Path(source).resolve())
+    for name in ("model", "embedding", "pretrained"):
+        value = getattr(settings.model, name, None)
+        if value is not None and settings.network != value and Path(value).is_dir():
+            setattr(settings.model, name, str(Path(value).resolve()))
 
 
 def resolve_reference(settings: RunSettings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import tomli_w
 
 from cdt_fast import experiments
 from cdt_fast.cli import commands
+from cdt_fast.experiments import study
+from cdt_fast.files import read_json
 from cdt_fast.training import loop
-from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import open_run
 from tests.tiny import TINY
@@ -106,6 +109,82 @@ def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monk
     assert resumed == [False, False, True]
 
 
+def as_study(file: Path, learning_rates: list[float]) -> None:
+    """Make of the tiny experiment a study of three steps a run."""
+    content = file.read_text().replace("steps = 6", "steps = 3", 1)
+    file.write_text(f'baseline = "plain"\nlearning_rates = {learning_rates}\n{content}')
+
+
+@pytest.mark.slow
+def test_a_study_takes_the_best_learning_rate_and_pairs_by_source_and_seed(
+    call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path
+) -> None:
+    as_study(tiny_experiment, [0.01, 1e-9])
+    other = tmp_path / "other.npy"
+    other.write_bytes(clip.read_bytes())
+    out = tmp_path / "out"
+    answer = call("reproduce", "tiny", clip, other, "--out", out, "--json", tmp_path / "study.json")
+    assert answer.status == 0, answer
+    runs = ["lr0.01-0", "lr1e-09-0", "lr0.01-1"]
+    for source in (clip, other):
+        folders = sorted(path.name for path in (out / source.stem).iterdir())
+        assert folders == sorted(f"{run}-{name}" for run in ("plain", "constrained") for name in runs)
+    paired, means = read_json(tmp_path / "study.json")["tables"]
+    assert paired[0][:2] == ["% against plain", "pairs"]
+    assert [row[:2] for row in paired[1:]] == [["plain", "4"], ["constrained", "4"]]
+    places = [(out / source.stem, seed) for source in (clip, other) for seed in (0, 1)]
+    losses = [[loss_of(folder / f"{run}-lr0.01-{seed}") for run in ("constrained", "plain")] for folder, seed in places]
+    logs = [math.log(constrained / plain) for constrained, plain in losses]
+    assert paired[2][2] == study.difference(logs)
+    assert [row[:3] for row in means[1:]] == [
+        [f"{source.stem}: {run}", "0.01", "2"] for source in (clip, other) for run in ("plain", "constrained")
+    ]
+    assert "| constrained | 4 |" in (out / "study.md").read_text()
+
+
+def loss_of(run: Path) -> float:
+    return read_json(run / "evaluation.json")["layer_loss"][-1]
+
+
+def test_what_another_process_trains_is_left_to_it(
+    call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others come first, and the run is looked at again at the end."""
+    out, original, order = tmp_path / "out", loop.train, []
+
+    def train(run: RunFolder, config: VideoSettings, task: Any, *, resume: bool) -> None:
+        order.append(run.name)
+        if len(order) == 1:  # the other process has just made the folder, and trains
+            raise RunInUse(f"{run.path}: another process is training this run")
+        original(run, config, task, resume=resume, progress=False)
+
+    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(commands, "_WAIT", 0.0)
+    answer = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0")
+    assert answer.status == 0, answer
+    assert order == ["plain-0", "constrained-0", "plain-0"]
+    assert "plain-0: another process is training this run; the next one first" in answer.err
+
+
+def test_two_sources_of_one_name_are_refused(call: Call, clip: Path, tmp_path: Path) -> None:
+    line = call("reproduce", "video", clip, tmp_path / "more" / clip.name, "--out", tmp_path / "out").line()
+    assert f"SOURCE: two are called {clip.stem}" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062047), (2, 4.3026527), (11, 2.2009852), (100, 1.9839715)])
+def test_the_quantiles_of_student(degrees: int, quantile: float) -> None:
+    assert study.t_quantile(0.975, degrees) == pytest.approx(quantile, abs=1e-6)
+
+
+def test_a_difference_is_a_geometric_mean_with_its_interval() -> None:
+    assert study.difference([]) == ""
+    assert study.difference([math.log(1.1)]) == "+10.0"
+    # Logarithms 0 and 0.2: mean 0.1, standard error 0.1, t 12.706.
+    low, high = (100 * math.expm1(0.1 + sign * 1.27062047) for sign in (-1, 1))
+    assert study.difference([0.0, 0.2]) == f"+10.5 [{low:+.1f}, {high:+.1f}]"
+
+
 def test_a_folder_with_a_run_of_other_settings_is_left_alone(
     call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path
 ) -> None:
@@ -121,7 +200,7 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["film", "clip"], "NAME must be one of encoder, instructions, "),
+        (["film", "clip"], "NAME must be one of descent, encoder, instructions, "),
         (["encoder", "reviews"], "--model is missing: encoder needs the folder of a pretrained encoder"),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
         (["video", "clip", "--seeds", "0,a"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '0,a'"),
@@ -151,10 +230,12 @@ def test_several_processes_are_sent_to_the_training_command(call: Call, monkeypa
 @pytest.mark.parametrize("name", experiments.names())
 def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     experiment = experiments.Experiment.load(name)
-    planned = experiments.plan(experiment, "data", "encoder" if experiment.model else None, None, "out")
-    assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * len(experiment.seeds)
+    planned = experiments.plan(experiment, ["data"], "encoder" if experiment.model else None, None, "out")
+    of_a_run = len(experiment.learning_rates or experiment.seeds)
+    assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * of_a_run
+    assert experiment.baseline in ("", *experiment.runs)
     assert {run.settings.constrained for run in planned} == {True, False}
-    assert all(run.settings.data.source == "data" for run in planned)
+    assert all(run.settings.data.source == str(Path("data").resolve()) for run in planned)
     assert f"  {name} " in call("reproduce", "--help").out
 
 

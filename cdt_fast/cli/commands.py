@@ -6,6 +6,7 @@ import argparse
 import importlib
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import write_json
 from cdt_fast.tasks import TASKS, TaskEntry
 from cdt_fast.training.memory import memory_hint
-from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.training.settings import SECTIONS, RunSettings
 
 # What computes is imported in the commands: torch takes seconds, for which help and a refusal need not wait.
@@ -41,7 +42,7 @@ def train(options: argparse.Namespace) -> int:
         for section, values in given.items():
             settings.update(section, values)
         settings.check_owners(given["model"])
-        _make_absolute(settings)
+        tasks.make_absolute(settings)
         tasks.resolve_reference(settings)
         # Imported before there is a folder: it takes a while, and a signal meanwhile must leave no empty run behind.
         launch = importlib.import_module("cdt_fast.training.launch")
@@ -61,24 +62,62 @@ def reproduce(options: argparse.Namespace) -> int:
     experiment = experiments.Experiment.load(options.name)
     seeds = None if options.seeds is None else experiments.parse_seeds(options.seeds)
     out = Path(options.out or Path("runs") / experiment.name)
-    planned = experiments.plan(experiment, options.source, options.model, seeds, out)
-    for run in planned:
-        _make_absolute(run.settings)
-    states = [run.state() for run in planned]
-    # Before there is a folder, as in `train`.
-    importlib.import_module("cdt_fast.training.loop")
-    for number, (run, state) in enumerate(zip(planned, states, strict=True), 1):
-        done = " is done" if state == "done" else ", which was begun" if state == "begun" else ""
-        print(f"run {number} of {len(planned)}: {run.path}{done}", file=sys.stderr)
-        if state == "done":
-            continue
-        folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
-        entry = TASKS[experiment.task]
-        status = _train_and_evaluate(options, folder, run.settings, entry, state == "begun", again, again)
-        if status:
-            return status
-    options.folders, options.out = [str(run.path) for run in planned], str(out / "comparison")
-    return compare(options)
+    shown: set[Path] = set()
+    while True:
+        planned = experiments.plan(experiment, options.source, options.model, seeds, out)
+        states = [run.state() for run in planned]
+        # Before there is a folder, as in `train`.
+        importlib.import_module("cdt_fast.training.loop")
+        worked = False
+        for number, (run, state) in enumerate(zip(planned, states, strict=True), 1):
+            if run.path in shown and state == "done":
+                continue
+            done = " is done" if state == "done" else ", which was begun" if state == "begun" else ""
+            print(f"run {number} of {len(planned)}: {run.path}{done}", file=sys.stderr)
+            shown.add(run.path)
+            if state == "done":
+                continue
+            try:
+                folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
+                entry = TASKS[experiment.task]
+                status = _train_and_evaluate(options, folder, run.settings, entry, state == "begun", again, again)
+            except RunInUse as error:
+                print(f"cdt-fast: {error}; the next one first", file=sys.stderr)
+                continue
+            worked = True
+            if status:
+                return status
+        if states == ["done"] * len(states):
+            break
+        if not worked:
+            time.sleep(_WAIT)  # for those that other processes train
+    return _summarize(options, experiment, [run for run in planned if run.chosen], out)
+
+
+_WAIT = 5.0  # seconds
+
+
+def _summarize(
+    options: argparse.Namespace, experiment: experiments.Experiment, runs: list[experiments.PlannedRun], out: Path
+) -> int:
+    """Compare the runs of each source, or of a study those of all sources with its baseline."""
+    if not experiment.baseline:
+        for folder in dict.fromkeys(run.path.parent for run in runs):
+            options.folders = [str(run.path) for run in runs if run.path.parent == folder]
+            options.out = str(folder / "comparison")
+            compare(options)
+        return 0
+    from cdt_fast.experiments import study
+
+    cells: dict[str, dict[str, list[Any]]] = {}
+    for run in runs:
+        evaluated = tasks.open_evaluated(run.path)
+        cells.setdefault(Path(run.source).stem, {}).setdefault(run.run, []).append(evaluated)
+    command = shlex.join(["cdt-fast", "reproduce", experiment.name, *options.source, "--out", str(out)])
+    print(f"study: {study.write_study(out, experiment.title, cells, experiment.baseline, command)}")
+    if options.json is not None:
+        write_json(options.json, {"tables": study.tables(cells, experiment.baseline)})
+    return 0
 
 
 def list_experiments() -> str:
@@ -106,26 +145,14 @@ def _train_and_evaluate(
     except loop.Interrupted as stop:
         print(f"cdt-fast: {stop}; continue with: {resume}", file=sys.stderr)
         return 128 + stop.signal_number
+    except RunInUse:
+        raise
     except BaseException:
         if not resumed:
             run.remove_if_untouched()
         raise
     options.hint = f"; the training is done, measure it with: {measure}"
     return _evaluate(run, settings, task) if launch.is_first_process() else 0
-
-
-def _make_absolute(settings: RunSettings) -> None:
-    """The paths of the settings from the root, so that the run can be evaluated from any folder."""
-    source = settings.data.source
-    if source is None:
-        raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
-    on_hub = getattr(settings.model, "download", False) and not Path(source).exists()
-    if not on_hub and source != type(settings.data).model_fields["source"].default:  # that of video is generated
-        settings.data.source = str(Path(source).resolve())
-    for name in ("model", "embedding", "pretrained"):
-        value = getattr(settings.model, name, None)
-        if value is not None and settings.network != value and Path(value).is_dir():
-            setattr(settings.model, name, str(Path(value).resolve()))
 
 
 def evaluate(options: argparse.Namespace) -> int:

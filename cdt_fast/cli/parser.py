@@ -142,7 +142,7 @@ def _add_reproduce(shown: Any) -> None:
     command.description = "Train the runs of an experiment and compare them. Called again, it resumes where it stopped."
     command.ending = commands.list_experiments
     command.add_argument("name", metavar="NAME", help="which experiment")
-    command.add_argument("source", metavar="SOURCE", help="where its data are")
+    command.add_argument("source", nargs="+", metavar="SOURCE", help="where its data are; a study takes several")
     command.add_argument("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
     command.add_argument("--seeds", metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     command.add_argument("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")

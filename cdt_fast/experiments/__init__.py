@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml
-from cdt_fast.tasks import TASKS, open_evaluated, open_run
+from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import SECTIONS, RunSettings
 
@@ -27,6 +27,9 @@ class Experiment:
         title: what is trained.
         source: what SOURCE has to be.
         model: what MODEL has to be, or "" where the experiment brings its own.
+        learning_rates: of which each run takes, for each source, the best by validation with the first seed; none: that
+            of the settings.
+        baseline: the run that a study pairs the others with; "" where it is no study.
         task: "video", "text" or "lm".
         seeds: of each run.
         shared: settings of all runs, by section.
@@ -41,6 +44,8 @@ class Experiment:
     runs: Mapping[str, Mapping[str, Mapping[str, Any]]]
     shared: Mapping[str, Mapping[str, Any]]
     model: str = ""
+    learning_rates: Sequence[float] = ()
+    baseline: str = ""
 
     @classmethod
     def load(cls, name: str) -> Experiment:
@@ -53,7 +58,9 @@ class Experiment:
             raise InputError(f"NAME must be one of {', '.join(names())}, got {name!r}")
         return cls(name=name, **read_toml(FOLDER / f"{name}.toml"))
 
-    def settings(self, run: str, seed: int, source: str, model: str | None) -> RunSettings:
+    def settings(
+        self, run: str, seed: int, source: str, model: str | None, learning_rate: float | None = None
+    ) -> RunSettings:
         """The settings of one training.
 
         Args:
@@ -61,6 +68,7 @@ class Experiment:
             seed: of the data's order, the noise and the weights.
             source: where the data are.
             model: the pretrained model, where the experiment needs one.
+            learning_rate: in place of that of the settings.
         """
         settings = TASKS[self.task].settings()
         for sections in (self.shared, self.runs[run]):
@@ -70,15 +78,26 @@ class Experiment:
         settings.set("training", "seed", seed)
         if model is not None:
             settings.set("model", "model", model)
+        if learning_rate is not None:
+            settings.set("training", "lr", learning_rate)
+        make_absolute(settings)
         return settings
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training of an experiment: where it goes, with which settings."""
+    """One training of an experiment: where it goes, with which settings, and what it is a run of.
+
+    Attributes:
+        chosen: whether it is compared: False where another learning rate was better.
+    """
 
     path: Path
     settings: RunSettings
+    source: str
+    run: str
+    seed: int
+    chosen: bool = True
 
     def state(self) -> str:
         """What is there: "new" (nothing), "begun", or "done", which is trained to its end and measured.
@@ -140,26 +159,58 @@ def listing() -> str:
 
 
 def plan(
-    experiment: Experiment, source: str, model: str | None, seeds: Sequence[int] | None, out: str | os.PathLike[str]
+    experiment: Experiment,
+    sources: Sequence[str],
+    model: str | None,
+    seeds: Sequence[int] | None,
+    out: str | os.PathLike[str],
 ) -> list[PlannedRun]:
     """The trainings of an experiment, all seeds of a run one after the other.
 
+    With a grid of learning rates, those of the first seed; and once they are done, of each run the other seeds at the
+    best of them.
+
     Args:
         experiment: what is trained.
-        source: where the data are.
+        sources: where the data are; with several, each has a folder of its own in `out`, named after it.
         model: the pretrained model, where the experiment needs one.
         seeds: in place of those of the experiment.
         out: the folder of their folders.
 
     Raises:
-        InputError: a model is missing or not wanted, or a seed is none.
+        InputError: a model is missing or not wanted, or two sources have one name.
     """
     if experiment.model and model is None:
         raise InputError(f"--model is missing: {experiment.name} needs {experiment.model}")
     if not experiment.model and model is not None:
         raise InputError(f"--model is {model!r}, and {experiment.name} trains a network of its own")
-    return [
-        PlannedRun(Path(out) / f"{run}-{seed}", experiment.settings(run, seed, source, model))
-        for run in experiment.runs
-        for seed in dict.fromkeys(experiment.seeds if seeds is None else seeds)
-    ]
+    stems = [Path(source).stem for source in sources]
+    for stem in stems:
+        if stems.count(stem) > 1:
+            raise InputError(f"SOURCE: two are called {stem}, and their runs would go to one folder; rename one")
+    chosen_seeds = list(dict.fromkeys(experiment.seeds if seeds is None else seeds))
+    planned = []
+    for source, stem in zip(sources, stems, strict=True):
+        folder = Path(out) if len(sources) == 1 else Path(out) / stem
+        for run in experiment.runs:
+            planned += _of_a_run(experiment, run, source, model, chosen_seeds, folder)
+    return planned
+
+
+def _of_a_run(
+    experiment: Experiment, run: str, source: str, model: str | None, seeds: Sequence[int], folder: Path
+) -> list[PlannedRun]:
+    def cell(seed: int, rate: float | None) -> PlannedRun:
+        name = f"{run}-{seed}" if rate is None else f"{run}-lr{rate:g}-{seed}"
+        return PlannedRun(folder / name, experiment.settings(run, seed, source, model, rate), source, run, seed)
+
+    if not experiment.learning_rates:
+        return [cell(seed, None) for seed in seeds]
+    tried = {rate: cell(seeds[0], rate) for rate in experiment.learning_rates}
+    if any(tried[rate].state() != "done" for rate in tried):
+        return list(tried.values())
+    from cdt_fast.experiments import study  # which computes: the help of the command line does not wait for that
+
+    best = min(tried, key=lambda rate: study.validation_loss(tried[rate].path))
+    others = [replace(tried[rate], chosen=False) for rate in tried if rate != best]
+    return [tried[best], *(cell(seed, best) for seed in seeds[1:]), *others]

@@ -16,6 +16,10 @@ from cdt_fast.files import read_toml, remove_leftovers, try_lock, write_text
 from cdt_fast.training.settings import RunSettings
 
 
+class RunInUse(InputError):
+    """Another process makes or trains the run."""
+
+
 class RunFolder:
     """The paths of a run: `config.toml`, `metrics.jsonl`, `model/`, `checkpoint/`, `evaluation.json`, `report.md`.
 
@@ -49,7 +53,7 @@ class RunFolder:
         """
         run = cls(path)
         if run.config.exists():
-            raise InputError(f"{path}: holds a run already; resume it with --resume, or choose another folder")
+            raise RunInUse(f"{path}: holds a run already; resume it with --resume, or choose another folder")
         run.created = not run.path.exists()
         temporary = run.path / f".config-{os.getpid()}.tmp.toml"
         try:
@@ -59,7 +63,7 @@ class RunFolder:
             settings.save(temporary)
             os.link(temporary, run.config)  # fails where there is one already, which a move would replace
         except (FileExistsError, FileNotFoundError):
-            raise InputError(f"{path}: another process is making a run there; choose another folder") from None
+            raise RunInUse(f"{path}: another process is making a run there; choose another folder") from None
         except OSError as error:
             raise InputError(f"{path}: cannot be made ({error.strerror})") from error
         finally:
@@ -105,7 +109,7 @@ class RunFolder:
             return
         with self.config.open("r+b") as file:
             if not try_lock(file):
-                raise InputError(f"{self.path}: another process is training this run; wait for it, or stop it first")
+                raise RunInUse(f"{self.path}: another process is training this run; wait for it, or stop it first")
             yield
 
     def remove_if_untouched(self) -> None:
