@@ -1,9 +1,15 @@
-"""A model in a folder: `config.json` says what it is, `model.safetensors` holds its weights."""
+"""A model in a folder: `config.json` says what it is, `model.safetensors` holds its weights.
+
+The surface is that of huggingface_hub's `PyTorchModelHubMixin`, and not the mixin: that removes config.json before it
+writes another, reads pickled weights where there are no others, ignores weights that do not fit, and casts those that
+it loads to the dtype of a new model.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +18,8 @@ from torch import nn
 from typing_extensions import Self
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import read_json, replaced_atomically, write_json
+from cdt_fast.files import read_json, replaced_atomically, write_json, write_text
+from cdt_fast.models import hub
 from cdt_fast.models.transformers_weights import check_finite
 from cdt_fast.tensor_file import load_tensors, serialized
 
@@ -28,37 +35,95 @@ class PretrainedModel(nn.Module):
         super().__init_subclass__(**arguments)
         _classes[cls.__name__] = cls
 
+    @property
+    def _described(self) -> dict[str, Any]:
+        return {"model": type(self).__name__, **self.config}
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model to `folder`, each file atomically; checksums of weights and configuration are among them."""
         folder = Path(folder)
-        config = {"model": type(self).__name__, **self.config}
+        config = self._described
         with replaced_atomically(folder / "model.safetensors") as temporary:
             temporary.write_bytes(serialized(self.state_dict(), {"config": _canonical(config)}))
         write_json(folder / "config.json", config)
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        run: str | os.PathLike[str] | None = None,
+        commit_message: str = "Model of cdt_fast",
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+        create_pr: bool = False,
+    ) -> str:
+        """Upload the model to the Hugging Face hub, with a card that says what it is; see `hub.model_card`.
+
+        Args:
+            repo_id: "owner/model", which is made where there is none.
+            run: the run folder that trained it, from which the card has task, constraints and verdict.
+            commit_message, branch, create_pr: of the one commit; whether it becomes a pull request.
+            private: whether a new repository is; None: as the owner's default is.
+            token: None: that of `hf auth login`.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            InputError: the hub cannot be reached, or refuses; `run` is no run folder.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            write_text(Path(folder) / "README.md", hub.model_card(repo_id, self._described, run))
+            self.save_pretrained(folder)
+            return hub.push(
+                Path(folder),
+                repo_id,
+                commit_message=commit_message,
+                private=private,
+                token=token,
+                branch=branch,
+                create_pr=create_pr,
+            )
+
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Self:
-        """Load a model of this class from `folder`, on the CPU.
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        *,
+        download: bool = False,
+        revision: str | None = None,
+        token: str | None = None,
+    ) -> Self:
+        """Load a model of this class, on the CPU; the arguments are those of `load_pretrained`.
 
         Raises:
             InputError: as `load_pretrained`, or the model is of another class.
         """
-        model = load_pretrained(folder)
+        model = load_pretrained(name, download=download, revision=revision, token=token)
         if not isinstance(model, cls):
-            raise InputError(f"{folder}: holds a {type(model).__name__}, expected a {cls.__name__}")
+            raise InputError(f"{name}: holds a {type(model).__name__}, expected a {cls.__name__}")
         return model
 
 
-def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
-    """Load whichever model of this package `folder` holds, on the CPU, in the dtype it was saved in.
+def load_pretrained(
+    name: str | os.PathLike[str], *, download: bool = False, revision: str | None = None, token: str | None = None
+) -> PretrainedModel:
+    """Load whichever model of this package a folder holds, on the CPU, in the dtype it was saved in.
 
     Weights that another tool wrote have no checksums: they load with a warning that says so.
 
+    Args:
+        name: a folder, or "owner/model" on the Hugging Face hub, which was pushed by `push_to_hub`.
+        download: fetch a name from the hub if it is not on this machine; otherwise nothing leaves the machine.
+        revision: branch, tag or commit of the hub's repository.
+        token: for repositories that are not public; None: that of `hf auth login`.
+
     Raises:
-        InputError: the folder holds no model; a file of it is missing, unknown, not whole or damaged; the weights are
-            of another configuration, no floating-point numbers, or not finite.
+        InputError: there is no such folder or name; it holds no model; a file of it is missing, unknown, not whole or
+            damaged; the weights are of another configuration, no floating-point numbers, or not finite.
     """
-    folder = Path(folder)
+    folder = hub.local_folder(name, download=download, revision=revision, token=token)
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or config.get("model") not in list(_classes):
         raise InputError(f'{folder / "config.json"}: "model" must be one of {", ".join(sorted(_classes))}')

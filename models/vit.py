@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import deque
@@ -17,6 +18,7 @@ from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
 from cdt_fast.errors import InputError, require
 from cdt_fast.files import read_json
+from cdt_fast.models.hub import local_folder
 from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.ops.shared.checks import check_shape, check_tensor, check_together
@@ -123,12 +125,14 @@ class DenoisingViT(PretrainedModel):
     @classmethod
     def from_pretrained(
         cls,
-        folder: str | os.PathLike[str],
+        name: str | os.PathLike[str],
         *,
+        download: bool = False,
+        revision: str | None = None,
+        token: str | None = None,
         grid: Sequence[int] | None = None,
         pixel_mean: float = 0.5,
         pixel_std: float = 0.5,
-        download: bool = False,
     ) -> Self:
         """Load a model that `save_pretrained` wrote, or take the weights of a transformers ViT, on the CPU.
 
@@ -138,25 +142,27 @@ class DenoisingViT(PretrainedModel):
         embeddings are interpolated (bicubic) where the grid is another one than the ViT was trained with.
 
         Args:
-            folder: a folder of this package's or of transformers' (safetensors), or a name on the Hugging Face hub.
+            name: a folder of this package's or of transformers' (safetensors), or a name on the Hugging Face hub.
+            download, revision, token: of a name on the hub, as `load_pretrained` has them.
             grid: rows and columns of patches of a frame; None: as the ViT was trained. Only for a transformers ViT,
                 as are the others.
             pixel_mean, pixel_std: the normalization of the ViT's pixels, `(value − mean) / std`, in all channels.
-            download: fetch a name from the hub if it is not on this machine; otherwise nothing leaves the machine.
 
         Raises:
             InputError: the folder or name holds no ViT, a file of it is missing or not whole, or an argument is out
                 of its range or not of use for this package's own folder.
             MissingExtra: transformers is not installed.
         """
-        own = Path(folder) / "config.json"
+        own = Path(name) / "config.json"
+        with contextlib.suppress(InputError):  # a transformers ViT is fetched, or refused, by transformers
+            own = local_folder(name, download=download, revision=revision, token=token) / "config.json"
         if own.is_file() and "model" in (read_json(own) or {}):
             if grid is not None or (pixel_mean, pixel_std) != (0.5, 0.5):
-                raise InputError(f"{folder}: is a model of this package, whose grid and pixels are settled")
-            return super().from_pretrained(folder)
+                raise InputError(f"{name}: is a model of this package, whose grid and pixels are settled")
+            return super().from_pretrained(name, download=download, revision=revision, token=token)
         mean, std = check_number("pixel_mean", pixel_mean), check_positive("pixel_std", pixel_std)
-        source = _load_vit(str(folder), download)
-        side, rows, columns = _geometry(source.config, str(folder))
+        source = _load_vit(str(name), download, revision, token)
+        side, rows, columns = _geometry(source.config, str(name))
         model = cls(
             side * side,
             (rows, columns) if grid is None else grid,
@@ -182,7 +188,7 @@ class DenoisingViT(PretrainedModel):
         try:
             model.vit.load_state_dict(weights)
         except RuntimeError as error:
-            raise InputError(f"{folder}: does not hold a plain ViT ({error})") from error
+            raise InputError(f"{name}: does not hold a plain ViT ({error})") from error
         return model
 
     def forward(self, noisy: Tensor, depth: int | None = None) -> Tensor:
@@ -294,13 +300,13 @@ def _check_grid(grid: Any) -> tuple[int, int]:
     return check_integer("grid[0], the rows,", grid[0], 1), check_integer("grid[1], the columns,", grid[1], 1)
 
 
-def _load_vit(name: str, download: bool) -> Any:
+def _load_vit(name: str, download: bool, revision: str | None, token: str | None) -> Any:
     """A `transformers.ViTModel` in float32 with all weights from `name`."""
     transformers = require("transformers", "transformers", "loading a ViT")
     remedy = "give a folder with the config.json and model.safetensors of a ViT" + (
         "" if download else ", or ask for the hub with download=True"
     )
-    options = {"local_files_only": not download}
+    options = {"local_files_only": not download, "revision": revision or "main", "token": token}
     try:
         configuration = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
         if configuration.model_type != "vit":

@@ -1,0 +1,128 @@
+"""Models on the Hugging Face hub: fetched where that is asked for, and pushed with a card that says what they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_json, read_toml, shown
+
+FILES = ("config.json", "model.safetensors")
+_UNKNOWN = "not recorded"
+
+
+def local_folder(
+    name: str | os.PathLike[str], *, download: bool = False, revision: str | None = None, token: str | None = None
+) -> Path:
+    """The folder on this machine that holds the model `name`.
+
+    Args:
+        name: a folder, or "owner/model" on the hub, where there is no such folder.
+        download: whether the network may be used; else a name is looked for in the hub's cache alone.
+        revision: branch, tag or commit of the hub's repository.
+        token: for repositories that are not public; None: that of `hf auth login`.
+
+    Raises:
+        InputError: the name has the form of one of the hub's, and is neither in the cache nor can be fetched.
+    """
+    import huggingface_hub
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        if Path(name).exists() or str(name).count("/") != 1:
+            return Path(name)
+        validate_repo_id(str(name))
+    except HFValidationError:
+        return Path(name)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(name), allow_patterns=list(FILES), local_files_only=not download, revision=revision, token=token
+            )
+        )
+    except Exception as error:  # of the hub's library, or of whichever library it reaches the network with
+        if not download:
+            message = f"{name}: no such folder, nor is it in the hub's cache; download=True fetches a model of the hub"
+            raise InputError(message) from error
+        raise InputError(f"{name}: no such folder, and it cannot be fetched from the hub ({_reason(error)})") from error
+
+
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    commit_message: str,
+    private: bool | None,
+    token: str | None,
+    branch: str | None,
+    create_pr: bool,
+) -> str:
+    """Upload a folder in one commit, into a repository that is made where there is none; the address of the commit.
+
+    Raises:
+        InputError: the hub cannot be reached, or refuses.
+    """
+    import huggingface_hub
+
+    try:
+        api = huggingface_hub.HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=branch, create_pr=create_pr
+        )
+    except Exception as error:
+        raise InputError(f"{repo_id}: cannot be pushed to the hub ({_reason(error)})") from error
+    return str(commit)
+
+
+def model_card(repo_id: str, config: Mapping[str, Any], run: str | os.PathLike[str] | None = None) -> str:
+    """The README.md of a model's repository: task, configuration, constraints, verdict, and how to load it.
+
+    Args:
+        repo_id: where it will be.
+        config: its config.json, with its class as "model".
+        run: the run folder that trained it, whose config.toml and evaluation.json say the rest; of the data nothing is
+            said but the task.
+
+    Raises:
+        InputError: `run` is no run folder, or a file of it cannot be read.
+    """
+    from huggingface_hub import ModelCardData
+
+    config = dict(config)
+    model = config.pop("model")
+    task = constraints = verdict = _UNKNOWN
+    if run is not None:
+        settings, evaluation = read_toml(Path(run) / "config.toml"), Path(run) / "evaluation.json"
+        task = str(settings.get("task", "video"))
+        # What is off, and the paths of this machine, are nobody's business.
+        given = {
+            name: value
+            for name, value in settings.get("constraints", {}).items()
+            if value not in ("none", False) and not (isinstance(value, str) and os.sep in value)
+        }
+        constraints = _listed(given) if "constrained" in given else "none"
+        if evaluation.exists():
+            verdict = str(read_json(evaluation, dict[str, Any]).get("report", {}).get("text", _UNKNOWN))
+    data = ModelCardData(library_name="cdt_fast", tags=["cdt_fast", model])
+    lines = {
+        "Task": task,
+        "Configuration": f"{model}: {_listed(config)}",
+        "Constraints": constraints,
+        "Verdict": verdict,
+        "Load": f'`cdt_fast.models.load_pretrained("{repo_id}", download=True)`',
+        "Integrity": "model.safetensors holds a checksum of each tensor and of config.json; loading checks them",
+    }
+    card = [f"- {title}: {' '.join(text.split())}" for title, text in lines.items()]
+    return "\n".join(["---", data.to_yaml(), "---", f"# {repo_id}", "", *card, ""])
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _reason(error: Exception) -> str:
+    return shown(" ".join(str(error).split()) or type(error).__name__)
