@@ -688,20 +688,6 @@ def test_under_checkpointing(weights: list[float] | None) -> None:
     assert_equal(*([total, *torch.autograd.grad(total, leaves)] for total in results))
 
 
-def test_function_transforms_are_refused() -> None:
-    weight, states = normal(1, 3, 2), normal(2, 5, 4, 2)
-
-    def loss(hidden: Tensor) -> Tensor:
-        return ops.layerwise_cross_entropy([hidden], weight, torch.zeros(hidden.shape[:-1]).long())[0]
-
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(loss)(states)
-    with pytest.raises(RuntimeError):
-        torch.func.vmap(loss)(states)
-    # What is constant in them may stand there.
-    assert torch.func.grad(lambda factor: 3 * factor + loss(states))(torch.ones(())).item() == 3
-
-
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_gradcheck(weights: list[float] | None) -> None:
     hidden, weight, targets, bias = tensors(4)

@@ -54,7 +54,8 @@ def layerwise_cross_entropy(
         bias: b, `[V]`.
         depth_weights: `w`, L+1 numbers (negative and zero are welcome). A depth whose weight is 0 costs its forward
             product alone and gets no gradient, where the weights are numbers or a tensor on the CPU. Those on a GPU
-            are not waited for: there such a depth gets a gradient of zeros, at full cost.
+            are not waited for: there such a depth gets a gradient of zeros, at full cost. A tensor that requires a
+            gradient gets one.
         ignore_index: the target of tokens that do not count.
         reduction: "mean" over the tokens that count, or "sum".
         label_smoothing: ε in [0, 1]: the target distribution is `(1 − ε) [v = y] + ε / V`.
@@ -73,7 +74,7 @@ def layerwise_cross_entropy(
         InputError: an argument has the wrong rank, shape, dtype, device or value; targets on the CPU are out of range,
             or a mean is asked for and all are ignored. Targets on a GPU are not waited for: one out of range makes its
             depths' losses and gradients NaN, and a mean over no token is NaN with gradients of zero, as in torch.
-            Or a second derivative is asked for.
+            Or a second derivative is asked for, or one in forward mode or inside a transform of torch.func.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
@@ -91,7 +92,7 @@ def layerwise_cross_entropy(
         bias=None if bias is None else bias.to(weight.dtype),
         targets=targets,
         sample=sample,
-        depth_weights=weights,
+        depth_weights=None if weights is None else weights.detach(),
         dtype=dtype,
         ignore_index=check_integer("ignore_index", ignore_index, -(2**63)),
         label_smoothing=smoothing,
@@ -107,7 +108,13 @@ def layerwise_cross_entropy(
     )
     fused, kept_rows = strategy(loss)
     total, per_depth, _, _ = layerwise_cross_entropy_forward(replace(loss, fused=fused, kept_rows=kept_rows))
-    return total, per_depth if weights is None else per_depth.detach()
+    if weights is None:
+        return total, per_depth
+    per_depth = per_depth.detach()
+    if weights.requires_grad:  # the operator takes them for numbers: what is added has the value zero, and dℓ/dw = ℓ_l
+        weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
+        total = total + torch.dot(weights - weights.detach(), per_depth)
+    return total, per_depth
 
 
 def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

@@ -32,7 +32,8 @@ def layerwise_reconstruction_loss(
         reconstructions: L+1 tensors x̂_l, each `[..., n]`, depth 0 first. They are never stacked.
         target: s, `[..., n]`.
         depth_weights: `w`, L+1 numbers (negative and zero are welcome; a depth with weight 0 gets no gradient where
-            the weights are numbers or a tensor on the CPU, else a gradient of zeros, as under torch.compile).
+            the weights are numbers or a tensor on the CPU, else a gradient of zeros, as under torch.compile). A tensor
+            that requires a gradient gets one.
         lengths: for `[..., T, n]`: `[...]` integers, the number of tokens that count in each sequence.
 
     Returns:

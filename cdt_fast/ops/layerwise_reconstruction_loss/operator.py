@@ -6,13 +6,16 @@ import itertools
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
 from cdt_fast.kernels.arguments import ReconstructionLossArguments, ReconstructionLossBackwardArguments
 from cdt_fast.ops.layerwise_reconstruction_loss.plain import errors_in_torch, gradients_in_torch, widest
+from cdt_fast.ops.shared.checks import without_padding
 from cdt_fast.ops.shared.depths import zero_weight_mask
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+from cdt_fast.ops.shared.transforms import is_transformed
 
 Loss = TypeVar("Loss", bound=ReconstructionLossArguments)
 
@@ -67,6 +70,16 @@ def _autograd(ctx: Any, grad: Tensor | None) -> dict[str, Any]:
     }
 
 
+def _formula(loss: ReconstructionLossArguments) -> Tensor:
+    tokens, dtype = _tokens(loss), widest(loss.reconstructions)
+    sums = []
+    for depth in loss.reconstructions:
+        wide = torch.promote_types(depth.dtype, torch.float32)
+        error = without_padding(loss.target.to(wide) - depth.to(wide), loss.padding)
+        sums.append(error.square().sum().to(dtype))
+    return torch.stack(sums) / tokens
+
+
 layerwise_reconstruction_loss_forward = Operator(
     "layerwise_reconstruction_loss",
     ReconstructionLossArguments,
@@ -75,6 +88,7 @@ layerwise_reconstruction_loss_forward = Operator(
     _forward_fake,
     setup_context=_setup_context,
     autograd=_autograd,
+    formula=_formula,
 )
 layerwise_reconstruction_loss_backward = Operator(
     "layerwise_reconstruction_loss_backward",
@@ -91,7 +105,7 @@ def _tokens(loss: ReconstructionLossArguments) -> Tensor | int:
     if loss.padding is None:
         return loss.target.shape[:-1].numel()
     tokens = (~loss.padding).sum()
-    if tokens.device.type == "cpu" and not tokens:
+    if tokens.device.type == "cpu" and not is_transformed(tokens) and not tokens:
         raise InputError(f"target must hold at least one token that counts, got shape {tuple(loss.target.shape)}")
     return tokens
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArguments, ResidualLinearArguments
 from cdt_fast.kernels.blocks import WIDEST
 from cdt_fast.ops.lista_step.plain import backward_in_torch, forward_in_torch
+from cdt_fast.ops.lista_step.reference import lista_step_reference
 from cdt_fast.ops.shared.products import product_over_rows
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
 
@@ -116,6 +117,21 @@ def _autograd(ctx: Any, grad_next_codes: Tensor | None, _: None) -> dict[str, Te
     return dict(zip([name for name, need in needs.items() if need], lista_step_backward(lista), strict=True))
 
 
+def _formula(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
+    codes, signal = lista.codes, lista.signal
+    wide = torch.promote_types(codes.dtype, torch.float32)
+    with torch.autocast(codes.device.type, enabled=False):
+        next_codes = lista_step_reference(
+            codes.to(wide),
+            signal.to(wide),
+            lista.dictionary.to(codes.dtype).to(wide),
+            step=lista.step,
+            threshold=lista.threshold,
+            nonlinearity=lista.nonlinearity,
+        )
+    return next_codes.to(codes.dtype), signal.new_empty((0, signal.shape[1]))
+
+
 lista_step_forward = Operator(
     "lista_step",
     ListaStepArguments,
@@ -124,6 +140,7 @@ lista_step_forward = Operator(
     _forward_fake,
     setup_context=_setup_context,
     autograd=_autograd,
+    formula=_formula,
 )
 lista_step_backward = Operator(
     "lista_step_backward",

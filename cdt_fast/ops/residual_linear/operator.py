@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cdt_fast.kernels.arguments import ResidualLinearArguments, ResidualLinearBackwardArguments
 from cdt_fast.ops.residual_linear.plain import backward_in_torch, forward_in_torch
+from cdt_fast.ops.residual_linear.reference import residual_linear_reference
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
 
 
@@ -77,6 +78,21 @@ def _autograd(ctx: Any, grad_output: Tensor | None) -> dict[str, Tensor]:
     return gradients
 
 
+def _formula(linear: ResidualLinearArguments) -> Tensor:
+    dtype = linear.x.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(linear.x.device.type, enabled=False):
+        output = residual_linear_reference(
+            linear.x.to(wide),
+            linear.weight.to(dtype).to(wide),
+            linear.residual.to(wide),
+            alpha=linear.alpha,
+            nonlinearity=linear.nonlinearity,
+            threshold=linear.threshold,
+        )
+    return output.to(dtype)
+
+
 residual_linear_forward = Operator(
     "residual_linear",
     ResidualLinearArguments,
@@ -85,6 +101,7 @@ residual_linear_forward = Operator(
     _forward_fake,
     setup_context=_setup_context,
     autograd=_autograd,
+    formula=_formula,
 )
 residual_linear_backward = Operator(
     "residual_linear_backward",

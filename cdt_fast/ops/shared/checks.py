@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_non_negative, check_number
 from cdt_fast.errors import InputError
+from cdt_fast.ops.shared.transforms import inside_transform
 
 # What a layer may have between its products.
 LayerNonlinearity = Literal["soft_threshold", "relu"]
@@ -89,14 +90,16 @@ def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
     """`[..., T]`, true at the tokens of `tokens` `[..., T, width]` that are padding, or None without lengths."""
     if lengths is None:
         return None
-    return torch.arange(tokens.shape[-2], device=tokens.device) >= lengths.unsqueeze(-1)
+    # In int64: the number of tokens may be more than the lengths' dtype holds.
+    return torch.arange(tokens.shape[-2], device=tokens.device) >= lengths.long().unsqueeze(-1)
 
 
 def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
     """`tokens` with zeros at the padding, so that whatever stands there (NaN too) reaches no result and no gradient."""
     if padding is None:
         return tokens
-    if tokens.device.type == "cpu" and type(tokens) is Tensor and not torch.compiler.is_compiling():
+    plain = type(tokens) is Tensor and not torch.compiler.is_compiling() and not inside_transform()
+    if tokens.device.type == "cpu" and plain:
         # A mask that is broadcast is looked up number by number, at five times the cost of a copy.
         rows = tokens.reshape(padding.numel(), tokens.shape[-1])
         return rows.index_fill(0, padding.flatten().nonzero().squeeze(1), 0.0).view(tokens.shape)

@@ -36,7 +36,7 @@ def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout:
 
 
 def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: int) -> Tensor | None:
-    """`[depths]`, detached, or None without weights.
+    """`[depths]`, or None without weights.
 
     Raises:
         InputError: they are no numbers, or not one a depth.
@@ -46,7 +46,7 @@ def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: in
     try:
         # Numbers in float64: `as_tensor` would round a list of them to float32.
         dtype = depth_weights.dtype if isinstance(depth_weights, Tensor) else torch.float64
-        weights = torch.as_tensor(depth_weights, dtype=dtype).detach()
+        weights = torch.as_tensor(depth_weights, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"depth_weights must be {depths} numbers, got {describe(depth_weights)}") from error
     check_shape("depth_weights", weights, (depths,), "one weight a depth")

@@ -17,6 +17,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.library import CustomOpDef
 
 from cdt_fast.errors import InputError
+from cdt_fast.ops.shared.transforms import inside_transform, is_transformed
 
 Arguments = TypeVar("Arguments")
 Output = TypeVar("Output")
@@ -41,7 +42,8 @@ class Operator(Generic[Arguments, Output]):
     """The operator `torch.ops.cdt_fast.<name>`, called with its record.
 
     Where nobody but autograd looks on (no compiler, no dispatch mode, no function transform, no subclass of Tensor) the
-    dispatcher is left out: it takes several times as long as the rest of a call.
+    dispatcher is left out: it takes several times as long as the rest of a call. Inside a function transform, and in
+    forward mode, the formula takes the operator's place: torch differentiates it in every mode.
 
     Args:
         name: of the operator.
@@ -53,6 +55,7 @@ class Operator(Generic[Arguments, Output]):
             `save`; in `ctx.needs` it finds by name which tensors require a gradient.
         autograd: is called with the context and the gradients of the results, of which any may be None; returns the
             gradients of the arguments, by name, those that there are.
+        formula: the same results from torch's own differentiable functions; without one transforms are refused.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class Operator(Generic[Arguments, Output]):
         *,
         setup_context: Callable[[Any, Arguments, Output], None] | None = None,
         autograd: Callable[..., Mapping[str, Any]],
+        formula: Callable[[Arguments], Output] | None = None,
     ) -> None:
-        self.forward, self.fake = forward, fake
+        self.name, self.forward, self.fake, self.formula = name, forward, fake, formula
         self._arguments, self._setup, self._autograd = arguments, setup_context, autograd
         hints = get_type_hints(arguments)
         types = {field.name: _schema_type(hints[field.name]) for field in dataclasses.fields(arguments)}  # type: ignore[arg-type]
@@ -88,8 +92,10 @@ class Operator(Generic[Arguments, Output]):
 
     def __call__(self, arguments: Arguments) -> Output:
         if torch.compiler.is_compiling():
-            return self.overload(*self.flat(arguments))
+            return self._transformed(arguments) if inside_transform() else self.overload(*self.flat(arguments))
         tensors = _flat(getattr(arguments, name) for name in self._tensors)
+        if inside_transform() and any(map(is_transformed, tensors)):
+            return self._transformed(arguments)
         if not _nobody_looks_on(tensors):
             return self.overload(*self.flat(arguments))
         if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
@@ -97,6 +103,16 @@ class Operator(Generic[Arguments, Output]):
         counts: list[int | None] = []
         results = _grouped(_Direct.apply(self, arguments, counts, *tensors), counts)  # type: ignore[arg-type]
         return tuple(results) if self._returns_tuple else results[0]  # type: ignore[return-value]
+
+    def _transformed(self, arguments: Arguments) -> Output:
+        """The results by the formula: an operator would have no tangent, and torch would take it for zero."""
+        if self.formula is None:
+            op = self.name.removesuffix("_backward").removesuffix("_scale")
+            raise InputError(
+                f"{op} has no derivative in forward mode or inside a transform of torch.func: differentiate it "
+                f"by autograd (loss.backward()), or use its formula, {op}_reference"
+            )
+        return self.formula(arguments)
 
     def flat(self, arguments: Arguments) -> tuple[Any, ...]:
         """The fields of the record in a row, as `overload` takes them."""

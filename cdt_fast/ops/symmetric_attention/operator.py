@@ -11,6 +11,7 @@ from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAtt
 from cdt_fast.kernels.blocks import LONGEST
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
 from cdt_fast.ops.symmetric_attention.plain import backward_in_torch, forward_in_torch, room_to_keep
+from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
 
 
 def _forward(attention: SymmetricAttentionArguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,6 +77,20 @@ def _autograd(ctx: Any, grad_output: Tensor | None, *_: None) -> dict[str, Tenso
     return dict(zip(needed, symmetric_attention_backward(attention), strict=True))
 
 
+def _formula(attention: SymmetricAttentionArguments) -> tuple[Tensor, Tensor, Tensor]:
+    z, values = attention.z, attention.values
+    wide = torch.promote_types(z.dtype, torch.float32)
+    with torch.autocast(z.device.type, enabled=False):
+        output = symmetric_attention_reference(
+            z.to(wide),
+            None if values is None else values.to(wide),
+            scale=attention.scale,
+            lengths=attention.lengths,
+            energy=attention.energy,
+        )
+    return output.to(z.dtype), z.new_empty(0), z.new_empty(0)
+
+
 symmetric_attention_forward = Operator(
     "symmetric_attention",
     SymmetricAttentionArguments,
@@ -84,6 +99,7 @@ symmetric_attention_forward = Operator(
     _forward_fake,
     setup_context=_setup_context,
     autograd=_autograd,
+    formula=_formula,
 )
 symmetric_attention_backward = Operator(
     "symmetric_attention_backward",

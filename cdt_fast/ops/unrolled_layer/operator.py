@@ -12,6 +12,8 @@ from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBack
 from cdt_fast.ops.shared.checks import padding_mask, without_padding
 from cdt_fast.ops.shared.products import product_over_rows, rows_of
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+from cdt_fast.ops.soft_threshold.reference import shrink_reference
+from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
 from cdt_fast.ops.unrolled_layer.plain import backward_in_torch, forward_in_torch, product_of_tokens
 
 Layer = TypeVar("Layer", bound=UnrolledLayerArguments)
@@ -140,6 +142,25 @@ def _autograd(
     return dict(zip([name for name, need in needs.items() if need], unrolled_layer_backward(layer), strict=True))
 
 
+def _formula(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype, padding = layer.codes.dtype, padding_mask(layer.lengths, layer.codes)
+    wide = torch.promote_types(dtype, torch.float32)
+    following = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
+    dictionary, following = (matrix.to(dtype).to(wide) for matrix in (layer.dictionary, following))
+    with torch.autocast(layer.codes.device.type, enabled=False):
+        codes, signal = (without_padding(tensor.to(wide), padding) for tensor in (layer.codes, layer.signal))
+        projection = codes @ dictionary.mT if layer.projection is None else layer.projection.to(wide)
+        mixed = symmetric_attention_reference(projection, codes, scale=layer.scale, lengths=layer.lengths)
+        of_signal = symmetric_attention_reference(projection, scale=layer.scale, lengths=layer.lengths)
+        update = mixed + layer.step * (signal - of_signal) @ dictionary
+        next_codes = shrink_reference(update, layer.threshold, layer.nonlinearity)
+        next_projection = next_codes @ following.mT
+        error = next_projection.new_zeros(())
+        if layer.target is not None:
+            error = without_padding(next_projection - layer.target.to(wide), padding).square().sum()
+    return next_codes.to(dtype), next_projection.to(dtype), layer.codes.new_empty(0), error
+
+
 unrolled_layer_forward = Operator(
     "unrolled_layer",
     UnrolledLayerArguments,
@@ -148,6 +169,7 @@ unrolled_layer_forward = Operator(
     _forward_fake,
     setup_context=_setup_context,
     autograd=_autograd,
+    formula=_formula,
 )
 unrolled_layer_backward = Operator(
     "unrolled_layer_backward",
