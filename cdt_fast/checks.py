@@ -27,10 +27,14 @@ def check_number(
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InputError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer, of more digits than Python may write
+        raise InputError(f"{name} must be {expected}, got an integer beyond the largest float") from None
     # Comparisons, for a function of the math module would break a graph that torch.compile makes for any number.
-    if not (-math.inf < float(value) < math.inf and holds(float(value))):
+    if not (-math.inf < number < math.inf and holds(number)):
         raise InputError(f"{name} must be {expected}, got {value!r}")
-    return float(value)
+    return number
 
 
 def check_positive(name: str, value: Any) -> float:

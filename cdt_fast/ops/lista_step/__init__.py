@@ -45,14 +45,14 @@ def lista_step(
         InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
     """
     check_lista_arguments(codes, signal, dictionary, nonlinearity)
-    threshold = check_factor("threshold", threshold, non_negative=True)
     dtype = compute_dtype(codes)
+    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
     rows = rows_of(codes).to(dtype)
     lista = ListaStepArguments(
         codes=rows,
         signal=rows_of(signal).to(dtype),
         dictionary=dictionary,
-        step=check_factor("step", step, non_negative=True),
+        step=check_factor("step", step, non_negative=True, dtype=dtype),
         threshold=threshold,
         nonlinearity=effective_nonlinearity(nonlinearity, threshold),
         keep_residual=dictionary.requires_grad and torch.is_grad_enabled(),

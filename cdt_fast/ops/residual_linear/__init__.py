@@ -59,13 +59,14 @@ def residual_linear(
         raise InputError(f"residual must have shape {shapes[0]} or {shapes[1]}, got {tuple(residual.shape)}")
     check_together(x=x, weight=weight, residual=residual)
     check_choice("nonlinearity", nonlinearity, get_args(Nonlinearity))
-    threshold = check_factor("threshold", threshold, non_negative=True)
-    rows = rows_of(x).to(compute_dtype(x))
+    dtype = compute_dtype(x)
+    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
+    rows = rows_of(x).to(dtype)
     linear = ResidualLinearArguments(
         x=rows,
         weight=weight,
         residual=residual if residual.dim() == 1 else rows_of(residual),
-        alpha=check_factor("alpha", alpha),
+        alpha=check_factor("alpha", alpha, dtype=dtype),
         threshold=threshold,
         nonlinearity=effective_nonlinearity(nonlinearity, threshold),
         backend=choose_backend("residual_linear", rows, multiplies=True),

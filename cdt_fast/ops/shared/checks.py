@@ -11,6 +11,7 @@ from cdt_fast.checks import check_choice, check_non_negative, check_number
 from cdt_fast.errors import InputError
 from cdt_fast.ops.shared.transforms import inside_transform
 
+LARGEST_FACTOR = torch.finfo(torch.float32).max
 # What a layer may have between its products.
 LayerNonlinearity = Literal["soft_threshold", "relu"]
 
@@ -47,14 +48,20 @@ def check_together(**tensors: Tensor | None) -> None:
             )
 
 
-def check_factor(name: str, value: Any, *, non_negative: bool = False) -> float:
-    """Require a finite real number: a Python or NumPy number, or a tensor of one element on the CPU."""
+def check_factor(name: str, value: Any, *, non_negative: bool = False, dtype: torch.dtype = torch.float64) -> float:
+    """Require a finite real number: a Python or NumPy number, or a tensor of one element on the CPU.
+
+    In less than float64 it is multiplied with as a float32: then it has to be one that float32 holds.
+    """
     if isinstance(value, Tensor):
         # A tensor on the device would have to be waited for, and its gradient would be lost without a word.
         if value.numel() != 1 or value.device.type != "cpu" or value.requires_grad:
             raise InputError(f"{name} must be a number, got a tensor: {describe(value)}")
         value = value.item()
-    return check_non_negative(name, value) if non_negative else check_number(name, value)
+    factor = check_non_negative(name, value) if non_negative else check_number(name, value)
+    if dtype != torch.float64 and abs(factor) > LARGEST_FACTOR:
+        raise InputError(f"{name} must be a number that float32 holds, got {factor!r}")
+    return factor
 
 
 def check_lista_arguments(codes: Tensor, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1) -> None:
@@ -82,16 +89,20 @@ def check_lengths(lengths: Tensor | None, tokens: Tensor) -> None:
 
 
 def length_of_each(lengths: Tensor | None) -> Tensor | None:
-    """`[...]` → contiguous `[B]`, as the kernels read them, also where one length stands for all (stride 0)."""
-    return None if lengths is None else lengths.reshape(-1).contiguous()
+    """`[...]` → contiguous `[B]`, as the kernels read them, also where one length stands for all (stride 0).
+
+    In at least int32: the number of tokens, which lengths are compared with, may be more than fewer bits hold.
+    """
+    if lengths is None:
+        return None
+    return lengths.to(torch.promote_types(lengths.dtype, torch.int32)).reshape(-1).contiguous()
 
 
 def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
     """`[..., T]`, true at the tokens of `tokens` `[..., T, width]` that are padding, or None without lengths."""
     if lengths is None:
         return None
-    # In int64: the number of tokens may be more than the lengths' dtype holds.
-    return torch.arange(tokens.shape[-2], device=tokens.device) >= lengths.long().unsqueeze(-1)
+    return torch.arange(tokens.shape[-2], device=tokens.device) >= lengths.unsqueeze(-1)
 
 
 def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
@@ -104,6 +115,17 @@ def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
         rows = tokens.reshape(padding.numel(), tokens.shape[-1])
         return rows.index_fill(0, padding.flatten().nonzero().squeeze(1), 0.0).view(tokens.shape)
     return tokens.masked_fill(padding.unsqueeze(-1), 0.0)
+
+
+def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
+    """`without_padding` in place of contiguous `tokens`: of a gradient, that 0 · NaN may have reached there."""
+    if padding is None:
+        return tokens
+    if tokens.device.type == "cpu":  # as above
+        rows = tokens.view(padding.numel(), tokens.shape[-1])
+        rows.index_fill_(0, padding.flatten().nonzero().squeeze(1), 0.0)
+        return tokens
+    return tokens.masked_fill_(padding.unsqueeze(-1), 0.0)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

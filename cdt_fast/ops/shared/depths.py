@@ -47,7 +47,7 @@ def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: in
         # Numbers in float64: `as_tensor` would round a list of them to float32.
         dtype = depth_weights.dtype if isinstance(depth_weights, Tensor) else torch.float64
         weights = torch.as_tensor(depth_weights, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InputError(f"depth_weights must be {depths} numbers, got {describe(depth_weights)}") from error
     check_shape("depth_weights", weights, (depths,), "one weight a depth")
     return weights

@@ -29,7 +29,7 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     """
     check_tensor("x", x, 0, "of any shape")
     if not isinstance(threshold, Tensor):
-        return shrink(x, check_factor("threshold", threshold, non_negative=True))
+        return shrink(x, check_factor("threshold", threshold, non_negative=True, dtype=x.dtype))
     check_tensor("threshold", threshold, 0, "or a number")
     if x.dim() < threshold.dim() or any(
         size not in (1, expected) for size, expected in zip(threshold.shape[::-1], x.shape[::-1], strict=False)

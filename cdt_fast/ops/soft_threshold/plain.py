@@ -14,7 +14,7 @@ from cdt_fast.kernels.arguments import Nonlinearity
 def shrink(x: Tensor, threshold: float) -> Tensor:
     """`S_θ(x)`."""
     # torch's kernel has gradient 0 at x = 0 for a threshold of 0 too, where it is 1.
-    return torch.nn.functional.softshrink(x, threshold) if threshold else x.clone()
+    return torch.nn.functional.softshrink(x, _held(threshold, x.dtype)) if threshold else x.clone()
 
 
 def effective_nonlinearity(nonlinearity: Nonlinearity, threshold: float) -> Nonlinearity:
@@ -26,7 +26,7 @@ def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
     """An effective nonlinearity, in place."""
     if nonlinearity == "relu":
         return x.relu_()
-    return x if nonlinearity == "identity" else torch.ops.aten.softshrink.out(x, threshold, out=x)
+    return x if nonlinearity == "identity" else torch.ops.aten.softshrink.out(x, _held(threshold, x.dtype), out=x)
 
 
 def shrink_backward_(grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity) -> Tensor:
@@ -43,3 +43,9 @@ def shrink_backward(grad_output: Tensor, output: Tensor, nonlinearity: Nonlinear
     # One kernel of torch's: the output is of a nonlinearity that is zero exactly where its gradient is.
     grad_input = torch.empty_like(output)
     return torch.ops.aten.softshrink_backward.grad_input(grad_output, output, 0.0, grad_input=grad_input)
+
+
+def _held(threshold: float, dtype: torch.dtype) -> float:
+    """The threshold, or the largest number of the dtype, which shrinks every other to zero as well: torch takes no
+    threshold beyond it."""
+    return min(threshold, torch.finfo(dtype).max)

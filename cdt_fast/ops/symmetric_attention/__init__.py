@@ -67,7 +67,7 @@ def symmetric_attention(
         z=tokens,
         values=None if values is None else sequences(values, dtype),
         lengths=length_of_each(lengths),
-        scale=check_factor("scale", scale),
+        scale=check_factor("scale", scale, dtype=dtype),
         energy=bool(energy),
         keeps=torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad)),
         backend=choose_backend("symmetric_attention", tokens, multiplies=True),

@@ -18,7 +18,7 @@ from cdt_fast.ops.shared.attention_scores import (
     softmax_backward_,
     softmax_dtype,
 )
-from cdt_fast.ops.shared.checks import padding_mask, without_padding
+from cdt_fast.ops.shared.checks import clear_padding_, padding_mask, without_padding
 
 # On a CPU the attention of a call is kept for its backward if it has no more bytes: computing it again takes longer.
 KEPT_BYTES = 64 * 2**20
@@ -97,7 +97,8 @@ def backward_in_torch(attention: SymmetricAttentionBackwardArguments) -> list[Te
     if lengths is None or not _pays_by_length(z, values, lengths):
         padding = padding_mask(lengths, z)
         grad_output = without_padding(attention.grad_output, padding)
-        return _gradients(replace(_without_padding(attention, padding), grad_output=grad_output), padding)
+        gradients = _gradients(replace(_without_padding(attention, padding), grad_output=grad_output), padding)
+        return [clear_padding_(gradient, padding) for gradient in gradients]
     shapes = [z] * attention.needs_z + ([values] if attention.needs_values and values is not None else [])
     totals = [torch.zeros_like(tensor) for tensor in shapes]
     for length, which, room in _groups(lengths, z.shape[1], attention.kept):

@@ -88,8 +88,8 @@ def unrolled_layer(
             raise InputError(f"target is on {target.device} but codes is on {codes.device}: move one of them")
     check_together(codes=codes, projection=projection, next_dictionary=next_dictionary)
     check_lengths(lengths, codes)
-    threshold = check_factor("threshold", threshold, non_negative=True)
     dtype = compute_dtype(codes)
+    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
     rows = sequences(codes, dtype)
     layer = UnrolledLayerArguments(
         codes=rows,
@@ -99,9 +99,9 @@ def unrolled_layer(
         next_dictionary=next_dictionary,
         target=None if target is None else sequences(target.detach(), target.dtype),
         lengths=length_of_each(lengths),
-        step=check_factor("step", step, non_negative=True),
+        step=check_factor("step", step, non_negative=True, dtype=dtype),
         threshold=threshold,
-        scale=check_factor("scale", scale),
+        scale=check_factor("scale", scale, dtype=dtype),
         nonlinearity=effective_nonlinearity(nonlinearity, threshold),
         backend=choose_backend("unrolled_layer", rows, multiplies=True),
     )

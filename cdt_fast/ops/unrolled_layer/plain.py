@@ -13,7 +13,7 @@ from cdt_fast.ops.shared.attention_scores import (
     softmax_backward_,
     softmax_dtype,
 )
-from cdt_fast.ops.shared.checks import padding_mask, without_padding
+from cdt_fast.ops.shared.checks import clear_padding_, padding_mask, without_padding
 from cdt_fast.ops.shared.products import product, rows_of
 from cdt_fast.ops.soft_threshold.plain import shrink_, shrink_backward_
 
@@ -71,8 +71,8 @@ def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGra
         grad_scores = softmax_backward_(grad_attention, attention)
         grad_projection = torch.empty_like(projection, memory_format=torch.contiguous_format)
         grad_of_both_factors(grad_scores, projection, layer.scale, out=grad_projection)
-        grad_projection.baddbmm_(attention_low.mT, grad_signal, alpha=-1)
-    grad_codes = attention_low.mT @ grad_update if layer.needs_codes else None
+        clear_padding_(grad_projection.baddbmm_(attention_low.mT, grad_signal, alpha=-1), padding)
+    grad_codes = clear_padding_(attention_low.mT @ grad_update, padding) if layer.needs_codes else None
     return UnrolledLayerGradients(grad_update, residual, grad_next_projection, grad_signal, grad_projection, grad_codes)
 
 
