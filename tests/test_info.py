@@ -10,6 +10,7 @@ import torch
 
 import cdt_fast
 from cdt_fast import info
+from cdt_fast.kernels import cards
 
 
 def test_info_says_what_is_here(call: Callable[..., Any], tmp_path: Path) -> None:
@@ -37,3 +38,20 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
     found = info.collect()
     assert found["matplotlib"] == "not installed (extra: report)"
     assert found["av"] == "not installed (extra: video)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (cards.GpuSpec(90, 232_448), "blocks for hopper cards, 227 KiB"),
+        (cards.GpuSpec(100, 232_448), "blocks for hopper cards, as none are chosen for B200, B300 and Thor, 227 KiB"),
+        (cards.GpuSpec(120, 101_376), "blocks for consumer cards, 99 KiB"),
+    ],
+)
+def test_info_says_whose_blocks_a_gpu_takes(spec: cards.GpuSpec, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cards, "interpreting", lambda: False)
+    monkeypatch.setattr(cards, "unsupported_reason", lambda device, dtype: None)
+    monkeypatch.setattr(cards, "spec_of", lambda device: spec)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert info.explain().startswith(f"triton ({words} of shared memory")
