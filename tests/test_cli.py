@@ -234,7 +234,8 @@ def test_training_prints_tables_a_verdict_and_the_report(
     assert "\r" not in answer.err
     assert "DCT 8x8" in answer.out
     assert "ℓ_1/ℓ_0" in answer.out
-    assert answer.out.splitlines()[-2] == read_json(run / "evaluation.json")["report"]["text"]
+    evaluation = read_json(run / "evaluation.json")
+    assert answer.out.splitlines()[-2] == f"{evaluation['verdict']} {evaluation['report']['text']}"
     assert answer.out.splitlines()[-1] == f"report: {run / 'report.md'}"
     names = {path.name for path in run.iterdir()}
     assert names == {

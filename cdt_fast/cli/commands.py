@@ -172,7 +172,7 @@ def _evaluate(run: RunFolder, settings: RunSettings, task: Any, json_file: str |
         write_json(json_file, measured.evaluation.model_dump(mode="json"))
     _print_notes([measured])
     _print_tables([measured])
-    print(measured.evaluation.report.text)
+    print(report.judgment(measured, [measured]))
     try:
         path = report.write_report(run.path, [measured], f"cdt-fast evaluate {shlex.quote(str(run.path))}")
     except MissingExtra as error:
@@ -191,7 +191,7 @@ def compare(options: argparse.Namespace) -> int:
     _print_notes(runs)
     _print_tables(runs)
     for run in runs:
-        print(f"{run.label}: {run.evaluation.report.text}")
+        print(f"{run.label}: {report.judgment(run, runs)}")
     if options.json is not None:
         write_json(options.json, {run.label: run.evaluation.model_dump(mode="json") for run in runs})
     command = shlex.join(["cdt-fast", "compare", *options.folders, "--out", options.out])

@@ -20,7 +20,7 @@ def drawings(accuracy: str) -> list[Drawing]:
 
 def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
     """Accuracy a noise level, with half of its 95 % interval, and the area under it."""
-    rows = [[heading, "parameters", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma), "area"]]
+    rows = [[heading, "parameters", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma), "area under it"]]
     for run in runs:
         values = run.evaluation
         numbers = [

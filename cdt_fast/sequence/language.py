@@ -95,6 +95,9 @@ class LanguageTask(SequenceTask):
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         return [perplexity_table(runs), accuracy_table(runs, "accuracy of tokens")]
 
+    def choices(self, run: EvaluatedRun) -> int:
+        return run.evaluation.vocabulary
+
     def answers(self, run: EvaluatedRun) -> str:
         return f" with {run.evaluation.answers:,} tokens to predict"
 

@@ -21,7 +21,7 @@ from cdt_fast.sequence.networks import Network, vocabulary_size
 from cdt_fast.sequence.samples import EncodedSamples, moved
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Task
+from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
 
 
 class SequenceWorkload:
@@ -152,7 +152,7 @@ class SequenceTask(Task):
     def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
         largest = f"{runs[0].evaluation.gamma[-1]:g}"
         return [
-            Summary("area", lambda run: run.evaluation.auc),
+            Summary("area under accuracy(γ)", lambda run: run.evaluation.auc),
             Summary(f"accuracy, γ {largest}", lambda run: run.evaluation.accuracy[-1]),
         ]
 
@@ -167,6 +167,15 @@ class SequenceTask(Task):
             "its 95 % interval; area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, at "
             "the training γ."
         )
+
+    @abstractmethod
+    def choices(self, run: EvaluatedRun) -> int:
+        """Among how many answers a guess chooses."""
+
+    def reading(self, run: EvaluatedRun) -> Reading:
+        values = run.evaluation
+        guess = {f"a guess among {self.choices(run):,}": math.log(self.choices(run))}
+        return Reading(f"loss at γ {values.training_gamma:g}", values.layer_loss, guess)
 
     def answers(self, run: EvaluatedRun) -> str:
         """How many answers the test texts have, where that is not one a text."""

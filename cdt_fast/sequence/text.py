@@ -70,6 +70,9 @@ class TextTask(SequenceTask):
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         return [accuracy_table(runs, "accuracy")]
 
+    def choices(self, run: EvaluatedRun) -> int:
+        return len(run.evaluation.classes)
+
 
 def encoded_texts(data: TextData, tokenizer: Tokenizer, max_length: int) -> EncodedSamples:
     """Texts as rows of ids, each with its class."""

@@ -14,6 +14,7 @@ from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import EvaluatedRun, Task
+from cdt_fast.training.verdict import verdict
 
 
 def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress: bool = True) -> EvaluatedRun:
@@ -34,8 +35,10 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
         raise InputError(f"{folder.checkpoint}: is no checkpoint of a training ({error})") from error
     measured = task.evaluate(folder, settings, data, constraints, progress)
     evaluation = task.evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
+    run = EvaluatedRun(folder, settings, task, evaluation)
+    evaluation.success, evaluation.verdict = verdict(run)
     write_json(folder.evaluation, evaluation.model_dump(mode="json"))
-    return EvaluatedRun(folder, settings, task, evaluation)
+    return run
 
 
 def judged(measured: dict[str, Any], settings: RunSettings, constraints: DescentConstraints) -> dict[str, Any]:

@@ -297,7 +297,9 @@ class Trainer:
         report = self.constraints.report(losses)
         if report.worst_violation is None:
             return f"loss by depth {shown}"
-        return f"loss by depth {shown}, worst {report.worst_violation:+.1%} @{report.worst_layer}"
+        if report.feasible:
+            return f"loss by depth {shown}, all bounds hold"
+        return f"loss by depth {shown}, depth {report.worst_layer} {report.worst_violation:.1%} above its bound"
 
     def _validate(self) -> dict[str, Any]:
         """Losses on the validation samples; keeps the model if it is the best so far."""

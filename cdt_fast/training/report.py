@@ -10,6 +10,7 @@ from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown
 from cdt_fast.training import figures
 from cdt_fast.training.task import EvaluatedRun, Summary, Table
+from cdt_fast.training.verdict import verdict
 
 _VERDICT = (
     "Worst: the largest share by which a layer exceeds its bound, negative where all bounds hold, and that layer; "
@@ -82,6 +83,12 @@ def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
     return [table for table in every if table]
 
 
+def judgment(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> str:
+    """The verdict on one of several runs, and that on its constraints where it has some."""
+    text = verdict(run, [other for other in runs if other is not run]).text
+    return f"{text} {run.evaluation.report.text}" if run.evaluation.constrained else text
+
+
 def unfinished(runs: Sequence[EvaluatedRun]) -> list[str]:
     """A line for each run that was evaluated before its training had come to its end."""
     return [
@@ -116,7 +123,7 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     for table in tables(runs):
         lines += [as_markdown(table), ""]
     for run in runs:
-        lines += [f"- {run.label}: {run.evaluation.report.text}{run.task.remark(run)}"]
+        lines += [f"- {run.label}: {judgment(run, runs)}{run.task.remark(run)}"]
     lines.append("")
     for name, caption in pictures:
         lines += [f"![{caption}]({name})", "", f"*{caption}*", ""]

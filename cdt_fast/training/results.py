@@ -59,6 +59,8 @@ class Evaluation(_Part):
     per_sample: PerSample
     trained_steps: Count
     steps: Count
+    success: bool | None = None  # see `training.verdict`: of the run alone, with no plain one beside it
+    verdict: str = ""
 
     @model_validator(mode="after")
     def _of_one_size(self) -> Self:

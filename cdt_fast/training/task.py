@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.presets import DEFAULTS
 from cdt_fast.errors import InputError
 from cdt_fast.training.results import Evaluation
 from cdt_fast.training.run_folder import RunFolder
@@ -34,6 +35,20 @@ class Summary(NamedTuple):
 
     heading: str
     value: Callable[[EvaluatedRun], float | None]
+
+
+class Reading(NamedTuple):
+    """What a verdict reads of a run: the lower, the better.
+
+    Attributes:
+        measure: what was measured, with the noise level, as "RMSE at γ 0.15".
+        depths: its value at every depth 0 to L.
+        references: its value for what costs no training, by name: the input, baselines without weights, a guess.
+    """
+
+    measure: str
+    depths: list[float]
+    references: dict[str, float]
 
 
 class Workload(Protocol):
@@ -166,6 +181,10 @@ class Task(ABC):
         """On what and how a run was measured, for the head of a report."""
 
     @abstractmethod
+    def reading(self, run: EvaluatedRun) -> Reading:
+        """What the verdict on a run is about."""
+
+    @abstractmethod
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         """The tables of a report that are the task's own."""
 
@@ -205,8 +224,12 @@ class EvaluatedRun:
     @property
     def kind(self) -> str:
         """How the run was trained, in words."""
-        constrained = "constrained" if self.evaluation.constrained else "unconstrained"
-        return f"{constrained}, {self.task.kind(self)}"
+        words = ["constrained" if self.evaluation.constrained else "unconstrained"]
+        if self.settings.objective != (DEFAULTS.objective if self.evaluation.constrained else "last"):
+            words.append(f"objective {self.settings.objective}")
+        if self.evaluation.constrained and self.settings.constraints.coupling != DEFAULTS.coupling:
+            words.append(self.settings.constraints.coupling)
+        return ", ".join([*words, self.task.kind(self)])
 
     @property
     def label(self) -> str:

@@ -18,7 +18,7 @@ from cdt_fast.ops.shared.backend import explain
 from cdt_fast.ops.unrolled_layer.composed import fused_unsupported_reason
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Table, Task
+from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Table, Task
 from cdt_fast.video import figures
 from cdt_fast.video.data import VideoData, load_video, to_patches
 from cdt_fast.video.denoising import denoise_video, denoised_frames
@@ -164,6 +164,14 @@ class VideoTask(Task):
             f"σ = {values.sigma:.4f}. RMSE on 0..255 over all pixels of a noise level, then the plain mean "
             "over the levels. Losses: squared error summed over the pixels of a patch with values in [0, 1]."
         )
+
+    def reading(self, run: EvaluatedRun) -> Reading:
+        values = run.evaluation
+        index = min(range(len(values.gamma)), key=lambda index: abs(values.gamma[index] - values.training_gamma))
+        references = {"the input": values.identity_rmse[index]}
+        for name, rmse in values.baseline_rmse.items():
+            references[figures.baseline_label(run, name)] = rmse[index]
+        return Reading(f"RMSE at γ {values.gamma[index]:g}", values.depth_rmse[index], references)
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         return [error_table(runs)]

@@ -81,7 +81,7 @@ def test_train_evaluate_and_compare(call: Call, task: str, table: Path, instruct
     }
     tables = answer.out.strip().split("\n\n")
     accuracy = tables[0 if task == "text" else 1].splitlines()
-    assert accuracy[0].split()[-1] == "area"
+    assert accuracy[0].endswith("  area under it")
     for line, run in zip(accuracy[2:], runs, strict=True):
         evaluation = read_json(run / "evaluation.json")
         assert line.split()[-1] == f"{evaluation['auc']:.3f}"

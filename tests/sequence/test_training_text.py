@@ -320,7 +320,7 @@ def test_runs_of_two_seeds_are_summed_up(tmp_path: Path) -> None:
         evaluated(run, config)
         runs.append(open_evaluated(run.path))
     head, row = seed_table(runs)
-    assert head[2:4] == ["area", "accuracy, γ 2"]
+    assert head[2:4] == ["area under accuracy(γ)", "accuracy, γ 2"]
     areas = [run.evaluation.auc for run in runs]
     assert row[:2] == ["constrained, text-ut", "2"]
     assert row[2] == f"{sum(areas) / 2:.3g} ({min(areas):.3g}..{max(areas):.3g})"

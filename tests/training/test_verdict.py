@@ -1,0 +1,95 @@
+"""What a run is called a success for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import EvaluatedRun, Reading
+from cdt_fast.training.verdict import plain_run, verdict
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import evaluate_run, train
+
+INPUT = {"the input": 5.6, "DCT": 4.0}
+
+
+def run_of(
+    depths: list[float], *, constrained: bool = True, feasible: bool = True, seed: int = 0, parameters: int = 10
+) -> EvaluatedRun:
+    settings = VideoSettings()
+    settings.constraints.constrained = constrained
+    settings.training.seed = seed
+    evaluation: Any = SimpleNamespace(
+        feasible=feasible, constrained=constrained, layers=len(depths) - 1, parameters=parameters
+    )
+    task: Any = SimpleNamespace(reading=lambda run: Reading("RMSE at γ 0.15", depths, INPUT))
+    return EvaluatedRun(RunFolder(Path("plain" if not constrained else "mine")), settings, task, evaluation)
+
+
+def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_config: Any, tmp_path: Path) -> None:
+    config = tiny_config(steps=2, reference="none", rate=0.0001, warmup_epochs=0)
+    run = RunFolder.create(tmp_path / "run", config)
+    train(run, config, progress=False)
+    evaluated = evaluate_run(run, config)
+    assert evaluated.evaluation.success is False
+    assert evaluated.evaluation.verdict.startswith("No success: ")
+    assert "is not better than the input (" in evaluated.evaluation.verdict
+
+
+@pytest.mark.parametrize(
+    ("depths", "options", "text"),
+    [
+        (
+            [60.0, 50.0, 44.0],
+            {},
+            "No success: all constraints hold; the last depth (RMSE at γ 0.15: 44) is not better than the input (5.6) "
+            "and DCT (4). Exits better than the input: none; than DCT: none.",
+        ),
+        (
+            [9.0, 5.0, 3.5, 3.0],
+            {},
+            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
+            "DCT (4). Exits better than the input: 1 to 2; than DCT: 2.",
+        ),
+        (
+            [9.0, 5.0],
+            {"constrained": False},
+            "No success: the last depth (RMSE at γ 0.15: 5) is better than the input (5.6); not better than DCT (4).",
+        ),
+        (
+            [9.0, 3.0],
+            {"feasible": False},
+            "No success: constraints are violated; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) "
+            "and DCT (4).",
+        ),
+    ],
+)
+def test_a_verdict_is_about_constraints_the_input_and_the_baselines(
+    depths: list[float], options: dict[str, Any], text: str
+) -> None:
+    found = verdict(run_of(depths, **options))
+    assert found.text == text
+    assert found.success == text.startswith("Success")
+
+
+def test_a_plain_run_beside_it_has_to_be_beaten_depth_by_depth() -> None:
+    plain = run_of([9.0, 6.0, 9.0, 2.0, 2.9], constrained=False)
+    found = verdict(run_of([9.0, 5.0, 5.0, 5.0, 3.0]), [plain])
+    assert not found.success
+    assert "; not better than plain training (plain) (2.9)." in found.text
+    assert found.text.endswith("than plain training (plain): 1 to 2.")
+    assert verdict(run_of([9.0, 5.0, 5.0, 5.0, 2.8]), [plain]).success
+    assert "plain training" not in verdict(plain, [run_of([9.0, 5.0, 5.0, 5.0, 1.0])]).text
+
+
+def test_the_plain_run_is_of_the_same_size_and_seed() -> None:
+    tied = run_of([1.0, 1.0], constrained=False, parameters=3)
+    same, other = (run_of([1.0, 1.0], constrained=False, seed=seed) for seed in (1, 0))
+    deeper = run_of([1.0, 1.0, 1.0], constrained=False)
+    assert plain_run(run_of([1.0, 1.0], seed=1), [tied, deeper, other, same]) is same
+    assert plain_run(run_of([1.0, 1.0], seed=7), [tied, deeper]) is tied
+    assert plain_run(run_of([1.0, 1.0]), [deeper, run_of([1.0, 1.0])]) is None
