@@ -19,6 +19,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
+from cdt_fast.training.depth_schedule import check_depth_schedule, scheduled_weights
 from cdt_fast.training.execution import resolve_execution
 from cdt_fast.training.factory import build_constraints, samples_per_step, steps_per_epoch
 from cdt_fast.training.interruption import Interrupted, signals_noted
@@ -52,6 +53,7 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     disable_malloc_trim()
     task.check(settings)
     accelerator = Accelerator(cpu=settings.training.device == "cpu")
+    check_depth_schedule(settings, accelerator.num_processes)
     resolve_execution(settings, accelerator, task)  # before the data are read
     progress = progress and accelerator.is_main_process
     with run.lock(accelerator.is_main_process):
@@ -203,6 +205,11 @@ class Trainer:
         counts = tuple(sum(self.workload.count(sample) for sample, _ in share) for share in shares)
         items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
         known = self.constraints.known_weights()
+        schedule = self.settings.training.depth_schedule
+        if schedule is not None:
+            known = scheduled_weights(
+                schedule, self.workload.num_constraints, self.step, self.workload.steps, self.settings.training.seed
+            )
         action = self.constraints.count_step() if self._measured else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         batches = (

@@ -203,6 +203,10 @@ class TrainingSettings(Section):
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
     warmup_steps: Count = setting(0, "steps over which the learning rate rises to lr")
     clip: NonNegative | None = setting(1.0, "largest gradient norm ('none' for no bound)")
+    depth_schedule: Literal["random", "gradual"] | None = setting(
+        None,
+        "without constraints: train one depth a step, drawn at random, or switch depths on from the last to the first",
+    )
     weight_decay: NonNegative = setting(0.0, "decoupled weight decay (AdamW)")
     precision: Precision = setting(
         "auto",
