@@ -64,7 +64,11 @@ def resident_peak(step: Callable[[], object]) -> int:
             raise NotMeasured("the mark of the largest resident size could not be reset a second time")
         step()
         return max(0, _resident("VmHWM") - before)
-    return _growth_of_maximum(step)
+    earlier = _resident("VmHWM")
+    step()
+    if _resident("VmHWM") <= earlier:
+        raise NotMeasured("the peak of the step is below that of its preparation, and the mark cannot be reset here")
+    return _resident("VmHWM") - earlier
 
 
 def _reset_mark() -> bool:
@@ -77,6 +81,8 @@ def _reset_mark() -> bool:
 
 
 def _resident(entry: str) -> int:
+    if not _STATUS.exists():
+        raise NotMeasured("this system reports no largest resident size")
     for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name == entry:
@@ -86,28 +92,9 @@ def _resident(entry: str) -> int:
 
 def _return_freed_memory() -> None:
     # glibc keeps what was freed in the middle of its heap; a second step would fill it without growing the process.
-    if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
-def _growth_of_maximum(step: Callable[[], object]) -> int:
-    earlier = _largest()
-    step()
-    if _largest() <= earlier:
-        raise NotMeasured("the peak of the step is below that of its preparation, and the mark cannot be reset here")
-    return _largest() - earlier
-
-
-def _largest() -> int:
-    if _STATUS.exists():  # Linux, where the other figure starts from that of the process that started this one
-        return _resident("VmHWM")
-    try:
-        import resource
-    except ImportError as error:  # Windows
-        raise NotMeasured("this system reports no largest resident size") from error
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def find(suite: str, case: str, name: str, size: str, device: torch.device) -> Implementation:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cdt_fast import files
 from cdt_fast.kernels import cards
@@ -96,13 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     found = rows(options.family, options.precision, options.card, options.without_divisibility)
     configurations = list(dict.fromkeys(row.configuration for row in found))
-    records = files.read_json(options.json) if options.json and options.json.exists() else []
+    records = files.read_json(options.json, dict[str, dict[str, Any]]) if options.json and options.json.exists() else {}
     measurements = from_json(records, configurations)
     missing = [configuration for configuration in configurations if configuration not in measurements]
     for start in range(0, len(missing), SAVED_TOGETHER):
         measurements |= compile_all(missing[start : start + SAVED_TOGETHER], options.processes)
         if options.json:
-            files.write_text(options.json, as_json(found, measurements))
+            files.write_text(options.json, as_json(measurements))
     print(
         f"{len(missing)} of {len(configurations)} configurations compiled in {time.perf_counter() - begin:.0f} s",
         file=sys.stderr,

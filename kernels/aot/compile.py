@@ -111,13 +111,6 @@ class Configuration:
         return replace(self, divisible=())
 
     @property
-    def named_constants(self) -> dict[str, Any]:
-        """The constants that the launcher chose, by name: not the arguments that happen to be one or None."""
-        names = [name for name, _ in self.signature]
-        kernel = getattr(importlib.import_module(self.module), self.kernel)
-        return {names[path[0]]: value for path, value in self.constants if kernel.params[path[0]].is_constexpr}
-
-    @property
     def digest(self) -> str:
         """What changes whenever the machine code may: source of the kernel, specialization, card, version of Triton."""
         options = (self.warps, self.stages, self.card.capability, triton.__version__)

@@ -83,23 +83,18 @@ def faults(rows: Iterable[Row], measurements: Measurements) -> list[str]:
     ]
 
 
-def as_json(rows: Iterable[Row], measurements: Measurements) -> str:
-    """A list of objects, one a row that is measured, with everything that was measured."""
-    measured = (row for row in rows if row.configuration in measurements)
-    return json.dumps([_record(row, measurements[row.configuration]) for row in measured], indent=1, default=str)
+def as_json(measurements: Measurements) -> str:
+    """Everything that was measured, by the digests of the configurations."""
+    return json.dumps({one.digest: asdict(measured) for one, measured in measurements.items()}, indent=1)
 
 
 def from_json(
-    records: Iterable[Mapping[str, Any]], configurations: Iterable[Configuration]
+    records: Mapping[str, Mapping[str, Any]], configurations: Iterable[Configuration]
 ) -> dict[Configuration, Measurement]:
     """What `as_json` wrote of these configurations, where neither their source nor Triton has changed since."""
-    names = [field.name for field in fields(Measurement)]
-    known = {
-        record["digest"]: Measurement(**{name: record[name] for name in names})
-        for record in records
-        # An older program may have measured less.
-        if record.keys() >= set(names)
-    }
+    names = {field.name for field in fields(Measurement)}
+    # An older program may have measured less.
+    known = {digest: Measurement(**record) for digest, record in records.items() if record.keys() == names}
     digests = {configuration: configuration.digest for configuration in configurations} if known else {}
     return {configuration: known[digest] for configuration, digest in digests.items() if digest in known}
 
@@ -119,24 +114,6 @@ def as_csv(rows: Iterable[Row], measurements: Measurements) -> str:
         fault = "; ".join(found.faults(configuration.card, row.spill_allowed))
         writer.writerow((*names, configuration.warps, configuration.stages, *figures, fault))
     return file.getvalue()
-
-
-def _record(row: Row, measurement: Measurement) -> dict[str, object]:
-    configuration = row.configuration
-    return {
-        "family": row.family,
-        "case": row.case,
-        "precision": row.precision,
-        "card": row.card,
-        "divisible": row.divisible,
-        "digest": configuration.digest,
-        "kernel": configuration.kernel,
-        "constants": configuration.named_constants,
-        "warps": configuration.warps,
-        "stages": configuration.stages,
-        **asdict(measurement),
-        "faults": measurement.faults(configuration.card, row.spill_allowed),
-    }
 
 
 def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses.parts import CLASSIFIER, ModelParts, refusal
+from cdt_fast.models.layer_losses.parts import CLASSIFIER, ModelParts, unsupported
 from cdt_fast.models.layer_losses.patch import Patch
 from cdt_fast.models.layer_losses.targets import IGNORED
 
@@ -67,7 +67,7 @@ def check_first_forward(
             own = run(labels=labels)
         loss = own.get("loss")
         if not isinstance(loss, Tensor) or loss.dim() or not isinstance(own.get("logits"), Tensor):
-            raise refusal(parts.model, "its forward with labels returns no loss and logits")
+            raise unsupported(parts.model, "its forward with labels returns no loss and logits")
         _check_shapes(parts, states)
         try:
             with _same_random_numbers(parts.model):
@@ -80,7 +80,7 @@ def check_first_forward(
             raise
         except Exception as error:  # any: the code is not ours
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise refusal(parts.model, f"its inner depths cannot be read ({reason})") from error
+            raise unsupported(parts.model, f"its inner depths cannot be read ({reason})") from error
         _check_loss(parts, own, loss, reading.loss, labels)
 
 
@@ -92,7 +92,7 @@ def _few(parts: ModelParts, arguments: dict[str, Any]) -> tuple[dict[str, Any], 
     names = [getattr(model, "main_input_name", "input_ids"), "input_ids", "inputs_embeds"]
     name = next((name for name in names if isinstance(arguments.get(name), Tensor)), None)
     if name is None:
-        raise refusal(model, f"its forward is given none of {', '.join(dict.fromkeys(names))}")
+        raise unsupported(model, f"its forward is given none of {', '.join(dict.fromkeys(names))}")
     if name == "input_ids" and "inputs_embeds" in model.forward.names:
         embedding = None
         with contextlib.suppress(NotImplementedError):  # of models that do not say which theirs are
@@ -132,11 +132,11 @@ def _check_shapes(parts: ModelParts, states: dict[int, Any]) -> None:
     """Require one shape of all states: only then do the layers refine one, and can a head read any of them."""
     layers = len(parts.layers)
     if len(states) <= layers:
-        raise refusal(parts.model, f"no more than {len(states)} of its {layers} layers run in its forward")
+        raise unsupported(parts.model, f"no more than {len(states)} of its {layers} layers run in its forward")
     shapes = [tuple(getattr(states[depth], "shape", ())) for depth in range(layers + 1)]
     for depth, shape in enumerate(shapes):
         if shape != shapes[-1] or not shape:
-            raise refusal(
+            raise unsupported(
                 parts.model,
                 f"its layers do not refine one state: at depth {depth} it has the shape {shape}, at the last "
                 f"{shapes[-1]}",
@@ -152,7 +152,7 @@ def _check_loss(parts: ModelParts, own: Any, loss: Tensor, read: Tensor, labels:
     # Not (a > b) rather than a <= b: where a model diverged, NaN is not the fault of its structure.
     if abs(given - expected) > tolerance:
         shift = ", each shifted by one token," if parts.shifts_labels else ""
-        raise refusal(
+        raise unsupported(
             parts.model,
             f"its own loss of a few tokens is {expected:.6g}, and {given:.6g} is read from its last depth. It computes "
             f"something between its last layer and its loss that is not known here, or its loss is no cross-entropy of "
@@ -171,7 +171,7 @@ def _check_features(parts: ModelParts, depth: int, read: Tensor, expected: Tenso
         what = f"differ by {difference:.3g} where the largest is {size:.3g}"
     else:
         what = f"have the shapes {tuple(read.shape)} and {tuple(expected.shape)}"
-    raise refusal(
+    raise unsupported(
         parts.model,
         f"what its head is given from depth {depth}, and what it is given without the last {layers - depth} of its "
         f"{layers} layers, {what}. It computes something between its last layer and its head that is not known here",

@@ -28,7 +28,7 @@ from cdt_fast.models.layer_losses.outputs import (
     router_loss,
     with_layer_losses,
 )
-from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts, check_head, refusal
+from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts, check_head, unsupported
 from cdt_fast.models.layer_losses.patch import Patch
 from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
 from cdt_fast.ops import layerwise_cross_entropy
@@ -285,7 +285,7 @@ class LayerLosses:
         """The states of a language model at each depth and, whether it is tapped or not, the last, before its norm."""
         last = self._this_pass().states.get(len(self._parts.layers), features)
         if last is None:
-            raise refusal(self._parts.model, "its head did not run")
+            raise unsupported(self._parts.model, "its head did not run")
         return [*self._inner_states(), last]
 
     def _head(self, patch: Patch, features: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +304,7 @@ class LayerLosses:
             for rows in features:
                 if this.features is not None and rows.shape != this.features.shape:
                     shapes = f"{tuple(rows.shape)} as read, {tuple(this.features.shape)} in its forward"
-                    raise refusal(self._parts.model, f"what its head is given has another shape: {shapes}")
+                    raise unsupported(self._parts.model, f"what its head is given has another shape: {shapes}")
             if this.targets is None:
                 return [self._parts.capped(patch.original(rows)) for rows in features]
             return self._losses(features)

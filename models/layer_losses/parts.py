@@ -86,7 +86,7 @@ class ModelParts:
         return pooler(state) if isinstance(pooler, nn.Module) else None
 
 
-def refusal(model: Any, reason: str) -> InputError:
+def unsupported(model: Any, reason: str) -> InputError:
     """The error for a model whose depths cannot be read."""
     return InputError(f"no layer losses for a {type(model).__name__}: {reason}")
 
@@ -102,9 +102,9 @@ def find_parts(wrapped: Any) -> ModelParts:
     config: Any = getattr(model, "config", None)
     base: Any = getattr(model, "base_model", None)
     if kind is None or config is None or not isinstance(base, nn.Module):
-        raise refusal(model, f"it has no loss of labels that its depths could have too; {SUPPORTED}")
+        raise unsupported(model, f"it has no loss of labels that its depths could have too; {SUPPORTED}")
     if getattr(config, "is_encoder_decoder", False):
-        raise refusal(model, "it has an encoder and a decoder, whose layers do not refine one and the same state")
+        raise unsupported(model, "it has an encoder and a decoder, whose layers do not refine one and the same state")
     stack = _config_of_layers(model, config)
     path, layers = _layers(model, base, _number_of_layers(kind, stack))
     if base is model:  # its own prefix names no part of it
@@ -200,17 +200,17 @@ def _layers(
 ) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
     """The modules from `base` down to the one that owns the layers, and the layers."""
     if expected is None:
-        raise refusal(model, "its configuration states no num_hidden_layers: it is no plain stack of layers")
+        raise unsupported(model, "its configuration states no num_hidden_layers: it is no plain stack of layers")
     lists = [(path, layers) for path, layers in _lists(base, ()) if len(layers) == expected]
     if len(lists) != 1:
-        raise refusal(
+        raise unsupported(
             model,
             f"it holds {len(lists)} lists of {expected} layers (num_hidden_layers), and which modules its depths lie "
             "between is known for one alone",
         )
     path, layers = lists[0]
     if base is model and len(path) == 1:
-        raise refusal(model, "its layers are its own children, and not those of a base model")
+        raise unsupported(model, "its layers are its own children, and not those of a base model")
     return path, tuple(layers)
 
 
@@ -245,19 +245,19 @@ def _tail(path: Sequence[nn.Module]) -> Iterator[nn.Module]:
 def _head_of_language_model(model: Any) -> nn.Module:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
-        raise refusal(model, "it has no output embeddings")
+        raise unsupported(model, "it has no output embeddings")
     if not is_linear(in_use(head)):
-        raise refusal(model, f"its head is a {type(in_use(head)).__name__}, and not one linear map")
+        raise unsupported(model, f"its head is a {type(in_use(head)).__name__}, and not one linear map")
     if head not in model.children():
         owners = [type(child).__name__ for child in model.children() if head in child.modules()]
-        raise refusal(model, f"its head ({', '.join(owners)}) is more than one linear map")
+        raise unsupported(model, f"its head ({', '.join(owners)}) is more than one linear map")
     return head
 
 
 def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Module:
     problem = getattr(config, "problem_type", None)
     if config.num_labels < 2 or problem not in _PROBLEMS:
-        raise refusal(
+        raise unsupported(
             model,
             f"it has num_labels={config.num_labels} and problem_type={problem!r}; expected classification with one "
             "label a row and at least 2 classes",
@@ -270,7 +270,7 @@ def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Mo
         if size_of_linear(module)[0] == config.num_labels
     ]
     if not linear:
-        raise refusal(model, f"it has no linear map to its {config.num_labels} classes outside of its base model")
+        raise unsupported(model, f"it has no linear map to its {config.num_labels} classes outside of its base model")
     return linear[-1]  # a dense layer of the same size stands before it
 
 
