@@ -79,32 +79,32 @@ def document(results: Results, links: Mapping[str, str] | None = None) -> str:
     """
     order = list(SUITES)
     files = sorted(results.items(), key=lambda item: (item[1]["name"], order.index(item[1]["suite"]), item[0]))
-    files = [(name, found) for name, found in files if found["size"] != "toy"]
+    files = [(name, file) for name, file in files if file["size"] != "toy"]
     lines = [_INTRODUCTION]
     for device, title in (("cpu", "On a CPU"), ("cuda", "On an NVIDIA GPU")):
-        of_device = [found for _, found in files if found["device"] == device]
+        of_device = [file for _, file in files if file["device"] == device]
         lines += [f"### {title}", "", *_headline(device, of_device), ""]
         lines += [as_markdown(_goal_rows(device, of_device)), ""]
     lines.append(_METHOD)
-    for machine in dict.fromkeys(found["name"] for _, found in files):
-        lines += _machine(machine, {name: found for name, found in files if found["name"] == machine}, links or {})
+    for machine in dict.fromkeys(file["name"] for _, file in files):
+        lines += _machine(machine, {name: file for name, file in files if file["name"] == machine}, links or {})
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _machines(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """The results of each card or processor."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    machines: dict[str, list[Mapping[str, Any]]] = {}
     for result in results:
-        found.setdefault(result["name"], []).append(result)
-    return found
+        machines.setdefault(result["name"], []).append(result)
+    return machines
 
 
 def _headline(device: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
     """How many of the goals are met, by machine."""
     lines = []
     goals = [goal for goal in GOALS if goal.device == device]
-    for machine, found in _machines(results).items():
-        figures = [(goal, figure) for goal in goals if (figure := _worst(goal, found)) is not None]
+    for machine, of_machine in _machines(results).items():
+        figures = [(goal, figure) for goal in goals if (figure := _worst(goal, of_machine)) is not None]
         met = sum(goal.reached(figure) for goal, figure in figures)
         lines.append(f"{machine}: {met} of {len(goals)} met, {len(figures) - met} missed.")
         if len(figures) < len(goals):
@@ -115,9 +115,9 @@ def _headline(device: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
 def _goal_rows(device: str, results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     machines = _machines(results)
     rows = [["work", "goal", *(machines or ["measured"])]]
-    for goal in GOALS:
-        if goal.device == device:
-            rows.append([goal.work, goal.wanted, *([_goal_cell(goal, found) for found in machines.values()] or [""])])
+    for goal in (goal for goal in GOALS if goal.device == device):
+        cells = [_goal_cell(goal, of_machine) for of_machine in machines.values()]
+        rows.append([goal.work, goal.wanted, *(cells or [""])])
     return rows
 
 
@@ -130,14 +130,14 @@ def _goal_cell(goal: Goal, results: Sequence[Mapping[str, Any]]) -> str:
 
 def _worst(goal: Goal, results: Sequence[Mapping[str, Any]]) -> float | None:
     """Of the cases that the goal concerns, the figure farthest from it; None where none has one."""
-    cases = [case for found in results if found["suite"] == goal.suite for case in found["cases"]]
+    cases = [case for result in results if result["suite"] == goal.suite for case in result["cases"]]
     figures = [goal.figure(case) for case in cases if goal.concerns(case)]
     known = [figure for figure in figures if figure is not None]
     return goal.worst(known) if known else None
 
 
 def _machine(machine: str, files: Results, links: Mapping[str, str]) -> list[str]:
-    runs = {(name, key): run for name, found in files.items() for key, run in found["runs"].items()}
+    runs = {(name, key): run for name, file in files.items() for key, run in file["runs"].items()}
     # One that measured several suites is in the file of each, with the ceilings that were known by then.
     one_run: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(runs, key=lambda key: (runs[key]["date"], key)):
@@ -152,9 +152,9 @@ def _machine(machine: str, files: Results, links: Mapping[str, str]) -> list[str
         lines += [f"All runs: {next(iter(settings))}.", ""]
     else:
         lines += [*(f"- Run {', '.join(of)}: {setting}." for setting, of in settings.items()), ""]
-    for name, found in files.items():
-        called = {key: letters[name, key] for key in found["runs"]}
-        lines += _suite(name, found, called, links)
+    for name, file in files.items():
+        called = {key: letters[name, key] for key in file["runs"]}
+        lines += _suite(name, file, called, links)
     return lines
 
 
@@ -186,20 +186,20 @@ def _setting(machine: Mapping[str, Any]) -> str:
     return "; ".join(f"{title} {words[value] if isinstance(value, bool) else value}" for title, value in shown.items())
 
 
-def _suite(name: str, found: Mapping[str, Any], runs: Mapping[str, str], links: Mapping[str, str]) -> list[str]:
-    lines = [f"### {found['suite']}", ""]
+def _suite(name: str, file: Mapping[str, Any], runs: Mapping[str, str], links: Mapping[str, str]) -> list[str]:
+    lines = [f"### {file['suite']}", ""]
     picture = Path(name).with_suffix(".png").name
     if picture in links:
-        lines += [f"![{found['suite']} on {found['name']}]({links[picture]})", ""]
-    cases = found["cases"]
+        lines += [f"![{file['suite']} on {file['name']}]({links[picture]})", ""]
+    cases = file["cases"]
     notes = list(dict.fromkeys(case["note"] for case in cases if case["note"]))
     in_series = [case for case in cases if case["series"]]
     alone = [case for case in cases if not case["series"]]
     if in_series:
         lines += [as_markdown(tables.series_table(in_series, runs)), ""]
-    if found["fits"]:
+    if file["fits"]:
         lines += ["Exponents of `time ~ size^exponent`, by least squares on logarithms:", ""]
-        lines += [as_markdown(tables.fit_table(found["fits"])), ""]
+        lines += [as_markdown(tables.fit_table(file["fits"])), ""]
     if alone:
         lines += [as_markdown(tables.case_table(alone, runs, notes)), ""]
         lines += [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""] if notes else []
@@ -219,8 +219,8 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 def find_links(folder: Path, out: Path) -> dict[str, str]:
     """The results files and pictures of a folder, as they are linked from the file `out`."""
-    found = sorted([*folder.glob("*.json"), *folder.glob("*.png")])
-    return {path.name: Path(os.path.relpath(path, out.parent)).as_posix() for path in found}
+    paths = sorted([*folder.glob("*.json"), *folder.glob("*.png")])
+    return {path.name: Path(os.path.relpath(path, out.parent)).as_posix() for path in paths}
 
 
 def main() -> None:
@@ -232,8 +232,8 @@ def main() -> None:
     try:
         results = read_results(options.results)
         try:
-            for name, found in results.items():
-                write_picture((options.results / name).with_suffix(".png"), found)
+            for name, file in results.items():
+                write_picture((options.results / name).with_suffix(".png"), file)
         except ImportError as error:
             print(f"the pictures stay as they are: {error}")
         write_text(options.out, document(results, find_links(options.results, options.out)))

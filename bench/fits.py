@@ -36,11 +36,11 @@ def fit_series(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 if figures.get(figure):
                     key = (case["series"], case["varied"], candidate, figure)
                     points.setdefault(key, []).append((case["shape"][case["varied"]], figures[figure]))
-    found = []
+    fits = []
     for key, measured in points.items():
         sizes, values = zip(*sorted(measured), strict=True)
         if len(sizes) >= _FEWEST:
             exponent, explained = fit_exponent(sizes, values)
             named = dict(zip(("series", "varied", "implementation", "figure"), key, strict=True))
-            found.append({**named, "exponent": exponent, "explained": explained, "sizes": list(sizes)})
-    return found
+            fits.append({**named, "exponent": exponent, "explained": explained, "sizes": list(sizes)})
+    return fits

@@ -57,8 +57,8 @@ class Goal:
 
 def timed(case: Case, role: str) -> Mapping[str, Any]:
     """The first implementation of a role that was timed; empty where none was."""
-    found = (one for one in case["implementations"].values() if one["role"] == role and one["status"] == "timed")
-    return next(found, {})
+    matching = (one for one in case["implementations"].values() if one["role"] == role and one["status"] == "timed")
+    return next(matching, {})
 
 
 def _over_eager(case: Case) -> float | None:

@@ -21,9 +21,9 @@ def processor_name() -> str:
     """The processor as it calls itself; its architecture where the system does not say."""
     information = Path("/proc/cpuinfo")
     if information.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return found[1].strip()
+        match = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
+        if match:
+            return match[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -34,7 +34,7 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
         device: what is measured.
         allocator: how freed memory is handled.
     """
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "name": processor_name(),
         "device": device.type,
         "processor": processor_name(),
@@ -51,13 +51,13 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["name"] = properties.name
-        found["memory_bytes"] = properties.total_memory
-        found["multiprocessors"] = properties.multi_processor_count
-        found["compute_capability"] = f"{properties.major}.{properties.minor}"
-        found["bf16_instructions"] = properties.major >= 8
-        found["cuda"] = torch.version.cuda
-    return found
+        facts["name"] = properties.name
+        facts["memory_bytes"] = properties.total_memory
+        facts["multiprocessors"] = properties.multi_processor_count
+        facts["compute_capability"] = f"{properties.major}.{properties.minor}"
+        facts["bf16_instructions"] = properties.major >= 8
+        facts["cuda"] = torch.version.cuda
+    return facts
 
 
 def source_digest() -> str:

@@ -50,16 +50,16 @@ class _Taken:
         self.status, self.reason, self.step = status, " ".join(reason.split())[:_LONGEST_REASON], None
 
 
-def disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def disagreement(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest root mean square difference of a tensor, relative to the root mean square of the expected one.
 
     Raises:
         Refused: their number or their shapes differ.
     """
-    if [tuple(one.shape) for one in found] != [tuple(one.shape) for one in expected]:
-        raise Refused(f"gives {len(found)} tensors or other shapes than the formula's {len(expected)}")
+    if [tuple(one.shape) for one in actual] != [tuple(one.shape) for one in expected]:
+        raise Refused(f"gives {len(actual)} tensors or other shapes than the formula's {len(expected)}")
     worst = 0.0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         wide = torch.promote_types(other.dtype, torch.float32)
         size = other.to(wide).square().mean().sqrt().item()
         difference = (one.to(other.device, wide) - other.to(wide)).square().mean().sqrt().item()
@@ -89,9 +89,9 @@ class Gate:
         """
         step = candidate.prepare()
         started = time.perf_counter()
-        found = step()
+        actual = step()
         spent = time.perf_counter() - started
-        difference = disagreement(found, self._expected(candidate.expected or self._case.expected))
+        difference = disagreement(actual, self._expected(candidate.expected or self._case.expected))
         if not difference <= self._case.tolerance:
             raise Refused(
                 f"differs from the formula by {difference:.1e}, more than {self._case.tolerance:.0e}: not timed"
@@ -243,9 +243,9 @@ def _peaks(case: Case, timed: Sequence[_Taken], peak: PeakMemory, at_once: int) 
     def one_peak(one: _Taken) -> dict[str, Any]:
         if not case.with_memory or one.step is None:
             return {"peak_bytes": None, "peak_reason": "not measured for this case"}
-        found = peak(case, one.implementation, one.step)
-        measured = isinstance(found, int)
-        return {"peak_bytes": found if measured else None, "peak_reason": "" if measured else found}
+        bytes_or_reason = peak(case, one.implementation, one.step)
+        measured = isinstance(bytes_or_reason, int)
+        return {"peak_bytes": bytes_or_reason if measured else None, "peak_reason": "" if measured else bytes_or_reason}
 
     with ThreadPoolExecutor(at_once) as workers:
         return dict(zip((one.implementation.name for one in timed), workers.map(one_peak, timed), strict=True))

@@ -135,11 +135,11 @@ def peak_in_a_process(module: str, *arguments: str) -> int:
     Raises:
         NotMeasured: it gave no figure; the reason.
     """
-    found = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
-    if found.returncode:
-        last = (found.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise NotMeasured(f"the process that measures it ended with status {found.returncode}: {last}"[:300])
-    answer = json.loads(found.stdout.splitlines()[-1])
+    process = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
+    if process.returncode:
+        last = (process.stderr.strip().splitlines() or ["nothing"])[-1]
+        raise NotMeasured(f"the process that measures it ended with status {process.returncode}: {last}"[:300])
+    answer = json.loads(process.stdout.splitlines()[-1])
     if answer["peak_bytes"] is None:
         raise NotMeasured(answer["reason"])
     return answer["peak_bytes"]

@@ -26,11 +26,11 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it is not one.
     """
-    found = read_json(path)
-    missing = [key for key in _KEYS if not isinstance(found, dict) or key not in found]
+    contents = read_json(path)
+    missing = [key for key in _KEYS if not isinstance(contents, dict) or key not in contents]
     if missing:
         raise InputError(f"{path}: has no {', '.join(missing)}; expected a file that cdt-fast bench wrote")
-    return found
+    return contents
 
 
 class ResultsFile:
@@ -43,6 +43,9 @@ class ResultsFile:
         run: machine, versions, date and command of this run.
         order: names of the suite's cases; the file forgets those that the suite no longer has.
 
+    Attributes:
+        contents: all that the file says.
+
     Raises:
         InputError: there is a file of that name, which is of something else or not a results file.
     """
@@ -54,21 +57,16 @@ class ResultsFile:
         own = {"cpu": "cpu", "cuda": "gpu"}[device]
         self.path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
         head = {"name": name, "device": device, "suite": suite, "size": size}
-        self._found: dict[str, Any] = {**head, "runs": {}, "cases": [], "fits": []}
+        self.contents: dict[str, Any] = {**head, "runs": {}, "cases": [], "fits": []}
         if self.path.exists():
-            self._found = read(self.path)
+            self.contents = read(self.path)
         for key, value in head.items():
-            if self._found[key] != value:
-                raise InputError(f"{self.path}: its {key} is {self._found[key]!r}; expected {value!r}, as this run's")
+            if self.contents[key] != value:
+                raise InputError(f"{self.path}: its {key} is {self.contents[key]!r}; expected {value!r}, as this run's")
         self._run, self._order = dict(run), list(order)
         self._key = str(run["date"])
-        while self._key in self._found["runs"]:
+        while self._key in self.contents["runs"]:
             self._key += "+"
-
-    @property
-    def contents(self) -> dict[str, Any]:
-        """All that the file says."""
-        return self._found
 
     def add(self, case: Mapping[str, Any], ceilings: Mapping[str, Any]) -> None:
         """Take in a case, in place of an earlier measurement of it, and write the file.
@@ -77,14 +75,14 @@ class ResultsFile:
             case: what `measure.measure` returned.
             ceilings: what the run has measured of the machine so far.
         """
-        known = {known["case"]: known for known in self._found["cases"]}
+        known = {known["case"]: known for known in self.contents["cases"]}
         known[case["case"]] = {**case, "run": self._key}
-        self._found["runs"][self._key] = {**self._run, "ceilings": ceilings}
-        self._found["cases"] = [known[name] for name in self._order if name in known]
-        used = {one["run"] for one in self._found["cases"]}
-        self._found["runs"] = {key: run for key, run in self._found["runs"].items() if key in used}
-        self._found["fits"] = fits_of(self._found)
-        write_json(self.path, self._found)
+        self.contents["runs"][self._key] = {**self._run, "ceilings": ceilings}
+        self.contents["cases"] = [known[name] for name in self._order if name in known]
+        used = {one["run"] for one in self.contents["cases"]}
+        self.contents["runs"] = {key: run for key, run in self.contents["runs"].items() if key in used}
+        self.contents["fits"] = fits_of(self.contents)
+        write_json(self.path, self.contents)
 
 
 def fits_of(contents: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The errors a person is meant to read: what was given, what was expected, what to do."""
+"""The errors a user is meant to read: what was given, what was expected, what to do."""
 
 from __future__ import annotations
 

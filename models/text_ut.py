@@ -141,8 +141,8 @@ class TextUT(PretrainedModel):
         Args:
             tokens: token ids `[..., T]` (int32 or int64), or word embeddings `[..., T, width of the embeddings]`.
             depth: 0..L; 0 reads the tokens as they go into layer 1.
-            lengths: `[...]` integers, the tokens of each text, the rest being padding on its right. On a GPU they are
-                not waited for: there a text without tokens is read as zeros.
+            lengths: `[...]` integers, the tokens of each text, the rest being padding on its right. On a GPU there
+                is no host sync: a text without tokens is read as zeros.
             attention_mask: `[..., T]`, one or true at the tokens that count, in place of `lengths`. Padding may lie
                 anywhere; learned positions count the tokens that are not padding.
 

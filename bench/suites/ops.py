@@ -181,9 +181,9 @@ def unrolled_layer(shape: Shape) -> Work:
     batch, tokens, n, m, _ = shape
     rows = batch * tokens
 
-    def with_error(found: Sequence[Tensor], target: Tensor) -> list[Tensor]:
+    def with_error(outputs: Sequence[Tensor], target: Tensor) -> list[Tensor]:
         wide = torch.promote_types(target.dtype, torch.float32)
-        return [*found, (found[1].to(wide) - target.to(wide)).square().sum()]
+        return [*outputs, (outputs[1].to(wide) - target.to(wide)).square().sum()]
 
     def eager(inputs: Inputs) -> list[Tensor]:
         options = {"step": inputs.step, "threshold": THRESHOLD}

@@ -72,7 +72,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Go back to the first step, in the same memory, which a captured step goes on reading and writing."""
+        """Go back to the first step, in the same memory, which a captured step keeps reading and writing."""
         for parameter, initial in zip(self._model.parameters(), self._initial, strict=True):
             parameter.copy_(initial)
         for state in self._optimizer.state.values():

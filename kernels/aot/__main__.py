@@ -1,6 +1,6 @@
 """Compile every kernel for every card, here, without a GPU: `python -m cdt_fast.kernels.aot`.
 
-With `--json FILE` a run that was cut off goes on where it was: what the file holds of the same source is not compiled
+With `--json FILE` a run that was cut off resumes where it was: what the file holds of the same source is not compiled
 again. The exit status is 1 where something does not compile, asks for more shared memory than the card has, multiplies
 without tensor cores, computes in double precision, or spills registers in bfloat16 or float16.
 """
@@ -35,17 +35,17 @@ def rows(
     families: Sequence[str], precisions: Sequence[str], cards: Sequence[str], without_divisibility: bool
 ) -> list[Row]:
     """Every configuration that the cases reach, not yet compiled: one row a case, launch and card."""
-    found = []
+    collected = []
     for family, precision, card in itertools.product(families, precisions, cards):
         for case in FAMILIES[family](PRECISIONS[precision].dtype):
             for launch in case.launches(PRECISIONS[precision], CARDS[card]):
                 configuration = Configuration.of(launch, CARDS[card])
                 row = Row(family, case.name, precision, card, case.aligned, True, configuration)
-                found.append(row)
+                collected.append(row)
                 # Flags do not meet alignment: the cases that stand for a size are enough.
                 if without_divisibility and case.flop is not None:
-                    found.append(replace(row, divisible=False, configuration=configuration.without_divisibility()))
-    return found
+                    collected.append(replace(row, divisible=False, configuration=configuration.without_divisibility()))
+    return collected
 
 
 def compiled(configurations: Sequence[Configuration], processes: int) -> Iterator[tuple[Configuration, Measurement]]:
@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set, and what the interpreter runs cannot be compiled: unset it")
 
     begin = time.perf_counter()
-    found = rows(options.family, options.precision, options.card, options.without_divisibility)
-    configurations = list(dict.fromkeys(row.configuration for row in found))
+    all_rows = rows(options.family, options.precision, options.card, options.without_divisibility)
+    configurations = list(dict.fromkeys(row.configuration for row in all_rows))
     records = files.read_json(options.json, dict[str, dict[str, Any]]) if options.json and options.json.exists() else {}
     measurements = from_json(records, configurations)
     missing = [configuration for configuration in configurations if configuration not in measurements]
@@ -109,12 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file=sys.stderr,
     )
     if options.csv:
-        files.write_text(options.csv, as_csv(found, measurements))
+        files.write_text(options.csv, as_csv(all_rows, measurements))
     if options.markdown:
         given = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(("python", "-m", "cdt_fast.kernels.aot", *given))
-        files.write_text(options.markdown, as_markdown(found, measurements, command))
-    broken = faults(found, measurements)
+        files.write_text(options.markdown, as_markdown(all_rows, measurements, command))
+    broken = faults(all_rows, measurements)
     for line in broken:
         print(line)
     return 1 if broken else 0

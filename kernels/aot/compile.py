@@ -259,10 +259,10 @@ def _cuobjdump(cubin: bytes, what: str) -> str:
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of local memory of a thread."""
     printed = _cuobjdump(cubin, "-res-usage")
-    found = RESOURCES.search(printed)
-    if found is None:
+    match = RESOURCES.search(printed)
+    if match is None:
         raise RuntimeError(f"cuobjdump -res-usage printed no registers: {printed}")
-    registers, stack, local = map(int, found.groups())
+    registers, stack, local = map(int, match.groups())
     return registers, stack + local
 
 
@@ -277,13 +277,13 @@ def _expects_tensor_core(source: str, optimized: str) -> bool:
 
 def _redundancy(optimized: str) -> float:
     """`Measurement.redundancy` from Triton's code for GPUs; 1 without products on the tensor cores."""
-    layouts = {found["layout"]: found for found in WARPS.finditer(optimized)}
+    layouts = {match["layout"]: match for match in WARPS.finditer(optimized)}
     computed = needed = 0.0
-    for found in SHARED_PRODUCT.finditer(optimized):
-        layout = layouts.get(found["layout"])
+    for match in SHARED_PRODUCT.finditer(optimized):
+        layout = layouts.get(match["layout"])
         if layout is None:
             continue
-        rows, columns, size = int(found["rows"]), int(found["columns"]), int(found["depth"])
+        rows, columns, size = int(match["rows"]), int(match["columns"]), int(match["depth"])
         width = 8 if layout["version"] == "2" else int(layout["width"])
         covered = max(rows, 16 * int(layout["rows"])) * max(columns, width * int(layout["columns"]))
         computed += covered * size

@@ -1,4 +1,4 @@
-"""What the ahead-of-time compilation found: JSON to go on from, CSV of every figure, Markdown for people."""
+"""What the ahead-of-time compilation found: JSON to resume from, CSV of every figure, Markdown for readers."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ def from_json(
 
 
 def as_csv(rows: Iterable[Row], measurements: Measurements) -> str:
-    """A line a row: what it is, and the figures that people look for."""
+    """A line a row: what it is, and the figures that readers look for."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
-        configuration, found = row.configuration, measurements[row.configuration]
+        configuration, measured = row.configuration, measurements[row.configuration]
         names = (row.family, configuration.kernel, row.case, row.precision, row.card, "" if row.divisible else "yes")
         figures = (
-            found.registers, found.local_bytes, found.shared_bytes, found.tensor_core_instructions,
-            f"{found.redundancy:.3g}",
+            measured.registers, measured.local_bytes, measured.shared_bytes, measured.tensor_core_instructions,
+            f"{measured.redundancy:.3g}",
         )  # fmt: skip
-        fault = "; ".join(found.faults(configuration.card, row.spill_allowed))
+        fault = "; ".join(measured.faults(configuration.card, row.spill_allowed))
         writer.writerow((*names, configuration.warps, configuration.stages, *figures, fault))
     return file.getvalue()
 
@@ -170,17 +170,17 @@ def _summary(rows: Sequence[Row], measurements: Measurements, cards: Sequence[st
             here = {row.configuration: row for row in rows if row.card == card and row.divisible == divisible}
             if not here:
                 continue
-            found = [measurements[configuration] for configuration in here]
+            measured = [measurements[configuration] for configuration in here]
             lines.append(
                 (
                     card,
                     "" if divisible else "any alignment",
                     str(len(here)),
-                    str(sum(measurement.error is not None for measurement in found)),
+                    str(sum(measurement.error is not None for measurement in measured)),
                     _spills(here.values(), measurements, 2, True),
                     _spills(here.values(), measurements, 2, False),
                     _spills(here.values(), measurements, 4),
-                    f"{max(measurement.shared_bytes for measurement in found):,}",
+                    f"{max(measurement.shared_bytes for measurement in measured):,}",
                     f"{CARDS[card].shared_memory:,}",
                 )
             )
@@ -225,30 +225,30 @@ def _table(rows: Sequence[Row], measurements: Measurements, cards: Sequence[str]
     kernels: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
     for row in rows:
         if row.divisible and row.aligned:
-            found = kernels.setdefault((row.configuration.kernel, row.precision), {})
-            found.setdefault(row.card, []).append(measurements[row.configuration])
+            of_cards = kernels.setdefault((row.configuration.kernel, row.precision), {})
+            of_cards.setdefault(row.card, []).append(measurements[row.configuration])
     lines = [
-        (f"`{kernel}`", precision, *(_worst(found.get(card, [])) for card in cards))
-        for (kernel, precision), found in kernels.items()
+        (f"`{kernel}`", precision, *(_worst(of_cards.get(card, [])) for card in cards))
+        for (kernel, precision), of_cards in kernels.items()
     ]
     return _lines(("kernel", "numbers", *cards), lines)
 
 
-def _worst(found: Sequence[Measurement]) -> str:
-    if not found:
+def _worst(measured: Sequence[Measurement]) -> str:
+    if not measured:
         return "–"
-    failed = sum(measurement.error is not None for measurement in found)
+    failed = sum(measurement.error is not None for measurement in measured)
     if failed:
-        return f"**{failed} of {len(found)} do not compile**"
-    instructions = sorted({measurement.tensor_core_instructions for measurement in found})
-    shared = max(measurement.shared_bytes for measurement in found) / 1024
-    figures = f"{max(measurement.registers for measurement in found)} / {shared:.1f} / {instructions[0]}"
+        return f"**{failed} of {len(measured)} do not compile**"
+    instructions = sorted({measurement.tensor_core_instructions for measurement in measured})
+    shared = max(measurement.shared_bytes for measurement in measured) / 1024
+    figures = f"{max(measurement.registers for measurement in measured)} / {shared:.1f} / {instructions[0]}"
     if len(instructions) > 1:
         figures += f"–{instructions[-1]}"
-    redundancy = max(measurement.redundancy for measurement in found)
+    redundancy = max(measurement.redundancy for measurement in measured)
     if redundancy > 1:
         figures += f" ×{redundancy:.3g}"
-    spilled = max(measurement.local_bytes for measurement in found)
+    spilled = max(measurement.local_bytes for measurement in measured)
     return f"{figures} **({spilled} bytes spilled)**" if spilled else figures
 
 

@@ -59,8 +59,8 @@ def attach_layer_losses(
     Raises:
         InputError: the model or its head is of no known kind, or has layer losses already; an argument is out of range.
             From the first forward: its losses are not those of the model. From any: labels of another shape or dtype,
-            or, where they are on the CPU, outside of the classes or all ignored. Labels on a GPU are not waited for:
-            there these cases give NaN.
+            or, where they are on the CPU, outside of the classes or all ignored. For labels on a GPU there is no
+            host sync: these cases give NaN there.
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """

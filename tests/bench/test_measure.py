@@ -142,7 +142,8 @@ def test_a_slow_peer_takes_part_in_the_first_rounds_alone() -> None:
     ]
     found = measured(case_of(*candidates, flop=1.0, moved=1.0), Rounds(3, 3, 0.05, of_slow=2))
     assert {name: len(candidate["seconds"]) for name, candidate in found.items()} == {"eager": 3, "slow": 2, "ours": 3}  # type: ignore[arg-type]
-    assert found["slow"]["over_eager"] == pytest.approx(0.06, abs=0.055)
+    eager, slow = found["eager"]["seconds"], found["slow"]["seconds"]
+    assert found["slow"]["over_eager"] == median_ratio(eager, slow) < 1  # type: ignore[arg-type]
     assert found["ours"]["over_best_peer"] is not None
     assert "share_of_floor" in found["slow"]
 
