@@ -63,79 +63,83 @@ def _attention_case(name: str, launcher: Callable[..., Any], timed: bool = False
     return Case(name, functools.partial(launcher, arguments), *floor, aligned=aligned)
 
 
+def _flagged(z: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The flags of an attention of `z` in words, and what is given of its arguments."""
+    for padded, energy in itertools.product((False, True), repeat=2):
+        lengths = _empty(torch.int64, len(z)) if padded else None
+        yield ", lengths" * padded + ", energy" * energy, {"z": z, "lengths": lengths, "energy": energy}
+
+
 def packed_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Short sequences: the reference width, each width class, and every flag."""
+    forward = functools.partial(_attention_case, launcher=packed_forward)
+    backward = functools.partial(_attention_case, launcher=packed_backward)
     tokens = 20
     for width, value_width in ((256, 256), (64, 64), (250, 250), (256, 1024)):
         z, values = _empty(dtype, 3200, tokens, width), _empty(dtype, 3200, tokens, value_width)
         shape = f"T {tokens}, d {width}, values {value_width} wide"
-        yield _attention_case(f"forward, {shape}", packed_forward, z=z, values=values, timed=True)
-        yield _attention_case(f"backward, {shape}", packed_backward, z=z, values=values, grad_output=values, timed=True)
+        yield forward(f"forward, {shape}", z=z, values=values, timed=True)
+        yield backward(f"backward, {shape}", z=z, values=values, grad_output=values, timed=True)
     for longest in (33, 64):
         z = _empty(dtype, 1000, longest, 64)
-        yield _attention_case(f"forward, T {longest}, d 64", packed_forward, z=z, values=z)
-        yield _attention_case(f"backward, T {longest}, d 64, tied", packed_backward, z=z, grad_output=z)
+        yield forward(f"forward, T {longest}, d 64", z=z, values=z)
+        yield backward(f"backward, T {longest}, d 64, tied", z=z, grad_output=z)
     z = _empty(dtype, 3200, tokens, 256)
-    for padded, energy in itertools.product((False, True), repeat=2):
-        flags = ", lengths" * padded + ", energy" * energy
-        given: dict[str, Any] = {"lengths": _empty(torch.int64, 3200) if padded else None, "energy": energy, "z": z}
+    for flags, given in _flagged(z):
         if flags:
-            yield _attention_case(f"forward{flags}", packed_forward, **given, values=z)
+            yield forward(f"forward{flags}", **given, values=z)
         given["grad_output"] = z
-        yield _attention_case(f"backward, tied{flags}", packed_backward, **given)
+        yield backward(f"backward, tied{flags}", **given)
         given["values"] = z
         if flags:
-            yield _attention_case(f"backward{flags}", packed_backward, **given)
-        yield _attention_case(f"backward of z alone{flags}", packed_backward, **given, needs_values=False)
-        yield _attention_case(f"backward of the values alone{flags}", packed_backward, **given, needs_z=False)
+            yield backward(f"backward{flags}", **given)
+        yield backward(f"backward of z alone{flags}", **given, needs_values=False)
+        yield backward(f"backward of the values alone{flags}", **given, needs_z=False)
 
 
 def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Long sequences: the widths of every row of the block tables, and every flag."""
+    forward = functools.partial(_attention_case, launcher=streaming_forward)
+    backward = functools.partial(_attention_case, launcher=streaming_backward)
     sequences, tokens = 64, 1024
     for width in (64, 128, 256, 200, 16):
         z = _empty(dtype, sequences, tokens, width)
         shape = f"T {tokens}, d {width}, tied"
-        yield _attention_case(f"forward, {shape}", streaming_forward, z=z, keeps=True, timed=True)
-        yield _attention_case(f"backward, {shape}", streaming_backward, z=z, grad_output=z, keeps=True, timed=True)
-    for width, padded, energy in itertools.product((64, 256), (False, True), (False, True)):
+        yield forward(f"forward, {shape}", z=z, keeps=True, timed=True)
+        yield backward(f"backward, {shape}", z=z, grad_output=z, keeps=True, timed=True)
+    for width in (64, 256):
         z = _empty(dtype, sequences, tokens, width)
-        flags = f", d {width}" + ", lengths" * padded + ", energy" * energy
-        given: dict[str, Any] = {"lengths": _empty(torch.int64, sequences) if padded else None, "energy": energy}
-        given["z"] = z
-        flagged = padded or energy
-        yield _attention_case(f"forward without a backward{flags}", streaming_forward, **given, values=z)
-        if flagged:
-            yield _attention_case(f"forward without a backward, tied{flags}", streaming_forward, **given)
-        given["keeps"] = True
-        yield _attention_case(f"forward{flags}", streaming_forward, **given, values=z)
-        if flagged:
-            yield _attention_case(f"forward, tied{flags}", streaming_forward, **given)
-        given["grad_output"] = z
-        yield _attention_case(f"backward{flags}", streaming_backward, **given, values=z)
-        yield _attention_case(f"backward of z alone{flags}", streaming_backward, **given, values=z, needs_values=False)
-        yield _attention_case(
-            f"backward of the values alone{flags}", streaming_backward, **given, values=z, needs_z=False
-        )
-        if flagged:
-            yield _attention_case(f"backward, tied{flags}", streaming_backward, **given)
+        for flagged, given in _flagged(z):
+            flags = f", d {width}{flagged}"
+            yield forward(f"forward without a backward{flags}", **given, values=z)
+            if flagged:
+                yield forward(f"forward without a backward, tied{flags}", **given)
+            given["keeps"] = True
+            yield forward(f"forward{flags}", **given, values=z)
+            if flagged:
+                yield forward(f"forward, tied{flags}", **given)
+            given["grad_output"] = z
+            yield backward(f"backward{flags}", **given, values=z)
+            yield backward(f"backward of z alone{flags}", **given, values=z, needs_values=False)
+            yield backward(f"backward of the values alone{flags}", **given, values=z, needs_z=False)
+            if flagged:
+                yield backward(f"backward, tied{flags}", **given)
 
 
 def wide_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Long sequences of wide tokens, and every flag."""
-    sequences, tokens, width = 16, 1024, 1024
-    z = _empty(dtype, sequences, tokens, width)
-    shape = f"T {tokens}, d {width}, tied"
-    yield _attention_case(f"forward, {shape}", wide_forward, z=z, keeps=True, timed=True)
-    yield _attention_case(f"backward, {shape}", wide_backward, z=z, grad_output=z, keeps=True, timed=True)
-    for padded, energy in itertools.product((False, True), repeat=2):
-        flags = ", lengths" * padded + ", energy" * energy
-        given: dict[str, Any] = {"lengths": _empty(torch.int64, sequences) if padded else None, "energy": energy}
-        given |= {"z": z, "values": z}
-        yield _attention_case(f"forward without a backward{flags}", wide_forward, **given)
+    forward = functools.partial(_attention_case, launcher=wide_forward)
+    backward = functools.partial(_attention_case, launcher=wide_backward)
+    z = _empty(dtype, 16, 1024, 1024)
+    shape = "T 1024, d 1024, tied"
+    yield forward(f"forward, {shape}", z=z, keeps=True, timed=True)
+    yield backward(f"backward, {shape}", z=z, grad_output=z, keeps=True, timed=True)
+    for flags, given in _flagged(z):
+        given["values"] = z
+        yield forward(f"forward without a backward{flags}", **given)
         given["keeps"] = True
-        yield _attention_case(f"forward{flags}", wide_forward, **given)
-        yield _attention_case(f"backward{flags}", wide_backward, **given, grad_output=z)
+        yield forward(f"forward{flags}", **given)
+        yield backward(f"backward{flags}", **given, grad_output=z)
 
 
 NONLINEARITIES: tuple[Nonlinearity, ...] = ("soft_threshold", "relu", "identity")
@@ -143,50 +147,38 @@ NONLINEARITIES: tuple[Nonlinearity, ...] = ("soft_threshold", "relu", "identity"
 
 def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
     """One kernel for narrow tokens: widths, nonlinearities, what is kept or needed, a transposed dictionary."""
+
+    def forward(name: str, *floor: Any, aligned: bool = True, **given: Any) -> Case:
+        arguments = ListaStepArguments(step=0.1, threshold=0.1, **given)
+        return Case(f"forward, {name}", functools.partial(lista_step_forward, arguments), *floor, aligned=aligned)
+
+    def backward(name: str, *floor: Any, aligned: bool = True, **given: Any) -> Case:
+        arguments = ListaStepBackwardArguments(step=0.1, **given)
+        return Case(f"backward, {name}", functools.partial(lista_step_backward, arguments), *floor, aligned=aligned)
+
     rows, atoms = 64_000, 1024
+    codes = _empty(dtype, rows, atoms)
     for width in (256, 100, 64, 16):
-        codes, signal = _empty(dtype, rows, atoms), _empty(dtype, rows, width)
-        dictionary = _empty(dtype, width, atoms)
-
-        def forward(codes: Tensor = codes, signal: Tensor = signal, **given: Any) -> Any:
-            return lista_step_forward(ListaStepArguments(codes=codes, signal=signal, step=0.1, threshold=0.1, **given))
-
-        def backward(codes: Tensor = codes, dictionary: Tensor = dictionary, **given: Any) -> Any:
-            return lista_step_backward(
-                ListaStepBackwardArguments(grad_output=codes, output=codes, dictionary=dictionary, step=0.1, **given)
-            )
-
-        flop, aligned = 4 * rows * width * atoms, width % 16 == 0
-        yield Case(
-            f"forward, n {width}, m {atoms}",
-            functools.partial(forward, dictionary=dictionary),
-            (codes, signal, dictionary),
-            flop,
-            aligned,
-        )
-        yield Case(f"backward, n {width}, m {atoms}", backward, (codes, codes, dictionary), flop, aligned)
+        signal, dictionary = _empty(dtype, rows, width), _empty(dtype, width, atoms)
+        before = {"codes": codes, "signal": signal}
+        after = {"grad_output": codes, "output": codes, "dictionary": dictionary}
+        shape, flop, aligned = f"n {width}, m {atoms}", 4 * rows * width * atoms, width % 16 == 0
+        yield forward(shape, (codes, signal, dictionary), flop, aligned=aligned, **before, dictionary=dictionary)
+        yield backward(shape, (codes, codes, dictionary), flop, aligned=aligned, **after)
         if width != 256:
             continue
         for nonlinearity, kept in itertools.product(NONLINEARITIES, (True, False)):
             if (nonlinearity, kept) != ("soft_threshold", True):
-                yield Case(
-                    f"forward, {nonlinearity}{', residual kept' * kept}",
-                    functools.partial(forward, dictionary=dictionary, nonlinearity=nonlinearity, keep_residual=kept),
-                )
+                flags = {"nonlinearity": nonlinearity, "keep_residual": kept}
+                yield forward(f"{nonlinearity}{', residual kept' * kept}", **before, dictionary=dictionary, **flags)
         for nonlinearity, needs_codes, needs_update in itertools.product(
             ("soft_threshold", "identity"), (True, False), (True, False)
         ):
             if nonlinearity != "soft_threshold" or not (needs_codes and needs_update):
                 names = ["residual", *itertools.compress(("codes", "update"), (needs_codes, needs_update))]
-                yield Case(
-                    f"backward, {nonlinearity}, of {', '.join(names)}",
-                    functools.partial(
-                        backward, nonlinearity=nonlinearity, needs_codes=needs_codes, needs_dictionary=needs_update
-                    ),
-                )
-        yield Case(
-            "forward, transposed dictionary", functools.partial(forward, dictionary=_empty(dtype, atoms, width).t())
-        )
+                needs = {"needs_codes": needs_codes, "needs_dictionary": needs_update}
+                yield backward(f"{nonlinearity}, of {', '.join(names)}", **after, nonlinearity=nonlinearity, **needs)
+        yield forward("transposed dictionary", **before, dictionary=_empty(dtype, atoms, width).t())
 
 
 def residual_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -250,38 +242,32 @@ def reconstruction_cases(dtype: torch.dtype) -> Iterator[Case]:
         states = [_empty(dtype, tokens, width) for _ in range(depths)]
         factors = _empty(torch.float32, depths)
 
-        def forward(mask: Tensor | None = None, states: list[Tensor] = states) -> Callable[[], Tensor]:
-            loss = ReconstructionLossArguments(reconstructions=states, target=target, padding=mask)
-            return functools.partial(reconstruction_forward, loss)
+        loss = {"reconstructions": states, "target": target}
+
+        def forward(name: str, *floor: Any, loss: Any = loss, **given: Any) -> Case:
+            arguments = ReconstructionLossArguments(**loss, **given)
+            return Case(name, functools.partial(reconstruction_forward, arguments), *floor)
 
         def backward(
-            every: int = 1,
-            mask: Tensor | None = None,
-            needs_target: bool = False,
-            states: list[Tensor] = states,
-            factors: Tensor = factors,
-        ) -> Callable[[], list[Tensor]]:
-            loss = ReconstructionLossBackwardArguments(
-                reconstructions=states,
-                target=target,
-                padding=mask,
-                grad=factors,
-                needs_reconstructions=[depth % every == 0 for depth in range(len(states))],
-                needs_target=needs_target,
+            name: str, *floor: Any, every: int = 1, loss: Any = loss, factors: Any = factors, **given: Any
+        ) -> Case:
+            needed = [depth % every == 0 for depth in range(len(factors))]
+            arguments = ReconstructionLossBackwardArguments(
+                **loss, grad=factors, needs_reconstructions=needed, **{"needs_target": False, **given}
             )
-            return functools.partial(reconstruction_backward, loss, factors)
+            return Case(name, functools.partial(reconstruction_backward, arguments, factors), *floor)
 
-        yield Case(f"errors of {depths} depths", forward(), (*states, target), 0)
-        yield Case(f"gradients of {depths} depths", backward(), (*states, target, factors), 0)
+        yield forward(f"errors of {depths} depths", (*states, target), 0, padding=None)
+        yield backward(f"gradients of {depths} depths", (*states, target, factors), 0, padding=None)
         if depths != 6:
             continue
-        yield Case("errors, padding", forward(padding))
+        yield forward("errors, padding", padding=padding)
         for padded, needs_target in itertools.product((False, True), repeat=2):
             flags = ", padding" * padded + ", of the target too" * needs_target
-            mask = padding if padded else None
+            given = {"padding": padding if padded else None, "needs_target": needs_target}
             if flags:
-                yield Case(f"gradients{flags}", backward(1, mask, needs_target))
-            yield Case(f"gradients of every other depth{flags}", backward(2, mask, needs_target))
+                yield backward(f"gradients{flags}", **given)
+            yield backward(f"gradients of every other depth{flags}", every=2, **given)
 
 
 def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
