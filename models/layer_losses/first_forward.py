@@ -62,7 +62,7 @@ def check_first_forward(
     """
     arguments, labels = _few(parts, arguments)
     run = functools.partial(forward, **arguments)
-    with _without_dropout(parts.model):
+    with without_dropout(parts.model):
         with _same_random_numbers(parts.model), _noted_states(parts.layers) as states:
             own = run(labels=labels)
         loss = own.get("loss")
@@ -148,7 +148,8 @@ def _check_loss(parts: ModelParts, own: Any, loss: Tensor, read: Tensor, labels:
     expected, given = loss.double().item(), read.double().item()
     # That of rounding the logits, and that of a sum of such losses.
     size = 1.0 + abs(expected)
-    tolerance = 2 * _eps(logits) * logits.double().abs().max().item() + 16 * size * max(_eps(loss), _eps(read))
+    rounding = max(rounding_of(loss), rounding_of(read))
+    tolerance = 2 * rounding_of(logits) * logits.double().abs().max().item() + 16 * size * rounding
     # Not (a > b) rather than a <= b: where a model diverged, NaN is not the fault of its structure.
     if abs(given - expected) > tolerance:
         shift = ", each shifted by one token," if parts.shifts_labels else ""
@@ -166,7 +167,7 @@ def _check_features(parts: ModelParts, depth: int, read: Tensor, expected: Tenso
         size = expected.double().abs().max().item()
         # Some models scale what the head is given in place of the logits.
         difference = min((factor * read - expected).double().abs().max().item() for factor in (1.0, parts.scale))
-        if not difference > 16 * _eps(expected) * size:
+        if not difference > 16 * rounding_of(expected) * size:
             return
         what = f"differ by {difference:.3g} where the largest is {size:.3g}"
     else:
@@ -178,7 +179,7 @@ def _check_features(parts: ModelParts, depth: int, read: Tensor, expected: Tenso
     )
 
 
-def _eps(tensor: Tensor) -> float:
+def rounding_of(tensor: Tensor) -> float:
     """The spacing of what products of this dtype are rounded to."""
     if tensor.dtype == torch.float64:
         return torch.finfo(torch.float32).eps  # transformers computes its losses in float32
@@ -195,7 +196,7 @@ def _compared(parts: ModelParts, taps: Sequence[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, set one by one as `eval()` of some adapters merges them; the problem type stays as it is."""
     training = [module for module in model.modules() if module.training]
     config: Any = model.config

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.decoding.methods import DecodingMethods
 from cdt_fast.models.layer_losses.first_forward import Reading, check_first_forward
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
 from cdt_fast.models.layer_losses.outputs import (
@@ -51,7 +52,7 @@ class _Pass:
     replayed: Tensor | None = None  # what the base model is to answer with
 
 
-class LayerLosses:
+class LayerLosses(DecodingMethods):
     """The handle of `attach_layer_losses`.
 
     Attributes:

@@ -1,0 +1,209 @@
+"""A causal language model cut at an exit: the layers before it run at once, those behind it later, on kept states.
+
+Nothing of the model is written anew: its own forward runs with layers that answer with the state they are given. What
+lies around the layers (embeddings, positions, masks, the last norm, the head) is the model's own, whatever it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.first_forward import rounding_of, without_dropout
+from cdt_fast.models.layer_losses.heads import effective_linear, in_use
+from cdt_fast.models.layer_losses.parts import ModelParts, unsupported
+from cdt_fast.models.layer_losses.patch import Patch
+
+Part = Literal["whole", "shallow", "deep"]
+
+
+class SplitModel:
+    """The two parts of a model, which share one cache.
+
+    `shallow` runs the layers 0..exit−1 on new tokens and keeps their states; `deep` runs the others on all states that
+    are kept, so that no layer runs twice on a token.
+
+    Attributes:
+        exit: the number of layers of the first part.
+        rows: `[R]`, the tokens that the exit can name, in the order of its logits; None: all.
+        kept: the number of tokens whose states are kept.
+    """
+
+    def __init__(self, parts: ModelParts, exit: int, rows: Tensor | None = None) -> None:
+        self.exit = exit
+        self.rows = rows
+        self._parts = parts
+        self._part: Part = "whole"
+        self._with_head = True
+        self._states: list[Tensor] = []
+        self._tuples: dict[int, int] = {}  # how many entries a layer's output has, where it is a tuple
+        self._head: tuple[Tensor, Tensor | None] | None = None
+
+    @property
+    def kept(self) -> int:
+        return sum(state.shape[1] for state in self._states)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """In this block the model's layers and head answer as the part that runs asks; afterwards as before."""
+        if self.rows is not None:
+            weight, bias = effective_linear(in_use(self._parts.head))
+            self._head = weight[self.rows].detach(), None if bias is None else bias[self.rows].detach()
+        answers = [(layer, functools.partial(self._layer, depth)) for depth, layer in enumerate(self._parts.layers)]
+        patches = [Patch(module, answer) for module, answer in [*answers, (self._parts.head, self._answer_of_head)]]
+        try:
+            yield
+        finally:
+            for patch in reversed(patches):
+                patch.remove()
+            self._states.clear()
+            self._part, self._head = "whole", None
+
+    def shallow(self, inputs: dict[str, Any], *, head: bool = True) -> Tensor | None:
+        """Run the first part on new tokens and keep their states.
+
+        Args:
+            inputs: of the model's forward.
+            head: whether the exit's logits are read.
+
+        Returns:
+            `[B, tokens, V]`, or `[B, tokens, R]` with `rows`; None without `head`.
+        """
+        logits = self._run("shallow", inputs, head).logits
+        return logits if head else None
+
+    def deep(self, inputs: dict[str, Any]) -> Any:
+        """Run the second part on all kept states, which are then dropped.
+
+        Args:
+            inputs: of the model's forward, with the tokens of these states, and the cache `seen_from_behind`.
+
+        Returns:
+            The model's output.
+        """
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = self.kept
+        output = self._run("deep", inputs, True)
+        self._states.clear()
+        return output
+
+    def seen_from_behind(self, cache: Any) -> Any:
+        """The cache as the second part has to see it: as long as its own layers are, for masks and positions are made
+        from the first layers, which have seen the kept tokens already."""
+        view = copy.copy(cache)
+        behind = cache.layers[self.exit :]
+
+        def stand_in(layer: Any) -> Any:
+            kinds = (other for other in behind if getattr(other, "is_sliding", False) == layer.is_sliding)
+            return next(kinds, behind[0])
+
+        view.layers = [*map(stand_in, cache.layers[: self.exit]), *behind]
+        return view
+
+    def _run(self, part: Part, inputs: dict[str, Any], head: bool) -> Any:
+        self._part, self._with_head = part, head
+        try:
+            return self._parts.model(**inputs, return_dict=True)
+        finally:
+            self._part, self._with_head = "whole", True
+
+    def _layer(self, depth: int, patch: Patch, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer."""
+        if self._part == "whole" or (self._part == "shallow") == (depth < self.exit):
+            output = patch.original(*args, **kwargs)
+            if isinstance(output, tuple):
+                self._tuples[depth] = len(output)
+            return output
+        state = args[0] if args else kwargs["hidden_states"]
+        if self._part == "shallow" and depth == self.exit:
+            self._states.append(state)
+        elif self._part == "deep" and depth == self.exit - 1:
+            state = torch.cat(self._states, 1)
+        length = self._tuples.get(depth)
+        return state if length is None else (state, *[None] * (length - 1))
+
+    def _answer_of_head(self, patch: Patch, features: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the head."""
+        if not self._with_head:
+            return features
+        if self._part == "shallow" and self._head is not None:
+            return F.linear(features, *self._head)
+        return patch.original(features, *args, **kwargs)
+
+
+def crop(cache: Any, tokens: int) -> None:
+    """Remove the last `tokens` tokens from every layer of a cache; 0 is no idle call: windows are cut to their size."""
+    for layer in cache.layers:
+        if layer.is_croppable:
+            layer.crop(-tokens)
+        else:  # preallocated: what lies beyond its length is masked, and written over
+            layer.cumulative_length.sub_(tokens)
+
+
+def check_cache(model: Any, cache: Any) -> None:
+    """Require a cache from which tokens can be removed.
+
+    Raises:
+        InputError: there is none, or one of its layers keeps a state that cannot be taken back.
+    """
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+    if cache is None:
+        raise InputError("decoding with an exit needs a cache: use_cache must be True, and the model must have one")
+    known = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in known:
+            raise unsupported(
+                model,
+                f"the cache of its layer {number} is a {type(layer).__name__}, from which drafted tokens cannot be "
+                "removed; expected a dynamic cache, or a static one without sliding windows",
+            )
+
+
+@torch.no_grad()
+def check_split(parts: ModelParts, exit: int) -> None:
+    """Require the two parts, run one after the other on a few tokens, to be the model.
+
+    Raises:
+        InputError: they are not: something between the layers is not known here.
+    """
+    from transformers import DynamicCache
+
+    model: Any = parts.model
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(parts.classes, (1, 9), generator=generator).to(model.device)
+    split = SplitModel(parts, exit)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with without_dropout(model):
+        own = model(input_ids=ids[:, :6], use_cache=True).past_key_values
+        expected = model(input_ids=ids[:, 6:], past_key_values=own, use_cache=True).logits
+        try:
+            with split.installed():
+                model(input_ids=ids[:, :6], past_key_values=cache, use_cache=True)
+                check_cache(model, cache)
+                for number in range(6, 9):
+                    inputs = {"input_ids": ids[:, number : number + 1], "past_key_values": cache, "use_cache": True}
+                    split.shallow(inputs, head=False)
+                inputs = {"input_ids": ids[:, 6:], "past_key_values": split.seen_from_behind(cache), "use_cache": True}
+                logits = split.deep(inputs).logits
+        except InputError:
+            raise
+        except Exception as error:  # any: the code is not ours
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise unsupported(model, f"its layers cannot be run in two parts ({reason})") from error
+    difference, size = ((x.double().abs().max().item()) for x in (logits - expected, expected))
+    # Not (a > b) rather than a <= b: of a model that diverged NaN is not the fault of its structure.
+    if difference > 16 * rounding_of(expected) * size:
+        raise unsupported(
+            model,
+            f"run in two parts, its logits differ by {difference:.3g} from its own, where the largest is {size:.3g}: "
+            "it computes something between its layers that is not known here",
+        )
