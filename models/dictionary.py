@@ -1,4 +1,4 @@
-"""Dictionaries: the overcomplete DCT that training starts from, and the spectral norm that sets the step."""
+"""Dictionaries: the cosines that training starts from, and the spectral norm that sets the step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from cdt_fast.errors import InputError
 
 
 def overcomplete_dct(patch_size: int, code_size: int) -> Tensor:
@@ -30,6 +32,39 @@ def overcomplete_dct(patch_size: int, code_size: int) -> Tensor:
     radius = (order[:, None].square() + order.square()).flatten()
     kept = torch.argsort(radius, stable=True)[:code_size].sort().values
     return atoms[:, kept].contiguous()
+
+
+def cosine_volumes(patch_size: int, code_size: int, frames: int) -> Tensor:
+    """The cosine dictionary `[patch_size, code_size]` in float64 of patches of several frames, atoms of unit norm.
+
+    Patches are `frames` squares of side p, `patch_size = frames p²`. The atoms are the products of
+    `cos(π (i + ½) k / K)` over time, rows and columns; K is the axis' own length where `code_size = patch_size`, which
+    is the orthonormal DCT-II, and longer in proportion where there are more atoms. Of more products than `code_size`
+    those of lowest frequency are kept.
+
+    Args:
+        patch_size: n, the number of pixels of a patch.
+        code_size: m, the number of atoms.
+        frames: of a patch.
+
+    Raises:
+        InputError: a patch is not so many squares.
+    """
+    side = math.isqrt(patch_size // frames)
+    if frames * side * side != patch_size:
+        raise InputError(f"patch_size must be patch_frames squares, {frames} p², got {patch_size}")
+    growth = (code_size / patch_size) ** (1 / 3)
+    counts = [max(1, math.ceil(length * growth - 1e-9)) for length in (frames, side, side)]
+    while math.prod(counts) < code_size:
+        counts = [count + 1 for count in counts]
+    volume = torch.ones(1, 1, dtype=torch.float64)
+    for length, count in zip((frames, side, side), counts, strict=True):
+        phase = torch.arange(length, dtype=torch.float64).unsqueeze(1) + 0.5
+        axis = torch.cos(math.pi * phase * torch.arange(count, dtype=torch.float64) / count)
+        volume = torch.kron(volume, axis / torch.linalg.vector_norm(axis, dim=0))
+    grid = torch.cartesian_prod(*(torch.arange(count) / count for count in counts))
+    kept = torch.argsort(grid.square().sum(1), stable=True)[:code_size].sort().values
+    return volume[:, kept].contiguous()
 
 
 def _cosines(size: int, frequencies: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
-from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
+from cdt_fast.models.dictionary import cosine_volumes, overcomplete_dct, squared_spectral_norm
 from cdt_fast.models.pretrained import PretrainedModel
 from cdt_fast.ops.shared.checks import (
     LayerNonlinearity,
@@ -43,6 +43,11 @@ class DUST(PretrainedModel):
         scale: β of the attention.
         nonlinearity: "soft_threshold" or "relu".
         initial_codes: "analysis" (`H_0 = (1/c) X D`) or "zero".
+        patch_frames: frames of a patch, whose pixels are `patch_frames` squares one after the other; only the first
+            dictionary depends on it: above 1 it is that of `dictionary.cosine_volumes`.
+        noise_adaptive: every method takes the noise's standard deviation σ, a number a sequence or one for all, and the
+            layers see each sequence less its mean μ (over tokens and pixels) and in units of σ, `(X − μ) / σ`; what
+            they give is turned back. Step, threshold and scale are then in units of σ: one model serves every level.
         readout: the dictionary that turns the codes of depth l into a reconstruction: "own" (layer l's), "next"
             (layer l+1's; the projection that the next layer needs anyway) or "shared" (one more dictionary for all
             depths). For a tied model "own" and "next" are the same. With "own" depth 0 reads with layer 1's, with
@@ -70,11 +75,16 @@ class DUST(PretrainedModel):
         nonlinearity: str = "soft_threshold",
         initial_codes: str = "analysis",
         readout: str = "own",
+        patch_frames: int = 1,
+        noise_adaptive: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("patch_size", patch_size), ("code_size", code_size), ("layers", layers)):
+        sizes = {"patch_size": patch_size, "code_size": code_size, "layers": layers, "patch_frames": patch_frames}
+        for name, value in sizes.items():
             check_integer(name, value, 1)
-        initial = overcomplete_dct(patch_size, code_size)
+        flat = patch_frames == 1
+        initial = overcomplete_dct(patch_size, code_size) if flat else cosine_volumes(patch_size, code_size, patch_frames)
+        self.patch_frames, self.noise_adaptive = patch_frames, bool(noise_adaptive)
         self.patch_size, self.code_size, self.layers, self.tied = patch_size, code_size, layers, bool(tied)
         self.step = 1.0 / squared_spectral_norm(initial).item() if step is None else check_factor("step", step)
         if self.step <= 0:
@@ -93,38 +103,58 @@ class DUST(PretrainedModel):
     def config(self) -> dict[str, object]:  # type: ignore[override]
         """The constructor's arguments, with the step as computed."""
         names = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "nonlinearity")
-        return {name: getattr(self, name) for name in (*names, "initial_codes", "readout")}
+        config = {name: getattr(self, name) for name in (*names, "initial_codes", "readout")}
+        if self.patch_frames > 1:
+            config["patch_frames"] = self.patch_frames
+        return {**config, "noise_adaptive": True} if self.noise_adaptive else config
 
-    def forward(self, noisy: Tensor, depth: int | None = None) -> Tensor:
+    def forward(self, noisy: Tensor, depth: int | None = None, *, deviation: Tensor | float | None = None) -> Tensor:
         """The reconstruction `[..., T, n]` of `noisy` `[..., T, n]` after `depth` layers (None: all of them).
 
         An earlier exit costs the layers up to it and nothing else; depth 0 reads the initial codes.
 
+        Args:
+            noisy: the patches.
+            depth: number of layers to run.
+            deviation: σ, above 0, a number or `[...]`, one a sequence; of a noise-adaptive model, and of no other.
+
         Raises:
-            InputError: `noisy` has the wrong shape, or `depth` is not in 0..layers.
+            InputError: `noisy` has the wrong shape, `depth` is not in 0..layers, or `deviation` is missing or without
+                use.
         """
         if depth is None:
             depth = self.layers
         if not isinstance(depth, int) or not 0 <= depth <= self.layers:
             raise InputError(f"depth must be a whole number from 0 to {self.layers}, got {depth!r}")
-        *_, (reconstruction, _) = self._depths(noisy, depth, read_all=False)
-        return reconstruction
+        units = self._units(noisy, deviation)
+        *_, (reconstruction, _) = self._depths(_normalized(noisy, units), depth, read_all=False)
+        return _restored(reconstruction, units)
 
-    def reconstructions(self, noisy: Tensor) -> list[Tensor]:
+    def reconstructions(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> list[Tensor]:
         """The reconstructions of all depths 0..L, L+1 tensors of the shape of `noisy` `[..., T, n]`."""
-        return [reconstruction for reconstruction, _ in self._depths(noisy, self.layers, read_all=True)]
+        units = self._units(noisy, deviation)
+        depths = self._depths(_normalized(noisy, units), self.layers, read_all=True)
+        return [_restored(reconstruction, units) for reconstruction, _ in depths]
 
     def layer_losses(
-        self, noisy: Tensor, clean: Tensor, depth_weights: Tensor | Sequence[float] | None = None
+        self,
+        noisy: Tensor,
+        clean: Tensor,
+        depth_weights: Tensor | Sequence[float] | None = None,
+        *,
+        deviation: Tensor | float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`(total, per_layer)` of all depths against `clean` `[..., T, n]`.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable. Used as
-        `total, losses = model.layer_losses(noisy, clean, constraints.weights())`.
+        `total, losses = model.layer_losses(noisy, clean, constraints.weights())`. Those of a noise-adaptive model are
+        in units of σ², so that every noise level counts.
         """
         self._check(noisy)
         check_tensor("clean", clean, 2, "[..., T, n]")
         check_shape("clean", clean, tuple(noisy.shape), "as noisy")
+        units = self._units(noisy, deviation)
+        noisy, clean = _normalized(noisy, units), _normalized(clean, units)
         weights = weights_of_depths(depth_weights, self.layers + 1)
         depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean))
         # The first depths have no layer of their own to form their error in.
@@ -149,6 +179,24 @@ class DUST(PretrainedModel):
         check_tensor("noisy", noisy, 2, "[..., T, n]")
         check_shape("noisy", noisy, (*noisy.shape[:-1], self.patch_size), "tokens by the model's patch_size")
         check_together(noisy=noisy, dictionary=self.dictionary)
+
+    def _units(self, noisy: Tensor, deviation: Tensor | float | None) -> tuple[Tensor, Tensor | float] | None:
+        """μ and σ of each sequence, to be broadcast over its tokens; None where the model is not noise-adaptive."""
+        self._check(noisy)
+        if not self.noise_adaptive:
+            if deviation is not None:
+                raise InputError("deviation is of no use: the model is not noise-adaptive")
+            return None
+        if deviation is None:
+            raise InputError("deviation is missing: a noise-adaptive model needs the noise's standard deviation")
+        mean = noisy.mean((-2, -1), keepdim=True)
+        if isinstance(deviation, Tensor) and deviation.ndim:
+            check_shape("deviation", deviation, tuple(noisy.shape[:-2]), "one a sequence")
+            return mean, deviation.to(noisy)[..., None, None]
+        number = check_factor("deviation", deviation)
+        if number <= 0:
+            raise InputError(f"deviation must be above 0, got {number!r}")
+        return mean, number
 
     def _depths(
         self, noisy: Tensor, depth: int, read_all: bool, clean: Tensor | None = None
@@ -217,3 +265,11 @@ class DUST(PretrainedModel):
             threshold=self.threshold,
         )
         return codes, [reconstruction, codes @ projected_on[1].mT]
+
+
+def _normalized(tokens: Tensor, units: tuple[Tensor, Tensor | float] | None) -> Tensor:
+    return tokens if units is None else (tokens - units[0]) / units[1]
+
+
+def _restored(tokens: Tensor, units: tuple[Tensor, Tensor | float] | None) -> Tensor:
+    return tokens if units is None else tokens * units[1] + units[0]

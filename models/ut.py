@@ -22,6 +22,8 @@ class VideoUT(DUST):
         scale: float = 1.0,
         initial_codes: str = "analysis",
         readout: str = "own",
+        patch_frames: int = 1,
+        noise_adaptive: bool = False,
     ) -> None:
         super().__init__(
             patch_size,
@@ -34,6 +36,8 @@ class VideoUT(DUST):
             nonlinearity="relu",
             initial_codes=initial_codes,
             readout=readout,
+            patch_frames=patch_frames,
+            noise_adaptive=noise_adaptive,
         )
 
     @property

@@ -11,42 +11,51 @@ from cdt_fast.errors import InputError
 Sequence = Literal["time", "space", "spacetime"]
 
 
-def to_patches(frames: torch.Tensor, patch: int = 16, sequence: Sequence = "time") -> torch.Tensor:
-    """Cut frames into square patches and line them up as sequences of tokens.
+def to_patches(
+    frames: torch.Tensor, patch: int = 16, sequence: Sequence = "time", patch_frames: int = 1
+) -> torch.Tensor:
+    """Cut frames into square patches of one or several frames and line them up as sequences of tokens.
 
-    With P = (h / patch)(w / patch) positions, row by row, and n = patch² pixels a token, row by row:
+    With D = `patch_frames`, t = T / D times, P = (h / patch)(w / patch) positions, row by row, and n = D patch² pixels a
+    token, frame by frame and row by row:
 
-    - "time": [b·P, T, n], each position is one sequence over time;
-    - "space": [b·T, P, n], each frame is one sequence over its positions;
-    - "spacetime": [b, T·P, n], each window is one sequence, frame after frame.
+    - "time": [b·P, t, n], each position is one sequence over time;
+    - "space": [b·t, P, n], each D frames are one sequence over their positions;
+    - "spacetime": [b, t·P, n], each window is one sequence, time after time.
 
     Args:
-        frames: [b, T, h, w], h and w multiples of `patch`.
+        frames: [b, T, h, w], T a multiple of `patch_frames`, h and w multiples of `patch`.
         patch: height and width of a patch in pixels.
         sequence: what a sequence runs over.
+        patch_frames: frames of a patch.
 
     Raises:
-        InputError: the shape, `patch` or `sequence` does not fit.
+        InputError: the shape, `patch`, `patch_frames` or `sequence` does not fit.
     """
-    batch, time, rows, columns = _grid(tuple(frames.shape), patch, sequence)
-    cut = frames.reshape(batch, time, rows, patch, columns, patch)
+    batch, time, rows, columns = _grid(tuple(frames.shape), patch, sequence, patch_frames)
+    cut = frames.reshape(batch, time, patch_frames, rows, patch, columns, patch)
+    pixels = patch_frames * patch * patch
     if sequence == "time":
-        return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch * rows * columns, time, patch * patch)
-    cut = cut.permute(0, 1, 2, 4, 3, 5)
+        return cut.permute(0, 3, 5, 1, 2, 4, 6).reshape(batch * rows * columns, time, pixels)
+    cut = cut.permute(0, 1, 3, 5, 2, 4, 6)
     if sequence == "space":
-        return cut.reshape(batch * time, rows * columns, patch * patch)
-    return cut.reshape(batch, time * rows * columns, patch * patch)
+        return cut.reshape(batch * time, rows * columns, pixels)
+    return cut.reshape(batch, time * rows * columns, pixels)
 
 
 def from_patches(
-    tokens: torch.Tensor, shape: tuple[int, ...], patch: int = 16, sequence: Sequence = "time"
+    tokens: torch.Tensor,
+    shape: tuple[int, ...],
+    patch: int = 16,
+    sequence: Sequence = "time",
+    patch_frames: int = 1,
 ) -> torch.Tensor:
     """The frames that `to_patches` cut; the exact inverse.
 
     Args:
         tokens: the result of `to_patches`.
         shape: (b, T, h, w) of the frames.
-        patch, sequence: as given to `to_patches`.
+        patch, sequence, patch_frames: as given to `to_patches`.
 
     Returns:
         [b, T, h, w].
@@ -54,32 +63,38 @@ def from_patches(
     Raises:
         InputError: the tokens do not have the shape that such frames give.
     """
-    batch, time, rows, columns = _grid(tuple(shape), patch, sequence)
+    batch, time, rows, columns = _grid(tuple(shape), patch, sequence, patch_frames)
+    pixels = patch_frames * patch * patch
     expected = {
-        "time": (batch * rows * columns, time, patch * patch),
-        "space": (batch * time, rows * columns, patch * patch),
-        "spacetime": (batch, time * rows * columns, patch * patch),
+        "time": (batch * rows * columns, time, pixels),
+        "space": (batch * time, rows * columns, pixels),
+        "spacetime": (batch, time * rows * columns, pixels),
     }[sequence]
     if tuple(tokens.shape) != expected:
         raise InputError(
             f"tokens have shape {list(tokens.shape)}; frames {list(shape)} in patches of {patch} as {sequence!r} "
             f"sequences give {list(expected)}"
         )
+    square = (patch_frames, patch, patch)
     if sequence == "time":
-        cut = tokens.reshape(batch, rows, columns, time, patch, patch).permute(0, 3, 1, 4, 2, 5)
+        cut = tokens.reshape(batch, rows, columns, time, *square).permute(0, 3, 4, 1, 5, 2, 6)
     else:
-        cut = tokens.reshape(batch, time, rows, columns, patch, patch).permute(0, 1, 2, 4, 3, 5)
+        cut = tokens.reshape(batch, time, rows, columns, *square).permute(0, 1, 4, 2, 5, 3, 6)
     return cut.reshape(tuple(shape))
 
 
-def _grid(shape: tuple[int, ...], patch: int, sequence: str) -> tuple[int, int, int, int]:
+def _grid(shape: tuple[int, ...], patch: int, sequence: str, patch_frames: int) -> tuple[int, int, int, int]:
     if sequence not in get_args(Sequence):
         raise InputError(f"sequence is {sequence!r}; expected one of {', '.join(get_args(Sequence))}")
     if patch < 1:
         raise InputError(f"patch is {patch}; expected a positive number of pixels")
+    if patch_frames < 1:
+        raise InputError(f"patch_frames is {patch_frames}; expected a positive number of frames")
     if len(shape) != 4:
         raise InputError(f"frames have shape {list(shape)}; expected [batch, time, height, width]")
     batch, time, height, width = shape
+    if time % patch_frames:
+        raise InputError(f"there are {time} frames; expected a multiple of patch_frames, {patch_frames}")
     if height % patch or width % patch:
         raise InputError(f"frames are {width}x{height} pixels; both must be multiples of the patch, {patch}")
-    return batch, time, height // patch, width // patch
+    return batch, time // patch_frames, height // patch, width // patch
