@@ -83,7 +83,9 @@ class DUST(PretrainedModel):
         for name, value in sizes.items():
             check_integer(name, value, 1)
         flat = patch_frames == 1
-        initial = overcomplete_dct(patch_size, code_size) if flat else cosine_volumes(patch_size, code_size, patch_frames)
+        initial = (
+            overcomplete_dct(patch_size, code_size) if flat else cosine_volumes(patch_size, code_size, patch_frames)
+        )
         self.patch_frames, self.noise_adaptive = patch_frames, bool(noise_adaptive)
         self.patch_size, self.code_size, self.layers, self.tied = patch_size, code_size, layers, bool(tied)
         self.step = 1.0 / squared_spectral_norm(initial).item() if step is None else check_factor("step", step)

@@ -240,7 +240,7 @@ def test_the_experiments_of_the_package(call: Call, name: str) -> None:
 
 
 # What the documents' tables were made with, run by run.
-_VIDEO = "video clip --window 10 --code-size 576 --steps 600 --batch 1 --validate-every 50"
+_VIDEO = "video clip --setup paper --window 10 --code-size 576 --steps 600 --batch 1 --validate-every 50"
 _REVIEWS = "text reviews --text-column Text --label-column Sentiment --max-tokens 128"
 _PAIRS = "text nli --text-column sentence1 --second-column sentence2 --label-column gold_label --max-tokens 64"
 _ENCODER = "--model ENCODER --precision bf16 --epochs 5 --batch 8 --checkpoint-every 500 --validate-every 100"

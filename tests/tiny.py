@@ -9,7 +9,7 @@ import numpy as np
 # Small enough for a step of a few milliseconds. The CPU also where a GPU is: results are compared bit by bit.
 # What a test's numbers rest on is written out, so that other defaults do not move them.
 TINY: dict[str, dict[str, Any]] = {
-    "data": {"size": 32, "patch": 8, "window": 5, "sequence": "time", "gamma": 0.15},
+    "data": {"setup": "paper", "size": 32, "patch": 8, "window": 5, "sequence": "time", "gamma": 0.15},
     "model": {
         "code_size": 64,
         "layers": 2,

@@ -219,15 +219,35 @@ def denoise(options: argparse.Namespace) -> int:
     """Denoise a video."""
     run, settings, entry = tasks.open_run(options.folder)
     written = entry.load().denoise(
-        run, settings, options.source, options.target, depth=options.depth, overwrite=options.overwrite
+        run,
+        settings,
+        options.source,
+        options.target,
+        depth=options.depth,
+        sigma=_noise_level(options.sigma),
+        grids=options.grids,
+        overwrite=options.overwrite,
     )
     if options.json is not None:
         write_json(options.json, written)
+    for note in written["notes"]:
+        print(f"cdt-fast: note: {note}", file=sys.stderr)
+    noise = "" if written["sigma"] is None else f", noise of {written['sigma']:.3g} gray levels"
     print(
         f"{options.target}: {written['frames']} frames, {written['width']}x{written['height']}, "
-        f"{written['frame_rate']:.4g} a second, {written['depth']} of {written['layers']} layers"
+        f"{written['frame_rate']:.4g} a second, {written['depth']} of {written['layers']} layers{noise}"
     )
     return 0
+
+
+def _noise_level(word: str) -> float | None:
+    """What --sigma says; None for auto."""
+    if word == "auto":
+        return None
+    try:
+        return float(word)
+    except ValueError:
+        raise InputError(f"--sigma must be a number of gray levels, or auto, got {word!r}") from None
 
 
 def fetch(options: argparse.Namespace) -> int:

@@ -80,9 +80,18 @@ def build_parser() -> Parser:
     command.add_argument("folder", metavar="RUN", help="run folder")
     command.add_argument("source", metavar="IN", help="video file, frame folder or .npy")
     command.add_argument(
-        "target", metavar="OUT", help="video file to write, same size and frame rate: .mp4, .m4v, .mov, .mkv or .avi"
+        "target", metavar="OUT", help="video file to write, same size, times and sound: .mp4, .m4v, .mov, .mkv or .avi"
     )
     command.add_argument("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
+    command.add_argument(
+        "--sigma",
+        default="auto",
+        metavar="LEVEL",
+        help="the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)",
+    )
+    command.add_argument(
+        "--grids", type=int, metavar="K", help="mean over K x K shifted grids of patches: slower, better (2)"
+    )
     command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     _add_json(command)
 

@@ -1,4 +1,4 @@
-"""Denoisers without weights, which a trained model has to beat: hard thresholds of a cosine transform."""
+"""Denoisers without weights, which a trained model has to beat: hard thresholds of a cosine transform, and a blur."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 # The factor of the noise's standard deviation that is customary for hard thresholds of an orthonormal transform.
 THRESHOLD_FACTOR = 2.7
+# Grids of patches along each side that the shifted transform is the mean of.
+SHIFTS = 4
 
 
 def orthonormal_dct(size: int) -> Tensor:
@@ -33,6 +35,38 @@ def dct_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
 def dct3d_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
     """Hard threshold of the three-dimensional DCT of every patch position over the window; arguments as above."""
     return _threshold(frames, noise_deviation, patch, over_time=True)
+
+
+def dct3d_shifted_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
+    """The mean of `dct3d_denoise` over `SHIFTS²` grids of patches, each a part of a patch further; arguments as above.
+
+    At the borders the frames are continued by their mirror image.
+    """
+    places = [patch * number // SHIFTS for number in range(min(SHIFTS, patch))]
+    height, width = frames.shape[-2:]
+    total = torch.zeros_like(frames)
+    for top in places:
+        for left in places:
+            moved = padded(frames, top, left, patch)
+            total += dct3d_denoise(moved, noise_deviation, patch)[..., top : top + height, left : left + width]
+    return total / len(places) ** 2
+
+
+def blur(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
+    """The mean of 3 x 3 pixels, whatever the noise; arguments as above."""
+    mirrored = torch.nn.functional.pad(frames, (1, 1, 1, 1), mode="reflect")
+    return torch.nn.functional.avg_pool2d(mirrored, 3, stride=1)
+
+
+def padded(frames: Tensor, top: int, left: int, patch: int) -> Tensor:
+    """Frames `[b, T, h, w]` with so many rows and columns before them, and after them until patches fill both sides.
+
+    They are continued by their mirror image, where they are large enough for it, else by their border.
+    """
+    height, width = frames.shape[-2:]
+    sides = (left, -(left + width) % patch, top, -(top + height) % patch)
+    mirrored = max(sides[:2]) < width and max(sides[2:]) < height
+    return torch.nn.functional.pad(frames, sides, mode="reflect" if mirrored else "replicate")
 
 
 def _threshold(frames: Tensor, noise_deviation: float, patch: int, over_time: bool) -> Tensor:

@@ -1,11 +1,10 @@
-"""A whole video through a trained model: same size, same frame rate, window by window."""
+"""A whole video through a trained model: same size, same frame times, same sound, window by window."""
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Iterator
-from fractions import Fraction
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,77 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.errors import InputError
 from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
-from cdt_fast.video.data import from_patches, open_source, to_patches
-from cdt_fast.video.networks import Denoiser, device_of
-from cdt_fast.video.settings import VideoSettings
+from cdt_fast.video.baselines import padded
+from cdt_fast.video.data import from_opponent, open_source, to_opponent
+from cdt_fast.video.evaluation import frames_of, tokens_of
+from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
+from cdt_fast.video.noise import LEVELS, known_deviation
+from cdt_fast.video.settings import DEFAULT_GRIDS, VideoSettings
+from cdt_fast.video.writing import DEFAULT_FRAME_RATE, check_target, write_video
 
-# For sources that state no rate: folders of frames and arrays.
-DEFAULT_FRAME_RATE = Fraction(25)
-# Containers that take H.264 and state the frame rate. Others that FFmpeg knows by their suffix (.gif, .webm, .png) take
-# other codecs; .ts and .flv do not keep every rate.
-CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".avi")
+# What the median of the absolute values of normal numbers is, in standard deviations.
+_MEDIAN_OF_NORMAL = 0.6744897501960817
+_LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves
+
+
+@dataclass
+class Denoising:
+    """How a video is denoised.
+
+    Attributes:
+        model: the trained model.
+        settings: those of its run.
+        depth: number of layers to run.
+        sigma: standard deviation of the noise in gray levels of 0..255; None: estimated, each window and plane on its
+            own. Of a noise-adaptive model alone.
+        grids: the result is the mean over `grids²` grids of patches, each a part of a patch further.
+        found: the estimates, in gray levels.
+    """
+
+    model: Denoiser
+    settings: VideoSettings
+    depth: int
+    sigma: float | None = None
+    grids: int = 1
+    found: list[float] = field(default_factory=list)
+
+    def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """The denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
+        window: list[np.ndarray] = []
+        before: list[np.ndarray] = []
+        for frame in frames:
+            window.append(frame)
+            if len(window) == self.settings.data.window:
+                yield from self._window(np.stack(window))
+                before, window = window, []
+        if window:
+            # The rest is filled up with frames from before, so that it too has the context the model was trained with.
+            context = before[len(window) :]
+            # Of a clip that is shorter than a window the last frames are repeated until patches fill it.
+            missing = -(len(context) + len(window)) % self.settings.data.patch_frames
+            given = np.stack([*context, *window, *[window[-1]] * missing])
+            yield from self._window(given)[len(context) : len(context) + len(window)]
+
+    def _window(self, frames: np.ndarray) -> np.ndarray:
+        colors = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
+        opponent = len(colors) == 3 and self.settings.data.frames == "crops"
+        planes = to_opponent(colors) if opponent else colors
+        # A plane at a time: at full size the codes of one are large enough.
+        result = torch.cat([self._plane(plane.unsqueeze(0)) for plane in planes])
+        result = from_opponent(result) if opponent else result
+        return (result * LEVELS).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
+
+    def _plane(self, frames: Tensor) -> Tensor:
+        deviation = None
+        if is_adaptive(self.model):
+            level = estimated_noise(frames) * LEVELS if self.sigma is None else self.sigma
+            self.found.append(level)
+            deviation = frames.new_full((1,), level / LEVELS)
+        return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
 
 
 def denoise_video(
@@ -35,25 +92,31 @@ def denoise_video(
     target: str | os.PathLike[str],
     *,
     depth: int | None = None,
+    sigma: float | None = None,
+    grids: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Denoise `source` and write a playable video of the same size and frame rate.
+    """Denoise `source` and write a playable video of the same size, with the same frame times and sound.
 
-    The red, green and blue planes are denoised each on their own, at full resolution, in windows of the length that
-    the model was trained with. Sound is not carried over.
+    The planes of color are denoised each on their own, at full resolution, in windows of the length that the model was
+    trained with: brightness and two differences of colors where it was trained on crops, else red, green and blue.
+    A video that is to be turned for display is written upright.
 
     Args:
         model: the trained model.
         settings: those of its run.
         source: a video file, a folder of frames or an array file.
-        target: the video file to write, in a folder that exists; its suffix is one of `CONTAINERS`.
+        target: the video file to write, in a folder that exists; its suffix is one of `writing.CONTAINERS`.
         depth: number of layers to run, None for all.
+        sigma: standard deviation of the noise in gray levels of 0..255, for a noise-adaptive model; None: estimated.
+        grids: the result is the mean over `grids²` shifted grids of patches; None: `DEFAULT_GRIDS`, of a vit 1.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
 
     Returns:
-        `frames`, `width`, `height`, `frame_rate` and `depth` of what was written, and the model's `layers`.
+        `frames`, `width`, `height`, `frame_rate` and `depth` of what was written, the model's `layers`, the `sigma`
+        that was given or found (the median, None where the model takes none), and `notes` of what did not come through.
 
     Raises:
         InputError: the source cannot be read, or the target exists or cannot be written as video.
@@ -61,36 +124,54 @@ def denoise_video(
     depth = model.layers if depth is None else depth
     if not 0 <= depth <= model.layers:
         raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
+    grids = (DEFAULT_GRIDS if isinstance(model, DUST) else 1) if grids is None else grids
+    most = settings.data.patch if isinstance(model, DUST) else 1
+    if not 1 <= grids <= most:
+        raise InputError(f"--grids must be from 1 to {most}, got {grids}")
+    _check_sigma(model, sigma)
     frames = open_source(source)
     target = Path(target)
-    _check_target(target, Path(source), overwrite)
-    rate = frames.frame_rate or DEFAULT_FRAME_RATE
+    check_target(target, Path(source), overwrite)
+    denoising = Denoising(model, settings, depth, sigma, grids)
     shown = progress_bar(_colored(frames.frames()), desc=f"denoise {frames.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
-        denoised = _denoised(model, settings, shown, depth)
-        count, height, width = _write(temporary, target, denoised, rate)
+        written = write_video(temporary, target, denoising.frames(shown), frames)
+    found = float(np.median(denoising.found)) if denoising.found else None
     return {
-        "frames": count,
-        "width": width,
-        "height": height,
-        "frame_rate": float(rate),
+        "frames": written.frames,
+        "width": written.width,
+        "height": written.height,
+        "frame_rate": float(frames.frame_rate or DEFAULT_FRAME_RATE),
         "depth": depth,
         "layers": model.layers,
+        "sigma": found,
+        "notes": [*written.notes, *_noise_notes(settings, found, sigma is None)],
     }
 
 
-def _check_target(target: Path, source: Path, overwrite: bool) -> None:
-    if target.suffix.lower() not in CONTAINERS:
-        given = f"ends in {target.suffix}" if target.suffix else "has no suffix"
-        raise InputError(f"{target}: {given}; the suffix names the container, one of {', '.join(CONTAINERS)}")
-    if not target.parent.is_dir():
-        raise InputError(f"{target}: there is no folder {target.parent}")
-    if not target.exists():
+def _check_sigma(model: Denoiser, sigma: float | None) -> None:
+    if sigma is None:
         return
-    if target.is_dir() or target.samefile(source):
-        raise InputError(f"{target}: is {'a folder' if target.is_dir() else 'the source'}; give another file")
-    if not overwrite:
-        raise InputError(f"{target}: exists already; give another file, or --overwrite")
+    if not is_adaptive(model):
+        raise InputError(f"--sigma is {sigma:g}, and the model is not noise-adaptive: it takes the noise as it comes")
+    if not 0 < sigma < float("inf"):
+        raise InputError(
+            f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma:g}"
+            + ("; without noise there is nothing to remove" if sigma == 0 else "")
+        )
+
+
+def _noise_notes(settings: VideoSettings, sigma: float | None, estimated: bool) -> list[str]:
+    if sigma is None:
+        return []
+    if estimated and sigma <= _LITTLE_NOISE:
+        return [
+            f"hardly any noise was found (sigma {sigma:.2g}), and hardly anything removed; give --sigma to remove more"
+        ]
+    least, greatest = settings.noise
+    if settings.data.unit == "level" and not least <= sigma <= greatest:
+        return [f"the noise, sigma {sigma:.3g}, is beyond what the model was trained on, {least:g} to {greatest:g}"]
+    return []
 
 
 def _colored(frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -99,84 +180,55 @@ def _colored(frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         yield frame[..., np.newaxis] if frame.ndim == 2 else frame
 
 
-def _denoised(
-    model: Denoiser, settings: VideoSettings, frames: Iterable[np.ndarray], depth: int
-) -> Iterator[np.ndarray]:
-    """The denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
-    window: list[np.ndarray] = []
-    before: list[np.ndarray] = []
-    for frame in frames:
-        window.append(frame)
-        if len(window) == settings.data.window:
-            yield from _denoised_window(model, settings, np.stack(window), depth)
-            before, window = window, []
-    if window:
-        # The rest is filled up with frames from before, so that it too has the context the model was trained with.
-        context = before[len(window) :]
-        yield from _denoised_window(model, settings, np.stack([*context, *window]), depth)[len(context) :]
+def estimated_noise(frames: Tensor) -> float:
+    """The standard deviation of white noise: the median of the finest diagonal differences, which has little else.
 
+        σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)
 
-def _denoised_window(model: Denoiser, settings: VideoSettings, frames: np.ndarray, depth: int) -> np.ndarray:
-    patch = settings.data.patch
-    height, width = frames.shape[1:3]
-    planes = torch.from_numpy(frames).to(device_of(model)).permute(3, 0, 1, 2).to(torch.float32) / 255
-    planes = torch.nn.functional.pad(planes, (0, -width % patch, 0, -height % patch), mode="replicate")
-    # A plane at a time: at full size the codes of one are large enough.
-    result = torch.cat([denoised_frames(model, settings, plane.unsqueeze(0), depth) for plane in planes])
-    levels = (result * 255).round_().clamp_(0, 255).to(torch.uint8)
-    return levels[..., :height, :width].permute(1, 2, 3, 0).cpu().numpy()
+    Args:
+        frames: `[..., h, w]`; of less than two rows or columns nothing is known, 0.
+    """
+    if min(frames.shape[-2:]) < 2:
+        return 0.0
+    along = frames[..., 1:] - frames[..., :-1]
+    diagonal = along[..., 1:, :] - along[..., :-1, :]
+    return diagonal.abs().median().item() / (2 * _MEDIAN_OF_NORMAL)
 
 
 @torch.no_grad()
-def denoised_frames(model: Denoiser, settings: VideoSettings, frames: Tensor, depth: int | None = None) -> Tensor:
+def denoised_frames(
+    model: Denoiser,
+    settings: VideoSettings,
+    frames: Tensor,
+    deviation: Tensor | None = None,
+    *,
+    depth: int | None = None,
+    grids: int = 1,
+) -> Tensor:
     """Denoise windows of frames.
 
     Args:
         model, settings: the model and the settings of its run.
-        frames: `[b, T, h, w]` in [0, 1], h and w multiples of the patch.
+        frames: `[b, T, h, w]` in [0, 1], T a multiple of the patch's frames.
+        deviation: standard deviation of the noise `[b]`, in the units of the frames, for a noise-adaptive model.
         depth: number of layers to run, None for all.
+        grids: the result is the mean over `grids²` grids of patches.
 
     Returns:
         `[b, T, h, w]`, not clipped to [0, 1].
     """
-    sequence = settings.data.sequence
-    batch, time, height, width = frames.shape
-    if not isinstance(model, DUST) and (height, width) != (settings.data.size,) * 2:
-        raise InputError(
-            f"a vit denoises frames of the size it was trained on, {settings.data.size}x{settings.data.size}, got "
-            f"{width}x{height}"
-        )
-    tokens = model(to_patches(frames, settings.data.patch, sequence), depth=depth)
-    return from_patches(tokens, (batch, time, height, width), settings.data.patch, sequence)
-
-
-def _write(path: Path, target: Path, frames: Iterator[np.ndarray], rate: Fraction) -> tuple[int, int, int]:
-    """Encode `frames` at `path`; the messages name `target`. Returns frames, height and width."""
-    av = require("av", "video", "writing video")
-    count = height = width = 0
-    try:
-        with av.open(str(path), "w") as container:
-            stream = None
-            for frame in frames:
-                if stream is None:
-                    height, width = frame.shape[:2]
-                    stream = container.add_stream("libx264", rate=rate, options={"crf": "16", "preset": "medium"})
-                    stream.width, stream.height = width, height
-                    # 4:2:0 is what every player takes; it needs even sides.
-                    stream.pix_fmt = "yuv444p" if width % 2 or height % 2 else "yuv420p"
-                    # What FFmpeg turns RGB into; untagged, players take pictures of HD size for BT.709.
-                    stream.codec_context.colorspace = av.video.reformatter.Colorspace.smpte170m
-                    stream.codec_context.color_range = av.video.reformatter.ColorRange.MPEG
-                picture = np.repeat(frame, 3, axis=2) if frame.shape[2] == 1 else frame
-                for packet in stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")):
-                    container.mux(packet)
-                count += 1
-            if stream is not None:
-                container.mux(stream.encode(None))
-    except (av.error.FFmpegError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(error.errno, error.strerror) from error
-        raise InputError(f"{target}: cannot be written as video ({error})") from error
-    return count, height, width
+    data = settings.data
+    height, width = frames.shape[-2:]
+    places = settings.grid_places(grids)
+    total = torch.zeros_like(frames)
+    for top, left in places:
+        moved = padded(frames, top, left, data.patch)
+        if not isinstance(model, DUST) and moved.shape[-2:] != (data.size,) * 2:
+            raise InputError(
+                f"a vit denoises frames of the size it was trained on, {data.size}x{data.size}, got {width}x{height}"
+            )
+        tokens = tokens_of(moved, settings)
+        known = {} if deviation is None else known_deviation(is_adaptive(model), deviation, len(tokens))
+        result = frames_of(model(tokens, depth=depth, **known), moved, settings)
+        total += result[..., top : top + height, left : left + width]
+    return total / len(places)

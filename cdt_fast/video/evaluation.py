@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +12,28 @@ from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.per_sample import per_sample_statistics
 from cdt_fast.training.results import Evaluation
-from cdt_fast.video.baselines import dct3d_denoise, dct_denoise
-from cdt_fast.video.data import VideoData, Windows, from_patches, to_patches
-from cdt_fast.video.networks import Denoiser, device_of, dtype_of
-from cdt_fast.video.noise import LEVELS, noisy_batches
-from cdt_fast.video.settings import VideoSettings
+from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise, dct_denoise, padded
+from cdt_fast.video.data import CropWindows, VideoData, Windows, from_patches, to_patches
+from cdt_fast.video.losses import ReconstructionLosses
+from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive
+from cdt_fast.video.noise import LEVELS, known_deviation, noisy_batches, windows_at_once
+from cdt_fast.video.quality import mean_psnr, psnr_of, ssim
+from cdt_fast.video.settings import DEFAULT_GRIDS, VideoSettings
 
-BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {"dct": dct_denoise, "dct3d": dct3d_denoise}
+BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {
+    "blur": blur,
+    "dct": dct_denoise,
+    "dct3d": dct3d_denoise,
+    "dct3d_shifted": dct3d_shifted_denoise,
+}
 
 
 class VideoEvaluation(Evaluation):
     """The `evaluation.json` of a run on video. RMSE and PSNR are on the scale 0..255, over all pixels of a noise level;
-    `mean_rmse` is the plain mean over the levels. Losses are sums over the pixels of a patch with values in [0, 1],
-    means over the tokens. A sample of `per_sample` is one sequence.
+    `mean_rmse` and `mean_psnr` are plain means over the levels, SSIM is the mean over frames (`quality.ssim`). Losses
+    are sums over the pixels of a patch with values in [0, 1], or in units of the noise's variance where the model is
+    noise-adaptive, means over the tokens. A sample of `per_sample` is one sequence. `training_gamma` is the middle of
+    the levels that were trained on, and losses are those at levels spread over them.
     """
 
     tied: bool
@@ -33,26 +41,37 @@ class VideoEvaluation(Evaluation):
     sigma: float
     rmse: list[float]
     psnr: list[float | None]
+    ssim: list[float]
     mean_rmse: float
+    mean_psnr: float | None
     identity_rmse: list[float]
+    identity_psnr: list[float | None]
+    identity_ssim: list[float]
     baseline_rmse: dict[str, list[float]]
+    baseline_psnr: dict[str, list[float | None]]
+    baseline_ssim: dict[str, list[float]]
     depth_rmse: list[list[float]]
     spectral_ratio: list[float]
 
     def sizes(self) -> dict[str, int]:
-        return dict.fromkeys(("rmse", "psnr", "identity_rmse", "depth_rmse"), len(self.gamma))
+        names = ("rmse", "psnr", "ssim", "identity_rmse", "identity_psnr", "identity_ssim", "depth_rmse")
+        return dict.fromkeys(names, len(self.gamma))
 
 
 @torch.no_grad()
-def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float) -> list[float]:
+def mean_depth_losses(
+    model: Denoiser, windows: Windows | CropWindows, settings: VideoSettings, sigma: float
+) -> list[float]:
     """Mean loss of every depth `[L+1]` over all tokens of `windows`, at the training noise."""
     device, dtype = device_of(model), dtype_of(model)
     sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
-    count = 0
-    for noisy, clean in noisy_batches(windows, settings.data.gamma, sigma, device, dtype=dtype):
-        tokens = _tokens(clean, settings)
-        sums += model.layer_losses(_tokens(noisy, settings), tokens)[1].to(torch.float64) * tokens.shape[:-1].numel()
-        count += tokens.shape[:-1].numel()
+    count, losses = 0, ReconstructionLosses(model, None)
+    at_once = windows_at_once(windows, settings.data.size)
+    for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, at_once, dtype):
+        tokens = tokens_of(clean, settings)
+        number = tokens.shape[:-1].numel()
+        sums += losses(tokens_of(noisy, settings), tokens, deviation, None)[1].to(torch.float64) * number
+        count += number
     return (sums / count).tolist()
 
 
@@ -70,40 +89,72 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
         The entries of `VideoEvaluation` but for what `training.evaluation` adds.
     """
     gammas, device = settings.evaluation.gammas, device_of(model)
-    depths = model.layers + 1
-    rmse = []  # a row a noise level: every depth, the identity, the baselines
+    depths, at_once = model.layers + 1, windows_at_once(data.test, settings.data.size)
+    rmse, alike = [], []  # a row a noise level: every depth (only the last), the identity, the baselines
     for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):
         errors, pixels = torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64), 0
-        for noisy, clean in noisy_batches(data.test, gamma, data.sigma, device):
-            outputs = [
-                from_patches(tokens, tuple(clean.shape), settings.data.patch, settings.data.sequence)  # pyright: ignore[reportArgumentType]
-                for tokens in model.reconstructions(_tokens(noisy, settings))
-            ]
+        similar, frames = torch.zeros(2 + len(BASELINES), dtype=torch.float64), 0
+        for noisy, clean, deviation in noisy_batches(data.test, gamma, data.sigma, device, at_once):
+            outputs = reconstructed(model, settings, noisy, deviation)
             outputs.append(noisy)
             outputs.extend(denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values())
             errors += torch.tensor([_squared_error(output, clean) for output in outputs], dtype=torch.float64)
             pixels += clean.numel()
+            similar += torch.stack([ssim(output, clean).sum() for output in outputs[depths - 1 :]]).double().cpu()
+            frames += clean.shape[:2].numel()
         rmse.append((LEVELS * (errors / pixels).sqrt()).tolist())
+        alike.append((similar / frames).tolist())
     losses, per_sample = _descent(model, data, settings)
-    final = [row[depths - 1] for row in rmse]
+    final, identity = [row[depths - 1] for row in rmse], [row[depths] for row in rmse]
+    baselines = {name: [row[depths + 1 + index] for row in rmse] for index, name in enumerate(BASELINES)}
+    psnr = [psnr_of(value) for value in final]
     return {
         "tied": getattr(model, "tied", False),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": model.layers,
         "test_windows": [list(data.test.name(index)) for index in range(len(data.test))],
-        "training_gamma": settings.data.gamma,
+        "training_gamma": settings.typical_noise,
         "sigma": data.sigma,
         "gamma": list(gammas),
         "rmse": final,
-        "psnr": [_psnr(value) for value in final],
+        "psnr": psnr,
+        "ssim": [row[0] for row in alike],
         "mean_rmse": sum(final) / len(final),
-        "identity_rmse": [row[depths] for row in rmse],
-        "baseline_rmse": {name: [row[depths + 1 + index] for row in rmse] for index, name in enumerate(BASELINES)},
+        "mean_psnr": mean_psnr(psnr),
+        "identity_rmse": identity,
+        "identity_psnr": [psnr_of(value) for value in identity],
+        "identity_ssim": [row[1] for row in alike],
+        "baseline_rmse": baselines,
+        "baseline_psnr": {name: [psnr_of(value) for value in values] for name, values in baselines.items()},
+        "baseline_ssim": {name: [row[2 + index] for row in alike] for index, name in enumerate(BASELINES)},
         "depth_rmse": [row[:depths] for row in rmse],
         "layer_loss": losses,
         "spectral_ratio": model.spectral_ratio().reshape(-1).tolist() if isinstance(model, DUST) else [],
         "per_sample": per_sample,
     }
+
+
+def reconstructed(model: Denoiser, settings: VideoSettings, noisy: Tensor, deviation: Tensor) -> list[Tensor]:
+    """The frames `[b, T, h, w]` of every depth, of noisy ones whose noise is `deviation` `[b]`.
+
+    Where crops are trained on, the mean over shifted grids of patches, as `cdt-fast denoise` takes it by default.
+    """
+    height, width = noisy.shape[-2:]
+    places = settings.grid_places(DEFAULT_GRIDS if settings.data.frames == "crops" else 1)
+    totals = [torch.zeros_like(noisy) for _ in range(model.layers + 1)]
+    for top, left in places:
+        moved = padded(noisy, top, left, settings.data.patch)
+        tokens = tokens_of(moved, settings)
+        known = known_deviation(is_adaptive(model), deviation, len(tokens))
+        for total, depth in zip(totals, model.reconstructions(tokens, **known), strict=True):
+            total += frames_of(depth, moved, settings)[..., top : top + height, left : left + width]
+    return [total / len(places) for total in totals]
+
+
+def frames_of(tokens: Tensor, frames: Tensor, settings: VideoSettings) -> Tensor:
+    """The tokens of frames of the shape of `frames` as such."""
+    data, shape = settings.data, tuple(frames.shape)
+    return from_patches(tokens, shape, data.patch, data.sequence, data.patch_frames)
 
 
 def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple[list[float], dict[str, Any]]:
@@ -113,23 +164,22 @@ def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple
     statistics; they are None when nothing is left.
     """
     losses = []
-    for noisy, clean in noisy_batches(data.test, settings.data.gamma, data.sigma, device_of(model)):
-        target = _tokens(clean, settings)
-        depths = [
-            (tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(_tokens(noisy, settings))
-        ]
-        losses.append(torch.stack(depths).to(torch.float64))
+    at_once = windows_at_once(data.test, settings.data.size)
+    for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model), at_once):
+        target, given = tokens_of(clean, settings), tokens_of(noisy, settings)
+        known = known_deviation(is_adaptive(model), deviation, len(given))
+        depths = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
+        unit = known["deviation"].square() if known else 1.0
+        losses.append(torch.stack(depths).to(torch.float64) / unit)
     every = torch.cat(losses, dim=1)
     return every.mean(1).tolist(), per_sample_statistics(every)
 
 
-def _tokens(frames: Tensor, settings: VideoSettings) -> Tensor:
-    return to_patches(frames, settings.data.patch, settings.data.sequence)
+def tokens_of(frames: Tensor, settings: VideoSettings) -> Tensor:
+    """Frames `[b, T, h, w]` as the tokens that the settings describe."""
+    data = settings.data
+    return to_patches(frames, data.patch, data.sequence, data.patch_frames)
 
 
 def _squared_error(frames: Tensor, clean: Tensor) -> float:
     return (frames - clean).square().sum(dtype=torch.float64).item()
-
-
-def _psnr(rmse: float) -> float | None:
-    return 20 * math.log10(LEVELS / rmse) if rmse > 0 else None

@@ -18,7 +18,7 @@ from cdt_fast.training.figures import (
 from cdt_fast.training.task import Drawing, EvaluatedRun
 from cdt_fast.video.frames import read_frames
 
-_STYLES = {"dct": "--", "dct3d": "-."}
+_STYLES = {"blur": (0, (1, 3)), "dct": "--", "dct3d": "-.", "dct3d_shifted": (0, (3, 1, 1, 1))}
 
 
 def drawings() -> list[Drawing]:
@@ -34,7 +34,18 @@ def baseline_label(run: EvaluatedRun, name: str) -> str:
     """What to call a baseline without weights that a run was measured beside."""
     data = run.settings.data
     patch = f"{data.patch}x{data.patch}"
-    return {"dct": f"DCT {patch}, hard threshold", "dct3d": f"3-D DCT {patch}x{data.window}, hard threshold"}[name]
+    volume = f"3-D DCT {patch}x{data.window}"
+    return {
+        "blur": "mean of 3x3 pixels",
+        "dct": f"DCT {patch}, hard threshold",
+        "dct3d": f"{volume}, hard threshold",
+        "dct3d_shifted": f"{volume}, shifted grids",
+    }[name]
+
+
+def level_sign(run: EvaluatedRun) -> str:
+    """By what letter a noise level goes: a standard deviation in gray levels, or a multiple of that of the frames."""
+    return "σ" if run.settings.data.unit == "level" else "γ"
 
 
 def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
@@ -42,10 +53,10 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     reference = runs[0].evaluation
     axis.plot(reference.gamma, reference.identity_rmse, ":", color=GRAY, label="identity")
     for name, values in reference.baseline_rmse.items():
-        axis.plot(reference.gamma, values, _STYLES[name], color=GRAY, label=baseline_label(runs[0], name))
+        axis.plot(reference.gamma, values, linestyle=_STYLES[name], color=GRAY, label=baseline_label(runs[0], name))
     plot_runs(axis, runs, "rmse", reference.gamma)
     mark_training(axis, reference.training_gamma)
-    axis.set(xlabel="noise level γ", ylabel="RMSE (0..255)")
+    axis.set(xlabel=f"noise level {level_sign(runs[0])}", ylabel="RMSE (0..255)")
     add_legend(axis)
     return figure
 
@@ -72,7 +83,7 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
         rows, columns, figsize=(2.6 * columns, 2.8 * rows), squeeze=False, layout="constrained"
     )
     for number, (row, gamma) in enumerate(zip(axes, kept[0].gammas, strict=True)):
-        shown = {"clean": kept[0].clean, f"noisy, γ = {gamma:g}": kept[0].noisy[number]}
+        shown = {"clean": kept[0].clean, f"noisy, {level_sign(runs[0])} = {gamma:g}": kept[0].noisy[number]}
         shown.update({run.label: frames.denoised[number] for run, frames in zip(runs, kept, strict=True)})
         for axis, (title, frame) in zip(row, shown.items(), strict=True):
             error = 255 * (frame - kept[0].clean).square().mean().sqrt().item()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import replaced_atomically
-from cdt_fast.video.data import Windows
+from cdt_fast.video.data import CropWindows, Windows
 from cdt_fast.video.noise import noisy_batches
 
 
@@ -61,14 +61,18 @@ def read_frames(path: Path) -> KeptFrames | None:
 
 @torch.no_grad()
 def keep_frames(
-    windows: Windows, gammas: Sequence[float], sigma: float, device: torch.device, denoise: Callable[[Tensor], Tensor]
+    windows: Windows | CropWindows,
+    gammas: Sequence[float],
+    sigma: float,
+    device: torch.device,
+    denoise: Callable[[Tensor, Tensor], Tensor],
 ) -> KeptFrames:
-    """The middle frame of the first window at each noise level, before and after `denoise` of `[b, T, h, w]`."""
+    """The middle frame of the first window at each noise level, before and after `denoise`."""
     middle = windows.window // 2
     clean, noisy, denoised = torch.empty(0), [], []
     for gamma in gammas:
-        given, target = next(noisy_batches(windows, gamma, sigma, device))
+        given, target, deviation = next(noisy_batches(windows, gamma, sigma, device))
         clean = target[0, middle].cpu()
         noisy.append(given[0, middle].cpu())
-        denoised.append(denoise(given)[0, middle].float().cpu())
+        denoised.append(denoise(given, deviation)[0, middle].float().cpu())
     return KeptFrames(list(gammas), clean, torch.stack(noisy), torch.stack(denoised))

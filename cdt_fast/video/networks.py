@@ -25,6 +25,11 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
+def is_adaptive(model: Denoiser) -> bool:
+    """Whether the model takes the noise's standard deviation."""
+    return isinstance(model, DUST) and model.noise_adaptive
+
+
 def build_network(settings: VideoSettings) -> Denoiser:
     """The untrained network that the settings describe, or a pretrained ViT.
 
@@ -36,7 +41,9 @@ def build_network(settings: VideoSettings) -> Denoiser:
     if model.model == "vit":
         return _build_vit(settings)
     common: dict[str, Any] = {
-        "patch_size": patch**2,
+        "patch_size": settings.data.patch_frames * patch**2,
+        "patch_frames": settings.data.patch_frames,
+        "noise_adaptive": model.adaptive,
         "code_size": model.code_size,
         "layers": model.layers,
         "tied": not settings.constrained if model.tied is None else model.tied,
@@ -52,6 +59,11 @@ def _build_vit(settings: VideoSettings) -> DenoisingViT:
     model, data = settings.model, settings.data
     if data.sequence != "space":
         raise InputError(f"[data] sequence must be space for a vit, which sees a frame at once; got {data.sequence!r}")
+    if data.frames != "resized" or data.patch_frames != 1:
+        raise InputError(
+            "[data] frames must be resized and patch_frames 1 for a vit, which sees whole frames of one size: "
+            "give --setup paper"
+        )
     grid = (data.size // data.patch,) * 2
     if model.pretrained is None:
         return DenoisingViT(data.patch**2, grid, model.layers, width=model.width, heads=model.heads)

@@ -3,48 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cdt_fast.video.data import Windows, add_noise
+from cdt_fast.video.data import CropWindows, Windows, add_noise
 
 LEVELS = 255.0
+# A noise-adaptive network divides by the deviation: of less noise than that of rounding to bytes it is told this.
+LEAST_DEVIATION = 0.5 / LEVELS
 
 # Noise of the evaluation: the same for every run, and apart from the noise of any training.
 _NOISE_SEED = 20_260_117
+_GOLDEN = 0.6180339887498949
+
+
+class NoisyBatch(NamedTuple):
+    """Frames `[b, T, h, w]` in [0, 1] with and without noise, and the standard deviation of the noise `[b]`."""
+
+    noisy: Tensor
+    clean: Tensor
+    deviation: Tensor
 
 
 def add_noise_by_window(
-    clean: Tensor, gamma: float, sigma: float, generator: torch.Generator, seeds: Sequence[int]
-) -> Tensor:
-    """`add_noise` with a seed a window.
+    clean: Tensor, noise: float | tuple[float, float], sigma: float, generator: torch.Generator, seeds: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """`add_noise` with a seed a window, at one level or at one that is drawn for each window.
 
     Args:
         clean: the windows, one after the other along the first dimension: frames, or the tokens of `to_patches`.
-        gamma, sigma: as in `add_noise`.
+        noise: γ, or the least and the greatest of a range, every level of which is as likely.
+        sigma: as in `add_noise`.
         generator: of the device of `clean`; it is seeded anew for each window.
         seeds: one a window.
+
+    Returns:
+        The noisy windows, and the standard deviation of the noise `[windows]`.
     """
-    noisy = []
+    least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
+    noisy, deviations = [], []
     for window, seed in zip(clean.chunk(len(seeds)), seeds, strict=True):
         generator.manual_seed(seed)
-        noisy.append(add_noise(window, gamma, sigma, generator))
-    return torch.cat(noisy)
+        if least == greatest:
+            noisy.append(add_noise(window, least, sigma, generator))
+            deviations.append(clean.new_full((), least * sigma))
+            continue
+        share = torch.rand((), generator=generator, device=clean.device, dtype=clean.dtype)
+        deviation = sigma * (least + (greatest - least) * share)
+        noise_of_one = torch.randn(window.shape, generator=generator, device=clean.device, dtype=clean.dtype)
+        noisy.append(window + deviation * noise_of_one)
+        deviations.append(deviation)
+    return torch.cat(noisy), torch.stack(deviations)
 
 
 def noisy_batches(
-    windows: Windows,
-    gamma: float,
+    windows: Windows | CropWindows,
+    noise: float | tuple[float, float],
     sigma: float,
     device: torch.device,
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """`(noisy, clean)` frames `[b, T, h, w]` in [0, 1] of all windows; the noise depends on the window alone."""
+) -> Iterator[NoisyBatch]:
+    """All windows with noise that depends on the window alone; of a range its levels are spread evenly over them."""
     generator = torch.Generator(device)
+    least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
     for start in range(0, len(windows), batch):
         indices = range(start, min(start + batch, len(windows)))
         frames = windows.batch(indices).to(device).to(dtype) / LEVELS
-        seeds = [_NOISE_SEED + index for index in indices]
-        yield add_noise_by_window(frames, gamma, sigma, generator, seeds), frames
+        noisy, deviations = [], []
+        for frame, index in zip(frames.split(1), indices, strict=True):
+            level = least + (greatest - least) * ((0.5 + index * _GOLDEN) % 1)
+            given, deviation = add_noise_by_window(frame, level, sigma, generator, [_NOISE_SEED + index])
+            noisy.append(given)
+            deviations.append(deviation)
+        yield NoisyBatch(torch.cat(noisy), frames, torch.cat(deviations))
+
+
+def windows_at_once(windows: Windows | CropWindows, size: int) -> int:
+    """How many windows of frames of this size are measured together: about half a million pixels."""
+    return max(1, 2**19 // (windows.window * size**2))
+
+
+def known_deviation(adaptive: bool, deviation: Tensor, sequences: int) -> dict[str, Tensor]:
+    """What a network's methods take of the noise: nothing, or its deviation for each of `sequences`.
+
+    Args:
+        adaptive: whether the network takes it.
+        deviation: `[b]`, of windows that have equally many sequences.
+        sequences: of all windows.
+    """
+    if not adaptive:
+        return {}
+    return {"deviation": deviation.clamp(min=LEAST_DEVIATION).repeat_interleave(sequences // len(deviation))}

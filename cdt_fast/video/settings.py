@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
+    Levels,
     NonNegative,
     Positive,
     RunSettings,
@@ -17,19 +19,34 @@ from cdt_fast.training.settings import (
     setting,
 )
 
+DEFAULT_GRIDS = 2  # whose squared number of shifted grids of patches a denoised video is the mean of
 _UNROLLED, _VIT = "dust, ut", "vit"
 
 
 class VideoDataSettings(Section):
     """[data]: which frames, and how they become sequences of patches."""
 
+    setup: Literal["denoiser", "paper"] = setting(
+        "denoiser", "what all other settings of video start from: the best denoiser we know, or the paper's experiment"
+    )
     source: str | None = setting("demo", "video file, frame folder, .npy or a tree of them; 'demo' is a generated clip")
-    window: Positive = setting(20, "T, frames per window")
-    stride: Positive | None = setting(None, "frames between training windows (default: window, no overlap)")
-    size: Positive = setting(160, "side in pixels that frames are resized to, a multiple of patch")
-    patch: Positive = setting(16, "side in pixels of a square patch")
+    frames: Literal["crops", "resized"] = setting(
+        "crops",
+        "what is trained on: crops at full resolution, gray and colors, or the luma of whole frames made square",
+    )
+    split: Literal["auto", "time"] = setting(
+        "auto", "train, validate and test on whole clips where there are three or more, or on parts of each"
+    )
+    window: Positive = setting(16, "T, frames per window")
+    stride: Positive | None = setting(None, "frames between training windows (default: window; crops: always)")
+    size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
+    patch: Positive = setting(8, "side in pixels of a square patch")
+    patch_frames: Positive = setting(4, "frames of a patch; window is a multiple of it (vit: 1)")
     sequence: Literal["time", "space", "spacetime"] = setting("time", "what one sequence runs over (vit: space)")
-    gamma: NonNegative = setting(0.15, "training noise as a multiple of the standard deviation of the clean frames")
+    gamma: NonNegative | list[NonNegative] = setting([0.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
+    unit: Literal["level", "deviation"] = setting(
+        "level", "what noise levels are multiples of: gray levels of 0..255, or the training frames' standard deviation"
+    )
 
 
 class VideoModelSettings(Section):
@@ -37,11 +54,12 @@ class VideoModelSettings(Section):
 
     model: Literal["dust", "ut", "vit"] = setting("dust", "network")
     layers: Positive = setting(5, "L")
-    code_size: Positive = setting(1024, "m, atoms of a dictionary", _UNROLLED)
+    code_size: Positive = setting(256, "m, atoms of a dictionary", _UNROLLED)
     tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)", _UNROLLED)
-    sparsity: NonNegative = setting(0.2, "lambda_1; the threshold is lambda_1 * step ('ut' has none)", _UNROLLED)
+    adaptive: bool = setting(True, "the layers see patches less their mean, in units of the noise", _UNROLLED)
+    sparsity: NonNegative = setting(1.5, "lambda_1; the threshold is lambda_1 * step ('ut' has none)", _UNROLLED)
     step: float | None = setting(None, "1/c (default: 1 / squared spectral norm of the initial dictionary)", _UNROLLED)
-    scale: float = setting(1.0, "beta, factor of the attention scores", _UNROLLED)
+    scale: float = setting(0.02, "beta, factor of the attention scores", _UNROLLED)
     initial_codes: Literal["analysis", "zero"] = setting("analysis", "H_0: X D / c, or zero", _UNROLLED)
     readout: Literal["own", "next", "shared"] = setting("own", "dictionary that reads each depth", _UNROLLED)
     pretrained: str | None = setting(None, "folder of a transformers ViT to start from (default: random weights)", _VIT)
@@ -52,12 +70,35 @@ class VideoModelSettings(Section):
 class VideoTrainingSettings(TrainingSettings):
     """[training] of video."""
 
-    steps: Positive = setting(1000, "optimizer steps")
+    steps: Positive = setting(2000, "optimizer steps")
     batch: Positive = setting(4, "windows per micro-batch")
-    lr: NonNegative = setting(1e-3, "learning rate of Adam")
+    lr: NonNegative = setting(2e-3, "learning rate of Adam")
     cuda_graph: bool | None = setting(
         None, "launch a step as one CUDA graph (default: on a GPU, where one process trains)"
     )
+
+
+class VideoEvaluationSettings(EvaluationSettings):
+    """[evaluation] of video."""
+
+    gammas: Levels = setting([5.0, 10.0, 20.0, 30.0, 40.0, 50.0], "noise levels of the evaluation")
+
+
+# What `setup = "paper"` sets: frames, patches, noise and network as in the paper's experiments (docs/maths.md §7).
+_PAPER: dict[str, dict[str, Any]] = {
+    "data": {
+        "frames": "resized",
+        "window": 20,
+        "size": 160,
+        "patch": 16,
+        "patch_frames": 1,
+        "gamma": 0.15,
+        "unit": "deviation",
+    },
+    "model": {"code_size": 1024, "adaptive": False, "sparsity": 0.2, "scale": 1.0},
+    "training": {"steps": 1000, "lr": 1e-3},
+    "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
+}
 
 
 class VideoSettings(RunSettings):
@@ -68,7 +109,45 @@ class VideoSettings(RunSettings):
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
     constraints: ConstraintSettings = Field(default_factory=ConstraintSettings)
     training: VideoTrainingSettings = Field(default_factory=VideoTrainingSettings)
-    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    evaluation: VideoEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default_factory=VideoEvaluationSettings
+    )
+
+    def set(self, section: str, name: str, value: Any) -> None:
+        """As `RunSettings.set`; a setup sets what it stands for."""
+        super().set(section, name, value)
+        if (section, name) == ("data", "setup"):
+            for part, names in _PAPER.items():
+                defaults = type(getattr(self, part))()
+                for taken, given in names.items():
+                    super().set(part, taken, given if value == "paper" else getattr(defaults, taken))
+
+    def update(self, section: str, values: Mapping[str, Any]) -> None:
+        """As `RunSettings.update`; a setup first, so that what is given beside it wins."""
+        if "setup" in values:
+            self.set(section, "setup", values["setup"])
+        super().update(section, {name: value for name, value in values.items() if name != "setup"})
+
+    @property
+    def noise(self) -> tuple[float, float]:
+        """The least and the greatest noise level of the training, in the unit of the settings."""
+        gamma = self.data.gamma
+        return (gamma[0], gamma[-1]) if isinstance(gamma, list) else (gamma, gamma)
+
+    def grid_places(self, grids: int) -> list[tuple[int, int]]:
+        """Rows and columns by which `grids²` grids of patches are moved."""
+        places = [self.data.patch * number // grids for number in range(grids)]
+        return [(top, left) for top in places for left in places]
+
+    @property
+    def typical_noise(self) -> float:
+        """The level in the middle of the training's."""
+        return sum(self.noise) / 2
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the network takes the noise's standard deviation."""
+        return self.model.model != "vit" and self.model.adaptive
 
     @property
     def sample_length(self) -> tuple[str, int, int]:

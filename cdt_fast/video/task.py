@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Tabl
 from cdt_fast.video import figures
 from cdt_fast.video.data import VideoData, load_video, to_patches
 from cdt_fast.video.denoising import denoise_video, denoised_frames
-from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses
+from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
 from cdt_fast.video.frames import keep_frames
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
@@ -51,7 +51,8 @@ class VideoWorkload:
         self.lr: float = settings.training.lr
         self.steps: int = settings.training.steps
         self.training_samples = len(data.train)
-        self._tokens = settings.data.window * (settings.data.size // settings.data.patch) ** 2
+        times = settings.data.window // settings.data.patch_frames
+        self._tokens = times * (settings.data.size // settings.data.patch) ** 2
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
@@ -60,17 +61,18 @@ class VideoWorkload:
     def count(self, sample: int) -> int:
         return self._tokens
 
-    def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Noisy and clean tokens of windows with their seeds, in the dtype of the model."""
+    def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Noisy and clean tokens of windows with their seeds, and each window's noise, in the dtype of the model."""
         data = self._settings.data
         windows, seeds = zip(*chosen, strict=True)
-        frames = self._data.train.batch(windows)
+        frames = self._data.train.augmented(windows, seeds)
         if device.type == "cuda":
             # From pageable memory the copy would synchronize with the host.
             frames = frames.pin_memory().to(device, non_blocking=True)
         frames = frames.to(device).to(dtype_of(self._denoiser)) / LEVELS
-        clean = to_patches(frames, data.patch, data.sequence)
-        return add_noise_by_window(clean, data.gamma, self._data.sigma, self._noise, seeds), clean
+        clean = to_patches(frames, data.patch, data.sequence, data.patch_frames)
+        noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
+        return noisy, clean, deviation
 
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         device = device_of(self._denoiser).type
@@ -93,9 +95,9 @@ class VideoWorkload:
         if not backend.startswith("triton"):
             return f"ops on {backend}"
         data = self._settings.data
-        positions = (data.size // data.patch) ** 2
-        tokens = {"time": data.window, "space": positions, "spacetime": data.window * positions}[data.sequence]
-        reason = fused_unsupported_reason(tokens, data.patch**2, dtype)
+        positions, times = (data.size // data.patch) ** 2, data.window // data.patch_frames
+        tokens = {"time": times, "space": positions, "spacetime": times * positions}[data.sequence]
+        reason = fused_unsupported_reason(tokens, data.patch_frames * data.patch**2, dtype)
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"
@@ -121,7 +123,16 @@ class VideoTask(Task):
         data = settings.data
         if data.source is None:
             raise InputError("SOURCE is missing: cdt-fast train video SOURCE")
-        return load_video(data.source, window=data.window, size=data.size, stride=data.stride, progress=progress)
+        return load_video(
+            data.source,
+            window=data.window,
+            size=data.size,
+            stride=data.stride,
+            crops=data.frames == "crops",
+            unit=data.unit,
+            by_time=data.split == "time",
+            progress=progress,
+        )
 
     def describe(self, settings: VideoSettings, data: VideoData) -> str:
         return data.describe()
@@ -140,9 +151,13 @@ class VideoTask(Task):
         model = load_network(folder.model, settings.training.device)
         measured = evaluate(model, data, settings, progress)
         nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
-        levels = sorted({settings.data.gamma, nearest})
+        levels = sorted({settings.typical_noise, nearest})
         keep_frames(
-            data.test, levels, data.sigma, device_of(model), lambda noisy: denoised_frames(model, settings, noisy)
+            data.test,
+            levels,
+            data.sigma,
+            device_of(model),
+            lambda noisy, deviation: denoised_frames(model, settings, noisy, deviation),
         ).save(folder.frames)
         return measured
 
@@ -153,16 +168,19 @@ class VideoTask(Task):
 
     def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
         # The loss of a depth is a sum over a patch, and the baselines cut patches too.
-        shape = {name: getattr(run.settings.data, name) for name in ("size", "window", "patch")}
+        shape = {name: getattr(run.settings.data, name) for name in ("frames", "unit", "size", "window", "patch")}
         return {**shape, **{name: getattr(run.evaluation, name) for name in ("sigma", "test_windows")}}
 
     def conditions(self, run: EvaluatedRun) -> str:
-        values = run.evaluation
+        values, settings = run.evaluation, cast("VideoSettings", run.settings)
+        least, greatest = settings.noise
+        trained = f"{least:g}" if least == greatest else f"{least:g} to {greatest:g}"
+        unit = "gray levels" if settings.data.unit == "level" else f"γ, times σ = {values.sigma:.4f}"
+        losses = " in units of the noise's variance" if settings.adaptive else " with values in [0, 1]"
         return (
             f"Test windows: {len(values.test_windows)} of {run.settings.data.window} frames, none of them "
-            f"seen in training; training noise γ = {values.training_gamma:g}, "
-            f"σ = {values.sigma:.4f}. RMSE on 0..255 over all pixels of a noise level, then the plain mean "
-            "over the levels. Losses: squared error summed over the pixels of a patch with values in [0, 1]."
+            f"seen in training; training noise {trained} ({unit}). RMSE on 0..255 over all pixels of a noise level, "
+            f"then the plain mean over the levels. Losses: squared error summed over the pixels of a patch{losses}."
         )
 
     def reading(self, run: EvaluatedRun) -> Reading:
@@ -174,13 +192,13 @@ class VideoTask(Task):
         return Reading(f"RMSE at γ {values.gamma[index]:g}", values.depth_rmse[index], references)
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        return [error_table(runs)]
+        return [error_table(runs), quality_table(runs)]
 
     def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
-        largest = f"{runs[0].evaluation.gamma[-1]:g}"
+        largest = f"{figures.level_sign(runs[0])} {runs[0].evaluation.gamma[-1]:g}"
         return [
             Summary("mean RMSE", lambda run: run.evaluation.mean_rmse),
-            Summary(f"RMSE, γ {largest}", lambda run: run.evaluation.rmse[-1]),
+            Summary(f"RMSE, {largest}", lambda run: run.evaluation.rmse[-1]),
         ]
 
     def drawings(self) -> list[Drawing]:
@@ -202,7 +220,8 @@ class VideoTask(Task):
 def error_table(runs: Sequence[EvaluatedRun]) -> Table:
     """RMSE a noise level and their mean: identity, baselines without weights, then the runs."""
     reference = runs[0].evaluation
-    rows = [["RMSE (0..255)", "parameters", *(f"γ {gamma:g}" for gamma in reference.gamma), "mean"]]
+    sign = figures.level_sign(runs[0])
+    rows = [["RMSE (0..255)", "parameters", *(f"{sign} {gamma:g}" for gamma in reference.gamma), "mean"]]
     plain = {"identity (the noisy frames)": reference.identity_rmse}
     for name, values in reference.baseline_rmse.items():
         plain[figures.baseline_label(runs[0], name)] = values
@@ -215,7 +234,26 @@ def error_table(runs: Sequence[EvaluatedRun]) -> Table:
     return rows
 
 
+def quality_table(runs: Sequence[EvaluatedRun]) -> Table:
+    """PSNR and SSIM a noise level, of the same rows."""
+    reference, sign = runs[0].evaluation, figures.level_sign(runs[0])
+    rows = [["PSNR in dB / SSIM", *(f"{sign} {gamma:g}" for gamma in reference.gamma), "mean"]]
+    measured = {"identity (the noisy frames)": (reference.identity_psnr, reference.identity_ssim)}
+    for name, values in reference.baseline_psnr.items():
+        measured[figures.baseline_label(runs[0], name)] = (values, reference.baseline_ssim[name])
+    measured.update({run.label: (run.evaluation.psnr, run.evaluation.ssim) for run in runs})
+    for name, (psnr, ssim) in measured.items():
+        pairs = [*zip(psnr, ssim, strict=True), (mean_psnr(psnr), sum(ssim) / len(ssim))]
+        rows.append([name, *("" if level is None else f"{level:.2f} / {like:.3f}" for level, like in pairs)])
+    return rows
+
+
 def _check_patches(settings: VideoSettings) -> None:
     data = settings.data
+    gamma = data.gamma
+    if isinstance(gamma, list) and not (len(gamma) == 2 and gamma[0] < gamma[1]):
+        raise InputError(f"[data] gamma must be one level, or LOW,HIGH with LOW below HIGH, got {gamma}")
+    if data.window % data.patch_frames:
+        raise InputError(f"[data] window must be a multiple of patch_frames ({data.patch_frames}), got {data.window}")
     if data.size % data.patch:
         raise InputError(f"[data] size must be a multiple of patch ({data.patch}), got {data.size}")

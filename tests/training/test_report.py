@@ -38,8 +38,10 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(
     table = answer.out.strip().split("\n\n")[0].splitlines()
     assert [line[:29].strip() for line in table[2:]] == [
         "identity (the noisy frames)",
+        "mean of 3x3 pixels",
         "DCT 8x8, hard threshold",
         "3-D DCT 8x8x5, hard threshold",
+        "3-D DCT 8x8x5, shifted grids",
         "constrained (constrained, unt",
         "plain (unconstrained, tied)",
     ]

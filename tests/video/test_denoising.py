@@ -14,10 +14,10 @@ import torch
 
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
-from cdt_fast.video import denoising as denoise
 from cdt_fast.video.data import to_patches
-from cdt_fast.video.denoising import CONTAINERS, denoise_video, denoised_frames
+from cdt_fast.video.denoising import Denoising, denoise_video, denoised_frames
 from cdt_fast.video.settings import VideoSettings
+from cdt_fast.video.writing import CONTAINERS
 from tests.runs import open_run
 from tests.tiny import scrolling_clip
 
@@ -35,9 +35,18 @@ class _Identity(DUST):
         super().__init__(64, 64, 2)
         self.lengths: list[int] = []
 
-    def forward(self, noisy: torch.Tensor, depth: int | None = None) -> torch.Tensor:
+    def forward(
+        self, noisy: torch.Tensor, depth: int | None = None, *, deviation: torch.Tensor | float | None = None
+    ) -> torch.Tensor:
         self.lengths.append(noisy.shape[-2])
         return noisy
+
+
+def paper_settings(**data: Any) -> VideoSettings:
+    """Patches of 8 x 8 pixels of one frame, windows of 5."""
+    config = VideoSettings()
+    config.update("data", {"setup": "paper", "patch": 8, "window": 5, **data})
+    return config
 
 
 def write_video(path: Path, frames: np.ndarray, rate: Fraction, codec: str = "ffv1") -> Path:
@@ -73,15 +82,14 @@ def test_the_output_plays_like_the_input(
     """Same size, rate and frames, in order: odd sides, windows that do not fill up, fewer frames than one window."""
     frames = colored(count, height, width)
     source = write_video(tmp_path / "in.mkv", frames, rate)
-    config = VideoSettings()
-    config.data.patch, config.data.window = 8, 5
+    config = paper_settings()
     target = tmp_path / f"out{suffix}"
-    told = denoise_video(_Identity(), config, source, target, progress=False)
+    told = denoise_video(_Identity(), config, source, target, grids=1, progress=False)
     written, written_rate = decoded(target)
     assert written.shape == frames.shape
     assert written_rate == rate
     size = {"frames": count, "width": width, "height": height}
-    assert told == {**size, "frame_rate": float(rate), "depth": 2, "layers": 2}
+    assert told == {**size, "frame_rate": float(rate), "depth": 2, "layers": 2, "sigma": None, "notes": []}
     # x264 loses little, and halves the resolution of color where the sides are even.
     error = (written.astype(float).mean(-1) - frames.astype(float).mean(-1)) ** 2
     assert np.sqrt(error.mean((1, 2))).max() < 6
@@ -91,23 +99,22 @@ def test_the_output_plays_like_the_input(
 
 def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", scrolling_clip(13, 16, 16))
-    config = VideoSettings()
-    config.data.patch, config.data.window = 8, 5
+    config = paper_settings()
     model = _Identity()
-    denoise_video(model, config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
+    denoise_video(model, config, tmp_path / "in.npy", tmp_path / "out.mp4", grids=1, progress=False)
     assert model.lengths == [5, 5, 5]
     model.lengths.clear()
     np.save(tmp_path / "short.npy", scrolling_clip(3, 16, 16))
-    denoise_video(model, config, tmp_path / "short.npy", tmp_path / "short.mp4", progress=False)
+    denoise_video(model, config, tmp_path / "short.npy", tmp_path / "short.mp4", grids=1, progress=False)
     assert model.lengths == [3]
 
 
 def test_frames_are_those_of_the_model_in_every_plane_and_window(model_and_config: tuple[DUST, VideoSettings]) -> None:
     model, config = model_and_config
     frames = colored(7, 11, 18)
-    found = np.stack(list(denoise._denoised(model, config, iter(frames), 1)))
+    found = np.stack(list(Denoising(model, config, 1).frames(frames)))
     assert found.shape == frames.shape
-    padded = np.pad(frames, ((0, 0), (0, 5), (0, 6), (0, 0)), mode="edge")
+    padded = np.pad(frames, ((0, 0), (0, 5), (0, 6), (0, 0)), mode="reflect")
     for first, last, used in ((0, 5, slice(0, 5)), (2, 7, slice(3, 5))):
         for plane in range(3):
             window = torch.from_numpy(padded[first:last, ..., plane].copy()).float().unsqueeze(0) / 255
@@ -162,8 +169,7 @@ def test_every_depth_is_an_early_exit(call: Callable[..., Any], trained: Any, cl
 @pytest.mark.parametrize("sequence", ["space", "spacetime"])
 def test_other_sequences_are_denoised_too(tmp_path: Path, sequence: str) -> None:
     np.save(tmp_path / "in.npy", scrolling_clip(7, 17, 23))
-    config = VideoSettings()
-    config.update("data", {"patch": 8, "window": 5, "sequence": sequence})
+    config = paper_settings(sequence=sequence)
     frames = torch.rand(1, 5, 16, 24)
     assert torch.equal(denoised_frames(_Identity(), config, frames), frames)
     denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
@@ -233,15 +239,14 @@ def test_a_full_disk_is_said_with_the_name_of_the_output(
     def full(*_: object) -> None:
         av.error.err_check(-errno.ENOSPC, "a temporary name")
 
-    monkeypatch.setattr(denoise, "_denoised_window", full)
+    monkeypatch.setattr(Denoising, "_window", full)
     assert call("denoise", trained.constrained, clip, target).line() == f"cdt-fast: {target}: the disk is full\n"
     assert not os.listdir(tmp_path)
 
 
 def test_a_size_that_the_codec_refuses_is_one_line(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.zeros((3, 1, 20_000), dtype=np.uint8))
-    config = VideoSettings()
-    config.data.patch, config.data.window = 8, 5
+    config = paper_settings()
     with pytest.raises(InputError) as caught:
         denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
     assert "out.mp4: cannot be written as video" in str(caught.value)

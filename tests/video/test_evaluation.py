@@ -132,10 +132,10 @@ def test_noise_depends_on_the_window_and_not_on_its_batch(
     tiny_config: Callable[..., VideoSettings], longer: Path
 ) -> None:
     data = load_data(tiny_config(source=str(longer)))
-    single = [noisy for noisy, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"))]
-    batched = [noisy for noisy, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"), batch=3)]
+    single = [noisy for noisy, _, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"))]
+    batched = [noisy for noisy, _, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"), batch=3)]
     assert torch.equal(torch.cat(single), torch.cat(batched))
-    clean = torch.cat([clean for _, clean in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"))])
+    clean = torch.cat([clean for _, clean, _ in noisy_batches(data.train, 0.5, 0.2, torch.device("cpu"))])
     noise = torch.cat(single) - clean
     assert not torch.allclose(noise[0], noise[1])
 
@@ -145,7 +145,7 @@ class _Perfect(DUST):
 
     answer: Tensor
 
-    def reconstructions(self, noisy: Tensor) -> list[Tensor]:
+    def reconstructions(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> list[Tensor]:
         return [self.answer] * (self.layers + 1)
 
 
@@ -186,7 +186,7 @@ def test_flat_patches_without_noise_do_not_spoil_the_statistics(
 
 def test_ratios_above_the_last_edge_are_counted_in_the_last_bin(tiny_config: Callable[..., VideoSettings]) -> None:
     class Worse(_Perfect):
-        def reconstructions(self, noisy: Tensor) -> list[Tensor]:
+        def reconstructions(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> list[Tensor]:
             return [self.answer + 0.1, self.answer + 1.0, self.answer + 1.2]
 
     config = tiny_config()
@@ -211,7 +211,7 @@ def test_validation_losses_are_means_over_all_tokens(tiny_config: Callable[..., 
     model = DUST(64, 64, 2)
     found = mean_depth_losses(model, data.train, config, data.sigma)
     single = []
-    for noisy, clean in noisy_batches(data.train, 0.15, data.sigma, torch.device("cpu"), batch=2):
+    for noisy, clean, _ in noisy_batches(data.train, 0.15, data.sigma, torch.device("cpu"), batch=2):
         tokens = to_patches(noisy, 8, "time")
         with torch.no_grad():
             losses = model.layer_losses(tokens, to_patches(clean, 8, "time"))[1]

@@ -2,6 +2,7 @@
 
 from cdt_fast.video.data.cache import load_clip
 from cdt_fast.video.data.check import check, describe_check
+from cdt_fast.video.data.crops import CropWindows, from_opponent, to_opponent
 from cdt_fast.video.data.demo import demo_clip
 from cdt_fast.video.data.frames import open_source
 from cdt_fast.video.data.noise import add_noise
@@ -12,6 +13,7 @@ from cdt_fast.video.data.windows import VideoData, Windows, load_video
 
 __all__ = [
     "Clip",
+    "CropWindows",
     "FrameSource",
     "VideoData",
     "Windows",
@@ -20,9 +22,11 @@ __all__ = [
     "demo_clip",
     "describe_check",
     "find_clips",
+    "from_opponent",
     "from_patches",
     "load_clip",
     "load_video",
     "open_source",
+    "to_opponent",
     "to_patches",
 ]

@@ -24,6 +24,7 @@ import numpy as np
 from cdt_fast.errors import InputError, printable
 from cdt_fast.files import remove_leftovers, replaced_atomically
 from cdt_fast.progress import progress_bar
+from cdt_fast.video.data.crops import Crops
 from cdt_fast.video.data.frames import open_source
 from cdt_fast.video.data.preprocess import PREPROCESS_VERSION, preprocess
 from cdt_fast.video.data.source import FrameSource
@@ -58,7 +59,11 @@ def default_cache_dir() -> Path:
 
 
 def load_clip(
-    clip: Clip, size: int = 160, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True
+    clip: Clip,
+    size: int = 160,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    crops: Crops | None = None,
 ) -> DecodedClip:
     """The pre-processed frames of a clip, decoded on the first call and cached.
 
@@ -71,13 +76,14 @@ def load_clip(
         size: height and width of the result in pixels.
         cache_dir: folder of the cache; see `default_cache_dir`.
         progress: show a bar on stderr while decoding.
+        crops: cut the frames in place of resizing them; the result is `crops.rows`, of this size.
 
     Raises:
         InputError: the clip cannot be read, or the cache cannot be written.
     """
     source = open_source(clip.path)
     folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    key = _key(source, size)
+    key = _key(source, size, [] if crops is None else crops.identity)
     path = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', source.path.stem)[:40]}-{key[:32]}.npy"
     cached = _read(path, size, key)
     if cached is None:
@@ -86,7 +92,8 @@ def load_clip(
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             remove_leftovers(folder)
             with bar, replaced_atomically(path, mode=0o600) as temporary, temporary.open("wb") as file:
-                count = _write(file, (preprocess(frame, size) for frame in bar), size, key, source)
+                rows = (preprocess(frame, size) for frame in bar) if crops is None else crops.rows(bar, size)
+                count = _write(file, rows, size, key, source)
         except OSError as error:
             raise InputError(
                 f"{folder}: the cache cannot be written ({error.strerror}); free some room, or choose another folder "
@@ -96,8 +103,8 @@ def load_clip(
     return DecodedClip(cached[0], source.frame_rate, cached[1])
 
 
-def _key(source: FrameSource, size: int) -> str:
-    identity: list[object] = [PREPROCESS_VERSION, size, str(source.path.resolve())]
+def _key(source: FrameSource, size: int, cut: list[object]) -> str:
+    identity: list[object] = [PREPROCESS_VERSION, size, str(source.path.resolve()), *cut]
     for file in source.files:
         try:
             status = file.stat()

@@ -16,8 +16,8 @@ def to_patches(
 ) -> torch.Tensor:
     """Cut frames into square patches of one or several frames and line them up as sequences of tokens.
 
-    With D = `patch_frames`, t = T / D times, P = (h / patch)(w / patch) positions, row by row, and n = D patch² pixels a
-    token, frame by frame and row by row:
+    With D = `patch_frames`, t = T / D times, P = (h / patch)(w / patch) positions, row by row, and n = D patch² pixels
+    a token, frame by frame and row by row:
 
     - "time": [b·P, t, n], each position is one sequence over time;
     - "space": [b·t, P, n], each D frames are one sequence over their positions;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-PREPROCESS_VERSION = 1
+PREPROCESS_VERSION = 2
 
 _RED, _GREEN, _BLUE = np.float32(0.299), np.float32(0.587), np.float32(0.114)
 

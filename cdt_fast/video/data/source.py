@@ -30,6 +30,10 @@ class FrameSource(ABC):
         self.frame_rate = frame_rate
         self.notes: list[str] = []
 
+    def uneven_times(self) -> list[Fraction] | None:
+        """When each frame is shown, in seconds from the first; None where they follow at `frame_rate`."""
+        return None
+
     @property
     @abstractmethod
     def files(self) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from cdt_fast.errors import InputError
 from cdt_fast.video.data.trees import Split
@@ -21,6 +21,13 @@ class ClipLength:
     name: str
     frames: int
     split: Split | None = None
+
+
+class WindowName(NamedTuple):
+    """Which window this is, the same in every run: its clip, and its first frame counted from the clip's start."""
+
+    clip: str
+    first_frame: int
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Splits:
     notes: list[str] = field(default_factory=list)
 
 
-def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
+def split_clips(clips: Sequence[ClipLength], window: int, by_time: bool = False) -> Splits:
     """Divide clips into training, validation and test parts for windows of `window` frames.
 
     Clips marked "test" are the test set, and the last tenth of the others (at least one) validates. Without marks the
@@ -52,32 +59,37 @@ def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
     last tenth tests (where no clip is marked), the tenth before it validates, at least one window each, one window
     is left out before each. Clips shorter than a window are left out with a note.
 
+    Args:
+        clips: all of them.
+        window: frames of a window.
+        by_time: divide each clip by time, however many there are.
+
     Raises:
         InputError: no training clips, or too few frames; then the message names the largest window that would work.
     """
     if all(clip.split == "test" for clip in clips):
         raise InputError("the data set has no training clips, only test clips")
     try:
-        return _split(clips, window)
+        return _split(clips, window, by_time)
     except InputError as error:
-        largest = _largest_window(clips, window)
+        largest = _largest_window(clips, window, by_time)
         advice = f"the largest window that works is {largest}" if largest else "no window is short enough"
         raise InputError(f"{error}; {advice}") from None
 
 
-def _largest_window(clips: Sequence[ClipLength], window: int) -> int:
+def _largest_window(clips: Sequence[ClipLength], window: int, by_time: bool) -> int:
     # Not monotonic: a shorter window can let in a clip that is long enough for a window and too short to divide.
     longest = max((clip.frames for clip in clips), default=0)
     for candidate in range(min(window - 1, longest), 0, -1):
         try:
-            _split(clips, candidate)
+            _split(clips, candidate, by_time)
         except InputError:
             continue
         return candidate
     return 0
 
 
-def _split(clips: Sequence[ClipLength], window: int) -> Splits:
+def _split(clips: Sequence[ClipLength], window: int, by_time: bool) -> Splits:
     splits = Splits()
     long_enough: list[int] = []
     for index, clip in enumerate(clips):
@@ -94,10 +106,10 @@ def _split(clips: Sequence[ClipLength], window: int) -> Splits:
         _refuse_short([clip for clip in clips if clip.split == "test"], window, "test")
     tenth = max(1, len(train) // 10)
     splits.test += _whole(clips, test)
-    if marked and len(train) >= 2:
+    if marked and len(train) >= 2 and not by_time:
         splits.train += _whole(clips, train[:-tenth])
         splits.validation += _whole(clips, train[-tenth:])
-    elif not marked and len(train) >= 3:
+    elif not marked and len(train) >= 3 and not by_time:
         splits.train += _whole(clips, train[: -2 * tenth])
         splits.validation += _whole(clips, train[-2 * tenth : -tenth])
         splits.test += _whole(clips, train[-tenth:])

@@ -27,6 +27,7 @@ _MOST_ZERO_BYTES = 128 << 20  # more than the black frame of 8K that is the larg
 _TS_PACKET_BYTES = (188, 192, 204)
 # Of the times from frame to frame that are about equal where a camera keeps its rate, and of the stated duration.
 _EVEN_SHARE = 0.9
+_TIME_TOLERANCE = Fraction(2, 1000)
 
 
 class _Input:
@@ -72,6 +73,34 @@ class VideoFile(FrameSource):
     @property
     def files(self) -> list[Path]:
         return [self.path]
+
+    @contextmanager
+    def opened(self) -> Iterator[Any]:
+        """The file as FFmpeg's container, for what is in it besides frames."""
+        with self._open() as (container, _):
+            yield container
+
+    @property
+    def start(self) -> Fraction:
+        """When the first frame is shown, in seconds of the file's clock."""
+        return self._times()[0]
+
+    def uneven_times(self) -> list[Fraction] | None:
+        times = self._times()
+        if self.frame_rate is None or len(times) < 2:
+            return None
+        # Containers round times to milliseconds or coarser ticks.
+        off = [abs(time - times[0] - number / self.frame_rate) for number, time in enumerate(times)]
+        return [time - times[0] for time in times] if max(off) > _TIME_TOLERANCE else None
+
+    def _times(self) -> list[Fraction]:
+        """Of all packets of the video, in the order of display, without decoding them; at least one."""
+        with self._open() as (container, _):
+            stream = self._stream(container)
+            times = sorted(
+                packet.pts * packet.time_base for packet in container.demux(stream) if packet.pts is not None
+            )
+        return times or [Fraction(0)]
 
     def _require_whole(self) -> None:
         try:
@@ -170,7 +199,10 @@ def _missing(times: list[int]) -> int:
 
 
 def _pixels(frame: Any) -> np.ndarray:
-    return frame.to_ndarray(format="gray" if frame.format.name.startswith("gray") else "rgb24")
+    """As it is to be shown: turned by what the file says of its orientation, in quarters of a turn."""
+    pixels = frame.to_ndarray(format="gray" if frame.format.name.startswith("gray") else "rgb24")
+    quarters = round(frame.rotation / 90) % 4
+    return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
 
 
 def _reason(error: Exception) -> str:

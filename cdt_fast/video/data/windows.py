@@ -7,27 +7,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from cdt_fast.errors import InputError, printable
 from cdt_fast.video.data.cache import load_clip
+from cdt_fast.video.data.crops import Crops, CropWindows
 from cdt_fast.video.data.demo import DEMO_FRAME_RATE, demo_clip
-from cdt_fast.video.data.splits import ClipLength, Part, split_clips
+from cdt_fast.video.data.splits import ClipLength, Part, WindowName, split_clips
 from cdt_fast.video.data.trees import find_clips
 
 _LEVELS = 256
 _FRAMES_A_BLOCK = 64
 _NOTES_SHOWN = 10
-
-
-class WindowName(NamedTuple):
-    """Which window this is, the same in every run: its clip, and its first frame counted from the clip's start."""
-
-    clip: str
-    first_frame: int
+_ROOM = 8  # pixels by which crops are larger than what is trained on
+_DEMO_SIDE = 320  # of the generated clip where crops are taken of it
 
 
 class Windows:
@@ -73,6 +69,10 @@ class Windows:
             row[:] = self._clips[clip][1][first : first + self.window]
         return torch.from_numpy(result)
 
+    def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> torch.Tensor:
+        """As `batch`: whole frames are trained on as they are."""
+        return self.batch(indices)
+
 
 @dataclass(frozen=True)
 class VideoData:
@@ -80,7 +80,7 @@ class VideoData:
 
     Attributes:
         train, validation, test: windows; no frame is in two of them.
-        sigma: standard deviation of the training frames, scaled to [0, 1].
+        sigma: the unit of noise levels, in [0, 1]: a gray level, or the standard deviation of the training frames.
         frame_rate: frames a second, None where the clips do not state one and the same.
         clips: names of all clips, in order.
         size: height and width of a frame in pixels.
@@ -88,15 +88,16 @@ class VideoData:
         notes: what was left out, and what may be damaged, a line each.
     """
 
-    train: Windows
-    validation: Windows
-    test: Windows
+    train: Windows | CropWindows
+    validation: Windows | CropWindows
+    test: Windows | CropWindows
     sigma: float
     frame_rate: Fraction | None
     clips: tuple[str, ...]
     size: int
     method: str
     notes: tuple[str, ...]
+    unit: str = "standard deviation of the training frames"
 
     def describe(self) -> str:
         """What was loaded, for a person, in a few lines."""
@@ -106,7 +107,7 @@ class VideoData:
             f"{number}, split by {self.method}; frames {self.size}x{self.size}, rate {rate}",
             f"windows of {self.train.window} frames: {len(self.train)} training, {len(self.validation)} validation, "
             f"{len(self.test)} test",
-            f"sigma {self.sigma:.6f} (standard deviation of the training frames in [0, 1])",
+            f"noise in units of {self.sigma:.6f} ({self.unit}, frames in [0, 1])",
         ]
         more = [f"and {len(self.notes) - _NOTES_SHOWN} more notes"] if len(self.notes) > _NOTES_SHOWN else []
         return printable("\n".join([*lines, *self.notes[:_NOTES_SHOWN], *more]))
@@ -118,6 +119,9 @@ def load_video(
     window: int = 20,
     size: int = 160,
     stride: int | None = None,
+    crops: bool = False,
+    unit: Literal["level", "deviation"] = "deviation",
+    by_time: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> VideoData:
@@ -129,7 +133,10 @@ def load_video(
         window: T, frames a window.
         size: height and width of a frame in pixels.
         stride: frames between the starts of training windows; by default `window`, so that they do not overlap.
-            Validation and test windows never overlap.
+            Validation and test windows never overlap, nor do those of crops.
+        crops: windows are crops at full resolution (`CropWindows`), not whole frames made square.
+        by_time: divide each clip by time, however many there are.
+        unit: what `sigma` is: a gray level of 0..255, or the standard deviation of the training frames.
         cache_dir: where decoded clips are kept; see `cache.default_cache_dir`.
         progress: show a bar on stderr while decoding.
 
@@ -141,37 +148,55 @@ def load_video(
     for name, value in (("window", window), ("size", size), ("stride", stride)):
         if not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value}; expected a whole number, at least 1")
+    if crops and stride != window:
+        raise InputError(f"stride is {stride}, and windows of crops do not overlap: it can only be {window}")
+    cut = Crops(window) if crops else None
+    side = size if cut is None else size + _ROOM
     if source == "demo":
-        clips = [("demo", demo_clip(size=size))]
-        lengths = [ClipLength("demo", len(clips[0][1]))]
+        drawn = demo_clip(size=size if cut is None else max(_DEMO_SIDE, side))
+        clips = [("demo", drawn if cut is None else np.stack(list(cut.rows(drawn, side))))]
+        marks: list[Any] = [None]
         rates = {DEMO_FRAME_RATE}
         notes = []
     else:
-        decoded = [(clip, load_clip(clip, size, cache_dir, progress)) for clip in find_clips(source)]
+        decoded = [(clip, load_clip(clip, side, cache_dir, progress, cut)) for clip in find_clips(source)]
         clips = [(clip.name, loaded.frames) for clip, loaded in decoded]
-        lengths = [ClipLength(clip.name, len(loaded.frames), clip.split) for clip, loaded in decoded]
+        marks = [clip.split for clip, _ in decoded]
         rates = {loaded.frame_rate for _, loaded in decoded}
         notes = [note for _, loaded in decoded for note in loaded.notes]
-    splits = split_clips(lengths, window)
+    rows_a_frame = 1 if cut is None else cut.rows_a_window // window
+    lengths = [
+        ClipLength(name, len(frames) // rows_a_frame, mark) for (name, frames), mark in zip(clips, marks, strict=True)
+    ]
+    splits = split_clips(lengths, window, by_time)
+
+    def windows(parts: Sequence[Part], training: bool) -> Windows | CropWindows:
+        if cut is not None:
+            return CropWindows(clips, parts, cut, size, training)
+        return Windows(clips, parts, window, stride if training else window)
+
+    deviation = _standard_deviation(clips, splits.train, rows_a_frame)
     return VideoData(
-        train=Windows(clips, splits.train, window, stride),
-        validation=Windows(clips, splits.validation, window, window),
-        test=Windows(clips, splits.test, window, window),
-        sigma=_standard_deviation(clips, splits.train),
+        train=windows(splits.train, training=True),
+        validation=windows(splits.validation, training=False),
+        test=windows(splits.test, training=False),
+        sigma=deviation if unit == "deviation" else 1 / (_LEVELS - 1),
         frame_rate=rates.pop() if len(rates) == 1 else None,
         clips=tuple(name for name, _ in clips),
         size=size,
         method=splits.method,
         notes=(*splits.notes, *notes),
+        unit="a gray level" if unit == "level" else "standard deviation of the training frames",
     )
 
 
-def _standard_deviation(clips: Sequence[tuple[str, np.ndarray]], parts: Sequence[Part]) -> float:
+def _standard_deviation(clips: Sequence[tuple[str, np.ndarray]], parts: Sequence[Part], rows_a_frame: int) -> float:
     # A count of each gray level makes the sums whole numbers: exact, and the same whatever the order of frames.
     counts = np.zeros(_LEVELS, dtype=np.int64)
     for part in parts:
-        for start in range(part.start, part.stop, _FRAMES_A_BLOCK):
-            block = clips[part.clip][1][start : min(start + _FRAMES_A_BLOCK, part.stop)]
+        first, stop = part.start * rows_a_frame, part.stop * rows_a_frame
+        for start in range(first, stop, _FRAMES_A_BLOCK):
+            block = clips[part.clip][1][start : min(start + _FRAMES_A_BLOCK, stop)]
             counts += np.bincount(block.reshape(-1), minlength=_LEVELS)
     number = int(counts.sum())
     total = sum(level * int(count) for level, count in enumerate(counts))

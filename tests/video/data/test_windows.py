@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,7 +167,7 @@ def test_too_few_frames_are_refused(clips, window, facts):
 
 @pytest.fixture
 def load(tmp_path) -> Callable[..., VideoData]:
-    def call(source: str | Path, **settings: int) -> VideoData:
+    def call(source: str | Path, **settings: Any) -> VideoData:
         return load_video(source, cache_dir=tmp_path / "cache", progress=False, **settings)
 
     return call

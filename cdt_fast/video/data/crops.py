@@ -1,0 +1,177 @@
+"""Crops at full resolution: what a denoiser of whole videos is trained on.
+
+Of every `window` frames of a clip some squares are kept in red, green and blue: of a few places, which depend on the
+window's number alone, the one with most detail. Half of them are as they are, the others of frames made two and three
+times smaller, which have more detail and faster motion. A sample is one plane of one crop: the luma, or one of the
+three `opponent` planes that a color video is denoised in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdt_fast.video.data.splits import Part, WindowName
+
+CROPS_VERSION = 1  # raise it with any change that can move a pixel
+
+_LUMA = (0.299, 0.587, 0.114)
+# An orthonormal change of basis: white noise of red, green and blue is white noise of the same deviation in these.
+_OPPONENT = (
+    (1 / math.sqrt(3), 1 / math.sqrt(3), 1 / math.sqrt(3)),
+    (1 / math.sqrt(2), 0.0, -1 / math.sqrt(2)),
+    (1 / math.sqrt(6), -2 / math.sqrt(6), 1 / math.sqrt(6)),
+)
+_COLORS = 3
+_PLACES_SEED = 20_260_118
+_PLACES = 3  # that a crop is the most detailed of
+
+
+def to_opponent(planes: Tensor) -> Tensor:
+    """Brightness and two differences of colors `[3, ...]` of red, green and blue `[3, ...]`: orthonormal."""
+    return torch.einsum("ij,j...->i...", torch.tensor(_OPPONENT).to(planes), planes)
+
+
+def from_opponent(planes: Tensor) -> Tensor:
+    """The inverse of `to_opponent`."""
+    return torch.einsum("ji,j...->i...", torch.tensor(_OPPONENT).to(planes), planes)
+
+
+@dataclass(frozen=True)
+class Crops:
+    """How a clip is cut: `rows` turns its frames into pictures `[side, side]`, in the order of `CropWindows`.
+
+    Attributes:
+        window: T, frames of a crop; the last frames of a clip that do not fill a window are left out.
+        a_window: crops of every window.
+    """
+
+    window: int
+    a_window: int = 8
+
+    @property
+    def as_they_are(self) -> int:
+        """How many crops of a window, the first ones, are at full resolution."""
+        return (self.a_window + 1) // 2
+
+    def _smaller(self, crop: int, shortest: int, side: int) -> int:
+        """By how much the frames of a crop are made smaller, as far as they are large enough for it."""
+        wanted = 1 if crop < self.as_they_are else 2 + crop % 2
+        return max(1, min(wanted, shortest // side))
+
+    @property
+    def identity(self) -> list[object]:
+        """What a cache has to know of it."""
+        return ["crops", CROPS_VERSION, self.window, self.a_window]
+
+    @property
+    def rows_a_window(self) -> int:
+        """Pictures that a window becomes."""
+        return self.a_window * _COLORS * self.window
+
+    def rows(self, frames: Iterable[np.ndarray], side: int) -> Iterator[np.ndarray]:
+        """uint8 `[side, side]`: window by window, crop by crop, color by color, frame by frame."""
+        gathered: list[np.ndarray] = []
+        number = 0
+        for frame in frames:
+            gathered.append(frame if frame.ndim == 3 else np.repeat(frame[..., np.newaxis], _COLORS, axis=2))
+            if len(gathered) == self.window:
+                yield from self._cut(np.stack(gathered), side, np.random.default_rng([_PLACES_SEED, number]))
+                gathered, number = [], number + 1
+
+    def _cut(self, block: np.ndarray, side: int, places: np.random.Generator) -> Iterator[np.ndarray]:
+        height, width = block.shape[1:3]
+        if height < side or width < side:
+            more = ((0, 0), (0, max(0, side - height)), (0, max(0, side - width)), (0, 0))
+            block = np.pad(block, more, mode="symmetric")
+            height, width = block.shape[1:3]
+        for crop in range(self.a_window):
+            factor = self._smaller(crop, min(height, width), side)
+            cut = side * factor
+            found = [
+                tuple(int(places.integers(0, length - cut + 1)) for length in (height, width)) for _ in range(_PLACES)
+            ]
+            top, left = max(found, key=lambda place: _detail(block[0, place[0] :, place[1] :][:cut, :cut]))
+            chosen = block[:, top : top + cut, left : left + cut]
+            if factor > 1:
+                pooled = chosen.reshape(len(chosen), side, factor, side, factor, _COLORS).astype(np.float32)
+                chosen = np.rint(pooled.mean((2, 4))).astype(np.uint8)
+            yield from chosen.transpose(3, 0, 1, 2).reshape(-1, side, side)
+
+
+def _detail(picture: np.ndarray) -> int:
+    """The sum of the differences between neighbors."""
+    green = picture[..., 1].astype(np.int64)
+    return int(np.abs(np.diff(green, axis=0)).sum() + np.abs(np.diff(green, axis=1)).sum())
+
+
+class CropWindows:
+    """Windows of `window` frames of crops: of the interface of `Windows`, with values instead of bytes.
+
+    Args:
+        clips: the rows of `Crops.rows` of every clip by name, uint8 [rows, side, side].
+        parts: the parts that windows are taken from, in frames.
+        crops: how the clips were cut.
+        size: side of a window; the crops are larger by what `augmented` moves them.
+        training: samples are luma and the three opponent planes of every crop, else the luma of those at full
+            resolution.
+    """
+
+    def __init__(
+        self,
+        clips: Sequence[tuple[str, np.ndarray]],
+        parts: Sequence[Part],
+        crops: Crops,
+        size: int,
+        training: bool,
+    ) -> None:
+        self.window, self._clips, self._crops, self._size = crops.window, clips, crops, size
+        chosen, planes = (crops.a_window, 1 + _COLORS) if training else (crops.as_they_are, 1)
+        self._samples = [
+            (part.clip, first // crops.window, crop, plane)
+            for part in parts
+            for first in range(part.start, part.stop - crops.window + 1, crops.window)
+            for crop in range(chosen)
+            for plane in range(planes)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def name(self, index: int) -> WindowName:
+        """The identity of a window: its clip with the crop's number, and its first frame."""
+        clip, block, crop, _ = self._samples[index]
+        return WindowName(f"{self._clips[clip][0]}, crop {crop}", block * self.window)
+
+    def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """float32 [b, T, size, size] in 0..255; a difference of colors is around 0."""
+        return torch.stack([self._planes(int(index))[:, : self._size, : self._size] for index in indices])
+
+    def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> Tensor:
+        """As `batch`, each moved, turned, mirrored or played backwards as its seed says."""
+        size, chosen = self._size, []
+        for index, seed in zip(indices, seeds, strict=True):
+            frames = self._planes(index)
+            room = frames.shape[-1] - size
+            draw = np.random.default_rng(seed)
+            top, left = (int(draw.integers(0, room + 1)) for _ in range(2))
+            frames = frames[:, top : top + size, left : left + size]
+            backwards, upside_down, turned = (bool(draw.integers(0, 2)) for _ in range(3))
+            flipped = [axis for axis, chosen_axis in ((0, backwards), (1, upside_down)) if chosen_axis]
+            frames = frames.flip(flipped)
+            chosen.append(frames.mT if turned else frames)
+        return torch.stack(chosen)
+
+    def _planes(self, index: int) -> Tensor:
+        clip, block, crop, plane = self._samples[index]
+        first = block * self._crops.rows_a_window + crop * _COLORS * self.window
+        rows = self._clips[clip][1][first : first + _COLORS * self.window]
+        colors = torch.from_numpy(np.array(rows)).to(torch.float32)
+        colors = colors.view(_COLORS, self.window, *colors.shape[1:])
+        weights = torch.tensor(_LUMA if plane == 0 else _OPPONENT[plane - 1])
+        return torch.einsum("c,cthw->thw", weights, colors)

@@ -1,0 +1,182 @@
+"""Other denoisers of video, each as far as it is installed, beside a trained model: quality and time a frame."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdt_fast.errors import InputError, require
+from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise
+from cdt_fast.video.noise import LEVELS
+from cdt_fast.video.quality import psnr_of, ssim
+
+# Frames `[T, h, w]` in [0, 1] and the noise's deviation in gray levels, to denoised ones.
+Denoise = Callable[[Tensor, float], Tensor]
+
+_PATCH = 8  # of the transforms; a window is all frames that are measured
+
+
+class Unavailable(Exception):
+    """A peer cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a denoiser did at each noise level.
+
+    Attributes:
+        name: what to call it.
+        psnr: in dB on 0..255, the mean over clips.
+        ssim: the mean over frames.
+        seconds_a_frame: on this machine, the median over levels.
+        skipped: why there is nothing, or "".
+    """
+
+    name: str
+    psnr: list[float]
+    ssim: list[float]
+    seconds_a_frame: float
+    skipped: str = ""
+
+
+def peers() -> dict[str, Denoise]:
+    """All of them by name. One that is not installed raises `Unavailable` when it is called."""
+    named: dict[str, Denoise] = {
+        "noisy frames": lambda frames, _: frames,
+        "mean of 3x3 pixels": _of_planes(blur),
+        "3-D DCT, hard threshold": _of_planes(dct3d_denoise),
+        "3-D DCT, shifted grids": _of_planes(dct3d_shifted_denoise),
+        "OpenCV, multi-frame non-local means": _opencv,
+    }
+    for name, options in _FILTERS.items():
+        named[f"libavfilter, {name}"] = _filter(name, options)
+    return named
+
+
+def measured(
+    name: str, denoise: Denoise, clips: Sequence[Tensor], sigmas: Sequence[float], on_measured: Callable[[], Any]
+) -> Measured:
+    """Denoise each clip at each noise level; noise is that of the clip's and the level's number, the same for all.
+
+    Args:
+        name: of the denoiser.
+        denoise: the denoiser.
+        clips: clean frames `[T, h, w]` in [0, 1].
+        sigmas: the levels, in gray levels.
+        on_measured: called after each level.
+    """
+    psnr, alike, seconds = [], [], []
+    for level, sigma in enumerate(sigmas):
+        values, similar, started, frames = [], [], 0.0, 0
+        for number, clean in enumerate(clips):
+            generator = torch.Generator().manual_seed(1000 * level + number)
+            noisy = clean + sigma / LEVELS * torch.randn(clean.shape, generator=generator)
+            begin = time.perf_counter()
+            try:
+                found = denoise(noisy, sigma)
+            except Unavailable as reason:
+                return Measured(name, [], [], 0.0, str(reason))
+            started += time.perf_counter() - begin
+            frames += len(clean)
+            values.append(psnr_of(LEVELS * (found - clean).square().mean().sqrt().item()) or float("inf"))
+            similar.append(ssim(found.unsqueeze(0), clean.unsqueeze(0)).mean().item())
+        psnr.append(sum(values) / len(values))
+        alike.append(sum(similar) / len(similar))
+        seconds.append(started / frames)
+        on_measured()
+    return Measured(name, psnr, alike, float(np.median(seconds)))
+
+
+def _of_planes(denoise: Callable[[Tensor, float, int], Tensor]) -> Denoise:
+    def run(frames: Tensor, sigma: float) -> Tensor:
+        height, width = frames.shape[-2:]
+        fill = (0, -width % _PATCH, 0, -height % _PATCH)
+        whole = torch.nn.functional.pad(frames.unsqueeze(0), fill, mode="replicate")
+        return denoise(whole, sigma / LEVELS, _PATCH)[0, :, :height, :width]
+
+    return run
+
+
+def _opencv(frames: Tensor, sigma: float) -> Tensor:
+    try:
+        cv2 = require("cv2", "bench", "OpenCV's non-local means")
+    except InputError as error:
+        raise Unavailable(str(error)) from error
+    bytes_ = list(_as_bytes(frames))
+    # The window of frames is odd and lies within the clip; h at the strength that was best of a few factors.
+    reach = min(2, (len(bytes_) - 1) // 2)
+    result = [
+        cv2.fastNlMeansDenoisingMulti(
+            bytes_, min(max(index, reach), len(bytes_) - 1 - reach), 2 * reach + 1, None, 0.8 * sigma, 7, 21
+        )
+        for index in range(len(bytes_))
+    ]
+    return torch.from_numpy(np.stack(result)).float() / LEVELS
+
+
+# Each at the strength that was best of a few factors of the noise at σ 10, 30 and 50, on clips that models trained on;
+# those of nlmeans, atadenoise and fftdnoiz end at what the filter takes.
+_FILTERS: dict[str, Callable[[float], str]] = {
+    "nlmeans": lambda sigma: f"s={min(30.0, max(1.0, 0.8 * sigma)):.3f}:p=7:r=15",
+    "atadenoise": lambda sigma: f"0a={min(0.3, 8 * sigma / 255):.4f}:0b={min(5.0, 3 * sigma):.4f}:s=9:a=p",
+    "fftdnoiz": lambda sigma: f"sigma={min(100.0, 8 * sigma):.3f}:block=32:overlap=0.8:prev=1:next=1",
+    "dctdnoiz": lambda sigma: f"sigma={1.6 * sigma:.3f}",
+    "bm3d": lambda sigma: f"sigma={4 * sigma * sigma:.3f}:block=16:bstep=4:group=8:estim=basic",
+}
+
+
+def _filter(name: str, options: Callable[[float], str]) -> Denoise:
+    def run(frames: Tensor, sigma: float) -> Tensor:
+        try:
+            av = require("av", "video", "the filters of libavfilter")
+        except InputError as error:
+            raise Unavailable(str(error)) from error
+        if name not in av.filter.filters_available:
+            raise Unavailable(f"this build of libavfilter has no {name}")
+        graph = av.filter.Graph()
+        height, width = frames.shape[-2:]
+        # Of its formats dctdnoiz takes colors alone.
+        form = "rgb24" if name == "dctdnoiz" else "gray"
+        start = graph.add_buffer(width=width, height=height, format=form, time_base=Fraction(1, 25))
+        chosen, end = graph.add(name, options(sigma)), graph.add("buffersink")
+        start.link_to(chosen)
+        chosen.link_to(end)
+        graph.configure()
+        found = list(_through(av, graph, _as_bytes(frames), form))
+        if len(found) != len(frames):
+            raise Unavailable(f"{name} gave {len(found)} of {len(frames)} frames")
+        return torch.from_numpy(np.stack(found)).float() / LEVELS
+
+    return run
+
+
+def _through(av: Any, graph: Any, pictures: Iterator[np.ndarray], form: str) -> Iterator[np.ndarray]:
+    def pulled() -> Iterator[np.ndarray]:
+        while True:
+            try:
+                frame = graph.pull()
+            except (av.error.BlockingIOError, av.error.EOFError):
+                return
+            pixels = frame.to_ndarray(format=form)
+            yield pixels if pixels.ndim == 2 else pixels[..., 1]
+
+    for number, picture in enumerate(pictures):
+        given = np.repeat(picture[..., np.newaxis], 3, axis=2) if form == "rgb24" else picture
+        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(given), format=form)
+        frame.pts, frame.time_base = number, Fraction(1, 25)
+        graph.push(frame)
+        yield from pulled()
+    graph.push(None)
+    yield from pulled()
+
+
+def _as_bytes(frames: Tensor) -> Iterator[np.ndarray]:
+    for frame in (frames * LEVELS).round().clamp(0, 255).to(torch.uint8):
+        yield frame.numpy()
