@@ -545,13 +545,14 @@ def test_an_evaluation_from_before_more_training_is_not_compared(call: Call, cop
 
 def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, quick_figures: None) -> None:
     pytest.importorskip("transformers")
-    words = ["--model", "vit", "--layers", 2, "--width", 12, "--heads", 2, "--sequence", "space", "--steps", 2]
+    vit = ["--setup", "paper", "--model", "vit"]
+    words = [*vit, "--layers", 2, "--width", 12, "--heads", 2, "--sequence", "space", "--steps", 2]
     words += ["--size", 32, "--patch", 8, "--window", 5, "--batch", 2, "--device", "cpu", "--gammas", 0.15]
     answer = call("train", "video", clip, "--out", tmp_path / "run", *words)
     assert answer.status == 0, answer
     assert "run (constrained, vit)" in answer.out
     small = call("denoise", tmp_path / "run", clip, tmp_path / "out.mp4")
     assert small.status == 0
-    assert "sequence must be space for a vit" in call("train", "video", clip, "--model", "vit").line()
+    assert "sequence must be space for a vit" in call("train", "video", clip, *vit).line()
     line = call("train", "video", clip, "--model", "vit", "--sequence", "space", "--code-size", 64).line()
     assert "--code-size is a setting of dust, ut, and the model is vit" in line

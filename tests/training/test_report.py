@@ -47,7 +47,7 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(
     ]
     constrained, plain = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
     assert table[2].split()[-3:-1] == [f"{value:.2f}" for value in constrained["identity_rmse"]]
-    for line, evaluation in ((table[5], constrained), (table[6], plain)):
+    for line, evaluation in ((table[7], constrained), (table[8], plain)):
         numbers = [*evaluation["rmse"], evaluation["mean_rmse"]]
         assert line.split()[-3:] == [f"{value:.2f}" for value in numbers]
     assert answer.out.rstrip().endswith(f"report: {out / 'report.md'}")
