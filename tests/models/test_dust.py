@@ -477,3 +477,56 @@ def test_empty_batches_and_sequences(shape: tuple[int, ...], initial_codes: str)
     assert [reconstruction.shape for reconstruction in model.reconstructions(noisy)] == [shape] * 3
     with pytest.raises(InputError, match="at least one token that counts"):
         model.layer_losses(noisy, noisy)
+
+
+def test_a_noise_adaptive_model_is_the_plain_one_in_units_of_the_noise() -> None:
+    """(X − μ)/σ in, σ Z + μ out, losses over σ²: against the model without, called by hand, each sequence its own σ."""
+    torch.manual_seed(0)
+    adaptive = models.DUST(16, 24, 3, sparsity=1.0, scale=0.05, noise_adaptive=True).double()
+    options = {name: value for name, value in adaptive.config.items() if name != "noise_adaptive"}
+    plain = models.DUST(**options).double()  # pyright: ignore[reportArgumentType]
+    plain.load_state_dict(adaptive.state_dict())
+    clean = torch.rand(4, 5, 16, dtype=torch.float64)
+    deviation = torch.tensor([0.05, 0.1, 0.2, 0.4], dtype=torch.float64)
+    unit = deviation[:, None, None]
+    noisy = clean + unit * torch.randn_like(clean)
+    mean = noisy.mean((1, 2), keepdim=True)
+    for depth, (found, expected) in enumerate(
+        zip(adaptive.reconstructions(noisy, deviation=deviation), plain.reconstructions((noisy - mean) / unit), strict=True)
+    ):
+        torch.testing.assert_close(found, expected * unit + mean, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(adaptive(noisy, depth, deviation=deviation), found, rtol=1e-12, atol=1e-12)
+    _, losses = adaptive.layer_losses(noisy, clean, deviation=deviation)
+    _, by_hand = plain.layer_losses((noisy - mean) / unit, (clean - mean) / unit)
+    torch.testing.assert_close(losses, by_hand, rtol=1e-12, atol=1e-12)
+    # Twice the signal and twice the noise, on another brightness: the same answer, twice as large.
+    twice = adaptive(2 * noisy + 0.3, deviation=2 * deviation)
+    torch.testing.assert_close(twice, 2 * adaptive(noisy, deviation=deviation) + 0.3, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("deviation", "words"),
+    [(None, "deviation is missing"), (0.0, "above 0"), (-1.0, "above 0"), (torch.ones(3), "one a sequence")],
+)
+def test_a_noise_adaptive_model_needs_a_noise(deviation: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        models.DUST(16, 16, 1, noise_adaptive=True)(torch.rand(2, 3, 16), deviation=deviation)
+    if deviation is not None:
+        with pytest.raises(InputError, match="of no use"):
+            models.DUST(16, 16, 1)(torch.rand(2, 3, 16), deviation=deviation)
+
+
+def test_cosines_of_volumes_are_the_orthonormal_transform_where_there_are_as_many_as_pixels() -> None:
+    from cdt_fast.models.dictionary import cosine_volumes
+
+    complete = cosine_volumes(4 * 9, 36, 4)
+    torch.testing.assert_close(complete @ complete.mT, torch.eye(36, dtype=torch.float64), rtol=0, atol=1e-12)
+    more = cosine_volumes(4 * 9, 50, 4)
+    assert more.shape == (36, 50)
+    torch.testing.assert_close(more.square().sum(0), torch.ones(50, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert (more[:, 0] - more[0, 0]).abs().max() < 1e-12  # the mean is an atom
+    with pytest.raises(InputError, match="squares"):
+        cosine_volumes(35, 35, 4)
+    model = models.DUST(36, 36, 2, patch_frames=4)
+    assert models.DUST(**model.config).patch_frames == 4  # pyright: ignore[reportArgumentType]
+    assert model.step == pytest.approx(1.0)

@@ -34,12 +34,12 @@ _PLACES = 3  # that a crop is the most detailed of
 
 def to_opponent(planes: Tensor) -> Tensor:
     """Brightness and two differences of colors `[3, ...]` of red, green and blue `[3, ...]`: orthonormal."""
-    return torch.einsum("ij,j...->i...", torch.tensor(_OPPONENT).to(planes), planes)
+    return torch.einsum("ij,j...->i...", torch.tensor(_OPPONENT, dtype=torch.float64).to(planes), planes)
 
 
 def from_opponent(planes: Tensor) -> Tensor:
     """The inverse of `to_opponent`."""
-    return torch.einsum("ji,j...->i...", torch.tensor(_OPPONENT).to(planes), planes)
+    return torch.einsum("ji,j...->i...", torch.tensor(_OPPONENT, dtype=torch.float64).to(planes), planes)
 
 
 @dataclass(frozen=True)

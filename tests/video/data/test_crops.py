@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cdt_fast.errors import InputError
+from cdt_fast.video.data import CropWindows, from_opponent, load_video, to_opponent
+from cdt_fast.video.data.crops import Crops
+from cdt_fast.video.data.splits import Part
+from tests.tiny import scrolling_clip
+
+
+def colored(count: int, height: int, width: int) -> np.ndarray:
+    gray = scrolling_clip(count, height, width)
+    return np.stack([gray, gray[:, ::-1], 255 - gray], axis=-1)
+
+
+def test_a_change_of_colors_keeps_white_noise_and_has_an_inverse() -> None:
+    planes = torch.randn(3, 5, 4, dtype=torch.float64)
+    there = to_opponent(planes)
+    assert there.square().sum().item() == pytest.approx(planes.square().sum().item(), rel=1e-12)
+    torch.testing.assert_close(from_opponent(there), planes, rtol=0, atol=1e-12)
+    assert to_opponent(torch.ones(3, 1))[1:].abs().max() < 1e-6  # gray has no color
+
+
+def test_full_crops_are_squares_of_the_clip_and_the_others_means_of_larger_ones() -> None:
+    frames = colored(11, 60, 70)
+    crops = Crops(window=5, a_window=4)
+    rows = np.stack(list(crops.rows(iter(frames), 16)))
+    assert rows.shape == (2 * crops.rows_a_window, 16, 16)  # the eleventh frame fills no window
+    for window in range(2):
+        block = frames[5 * window : 5 * window + 5]
+        for crop, factor in enumerate((1, 1, 2, 3)):
+            first = window * crops.rows_a_window + crop * 15
+            found = rows[first : first + 15].reshape(3, 5, 16, 16)
+            pooled = {
+                (top, left): block[:, top : top + 16 * factor, left : left + 16 * factor]
+                for top in range(61 - 16 * factor)
+                for left in range(71 - 16 * factor)
+            }
+            matching = [
+                place
+                for place, cut in pooled.items()
+                if np.abs(
+                    cut.reshape(5, 16, factor, 16, factor, 3).mean((2, 4)).transpose(3, 0, 1, 2) - found.astype(float)
+                ).max()
+                <= 0.51
+            ]
+            assert matching, (window, crop)
+
+
+def test_frames_smaller_than_a_crop_are_continued_by_their_mirror_image() -> None:
+    frames = colored(4, 5, 9)
+    rows = np.stack(list(Crops(window=4, a_window=2).rows(iter(frames), 8)))
+    found = rows[:4]
+    assert np.array_equal(found[:, :5], frames[:, :, :8, 0]) or found.shape == (4, 8, 8)
+    assert np.array_equal(found[:, 5:8], found[:, 4:1:-1])
+
+
+def test_samples_are_luma_and_colors_and_the_same_seed_gives_the_same_sample() -> None:
+    frames = colored(8, 40, 40)
+    crops = Crops(window=4, a_window=2)
+    rows = np.stack(list(crops.rows(iter(frames), 24)))
+    train = CropWindows([("clip", rows)], [Part(0, 0, 8)], crops, 16, training=True)
+    assert len(train) == 2 * 2 * 4
+    colors = torch.from_numpy(rows[: 3 * 4].astype(np.float32)).view(3, 4, 24, 24)[..., :16, :16]
+    luma = 0.299 * colors[0] + 0.587 * colors[1] + 0.114 * colors[2]
+    found = train.batch(range(4))
+    torch.testing.assert_close(found[0], luma, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found[1:], to_opponent(colors), rtol=0, atol=1e-4)
+    once, again, other = (train.augmented([3], [seed]) for seed in (7, 7, 8))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+    held_out = CropWindows([("clip", rows)], [Part(0, 4, 8)], crops, 16, training=False)
+    assert len(held_out) == 1
+    assert held_out.name(0) == ("clip, crop 0", 4)
+
+
+def test_no_frame_is_in_two_parts_and_levels_are_gray_levels(tmp_path) -> None:
+    np.save(tmp_path / "clip.npy", colored(60, 40, 40)[..., 0])
+    data = load_video(
+        tmp_path / "clip.npy", window=4, size=16, crops=True, unit="level", cache_dir=tmp_path / "c", progress=False
+    )
+    assert data.sigma == 1 / 255
+    starts = [{part.name(index).first_frame for index in range(len(part))} for part in (data.train, data.test)]
+    assert not starts[0] & starts[1]
+    assert data.train.batch([0]).shape == (1, 4, 16, 16)
+    with pytest.raises(InputError, match="crops do not overlap"):
+        load_video(tmp_path / "clip.npy", window=4, size=16, stride=2, crops=True, progress=False)
+
+
+def test_each_of_many_clips_is_divided_by_time_where_that_is_asked_for(tmp_path) -> None:
+    for name in "abc":
+        np.save(tmp_path / f"{name}.npy", scrolling_clip(40, 16, 16))
+    options = {"window": 4, "size": 16, "progress": False, "cache_dir": tmp_path / "cache"}
+    assert load_video(tmp_path, **options).method == "clip"
+    data = load_video(tmp_path, by_time=True, **options)
+    assert data.method == "time"
+    assert {data.test.name(index).clip for index in range(len(data.test))} == {"a.npy", "b.npy", "c.npy"}

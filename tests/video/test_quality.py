@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cdt_fast.video.baselines import SHIFTS, blur, dct3d_denoise, dct3d_shifted_denoise
+from cdt_fast.video.quality import mean_psnr, psnr_of, ssim
+
+
+def test_psnr_is_that_of_its_definition() -> None:
+    assert psnr_of(25.5) == pytest.approx(20.0)
+    assert psnr_of(0.0) is None
+    assert mean_psnr([20.0, 30.0]) == 25.0
+    assert mean_psnr([20.0, None]) is None
+
+
+@pytest.mark.parametrize("size", [(16, 23), (40, 11)])
+def test_ssim_is_that_of_torchmetrics(size: tuple[int, int]) -> None:
+    metrics = pytest.importorskip("torchmetrics.functional.image")
+    torch.manual_seed(0)
+    clean = torch.rand(2, 3, *size)
+    noisy = (clean + 0.2 * torch.randn_like(clean)).clamp(0, 1)
+    _, everywhere = metrics.structural_similarity_index_measure(
+        noisy.flatten(0, 1).unsqueeze(1),
+        clean.flatten(0, 1).unsqueeze(1),
+        data_range=1.0,
+        reduction="none",
+        return_full_image=True,
+    )
+    # torchmetrics has windows beyond the frame too, over its mirror image; those within it are the definition's.
+    expected = everywhere[..., 5:-5, 5:-5].mean((1, 2, 3))
+    torch.testing.assert_close(ssim(noisy, clean).flatten(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ssim(clean, clean), torch.ones(2, 3), rtol=0, atol=1e-5)
+    assert ssim(clean[..., :5, :5], clean[..., :5, :5]).shape == (2, 3)
+
+
+def test_the_shifted_transform_is_the_mean_over_moved_grids_and_beats_one() -> None:
+    torch.manual_seed(0)
+    rows = torch.linspace(0, 3, 24).sin().unsqueeze(1) * torch.linspace(0, 5, 32).cos() / 3 + 0.5
+    clean = rows.expand(1, 4, 24, 32)
+    noisy = clean + 0.1 * torch.randn_like(clean)
+    found = dct3d_shifted_denoise(noisy, 0.1, 8)
+    total = torch.zeros_like(noisy)
+    for top in range(0, 8, 8 // SHIFTS):
+        for left in range(0, 8, 8 // SHIFTS):
+            moved = torch.nn.functional.pad(noisy, (left, -(left + 32) % 8, top, -(top + 24) % 8), mode="reflect")
+            total += dct3d_denoise(moved, 0.1, 8)[..., top : top + 24, left : left + 32]
+    torch.testing.assert_close(found, total / SHIFTS**2, rtol=0, atol=1e-6)
+    errors = [(given - clean).square().mean() for given in (found, dct3d_denoise(noisy, 0.1, 8), noisy)]
+    assert errors[0] < 0.7 * errors[1] < errors[2]
+
+
+def test_a_blur_is_the_mean_of_nine_pixels() -> None:
+    frames = torch.rand(1, 2, 6, 7)
+    found = blur(frames, 0.1, 8)
+    assert found.shape == frames.shape
+    assert found[0, 1, 2, 3].item() == pytest.approx(frames[0, 1, 1:4, 2:5].mean().item(), rel=1e-6)
