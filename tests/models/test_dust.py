@@ -492,13 +492,17 @@ def test_a_noise_adaptive_model_is_the_plain_one_in_units_of_the_noise() -> None
     noisy = clean + unit * torch.randn_like(clean)
     mean = noisy.mean((1, 2), keepdim=True)
     for depth, (found, expected) in enumerate(
-        zip(adaptive.reconstructions(noisy, deviation=deviation), plain.reconstructions((noisy - mean) / unit), strict=True)
+        zip(
+            adaptive.reconstructions(noisy, deviation=deviation),
+            plain.reconstructions((noisy - mean) / unit),
+            strict=True,
+        )
     ):
         torch.testing.assert_close(found, expected * unit + mean, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(adaptive(noisy, depth, deviation=deviation), found, rtol=1e-12, atol=1e-12)
     _, losses = adaptive.layer_losses(noisy, clean, deviation=deviation)
-    _, by_hand = plain.layer_losses((noisy - mean) / unit, (clean - mean) / unit)
-    torch.testing.assert_close(losses, by_hand, rtol=1e-12, atol=1e-12)
+    _, in_units = plain.layer_losses((noisy - mean) / unit, (clean - mean) / unit)
+    torch.testing.assert_close(losses, in_units, rtol=1e-12, atol=1e-12)
     # Twice the signal and twice the noise, on another brightness: the same answer, twice as large.
     twice = adaptive(2 * noisy + 0.3, deviation=2 * deviation)
     torch.testing.assert_close(twice, 2 * adaptive(noisy, deviation=deviation) + 0.3, rtol=1e-10, atol=1e-10)
