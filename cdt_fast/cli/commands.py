@@ -161,7 +161,21 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.gammas is not None:
         settings.set("evaluation", "gammas", options.gammas)
     options.memory_hint = memory_hint(settings)
+    if options.clips is not None:
+        return _beside_others(options, run, settings, entry.load())
     return _evaluate(run, settings, entry.load(), options.json)
+
+
+def _beside_others(options: argparse.Namespace, run: RunFolder, settings: RunSettings, task: Any) -> int:
+    from cdt_fast.tables import as_text
+
+    if options.gammas is not None:
+        raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
+    found = task.beside_others(run, settings, options.clips)
+    if options.json is not None:
+        write_json(options.json, found.values)
+    print(as_text(found.table))
+    return 0
 
 
 def _evaluate(run: RunFolder, settings: RunSettings, task: Any, json_file: str | None = None) -> int:

@@ -67,6 +67,12 @@ def build_parser() -> Parser:
     command.epilog = "example: cdt-fast evaluate runs/mine --gammas 0.1,0.5,1.0 --json mine.json"
     command.add_argument("folder", metavar="RUN", help="run folder")
     command.add_argument("--gammas", metavar="LIST", help="noise levels, in place of those of the run's settings")
+    command.add_argument(
+        "--clips",
+        nargs="+",
+        metavar="CLIP",
+        help="measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame",
+    )
     _add_json(command)
 
     command = _command(shown, "compare", commands.compare, "set runs side by side: tables, and a report with pictures")

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from cdt_fast.constraints.duals import DualAction
 from cdt_fast.constraints.feasibility import FeasibilityReport
 from cdt_fast.errors import InputError
+from cdt_fast.progress import SECONDS_BETWEEN_LINES
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
@@ -170,13 +171,16 @@ class Trainer:
         )
         self.losses.train()
         with signals_noted() as noted, bar, writer as write:
-            started = time.perf_counter()
+            started, first = time.perf_counter(), self.step
             while self.step < self.workload.steps:
                 self._train_step()
                 self.step += 1
                 last = self.step == self.workload.steps
                 if last or self.step % training.log_every == 0:
                     entry = self._log_entry(time.perf_counter() - started)
+                    if shown and first is not None:
+                        self._say_how_long((time.perf_counter() - started) / (self.step - first))
+                        first = None
                     write(entry)
                     bar.set_postfix_str(self._summary(entry["loss"]), refresh=False)
                     started = time.perf_counter()
@@ -197,6 +201,14 @@ class Trainer:
                         self._save_checkpoint()
                     raise Interrupted(noted.number, self.step)
                 started += time.perf_counter() - paused
+
+    def _say_how_long(self, seconds_a_step: float) -> None:
+        """What the first steps promise of the rest, where that is not over soon."""
+        left = self.workload.steps - self.step
+        seconds = left * seconds_a_step
+        if seconds > SECONDS_BETWEEN_LINES:
+            length = f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+            print(f"about {length} to go: {left:,} steps of {seconds_a_step:.2g} s", file=sys.stderr)
 
     def _train_step(self) -> None:
         micro_batches = self._micro_batches()

@@ -51,6 +51,13 @@ class Reading(NamedTuple):
     references: dict[str, float]
 
 
+class Comparison(NamedTuple):
+    """A table, and its values for JSON."""
+
+    table: Table
+    values: list[dict[str, Any]]
+
+
 class Workload(Protocol):
     """Model, losses and batches of one training.
 
@@ -199,6 +206,14 @@ class Task(ABC):
     def remark(self, run: EvaluatedRun) -> str:
         """What a report says of a run after its verdict."""
         return ""
+
+    def beside_others(self, folder: RunFolder, settings: Any, sources: Sequence[str]) -> Comparison:
+        """Measure the trained model on other data beside others that do the same.
+
+        Raises:
+            InputError: there is nothing to compare with in this task, or it cannot be done.
+        """
+        raise InputError(f"{folder.path}: is a run of `train {self.name}`; --clips is for denoisers of video")
 
     def denoise(
         self, folder: RunFolder, settings: Any, source: str, target: str | os.PathLike[str], **options: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.errors import MissingExtra, require
 from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import psnr_of, ssim
@@ -106,9 +107,9 @@ def _of_planes(denoise: Callable[[Tensor, float, int], Tensor]) -> Denoise:
 
 def _opencv(frames: Tensor, sigma: float) -> Tensor:
     try:
-        cv2 = require("cv2", "bench", "OpenCV's non-local means")
-    except InputError as error:
-        raise Unavailable(str(error)) from error
+        cv2 = importlib.import_module("cv2")
+    except ImportError as error:
+        raise Unavailable("opencv-python is not installed") from error
     bytes_ = list(_as_bytes(frames))
     # The window of frames is odd and lies within the clip; h at the strength that was best of a few factors.
     reach = min(2, (len(bytes_) - 1) // 2)
@@ -136,7 +137,7 @@ def _filter(name: str, options: Callable[[float], str]) -> Denoise:
     def run(frames: Tensor, sigma: float) -> Tensor:
         try:
             av = require("av", "video", "the filters of libavfilter")
-        except InputError as error:
+        except MissingExtra as error:
             raise Unavailable(str(error)) from error
         if name not in av.filter.filters_available:
             raise Unavailable(f"this build of libavfilter has no {name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +19,9 @@ from cdt_fast.ops.shared.backend import explain
 from cdt_fast.ops.unrolled_layer.composed import fused_unsupported_reason
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Table, Task
+from cdt_fast.training.task import Comparison, Drawing, EvaluatedRun, Reading, Summary, Table, Task
 from cdt_fast.video import figures
+from cdt_fast.video.comparison import as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video, to_patches
 from cdt_fast.video.denoising import denoise_video, denoised_frames
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
@@ -209,6 +211,10 @@ class VideoTask(Task):
         if not ratios:
             return ""
         return f" ‖D‖²/c is at most {max(ratios):.3f}{'' if max(ratios) <= 1 else ', above the bound of 1'}."
+
+    def beside_others(self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str]) -> Comparison:
+        found = compare_denoisers(load_network(folder.model, settings.training.device), settings, sources)
+        return Comparison(as_table(found), [asdict(each) for each in found])
 
     def denoise(
         self, folder: RunFolder, settings: VideoSettings, source: str, target: str | os.PathLike[str], **options: Any

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from cdt_fast.errors import InputError
+from cdt_fast.video import peers
 from cdt_fast.video.baselines import SHIFTS, blur, dct3d_denoise, dct3d_shifted_denoise
+from cdt_fast.video.comparison import as_table
 from cdt_fast.video.quality import mean_psnr, psnr_of, ssim
+from tests.tiny import scrolling_clip
 
 
 def test_psnr_is_that_of_its_definition() -> None:
@@ -55,3 +62,40 @@ def test_a_blur_is_the_mean_of_nine_pixels() -> None:
     found = blur(frames, 0.1, 8)
     assert found.shape == frames.shape
     assert found[0, 1, 2, 3].item() == pytest.approx(frames[0, 1, 1:4, 2:5].mean().item(), rel=1e-6)
+
+
+def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Path) -> None:
+    import numpy as np
+
+    from cdt_fast.models import DUST
+    from cdt_fast.video import comparison
+    from cdt_fast.video.settings import VideoSettings
+
+    np.save(tmp_path / "clip.npy", scrolling_clip(20, 40, 50))
+    np.save(tmp_path / "short.npy", scrolling_clip(3, 40, 50))
+    model = DUST(256, 256, 2, sparsity=1.5, scale=0.02, patch_frames=4, noise_adaptive=True)
+    found = comparison.compare_denoisers(model, VideoSettings(), [str(tmp_path / "clip.npy")], [20.0, 50.0], False)
+    by_name = {each.name: each for each in found}
+    noisy = by_name["noisy frames"]
+    assert noisy.psnr == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
+    for name, each in by_name.items():
+        if not each.skipped and name not in ("noisy frames", "libavfilter, atadenoise"):
+            assert each.psnr[1] > noisy.psnr[1] + 0.5, name
+            assert len(each.psnr) == len(each.ssim) == 2
+    assert by_name["this run, 2 of 2 layers"].psnr[1] > noisy.psnr[1] + 6  # the start of the training is a threshold
+    assert by_name["this run, noise estimated"].psnr == pytest.approx(by_name["this run, 2 of 2 layers"].psnr, abs=0.5)
+    rows = comparison.as_table(found, [20.0, 50.0])
+    assert len({len(row) for row in rows}) == 1
+    with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
+        comparison.compare_denoisers(model, VideoSettings(), [str(tmp_path / "short.npy")], [20.0], False)
+    with pytest.raises(InputError, match="noise-adaptive"):
+        comparison.compare_denoisers(DUST(64, 64, 1), VideoSettings(), [], [20.0], False)
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    denoise = peers.peers()["OpenCV, multi-frame non-local means"]
+    found = peers.measured("opencv", denoise, [torch.rand(3, 8, 8)], [10.0], lambda: None)
+    assert found.skipped
+    assert "opencv" in found.skipped.lower()
+    assert "skipped" in as_table([found], [10.0])[1][0]
