@@ -83,46 +83,32 @@ def document(results: Results, links: Mapping[str, str] | None = None) -> str:
     lines = [_INTRODUCTION]
     for device, title in (("cpu", "On a CPU"), ("cuda", "On an NVIDIA GPU")):
         of_device = [file for _, file in files if file["device"] == device]
-        lines += [f"### {title}", "", *_headline(device, of_device), ""]
-        lines += [as_markdown(_goal_rows(device, of_device)), ""]
+        lines += [f"### {title}", "", *_goals(device, of_device)]
     lines.append(_METHOD)
     for machine in dict.fromkeys(file["name"] for _, file in files):
         lines += _machine(machine, {name: file for name, file in files if file["name"] == machine}, links or {})
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _machines(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The results of each card or processor."""
-    machines: dict[str, list[Mapping[str, Any]]] = {}
-    for result in results:
-        machines.setdefault(result["name"], []).append(result)
-    return machines
-
-
-def _headline(device: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many of the goals are met, by machine."""
-    lines = []
+def _goals(device: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many of the goals are met by each machine, and a row a goal."""
     goals = [goal for goal in GOALS if goal.device == device]
-    for machine, of_machine in _machines(results).items():
-        figures = [(goal, figure) for goal in goals if (figure := _worst(goal, of_machine)) is not None]
-        met = sum(goal.reached(figure) for goal, figure in figures)
-        lines.append(f"{machine}: {met} of {len(goals)} met, {len(figures) - met} missed.")
-        if len(figures) < len(goals):
-            lines[-1] += f" Not measured: {len(goals) - len(figures)}."
-    return lines or ["Nothing has been measured."]
-
-
-def _goal_rows(device: str, results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    machines = _machines(results)
-    rows = [["work", "goal", *(machines or ["measured"])]]
-    for goal in (goal for goal in GOALS if goal.device == device):
-        cells = [_goal_cell(goal, of_machine) for of_machine in machines.values()]
+    names = dict.fromkeys(result["name"] for result in results)
+    worst = {name: [_worst(goal, [one for one in results if one["name"] == name]) for goal in goals] for name in names}
+    lines = []
+    for machine, figures in worst.items():
+        reached = [goal.reached(figure) for goal, figure in zip(goals, figures, strict=True) if figure is not None]
+        lines.append(f"{machine}: {sum(reached)} of {len(goals)} met, {reached.count(False)} missed.")
+        if len(reached) < len(goals):
+            lines[-1] += f" Not measured: {len(goals) - len(reached)}."
+    rows = [["work", "goal", *(worst or ["measured"])]]
+    for number, goal in enumerate(goals):
+        cells = [_goal_cell(goal, figures[number]) for figures in worst.values()]
         rows.append([goal.work, goal.wanted, *(cells or [""])])
-    return rows
+    return [*(lines or ["Nothing has been measured."]), "", as_markdown(rows), ""]
 
 
-def _goal_cell(goal: Goal, results: Sequence[Mapping[str, Any]]) -> str:
-    figure = _worst(goal, results)
+def _goal_cell(goal: Goal, figure: float | None) -> str:
     if figure is None:
         return ""
     return f"{goal.shown(figure)}, {'met' if goal.reached(figure) else '**missed**'}"
