@@ -67,10 +67,11 @@ def test_every_run_is_trained_measured_and_compared_and_only_once(call: Call, cl
 
     # One run was stopped before it was measured: nothing but that is done again.
     (out / RUNS[1] / "evaluation.json").unlink()
+    (out / RUNS[2] / "report.md").unlink()  # killed while it was written
     second = call("reproduce", "tiny", clip, "--out", out)
     assert second.status == 0, second
     said = [line.partition(str(out))[2] for line in second.err.splitlines() if line.startswith("run ")]
-    assert said == [f"/{RUNS[0]} is done", f"/{RUNS[1]}, which was begun", *(f"/{name} is done" for name in RUNS[2:])]
+    assert said == [f"/{RUNS[0]} is done", *(f"/{name}, which was begun" for name in RUNS[1:3]), f"/{RUNS[3]} is done"]
     assert {name: (out / name / "config.toml").stat().st_mtime_ns for name in RUNS} == stamps
     assert {name: weights(out / name) for name in RUNS} == before
 

@@ -3,6 +3,7 @@ side."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -121,6 +122,8 @@ class PlannedRun:
                     )
         if not folder.evaluation.exists():
             return "begun"
+        if not (folder.path / "report.md").exists() and importlib.util.find_spec("matplotlib") is not None:
+            return "begun"  # killed while the report was written
         try:
             return "done" if open_evaluated(self.path).evaluation.finished else "begun"
         except InputError:

@@ -102,33 +102,38 @@ def fetch(
     if dataset is None and name != smollm2.NAME:
         raise InputError(f"{name}: no such data set; expected one of {', '.join([*DATASETS, smollm2.NAME])}")
     place = Path(folder) / name
-    if not place.exists():
-        _say(f"{smollm2.TITLE} {smollm2.TERMS}" if dataset is None else f"{dataset.title} {dataset.terms}")
+    archive = None if dataset is None or keep_archive else _archive_of(place, url or dataset.url)
+    # What a process that was killed after it had unpacked has left: the archive, or the file that it locked.
+    left = _lock_of(place).exists() or (archive is not None and archive.exists())
+    if not place.exists() or (left and os.access(place.parent, os.W_OK)):
+        if not place.exists():
+            _say(f"{smollm2.TITLE} {smollm2.TERMS}" if dataset is None else f"{dataset.title} {dataset.terms}")
         with _alone(place):
-            if not place.exists():  # else another process has fetched it meanwhile
-                if dataset is None:
-                    smollm2.fetch_smollm2(place)
-                else:
-                    _fetch_dataset(dataset, place, url or dataset.url, sha256 or dataset.sha256, keep_archive, progress)
-                _say(f"{name}: unpacked to {place}")
-                return place
+            new = not place.exists()  # else another process has fetched it, by now
+            if new and dataset is None:
+                smollm2.fetch_smollm2(place)
+            elif new and dataset is not None:
+                archive = _archive_of(place, url or dataset.url)
+                _obtain(archive, url or dataset.url, sha256 or dataset.sha256, progress)
+                unpack_archive(archive, place)
+            if archive is not None and not keep_archive:
+                archive.unlink(missing_ok=True)
+        if new:
+            _say(f"{name}: unpacked to {place}")
+            return place
     check_whole(place)
     _say(f"{name}: already at {place}")
     return place
 
 
-def _fetch_dataset(dataset: Dataset, place: Path, url: str, sha256: str, keep_archive: bool, progress: bool) -> None:
-    archive = place.parent / (Path(urllib.parse.urlsplit(url).path).name or f"{dataset.name}.archive")
-    _obtain(archive, url, sha256, progress)
-    unpack_archive(archive, place)
-    if not keep_archive:
-        archive.unlink()
+def _archive_of(place: Path, url: str) -> Path:
+    return place.parent / (Path(urllib.parse.urlsplit(url).path).name or f"{place.name}.archive")
 
 
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """Wait until no other process fetches to `place`, and let others wait until the block, or this process, ends."""
-    path = place.with_name(f".{place.name}.lock")
+    path = _lock_of(place)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(path)
@@ -139,6 +144,10 @@ def _alone(place: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def _lock_of(place: Path) -> Path:
+    return place.with_name(f".{place.name}.lock")
 
 
 def _locked(path: Path) -> IO[bytes]:

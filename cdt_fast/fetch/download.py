@@ -74,8 +74,8 @@ def download_file(url: str, target: Path, sha256: str, *, progress: bool = True)
             f"{url}: the download has sha256 {actual}, expected {sha256.lower()}; it was removed: the file on the "
             "server was altered or is another one"
         )
+    part.forget_version()  # first: whoever is killed between the two finds the part, and that nothing is missing
     part.path.replace(target)
-    part.remove()
 
 
 def file_sha256(path: Path) -> str:
@@ -120,6 +120,9 @@ class _PartFile:
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
+        self.forget_version()
+
+    def forget_version(self) -> None:
         self._validator_path.unlink(missing_ok=True)
 
 

@@ -508,3 +508,13 @@ def test_control_characters_of_a_server_are_spelled_out(server, target, monkeypa
         get(server, target)
     assert "\x1b" not in printable(str(caught.value))
     assert r"\x1b[2J" in printable(str(caught.value))
+
+
+def test_what_a_killed_fetch_left_goes_with_the_next(server: Server, tmp_path: Path) -> None:
+    """Killed after it had unpacked: the archive and the file that it had locked are there still."""
+    settings = {"url": server.url, "sha256": SUM, "progress": False}
+    place = fetch("ucsd", tmp_path, **settings)
+    for name in ("set.zip", ".ucsd.lock"):
+        (tmp_path / name).touch()
+    assert fetch("ucsd", tmp_path, **settings) == place
+    assert list(tmp_path.iterdir()) == [place]

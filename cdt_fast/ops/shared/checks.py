@@ -64,6 +64,13 @@ def check_factor(name: str, value: Any, *, non_negative: bool = False, dtype: to
     return factor
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """Require True or False, NumPy's too."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise InputError(f"{name} must be True or False, got {describe(value)}")
+    return bool(value)
+
+
 def check_lista_arguments(codes: Tensor, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1) -> None:
     """The checks that `lista_step` and `unrolled_layer` share; `rank` is the least rank of codes and signal."""
     tokens = "[..., T, " if rank == 2 else "[..., "

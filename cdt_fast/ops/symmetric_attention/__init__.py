@@ -9,6 +9,7 @@ from cdt_fast.kernels.arguments import SymmetricAttentionArguments
 from cdt_fast.ops.shared.backend import choose_backend
 from cdt_fast.ops.shared.checks import (
     check_factor,
+    check_flag,
     check_lengths,
     check_shape,
     check_tensor,
@@ -68,7 +69,7 @@ def symmetric_attention(
         values=None if values is None else sequences(values, dtype),
         lengths=length_of_each(lengths),
         scale=check_factor("scale", scale, dtype=dtype),
-        energy=bool(energy),
+        energy=check_flag("energy", energy),
         keeps=torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad)),
         backend=choose_backend("symmetric_attention", tokens, multiplies=True),
     )

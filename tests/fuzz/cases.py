@@ -1,0 +1,300 @@
+"""Random cases of the ops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast import ops
+from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
+from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
+from cdt_fast.ops.lista_step import lista_step_reference
+from cdt_fast.ops.residual_linear import residual_linear_reference
+from cdt_fast.ops.soft_threshold import soft_threshold_reference
+from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
+from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+@dataclass
+class Case:
+    """An op, its formula, and what both are called with.
+
+    Attributes:
+        op, formula: of the tensors, by name.
+        tensors: the arguments that have a gradient.
+        options: the other arguments of the public function, for what is broken on purpose.
+        call: the public function.
+        kinks: the gradient jumps where a number of the first result becomes zero.
+        samples: the tensors, and `outputs` the number of results, whose first dimension counts samples.
+        padding: `[...]`, true at tokens that count nowhere.
+    """
+
+    call: Callable[..., Any]
+    op: Function
+    formula: Function
+    tensors: dict[str, Tensor]
+    options: dict[str, Any]
+    kinks: bool = False
+    samples: tuple[str, ...] = ()
+    outputs: int = 0
+    padding: Tensor | None = None
+    padded: tuple[str, ...] = field(default=())
+
+
+class Chance(random.Random):
+    """Random numbers, shapes and tensors of a case."""
+
+    def width(self) -> int:
+        return self.choice([self.randint(1, 8), self.randint(1, 8), self.randint(0, 2), self.choice([16, 17, 33, 65])])
+
+    def tokens(self) -> int:
+        return self.choice([self.randint(1, 7), self.randint(1, 7), 0, self.choice([16, 31, 70])])
+
+    def leading(self) -> tuple[int, ...]:
+        return self.choice([(), (self.randint(1, 3),), (2, self.randint(0, 2))])
+
+    def dtype(self, backend: str) -> torch.dtype:
+        kinds = [torch.float32, torch.bfloat16, torch.float16]
+        return self.choice(kinds if backend == "triton" else [*kinds, torch.float64])
+
+    def tensor(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Numbers of one size between 1/30 and 10, some of them zero, in one of the ways they can lie in memory."""
+        generator = torch.Generator().manual_seed(self.randrange(2**31))
+        tensor = torch.randn(shape, generator=generator, dtype=torch.float64) * 10 ** self.uniform(-1.5, 1)
+        if self.random() < 0.3:
+            tensor *= torch.rand(shape, generator=generator) < 0.7
+        tensor = tensor.to(dtype)
+        way = self.randrange(5)
+        if way == 0 and len(shape) > 1:
+            return tensor.mT.contiguous().mT
+        if way == 1 and shape:
+            buffer = tensor.new_full((*shape[:-1], 2 * shape[-1] + 1), float("nan"))
+            buffer[..., 1::2] = tensor
+            return buffer[..., 1::2]
+        if way == 2 and len(shape) > 1 and shape[0]:
+            return tensor[:1].expand(shape)
+        return tensor
+
+    def lengths(self, shape: tuple[int, ...]) -> Tensor | None:
+        *leading, tokens = shape
+        if self.random() < 0.4:
+            return None
+        generator = torch.Generator().manual_seed(self.randrange(2**31))
+        lengths = torch.randint(0, tokens + 3, leading, generator=generator)
+        return lengths.to(self.choice([torch.int64, torch.int32, torch.int8, torch.uint8, torch.int16]))
+
+    def weights(self, count: int) -> list[float] | None:
+        numbers = [self.choice([0.0, 1.0, -0.5, self.uniform(-2, 2), 1e-3]) for _ in range(count)]
+        return self.choice([None, numbers])
+
+
+def _padding(lengths: Tensor | None, tokens: tuple[int, ...]) -> Tensor | None:
+    return None if lengths is None else torch.arange(tokens[-1]) >= lengths.long().unsqueeze(-1)
+
+
+def attention(chance: Chance, dtype: torch.dtype) -> Case:
+    shape = (*chance.leading(), chance.tokens())
+    options = {
+        "scale": chance.choice([1.0, 0.0, -0.3, chance.uniform(0, 1), 5.0]),
+        "energy": chance.random() < 0.3,
+        "lengths": chance.lengths(shape),
+    }
+    tensors = {"z": chance.tensor(dtype, *shape, chance.width())}
+    if chance.random() < 0.5:
+        tensors["values"] = chance.tensor(dtype, *shape, chance.width())
+    return Case(
+        ops.symmetric_attention,
+        lambda **given: [ops.symmetric_attention(**given, **options)],
+        lambda **given: [symmetric_attention_reference(**given, **options)],
+        tensors,
+        options,
+        samples=tuple(tensors),
+        outputs=1,
+        padding=_padding(options["lengths"], shape),
+        padded=tuple(tensors),
+    )
+
+
+def _lista(chance: Chance) -> dict[str, Any]:
+    return {
+        "step": chance.choice([0.1, 0.0, chance.uniform(0, 1)]),
+        "threshold": chance.choice([0.1, 0.0, chance.uniform(0, 1), 1e5]),
+        "nonlinearity": chance.choice(["soft_threshold", "relu"]),
+    }
+
+
+def lista_step(chance: Chance, dtype: torch.dtype) -> Case:
+    shape, n, m, options = (*chance.leading(), chance.tokens()), chance.width(), chance.width(), _lista(chance)
+    tensors = {"codes": (*shape, m), "signal": (*shape, n), "dictionary": (n, m)}
+    return Case(
+        ops.lista_step,
+        lambda **given: [ops.lista_step(**given, **options)],
+        lambda **given: [lista_step_reference(**given, **options)],
+        {name: chance.tensor(dtype, *size) for name, size in tensors.items()},
+        options,
+        kinks=True,
+        samples=("codes", "signal"),
+        outputs=1,
+    )
+
+
+def residual_linear(chance: Chance, dtype: torch.dtype) -> Case:
+    shape, n, m = (*chance.leading(), chance.tokens()), chance.width(), chance.width()
+    options = {
+        "alpha": chance.choice([1.0, 0.0, chance.uniform(-2, 2)]),
+        "nonlinearity": chance.choice(["relu", "soft_threshold", "identity"]),
+        "threshold": chance.choice([0.0, chance.uniform(0, 1), 1e5]),
+    }
+    bias = chance.random() < 0.4
+    tensors = {"x": (*shape, n), "weight": (n, m), "residual": (m,) if bias else (*shape, m)}
+    return Case(
+        ops.residual_linear,
+        lambda **given: [ops.residual_linear(**given, **options)],
+        lambda **given: [residual_linear_reference(**given, **options)],
+        {name: chance.tensor(dtype, *size) for name, size in tensors.items()},
+        options,
+        kinks=True,
+        samples=("x",) if bias else ("x", "residual"),
+        outputs=1,
+    )
+
+
+def soft_threshold(chance: Chance, dtype: torch.dtype) -> Case:
+    options = {"threshold": chance.choice([0.0, chance.uniform(0, 2), 1e5])}
+    return Case(
+        ops.soft_threshold,
+        lambda x: [ops.soft_threshold(x, **options)],
+        lambda x: [soft_threshold_reference(x, **options)],
+        {"x": chance.tensor(dtype, *chance.leading(), chance.tokens(), chance.width())},
+        options,
+        kinks=True,
+        samples=("x",),
+        outputs=1,
+    )
+
+
+def unrolled_layer(chance: Chance, dtype: torch.dtype) -> Case:
+    shape, n, m, k = (*chance.leading(), chance.tokens()), chance.width(), chance.width(), chance.width()
+    options = {**_lista(chance), "scale": chance.choice([1.0, 0.0, chance.uniform(0, 0.5)])}
+    options["lengths"] = chance.lengths(shape)
+    tensors = {"codes": (*shape, m), "signal": (*shape, n), "dictionary": (n, m)}
+    if chance.random() < 0.5:
+        tensors["next_dictionary"] = (k, m)
+    return Case(
+        ops.unrolled_layer,
+        lambda **given: ops.unrolled_layer(**given, **options),
+        lambda **given: unrolled_layer_reference(**given, **options),
+        {name: chance.tensor(dtype, *size) for name, size in tensors.items()},
+        options,
+        kinks=True,
+        samples=("codes", "signal"),
+        outputs=2,
+        padding=_padding(options["lengths"], shape),
+        padded=("codes", "signal"),
+    )
+
+
+def _depths(given: dict[str, Any]) -> list[Any]:
+    return [given.pop(name) for name in sorted(given) if name.startswith("depth_") and name != "depth_weights"]
+
+
+def reconstruction_of_depths(target: Any, **given: Any) -> Any:
+    return ops.layerwise_reconstruction_loss(_depths(given), target, **given)
+
+
+def cross_entropy_of_depths(targets: Any, weight: Any, **given: Any) -> Any:
+    return ops.layerwise_cross_entropy(_depths(given), weight, targets, **given)
+
+
+def reconstruction_loss(chance: Chance, dtype: torch.dtype) -> Case:
+    shape, depths = (*chance.leading(), chance.tokens()), chance.randint(1, 4)
+    lengths, weights, width = chance.lengths(shape), chance.weights(depths), chance.width()
+    padding = _padding(lengths, shape)
+    names = [f"depth_{number}" for number in range(depths)]
+
+    def split(given: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+        return [given[name] for name in names], given["target"]
+
+    def op(**given: Tensor) -> Sequence[Tensor]:
+        total, losses = ops.layerwise_reconstruction_loss(*split(given), depth_weights=weights, lengths=lengths)
+        return [total] if weights is not None else [total, losses]
+
+    def formula(**given: Tensor) -> Sequence[Tensor]:
+        depths, target = split(given)
+        if padding is not None:
+            depths, target = [depth[~padding] for depth in depths], target[~padding]
+        losses = layerwise_reconstruction_loss_reference(depths, target)
+        if weights is None:
+            return [losses.sum(), losses]
+        on = [number for number, weight in enumerate(weights) if weight]
+        return [sum((weights[number] * losses[number] for number in on), 0.0 * target.sum())]  # type: ignore[list-item]
+
+    return Case(
+        reconstruction_of_depths,
+        op,
+        formula,
+        {name: chance.tensor(dtype, *shape, width) for name in [*names, "target"]},
+        {"depth_weights": None, "lengths": lengths},
+        padding=padding,
+        padded=(*names, "target"),
+    )
+
+
+def cross_entropy(chance: Chance, dtype: torch.dtype) -> Case:
+    shape, depths = (*chance.leading(), chance.tokens()), chance.randint(1, 4)
+    width, vocabulary, weights = chance.width(), chance.choice([1, 2, 7, 33, 130]), chance.weights(depths)
+    generator = torch.Generator().manual_seed(chance.randrange(2**31))
+    targets = torch.randint(0, vocabulary, shape, generator=generator)
+    ignored = torch.rand(shape, generator=generator) < chance.choice([0, 0, 0.3, 0.9])
+    targets = targets.masked_fill(ignored, -100)
+    options = {
+        "reduction": chance.choice(["mean", "sum"]),
+        "label_smoothing": chance.choice([0.0, 0.1, 1.0]),
+        "softcap": chance.choice([None, None, 1.0, 30.0]),
+    }
+    own = {"depth_weights": weights, "chunk_tokens": chance.choice([None, 1, 3])}
+    tensors = {f"depth_{number}": chance.tensor(dtype, *shape, width) for number in range(depths)}
+    tensors["weight"] = chance.tensor(dtype, vocabulary, width)
+    if chance.random() < 0.5:
+        tensors["bias"] = chance.tensor(dtype, vocabulary)
+
+    def split(given: dict[str, Tensor]) -> tuple[Any, ...]:
+        return [given[f"depth_{number}"] for number in range(depths)], given["weight"], targets, given.get("bias")
+
+    def op(**given: Tensor) -> Sequence[Tensor]:
+        total, losses = ops.layerwise_cross_entropy(*split(given), **options, **own)
+        return [total] if weights is not None else [total, losses]
+
+    def formula(**given: Tensor) -> Sequence[Tensor]:
+        losses = layerwise_cross_entropy_reference(*split(given), **options)
+        if weights is None:
+            return [losses.sum(), losses]
+        return [torch.dot(torch.tensor(weights, dtype=losses.dtype), losses)]
+
+    return Case(
+        lambda **given: cross_entropy_of_depths(targets, **given),
+        op,
+        formula,
+        tensors,
+        options | own | {"depth_weights": None, "inner_fraction": 1.0, "ignore_index": -100},
+        padding=ignored,
+        padded=tuple(name for name in tensors if name.startswith("depth_")),
+    )
+
+
+CASES: dict[str, Callable[[Chance, torch.dtype], Case]] = {
+    "symmetric_attention": attention,
+    "lista_step": lista_step,
+    "residual_linear": residual_linear,
+    "soft_threshold": soft_threshold,
+    "unrolled_layer": unrolled_layer,
+    "layerwise_reconstruction_loss": reconstruction_loss,
+    "layerwise_cross_entropy": cross_entropy,
+}
