@@ -44,7 +44,8 @@ def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
     return x
 
 
-@triton.jit
+# Chunks are slices of what belongs to all rows, which start anywhere.
+@triton.jit(do_not_specialize_on_alignment=["targets", "scales", "losses", "log_sums"])
 def cross_entropy_kernel(
     logits,  # [rows, vocabulary], read, and written where GRADIENT
     targets,  # [rows] int64

@@ -35,7 +35,7 @@ def _kept(padding, offsets, elements, width, HAS_PADDING: tl.constexpr):
     return kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_depth"])
 def reconstruction_forward_kernel(
     reconstructions,  # a tuple of DEPTHS tensors [elements]
     target,  # [elements]

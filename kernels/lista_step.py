@@ -22,7 +22,7 @@ from cdt_fast.kernels.launch import Launch, block_width, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import nonlinearity
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def lista_step_forward_kernel(
     codes,  # [rows, code_width]
     signal,  # [rows, width]
@@ -87,7 +87,7 @@ def lista_step_forward_kernel(
         tl.store(next_codes + row[:, None] * code_width + atom, update.to(target.dtype), mask=row_exists & atom_exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def lista_step_backward_kernel(
     grad_output,  # [rows, code_width]
     output,  # [rows, code_width], contiguous

@@ -24,7 +24,7 @@ from cdt_fast.kernels.tiles import nonlinearity
 ROW_TILES = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def residual_linear_forward_kernel(
     x,  # [rows, depth]
     weight,  # [depth, columns]

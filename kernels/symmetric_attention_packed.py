@@ -31,7 +31,7 @@ from cdt_fast.kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
 def packed_forward_kernel(
     z,  # [sequences, tokens, WIDTH]
     values,  # [sequences, tokens, VALUE_WIDTH]
@@ -63,7 +63,7 @@ def packed_forward_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
 def packed_backward_kernel(
     z,  # [sequences, tokens, WIDTH]
     values,  # [sequences, tokens, VALUE_WIDTH]

@@ -76,7 +76,7 @@ def wide_scores(
     return scores * scale, mirrored * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks_per_sequence"])
 def wide_forward_kernel(
     z,  # [sequences, tokens, WIDTH]
     values,  # [sequences, tokens, VALUE_WIDTH], whose chunks the grid's second axis goes over
@@ -132,7 +132,7 @@ def wide_forward_kernel(
     tl.store(from_row(log_sum_exp, first, 1) + own, log_sum, mask=(own < tokens) & (owned == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks_per_sequence"])
 def wide_backward_kernel(
     z,  # [sequences, tokens, WIDTH], whose chunks the grid's second axis goes over
     values,  # [sequences, tokens, VALUE_WIDTH]; z where TIED, and then both gradients are summed
@@ -190,7 +190,7 @@ def wide_backward_kernel(
     store_rows(from_row(grad_z, first, WIDTH), own, own < tokens, owned, total, WIDTH, OWNED_COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks_per_sequence"])
 def wide_values_backward_kernel(
     z,  # [sequences, tokens, WIDTH]
     norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None

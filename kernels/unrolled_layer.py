@@ -60,7 +60,7 @@ def load_atoms(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
 def unrolled_forward_kernel(
     codes,  # [sequences, tokens, CODE_WIDTH]
     signal,  # [sequences, tokens, WIDTH]
@@ -141,7 +141,7 @@ def unrolled_forward_kernel(
         tl.store(errors + tl.program_id(0), tl.sum(error, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens"])
 def unrolled_update_kernel(
     next_codes,  # [rows, CODE_WIDTH]
     next_projection,  # [rows, NEXT_WIDTH], read with target
@@ -210,7 +210,7 @@ def unrolled_update_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
 def unrolled_backward_kernel(
     codes,  # [sequences, tokens, CODE_WIDTH]
     signal,  # [sequences, tokens, WIDTH]

@@ -48,31 +48,42 @@ class _Anyway:
 def works() -> Iterator[Work]:
     """All that the table has."""
     for tokens in TOKENS:
-        for family in ("DUST", "VideoUT"):
-            yield from _video(VideoWork(family, tokens // 20))
-        yield from _text(TextWork(tokens // 250, 250, 768))
+        for work in (
+            *(VideoWork(family, tokens // 20) for family in ("DUST", "VideoUT")),
+            TextWork(tokens // 250, 250, 768),
+        ):
+            yield training(work)
+            yield inference(work)
     for shape in cross_entropy.SHAPES["gpu"]:
         if shape.model != cross_entropy.CLASSIFIER:
             yield from _losses(shape)
 
 
-def _video(work: VideoWork) -> Iterator[Work]:
-    tokens, n, m, layers = work.items, work.patch, work.code, work.layers
-    yield Work(
-        f"{work.family}, training", tokens, lambda captured: _step(work, captured), work.flop, work.moved("bfloat16")
+def training(work: VideoWork | TextWork) -> Work:
+    """Its constrained step, with the optimizer and the multipliers."""
+    tokens = work.shape["B"] * work.shape["T"]
+    return Work(
+        f"{_family(work)}, training", tokens, lambda captured: _step(work, captured), work.flop, work.moved("bfloat16")
     )
-    small = 2 * layers * n + (layers - 1) * m
-    flop = 2.0 * tokens * (2 * layers * n * m + work.window * small + n**2)
-    moved = _BF16.itemsize * (2.0 * tokens * n + n * m)
-    yield Work(f"{work.family}, inference", tokens, lambda captured: _inference(work), flop, moved)
 
 
-def _text(work: TextWork) -> Iterator[Work]:
-    tokens, d = work.texts * work.tokens, work.width
-    yield Work("TextUT, training", tokens, lambda captured: _step(work, captured), work.flop, work.moved("bfloat16"))
-    flop = 2.0 * tokens * work.layers * 2 * (d**2 + work.tokens * d)
-    moved = _BF16.itemsize * (1.0 * tokens * d + 2 * work.layers * d**2)
-    yield Work("TextUT, inference", tokens, lambda captured: _inference(work), flop, moved)
+def inference(work: VideoWork | TextWork) -> Work:
+    """Its last depth, computed without a gradient."""
+    tokens, layers = work.shape["B"] * work.shape["T"], work.layers
+    if isinstance(work, VideoWork):
+        n, m = work.patch, work.code
+        small = 2 * layers * n + (layers - 1) * m
+        flop = 2.0 * tokens * (2 * layers * n * m + work.window * small + n**2)
+        moved = 2.0 * tokens * n + n * m
+    else:
+        flop = 4.0 * tokens * layers * (work.width**2 + work.tokens * work.width)
+        moved = 1.0 * tokens * work.width + 2 * layers * work.width**2
+    name = f"{_family(work)}, inference"
+    return Work(name, tokens, lambda captured: _inference(work), flop, _BF16.itemsize * moved)
+
+
+def _family(work: VideoWork | TextWork) -> str:
+    return work.family if isinstance(work, VideoWork) else work.title
 
 
 def _losses(shape: cross_entropy.Shape) -> Iterator[Work]:

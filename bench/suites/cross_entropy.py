@@ -62,6 +62,7 @@ SHAPES = {
 
 KNOWN, UNKNOWN, SAMPLED = "weights known", "weights from the losses", "1/8 of the tokens on inner depths"
 FRACTION = 1 / 8
+ALL_ALIVE = "eager, the logits of all depths alive"
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
@@ -136,6 +137,9 @@ def _implementations(
     yield Implementation("eager, a depth at a time", "eager", lambda: each(others.eager))
     for one in compilers(modes, lambda mode: each(compiled(others.eager, mode, device))):
         yield replace(one, name=f"{one.name}, a depth at a time")
+    if work == KNOWN:
+        # What a training loop does that sums the losses of the depths: the baseline of the claim about memory.
+        yield peer(ALL_ALIVE, lambda: all_depths_then_backward(others.eager, inputs()))
     for name, prepare in others.PEERS.items():
         yield peer(f"{name}, a depth at a time", lambda prepare=prepare: each(prepare(device, dtype)))
     if work != SAMPLED:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cdt_fast.bench.ledger.__main__ import document, main
-from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES
+from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES, REDUNDANCY
 from cdt_fast.bench.ledger.recording import Entry, record
 from cdt_fast.bench.ledger.rows import predicted_seconds, rows_of, seconds
 from cdt_fast.bench.ledger.works import Work, works
@@ -74,6 +74,13 @@ def test_cross_entropy_multiplies_three_times_a_chunk_and_sweeps_its_logits_twic
     logits = 13 * 8192 * 50257
     assert sum(entry.traffic for entry in chunks) == 3 * 2 * logits + 13 * 8192 * (8 + 3 * 4)
     assert sum(entry.flop for entry in entries if entry.dtype == torch.bfloat16) == 3 * 2 * logits * 768
+    # dW is added to in float32 by the product itself, and no chunk has fewer bytes than it has.
+    assert len(named(entries, "addmm")) == len(chunks)
+    assert all(entry.traffic > 2 * 4 * 50257 * 768 + 4 * 50257 * 768 for entry in named(entries, "addmm"))
+
+
+def test_every_redundancy_is_of_a_kernel_that_the_ledger_meets(step: list[Entry]) -> None:
+    assert {name for name, _ in REDUNDANCY} <= {entry.name for entry in step if entry.flop}
 
 
 def test_a_launch_takes_the_longer_of_its_bytes_and_its_products() -> None:

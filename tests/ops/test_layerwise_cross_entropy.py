@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
-from cdt_fast.ops.layerwise_cross_entropy import chunked, layerwise_cross_entropy_reference
+from cdt_fast.ops.layerwise_cross_entropy import chunked, layerwise_cross_entropy_reference, sweep
 from cdt_fast.ops.layerwise_cross_entropy.chunked import strategy
 from cdt_fast.ops.layerwise_cross_entropy.operator import layerwise_cross_entropy_forward
 from tests.ops.ops_cases import (
@@ -457,7 +457,7 @@ class _LiveBytes(TorchDispatchMode):
 def test_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept_bytes: int) -> None:
     monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 2**19)
     monkeypatch.setattr(chunked, "KEPT_BYTES", kept_bytes)
-    monkeypatch.setitem(chunked.SWEEP_BYTES, "cpu", 2**17)
+    monkeypatch.setitem(sweep.SWEEP_BYTES, "cpu", 2**17)
     tokens, width = 512, 8
     for depths, vocabulary in ((4, 1024), (8, 1024), (4, 2048)):
         hidden = [leaf(normal(depth, tokens, width, dtype=dtype)) for depth in range(depths)]

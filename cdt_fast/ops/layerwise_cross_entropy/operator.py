@@ -13,16 +13,15 @@ from torch import Tensor
 from cdt_fast.errors import InputError
 from cdt_fast.ops.layerwise_cross_entropy.chunked import (
     CrossEntropyArguments,
-    Gradients,
-    Logits,
     Rows,
     chunks_of,
     kept_shapes,
     number_of_rows,
-    sweep,
     tokens_of_depths,
     with_room,
 )
+from cdt_fast.ops.layerwise_cross_entropy.gradients import Gradients, Logits
+from cdt_fast.ops.layerwise_cross_entropy.sweep import sweep
 from cdt_fast.ops.shared.depths import zero_weight_mask
 from cdt_fast.ops.shared.products import rows_of
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
@@ -218,8 +217,8 @@ def _rows(loss: CrossEntropyArguments) -> tuple[Tensor | int, list[Rows]]:
     first = 0
     for depths, tokens in tokens_of_depths(loss):
         index = None if loss.sample is None or depths.stop == len(loss.hidden) else loss.sample.to(targets.device)
-        factor = 1.0 if index is None else len(targets) / max(1, tokens)
-        if isinstance(count, int) and count < len(targets):
+        factor = 1.0 if index is None else targets.shape[0] / max(1, tokens)
+        if isinstance(count, int) and count < targets.shape[0]:
             counted = ((targets if index is None else targets[index]) != loss.ignore_index).nonzero().squeeze(1)
             index = counted if index is None else index[counted]
         chosen = (targets if index is None else targets[index]).to(device, non_blocking=True)
@@ -230,7 +229,7 @@ def _rows(loss: CrossEntropyArguments) -> tuple[Tensor | int, list[Rows]]:
 
 
 def _count(loss: CrossEntropyArguments) -> Tensor | int:
-    targets, vocabulary, ignored = loss.targets, len(loss.weight), loss.ignore_index
+    targets, vocabulary, ignored = loss.targets, loss.weight.shape[0], loss.ignore_index
     if targets.device.type != "cpu":
         return (targets != ignored).sum()
     count = targets.numel()

@@ -1,0 +1,68 @@
+"""How often a kernel is compiled in a training whose batches differ in size, by the key of Triton's own launcher."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+from cdt_fast import ops
+from cdt_fast.bench.ledger import recording
+from cdt_fast.bench.ledger.recording import META, Entry, record
+from cdt_fast.bench.ledger.works import Work, inference, training
+from cdt_fast.bench.suites.trained import TextWork, VideoWork
+from cdt_fast.kernels.aot.compile import Configuration
+from cdt_fast.kernels.cards import CARDS
+from cdt_fast.kernels.launch import Launch
+
+MOST = 4
+# Whole batches, one for the validation, a short last one, and one of a single sequence.
+SEQUENCES = (400, 256, 37, 1)
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch, works: list[Work], card: str) -> dict[str, int]:
+    """Of each kernel, in all these works."""
+    found: dict[str, set[Configuration]] = defaultdict(set)
+    of = Entry.of
+
+    def noted(launch: Launch) -> Entry:
+        found[launch.kernel.__name__].add(Configuration.of(launch, CARDS[card]))
+        return of(launch)
+
+    monkeypatch.setattr(recording.Entry, "of", noted)
+    for work in works:
+        record(lambda work=work: work.prepare(False), CARDS[card])
+    return {kernel: len(configurations) for kernel, configurations in found.items()}
+
+
+@pytest.mark.parametrize("family", ["DUST", "VideoUT"])
+def test_video(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    sizes = [VideoWork(family, sequences, layers=3) for sequences in SEQUENCES]
+    works = [make(size) for size in sizes for make in (training, inference)]
+    counts = compilations(monkeypatch, works, "H200")
+    assert {"unrolled_forward_kernel", "unrolled_backward_kernel", "unrolled_update_kernel"} <= counts.keys()
+    assert max(counts.values()) <= MOST, counts
+
+
+def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Texts are padded to the longest of their batch.
+    sizes = [TextWork(texts, tokens, 768) for texts, tokens in ((32, 250), (32, 256), (16, 240), (7, 131))]
+    counts = compilations(monkeypatch, [make(size) for size in sizes for make in (training, inference)], "H200")
+    assert {"wide_forward_kernel", "wide_backward_kernel", "residual_linear_forward_kernel"} <= counts.keys()
+    assert max(counts.values()) <= MOST, counts
+
+
+def test_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses(tokens: int) -> Work:
+        def run() -> object:
+            hidden = [torch.empty(tokens, 64, dtype=torch.bfloat16, device=META, requires_grad=True) for _ in range(3)]
+            head = torch.empty(50257, 64, dtype=torch.bfloat16, device=META, requires_grad=True)
+            targets, weights = torch.empty(tokens, dtype=torch.int64, device=META), torch.empty(3, device=META)
+            total, _ = ops.layerwise_cross_entropy(hidden, head, targets, depth_weights=weights)
+            return torch.autograd.grad(total, [*hidden, head])
+
+        return Work("losses", tokens, lambda captured: run, 0.0, 0.0)
+
+    counts = compilations(monkeypatch, [losses(tokens) for tokens in (8192, 7001, 999, 1)], "H200")
+    assert max(counts.values()) <= MOST, counts
