@@ -43,15 +43,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         from cdt_fast.training.memory import is_out_of_memory
 
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            message = f"out of memory{options.memory_hint}"
+        elif _is_of_another_rank(error):
+            message = "another process of this training has ended, or cannot be reached; what it said is the reason"
+        else:
             raise
-        message = f"out of memory{options.memory_hint}"
     except (KeyboardInterrupt, _Terminated) as stop:
         number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
         print(f"cdt-fast: stopped by {number.name}{options.hint}", file=sys.stderr)
         return 128 + number
     print("cdt-fast: " + printable(" ".join(message.split())), file=sys.stderr)
     return BAD_INPUT
+
+
+# How gloo and NCCL put that a rank has gone, in whatever computation waits for it.
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "remote process exited")
+
+
+def _is_of_another_rank(error: BaseException) -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(words in str(error) for words in _GONE)
 
 
 @contextmanager
