@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from cdt_fast.constraints.presets import DEFAULTS
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -43,7 +44,7 @@ class VideoDataSettings(Section):
     patch: Positive = setting(8, "side in pixels of a square patch")
     patch_frames: Positive = setting(4, "frames of a patch; window is a multiple of it (vit: 1)")
     sequence: Literal["time", "space", "spacetime"] = setting("time", "what one sequence runs over (vit: space)")
-    gamma: NonNegative | list[NonNegative] = setting([0.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
+    gamma: NonNegative | list[NonNegative] = setting([5.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
     unit: Literal["level", "deviation"] = setting(
         "level", "what noise levels are multiples of: gray levels of 0..255, or the training frames' standard deviation"
     )
@@ -96,6 +97,7 @@ _PAPER: dict[str, dict[str, Any]] = {
         "unit": "deviation",
     },
     "model": {"code_size": 1024, "adaptive": False, "sparsity": 0.2, "scale": 1.0},
+    "constraints": {"objective": None, "coupling": DEFAULTS.coupling},
     "training": {"steps": 1000, "lr": 1e-3},
     "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
 }
@@ -107,7 +109,9 @@ class VideoSettings(RunSettings):
     task: ClassVar[str] = "video"
     data: VideoDataSettings = Field(default_factory=VideoDataSettings)
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
-    constraints: ConstraintSettings = Field(default_factory=ConstraintSettings)
+    constraints: ConstraintSettings = Field(
+        default_factory=lambda: ConstraintSettings(objective="log", coupling="detach")
+    )
     training: VideoTrainingSettings = Field(default_factory=VideoTrainingSettings)
     evaluation: VideoEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default_factory=VideoEvaluationSettings
@@ -118,7 +122,7 @@ class VideoSettings(RunSettings):
         super().set(section, name, value)
         if (section, name) == ("data", "setup"):
             for part, names in _PAPER.items():
-                defaults = type(getattr(self, part))()
+                defaults = getattr(type(self)(), part)
                 for taken, given in names.items():
                     super().set(part, taken, given if value == "paper" else getattr(defaults, taken))
 
