@@ -2,6 +2,8 @@
 
     python -m tests.models.transformers_classes [NAME ...] [--out build/transformers_classes.md]
 
+A language model whose losses are right decodes with an exit, too: the tokens that it generates alone, or refused.
+
 Each class is built from a small configuration with random weights. The truth for depth l is the loss that a copy
 whose layers behind l are cut off returns itself; where the copy cannot run, the model whose layers behind l hand their
 input on. The exit status is 1 where a class is neither right nor refused.
@@ -29,6 +31,7 @@ from cdt_fast.models.layer_losses import attach_layer_losses
 
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "ForImageClassification")
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not built"
+SAME, DIFFERENT = "same tokens", "other tokens"
 LAYERS, CLASSES, VOCABULARY, WIDTH, HEADS = 4, 4, 120, 32, 4
 TOLERANCE = 2e-5  # of float32 losses of a few nats, whose sums are taken in another order
 
@@ -90,12 +93,14 @@ _OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a class: RIGHT, REFUSED, WRONG or NOT_BUILT; why, in a line; and the largest relative error."""
+    """What became of a class: RIGHT, REFUSED, WRONG or NOT_BUILT; why, in a line; the largest relative error; and, of a
+    language model, whether an early exit decodes what it does alone: SAME, DIFFERENT, or why not."""
 
     name: str
     kind: str
     reason: str = ""
     error: float = 0.0
+    decoding: str = ""
 
 
 def class_names() -> list[str]:
@@ -230,8 +235,29 @@ def judge(name: str) -> Verdict:
     truth = true_losses(model, inputs)
     error = max(abs(loss / true - 1) for loss, true in zip([*losses, losses[-1]], [*truth, own], strict=True))
     if error <= TOLERANCE:
-        return Verdict(name, RIGHT, error=error)
+        decoding = decoded(model, inputs["input_ids"][:1, :7]) if name.endswith(ENDINGS[:2]) else ""
+        return Verdict(name, RIGHT, error=error, decoding=decoding)
     return Verdict(name, WRONG, f"losses {losses}, truth {truth}, its own {own}", error)
+
+
+def decoded(model: Any, ids: Tensor) -> str:
+    """Whether a decoder with an exit generates the model's own tokens: SAME, DIFFERENT, or why it does not decode."""
+    handle = attach_layer_losses(model)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "use_cache": True}
+    options |= {"eos_token_id": None, "pad_token_id": 0}
+    try:
+        own = model.generate(ids, **options)
+    except Exception as error:
+        return f"its own generate fails ({_line(error)})"
+    try:
+        tokens = model.generate(ids, custom_generate=handle.decoder(LAYERS // 2, 3), **options)
+    except InputError as error:
+        return _line(error)
+    except Exception as error:
+        return f"{DIFFERENT} ({_line(error)})"
+    finally:
+        handle.remove()
+    return SAME if tokens.shape == own.shape and torch.equal(tokens, own) else DIFFERENT
 
 
 def _line(error: Exception) -> str:
@@ -250,13 +276,14 @@ def table(verdicts: list[Verdict]) -> str:
         + f". Right: every depth's loss to {TOLERANCE:g} of the loss of a copy without the layers behind it, and the "
         "last one's of the model's own.",
         "",
-        "| class | | largest error, or the reason |",
-        "|---|---|---|",
+        "| class | | largest error, or the reason | decoding with an exit |",
+        "|---|---|---|---|",
     ]
     for verdict in verdicts:
         said = f"{verdict.error:.1e}" if verdict.kind == RIGHT else verdict.reason.replace("|", "\\|")
         lines.append(
-            f"| {verdict.name} | {verdict.kind} | {said.removeprefix(f'no layer losses for a {verdict.name}: ')} |"
+            f"| {verdict.name} | {verdict.kind} | {said.removeprefix(f'no layer losses for a {verdict.name}: ')} | "
+            f"{verdict.decoding.removeprefix(f'no decoding with an exit for a {verdict.name}: ')} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -271,13 +298,20 @@ def main() -> int:
     verdicts = []
     for name in arguments.names or class_names():
         verdicts.append(judge(name))
-        print(f"{name:45s} {verdicts[-1].kind:9s} {verdicts[-1].error:.1e} {verdicts[-1].reason[:400]}", flush=True)
+        print(
+            f"{name:45s} {verdicts[-1].kind:9s} {verdicts[-1].error:.1e} {verdicts[-1].reason[:400]}",
+            end="",
+            flush=True,
+        )
+        print(verdicts[-1].decoding[:200], flush=True)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(table(verdicts), encoding="utf-8")
     counts = Counter(verdict.kind for verdict in verdicts)
     print(", ".join(f"{counts[kind]} {kind}" for kind in (RIGHT, REFUSED, WRONG, NOT_BUILT)))
-    return int(counts[WRONG] > 0)
+    decoding = Counter(verdict.decoding.split(" (")[0] for verdict in verdicts)
+    print(f"decoding with an exit: {decoding[SAME]} {SAME}, {decoding[DIFFERENT]} {DIFFERENT}")
+    return int(counts[WRONG] > 0 or decoding[DIFFERENT] > 0)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cdt_fast.checks import check_integer, check_number
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses.decoding.split import SplitModel, check_cache, crop
-from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, ModelParts, unsupported
+from cdt_fast.models.layer_losses.decoding.split import SplitModel, check_cache, crop, no_decoding
+from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, ModelParts
 
 _ONE_PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
@@ -310,7 +310,7 @@ def chosen(scores: Tensor, sample: bool) -> Tensor:
 def check_language_model(parts: ModelParts) -> None:
     """Require a language model, and a transformers that can take tokens back from a cache."""
     if parts.kind != LANGUAGE_MODEL:
-        raise unsupported(parts.model, "it is a classifier: decoding is for causal language models")
+        raise no_decoding(parts.model, "it is a classifier: decoding is for causal language models")
     import transformers
     from transformers.cache_utils import Cache
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.first_forward import rounding_of, without_dropout
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
-from cdt_fast.models.layer_losses.parts import ModelParts, unsupported
+from cdt_fast.models.layer_losses.parts import ModelParts
 from cdt_fast.models.layer_losses.patch import Patch
 
 Part = Literal["whole", "shallow", "deep"]
@@ -157,11 +157,11 @@ def check_cache(model: Any, cache: Any) -> None:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
     if cache is None:
-        raise InputError("decoding with an exit needs a cache: use_cache must be True, and the model must have one")
+        raise no_decoding(model, "it returned no cache: use_cache must be True, and the model must have one")
     known = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
     for number, layer in enumerate(cache.layers):
         if type(layer) not in known:
-            raise unsupported(
+            raise no_decoding(
                 model,
                 f"the cache of its layer {number} is a {type(layer).__name__}, from which drafted tokens cannot be "
                 "removed; expected a dynamic cache, or a static one without sliding windows",
@@ -175,20 +175,16 @@ def check_split(parts: ModelParts, exit: int) -> None:
     Raises:
         InputError: they are not: something between the layers is not known here.
     """
-    from transformers import DynamicCache
-
     model: Any = parts.model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(parts.classes, (1, 9), generator=generator).to(model.device)
     split = SplitModel(parts, exit)
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     with without_dropout(model):
-        own = model(input_ids=ids[:, :6], use_cache=True).past_key_values
-        expected = model(input_ids=ids[:, 6:], past_key_values=own, use_cache=True).logits
         try:
+            own, cache = (model(input_ids=ids[:, :6], use_cache=True).get("past_key_values") for _ in range(2))
+            check_cache(model, cache)
+            expected = model(input_ids=ids[:, 6:], past_key_values=own, use_cache=True).logits
             with split.installed():
-                model(input_ids=ids[:, :6], past_key_values=cache, use_cache=True)
-                check_cache(model, cache)
                 for number in range(6, 9):
                     inputs = {"input_ids": ids[:, number : number + 1], "past_key_values": cache, "use_cache": True}
                     split.shallow(inputs, head=False)
@@ -198,12 +194,17 @@ def check_split(parts: ModelParts, exit: int) -> None:
             raise
         except Exception as error:  # any: the code is not ours
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise unsupported(model, f"its layers cannot be run in two parts ({reason})") from error
+            raise no_decoding(model, f"its layers cannot be run in two parts ({reason})") from error
     difference, size = ((x.double().abs().max().item()) for x in (logits - expected, expected))
     # Not (a > b) rather than a <= b: of a model that diverged NaN is not the fault of its structure.
     if difference > 16 * rounding_of(expected) * size:
-        raise unsupported(
+        raise no_decoding(
             model,
             f"run in two parts, its logits differ by {difference:.3g} from its own, where the largest is {size:.3g}: "
             "it computes something between its layers that is not known here",
         )
+
+
+def no_decoding(model: Any, reason: str) -> InputError:
+    """The error for a model that does not decode with an exit."""
+    return InputError(f"no decoding with an exit for a {type(model).__name__}: {reason}")
