@@ -128,11 +128,11 @@ def load_pretrained(
     if not isinstance(config, dict) or config.get("model") not in list(_classes):
         raise InputError(f'{folder / "config.json"}: "model" must be one of {", ".join(sorted(_classes))}')
     saved = _canonical(config)
-    name = config.pop("model")
+    kind = config.pop("model")
     try:
-        model = _classes[name](**config)
+        model = _classes[kind](**config)
     except (TypeError, InputError) as error:
-        raise InputError(f"{folder / 'config.json'}: does not fit {name} ({error})") from error
+        raise InputError(f"{folder / 'config.json'}: does not fit {kind} ({error})") from error
     path = folder / "model.safetensors"
     file = load_tensors(path)
     if file.metadata.get("config", saved) != saved:

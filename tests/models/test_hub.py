@@ -77,9 +77,9 @@ def test_what_is_pushed_is_loaded_by_its_name(hub: Hub) -> None:
     ]
     with pytest.raises(InputError, match=r"^me/dust: no such folder, nor is it in the hub's cache; download=True"):
         models.load_pretrained("me/dust")
-    for options in ({"download": True}, {}):  # once fetched, it is in the cache
+    for download in (True, False):  # once fetched, it is in the cache
         for load in (models.load_pretrained, models.DUST.from_pretrained):
-            loaded = load("me/dust", **options)
+            loaded = load("me/dust", download=download)
             assert loaded.config == model.config
             assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
     with pytest.raises(InputError, match="holds a DUST, expected a VideoUT"):
