@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cdt_fast.constraints.presets import DEFAULTS
+from cdt_fast.constraints.presets import DEFAULTS, ObjectiveName
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -97,7 +97,7 @@ _PAPER: dict[str, dict[str, Any]] = {
         "unit": "deviation",
     },
     "model": {"code_size": 1024, "adaptive": False, "sparsity": 0.2, "scale": 1.0},
-    "constraints": {"objective": None, "coupling": DEFAULTS.coupling},
+    "constraints": {"coupling": DEFAULTS.coupling},
     "training": {"steps": 1000, "lr": 1e-3},
     "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
 }
@@ -109,9 +109,7 @@ class VideoSettings(RunSettings):
     task: ClassVar[str] = "video"
     data: VideoDataSettings = Field(default_factory=VideoDataSettings)
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
-    constraints: ConstraintSettings = Field(
-        default_factory=lambda: ConstraintSettings(objective="log", coupling="detach")
-    )
+    constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(coupling="detach"))
     training: VideoTrainingSettings = Field(default_factory=VideoTrainingSettings)
     evaluation: VideoEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default_factory=VideoEvaluationSettings
@@ -137,6 +135,13 @@ class VideoSettings(RunSettings):
         """The least and the greatest noise level of the training, in the unit of the settings."""
         gamma = self.data.gamma
         return (gamma[0], gamma[-1]) if isinstance(gamma, list) else (gamma, gamma)
+
+    @property
+    def objective(self) -> ObjectiveName:
+        """As `RunSettings.objective`; a denoiser under constraints minimizes all depths on a relative scale."""
+        if self.constraints.objective is None and self.constrained and self.data.setup == "denoiser":
+            return "log"
+        return super().objective
 
     def grid_places(self, grids: int) -> list[tuple[int, int]]:
         """Rows and columns by which `grids²` grids of patches are moved."""
