@@ -19,6 +19,7 @@ from cdt_fast.files import read_json
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
+from tests.faults.damage import damaged_checkpoint, damaged_evaluation, damaged_model
 from tests.faults.jobs import Job, Problem, refused, start, succeed
 from tests.faults.workshop import Workshop, check_clean, check_same_runs
 
@@ -347,4 +348,7 @@ KINDS: dict[str, Trial] = {
     "read-only": _read_only,
     "nan": _nan,
     "rank": _rank_dies,
+    "damaged-checkpoint": damaged_checkpoint,
+    "damaged-model": damaged_model,
+    "damaged-evaluation": damaged_evaluation,
 }
