@@ -91,7 +91,8 @@ class PretrainedNetwork:
         taps, inner_fraction: as in `attach_layer_losses`; the last depth is among the taps.
 
     Raises:
-        InputError: as `attach_layer_losses`, or the last depth is not among the taps.
+        InputError: as `attach_layer_losses`, the last depth is not among the taps, or a language model does not shift
+            its labels.
     """
 
     def __init__(
@@ -112,6 +113,11 @@ class PretrainedNetwork:
         self._handle = attach_layer_losses(
             model, taps, inner_fraction=inner_fraction, keep_logits=self._parts.kind != LANGUAGE_MODEL
         )
+        if self._parts.kind == LANGUAGE_MODEL and not self._handle.shifts_labels:
+            raise InputError(
+                f"{type(self._parts.model).__name__}: takes the label of a token as its own target, and the labels of "
+                "instructions are those of the next; choose a causal language model that shifts them"
+            )
         self.layers, last = self._handle.num_constraints, len(self._parts.layers)
         if self._handle.taps[-1] != last or self.layers < 1:
             raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")

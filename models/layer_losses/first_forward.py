@@ -37,7 +37,10 @@ class Reading:
     last: Tensor
 
 
-@torch.compiler.disable(reason="the first forward of a model with layer losses compares them with its own loss")
+@torch.compiler.disable(
+    reason="the first forward of a model with layer losses compares them with its own loss: call the model once with "
+    "labels before it is compiled with fullgraph=True"
+)
 @torch.no_grad()
 def check_first_forward(
     parts: ModelParts,
