@@ -24,7 +24,7 @@ from cdt_fast.video.settings import DEFAULT_GRIDS, VideoSettings
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 # What is measured of a clip: frames from its middle, of which one piece, so that slow denoisers end too.
-_SIDE = 240
+_SIDE = 160
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def compare_denoisers(
 ) -> list[Measured]:
     """Measure a model at every depth, and all `peers`, on the luma of clips with white noise.
 
-    Of each clip the window in its middle is measured, at full resolution, the piece of 240 x 240 pixels in the middle
+    Of each clip the window in its middle is measured, at full resolution, the piece of 160 x 160 pixels in the middle
     of it. The model is told the noise, as the peers are, and once estimates it.
 
     Args:

@@ -97,7 +97,7 @@ _PAPER: dict[str, dict[str, Any]] = {
         "unit": "deviation",
     },
     "model": {"code_size": 1024, "adaptive": False, "sparsity": 0.2, "scale": 1.0},
-    "constraints": {"coupling": DEFAULTS.coupling},
+    "constraints": {"coupling": DEFAULTS.coupling, "rate": DEFAULTS.rate, "margin": DEFAULTS.margin},
     "training": {"steps": 1000, "lr": 1e-3},
     "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
 }
@@ -109,7 +109,10 @@ class VideoSettings(RunSettings):
     task: ClassVar[str] = "video"
     data: VideoDataSettings = Field(default_factory=VideoDataSettings)
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
-    constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(coupling="detach"))
+    constraints: ConstraintSettings = Field(
+        # The first layer does nearly all: of what is left no layer can remove a tenth.
+        default_factory=lambda: ConstraintSettings(coupling="detach", rate=0.01, margin=0.01)
+    )
     training: VideoTrainingSettings = Field(default_factory=VideoTrainingSettings)
     evaluation: VideoEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default_factory=VideoEvaluationSettings
