@@ -29,6 +29,7 @@ _OPPONENT = (
 )
 _COLORS = 3
 _PLACES_SEED = 20_260_118
+_SPEED = 4.0  # of pasted pieces, in pixels a frame
 _PLACES = 3  # that a crop is the most detailed of
 
 
@@ -131,6 +132,7 @@ class CropWindows:
         training: bool,
     ) -> None:
         self.window, self._clips, self._crops, self._size = crops.window, clips, crops, size
+        self._training = training
         chosen, planes = (crops.a_window, 1 + _COLORS) if training else (crops.as_they_are, 1)
         self._samples = [
             (part.clip, first // crops.window, crop, plane)
@@ -153,14 +155,20 @@ class CropWindows:
         return torch.stack([self._planes(int(index))[:, : self._size, : self._size] for index in indices])
 
     def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> Tensor:
-        """As `batch`, each moved, turned, mirrored or played backwards as its seed says."""
+        """As `batch`, each moved, turned, mirrored or played backwards as its seed says, half of them with a piece of
+        another sample that moves across: what a clip shows in few of its frames would otherwise be wiped out.
+        """
         size, chosen = self._size, []
         for index, seed in zip(indices, seeds, strict=True):
             frames = self._planes(index)
             room = frames.shape[-1] - size
             draw = np.random.default_rng(seed)
             top, left = (int(draw.integers(0, room + 1)) for _ in range(2))
-            frames = frames[:, top : top + size, left : left + size]
+            frames = frames[:, top : top + size, left : left + size].clone()
+            if draw.integers(0, 2):
+                planes = 1 + _COLORS if self._training else 1
+                other = planes * int(draw.integers(0, len(self) // planes)) + index % planes
+                _paste(frames, self._planes(other), draw)
             backwards, upside_down, turned = (bool(draw.integers(0, 2)) for _ in range(3))
             flipped = [axis for axis, chosen_axis in ((0, backwards), (1, upside_down)) if chosen_axis]
             frames = frames.flip(flipped)
@@ -175,3 +183,19 @@ class CropWindows:
         colors = colors.view(_COLORS, self.window, *colors.shape[1:])
         weights = torch.tensor(_LUMA if plane == 0 else _OPPONENT[plane - 1])
         return torch.einsum("c,cthw->thw", weights, colors)
+
+
+def _paste(frames: Tensor, other: Tensor, draw: np.random.Generator) -> None:
+    """A rectangle of `other` moves across `frames` at a steady speed of up to `_SPEED` pixels a frame, in place."""
+    size = frames.shape[-1]
+    height, width = (int(draw.integers(max(1, size // 8), max(2, 2 * size // 3))) for _ in range(2))
+    speeds = draw.uniform(-_SPEED, _SPEED, 2)
+    middle = draw.uniform(0, size, 2)
+    for number in range(len(frames)):
+        moved = middle + speeds * (number - len(frames) / 2)
+        top, left = (round(place) for place in moved.tolist())
+        first_row, last_row = max(0, top), min(size, top + height)
+        first_column, last_column = max(0, left), min(size, left + width)
+        if first_row < last_row and first_column < last_column:
+            piece = other[number, first_row - top : last_row - top, first_column - left : last_column - left]
+            frames[number, first_row:last_row, first_column:last_column] = piece

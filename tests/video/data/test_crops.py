@@ -98,3 +98,19 @@ def test_each_of_many_clips_is_divided_by_time_where_that_is_asked_for(tmp_path)
     data = load_video(tmp_path, by_time=True, **options)
     assert data.method == "time"
     assert {data.test.name(index).clip for index in range(len(data.test))} == {"a.npy", "b.npy", "c.npy"}
+
+
+def test_pieces_that_move_across_are_of_the_same_plane_and_at_a_steady_speed() -> None:
+    """A clip of plain gray whose colors are all zero stays so; a bright one beside a dark one shows in half of all."""
+    dark, bright = np.full((8, 30, 30), 50, np.uint8), np.full((8, 30, 30), 200, np.uint8)
+    crops = Crops(window=4, a_window=2)
+    clips = [
+        (str(level), np.stack(list(crops.rows(iter(level_frames), 24))))
+        for level, level_frames in enumerate((dark, bright))
+    ]
+    train = CropWindows(clips, [Part(0, 0, 8), Part(1, 0, 8)], crops, 16, training=True)
+    found = torch.stack([train.augmented([0], [seed])[0] for seed in range(200)])
+    bright_share = ((found - 200).abs() < 1).flatten(1).any(1).double().mean().item()
+    assert 0.15 < bright_share < 0.35  # half of all get a piece, and half of the samples are bright
+    assert (((found - 50).abs() < 1) | ((found - 200).abs() < 1)).all()
+    assert torch.stack([train.augmented([2], [seed])[0] for seed in range(20)]).abs().max() < 1e-4
