@@ -261,7 +261,7 @@ _INSTRUCTIONS = "lm alpaca --max-tokens 192 --vocabulary-size 2048 --width 128"
         ("pairs", "constrained", f"{_PAIRS} {_ENCODER} --reference 1.43"),
         ("pairs", "plain", f"{_PAIRS} {_ENCODER} --no-constrained"),
         ("instructions", "constrained", _INSTRUCTIONS),
-        ("instructions", "anchor-12", f"{_INSTRUCTIONS} --reference 12 --margin 0.1"),
+        ("instructions", "anchor-12", f"{_INSTRUCTIONS} --reference 12 --coupling chain --margin 0.1"),
         ("instructions", "plain", f"{_INSTRUCTIONS} --no-constrained"),
     ],
 )

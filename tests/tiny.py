@@ -20,7 +20,9 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "constraints": {
         "rate": 0.3,
+        "objective": "last",
         "reference": "auto",
+        "reference_mode": "constraint",
         "coupling": "chain",
         "normalize": False,
         "margin": 0.0,

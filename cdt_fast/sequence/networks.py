@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ class PretrainedNetwork:
         model: the model, maybe with a low-rank adapter around it.
         save_tokenizer: writes what turns texts into ids.
         padding_id, special_ids: as in `Network`.
-        taps, inner_fraction: as in `attach_layer_losses`; the last depth is among the taps.
+        taps, inner_fraction, inner_pooling: as in `attach_layer_losses`; the last depth is among the taps.
 
     Raises:
         InputError: as `attach_layer_losses`, the last depth is not among the taps, or a language model does not shift
@@ -103,6 +103,7 @@ class PretrainedNetwork:
         special_ids: Sequence[int],
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
+        inner_pooling: Literal["own", "mean"] = "own",
     ) -> None:
         self.model, self._save_tokenizer = model, save_tokenizer
         # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
@@ -111,7 +112,11 @@ class PretrainedNetwork:
         self._parts = find_parts(model)
         # Logits of all tokens are asked for where they are used, and there alone.
         self._handle = attach_layer_losses(
-            model, taps, inner_fraction=inner_fraction, keep_logits=self._parts.kind != LANGUAGE_MODEL
+            model,
+            taps,
+            inner_fraction=inner_fraction,
+            keep_logits=self._parts.kind != LANGUAGE_MODEL,
+            inner_pooling=inner_pooling,
         )
         if self._parts.kind == LANGUAGE_MODEL and not self._handle.shifts_labels:
             raise InputError(

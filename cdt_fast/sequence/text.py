@@ -113,7 +113,14 @@ def _build(settings: TextModelSettings, max_length: int, train: TextData) -> tup
 
 
 def _encoder_network(model: Any, tokenizer: Any, settings: TextModelSettings) -> PretrainedNetwork:
-    return PretrainedNetwork(model, tokenizer.save, tokenizer.padding_id, tokenizer.special_ids, settings.taps)
+    return PretrainedNetwork(
+        model,
+        tokenizer.save,
+        tokenizer.padding_id,
+        tokenizer.special_ids,
+        settings.taps,
+        inner_pooling=settings.inner_pooling,
+    )
 
 
 def _load_encoder(settings: TextModelSettings, names: list[str]) -> tuple[Any, list[str]]:

@@ -18,7 +18,6 @@ from typing_extensions import Self
 from cdt_fast.checks import suggestion
 from cdt_fast.constraints.presets import (
     DEFAULTS,
-    PRESETS,
     Coupling,
     Dual,
     ObjectiveName,
@@ -148,7 +147,7 @@ class ConstraintSettings(Section):
         None, "take the settings below from a preset, before those given; 'paper' is that of the task"
     )
     objective: ObjectiveName | None = setting(
-        None, "what is minimized over the depths (default: log with constraints, else last)"
+        None, "what is minimized over the depths (default: last; for a denoiser of video with constraints log)"
     )
     coefficients: list[NonNegative] | None = setting(None, "weights of the depths in the objective (default: ones)")
     rate: float | list[float] | None = setting(
@@ -279,8 +278,8 @@ class RunSettings(BaseModel):
             raise InputError(f"[{section}] {name} must be {_expectation(error)}, got {shown(value)}") from None
         if name == "preset" and settings.preset is not None:  # pyright: ignore[reportAttributeAccessIssue]
             for taken, preset_value in options_of(value).items():
-                if taken == "objective":  # whose default is another one without constraints
-                    settings.objective = PRESETS[value].get(taken)  # pyright: ignore[reportAttributeAccessIssue]
+                if taken == "objective" and value == self.task:  # whose default is another one without constraints
+                    settings.objective = None  # pyright: ignore[reportAttributeAccessIssue]
                 elif taken in type(settings).model_fields:
                     given = list(preset_value) if isinstance(preset_value, tuple) else preset_value
                     setattr(settings, taken, "none" if taken == "resilience" and given is None else given)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cdt_fast.constraints.presets import DEFAULTS, ObjectiveName
+from cdt_fast.constraints.presets import DEFAULTS, PRESETS, ObjectiveName
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -85,6 +85,9 @@ class VideoEvaluationSettings(EvaluationSettings):
     gammas: Levels = setting([5.0, 10.0, 20.0, 30.0, 40.0, 50.0], "noise levels of the evaluation")
 
 
+# The preset, but for the objective, which is another one without constraints.
+_DENOISER = {name: value for name, value in PRESETS["video"].items() if name != "objective"}
+
 # What `setup = "paper"` sets: frames, patches, noise and network as in the paper's experiments (docs/maths.md §7).
 _PAPER: dict[str, dict[str, Any]] = {
     "data": {
@@ -97,7 +100,7 @@ _PAPER: dict[str, dict[str, Any]] = {
         "unit": "deviation",
     },
     "model": {"code_size": 1024, "adaptive": False, "sparsity": 0.2, "scale": 1.0},
-    "constraints": {"coupling": DEFAULTS.coupling, "rate": DEFAULTS.rate, "margin": DEFAULTS.margin},
+    "constraints": {name: getattr(DEFAULTS, name) for name in _DENOISER},
     "training": {"steps": 1000, "lr": 1e-3},
     "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
 }
@@ -109,10 +112,7 @@ class VideoSettings(RunSettings):
     task: ClassVar[str] = "video"
     data: VideoDataSettings = Field(default_factory=VideoDataSettings)
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
-    constraints: ConstraintSettings = Field(
-        # The first layer does nearly all: of what is left no layer can remove a tenth.
-        default_factory=lambda: ConstraintSettings(coupling="detach", rate=0.01, margin=0.01)
-    )
+    constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**_DENOISER))
     training: VideoTrainingSettings = Field(default_factory=VideoTrainingSettings)
     evaluation: VideoEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default_factory=VideoEvaluationSettings

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from cdt_fast.checks import check_number
+from cdt_fast.checks import check_choice, check_number
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses.handle import MARK, LayerLosses
+from cdt_fast.models.layer_losses.handle import MARK, InnerPooling, LayerLosses
 from cdt_fast.models.layer_losses.parts import CLASSIFIER, check_taps, find_parts
 
 
@@ -20,6 +20,7 @@ def attach_layer_losses(
     inner_fraction: float = 1.0,
     keep_logits: bool | None = None,
     generator: torch.Generator | None = None,
+    inner_pooling: InnerPooling = "own",
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
@@ -52,6 +53,9 @@ def attach_layer_losses(
         keep_logits: whether a language model with labels returns its logits. None: except in training, where they
             are not computed. Those of a classifier always are.
         generator: of that draw. None: torch's own, whose state trainers save and restore.
+        inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
+            first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
+            each. For a classifier alone.
 
     Returns:
         A handle: its `weights` are set before each forward, and its `remove` undoes everything.
@@ -73,4 +77,7 @@ def attach_layer_losses(
         raise InputError(
             f"inner_fraction must be 1 for a classifier, got {inner_fraction}: it reads one row a sequence"
         )
-    return LayerLosses(parts, check_taps(taps, len(parts.layers)), fraction, keep_logits, generator)
+    pooling = check_choice("inner_pooling", inner_pooling, get_args(InnerPooling))
+    if pooling != "own" and parts.kind != CLASSIFIER:
+        raise InputError(f"inner_pooling must be 'own' for a {parts.kind}, got {pooling!r}: it reads every token")
+    return LayerLosses(parts, check_taps(taps, len(parts.layers)), fraction, keep_logits, generator, pooling)

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ from cdt_fast.ops.shared.depths import weights_of_depths
 
 MARK = "_cdt_fast_layer_losses"
 
+InnerPooling = Literal["own", "mean"]
+
 
 @dataclass
 class _Pass:
@@ -50,6 +52,8 @@ class _Pass:
     inner: list[Tensor] = field(default_factory=list)  # what it is given for the inner depths; of a classifier rows
     base_output: Any = None
     replayed: Tensor | None = None  # what the base model is to answer with
+    mean: bool = False  # whether inner depths are read by the mean of the tokens
+    mask: Tensor | None = None  # [B, T], of the tokens that count there
 
 
 class LayerLosses(DecodingMethods):
@@ -68,8 +72,10 @@ class LayerLosses(DecodingMethods):
         inner_fraction: float,
         keep_logits: bool | None,
         generator: torch.Generator | None,
+        inner_pooling: InnerPooling,
     ) -> None:
         self.taps = taps
+        self._mean = inner_pooling == "mean"
         self.num_constraints = len(taps) - 1
         self.keep_logits = keep_logits
         self._parts = parts
@@ -185,7 +191,7 @@ class LayerLosses(DecodingMethods):
         count = check_count(targets, items)
         weights = self._weights if weights is None else weights_of_depths(weights, len(self.taps))
         self._check(patch, kwargs)
-        this = _Pass(targets, None if self._evaluating else weights, self._whole_logits())
+        this = _Pass(targets, None if self._evaluating else weights, self._whole_logits(), **self._pooled(kwargs))
         output, total, sums, logits = self._read(functools.partial(patch.original, **kwargs), this)
         loss = self._with_router_loss(total / (count if items is None else items), output)
         count = count.to(sums.device, non_blocking=True)
@@ -202,7 +208,7 @@ class LayerLosses(DecodingMethods):
             check_head(self._parts)
         self._check(patch, kwargs)
         run = functools.partial(patch.original, **kwargs)
-        this = self._pass = _Pass(None, None, whole_logits=False)
+        this = self._pass = _Pass(None, None, whole_logits=False, **self._pooled(kwargs))
         try:
             output = run()
             rows = self._parts.kind == CLASSIFIER
@@ -210,6 +216,10 @@ class LayerLosses(DecodingMethods):
             return self._parts.head(states)[: len(self.taps)]
         finally:
             self._pass = None
+
+    def _pooled(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """How a pass reads the inner depths of a classifier. The first forward is checked as without."""
+        return {"mean": self._mean, "mask": arguments.get("attention_mask")}
 
     def _check(self, patch: Patch, arguments: dict[str, Any]) -> None:
         """Once: that the depths are read as the model reads its last."""
@@ -279,6 +289,8 @@ class LayerLosses(DecodingMethods):
         this = self._this_pass()
         for state in self._inner_states():
             this.replayed = self._parts.read(state)
+            if this.mean:
+                this.replayed = mean_of_tokens(this.replayed, this.mask)
             this.inner.append(again().logits)
         return [*this.inner, output.logits]
 
@@ -381,6 +393,19 @@ class LayerLosses(DecodingMethods):
     def _this_pass(self) -> _Pass:
         assert self._pass is not None
         return self._pass
+
+
+def mean_of_tokens(state: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over the tokens that count in the place of every token, so that whichever a head reads is that.
+
+    Args:
+        state: `[B, T, d]`.
+        mask: `[B, T]`, zero for padding; None: all tokens count.
+    """
+    if mask is None:
+        return state.mean(1, keepdim=True).expand_as(state)
+    counted = mask.to(state.dtype).unsqueeze(-1)
+    return ((state * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)).expand_as(state)
 
 
 def _given(value: bool | None, default: bool) -> bool:

@@ -11,8 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast.constraints.descent import DescentConstraints
 
-# Violations as they are, no margin, no reference: what the formulas below are written for.
+# The chain, violations as they are, no margin, no reference: what the formulas below are written for.
 RAW: dict[str, Any] = {
+    "objective": "last",
+    "coupling": "chain",
+    "reference_mode": "constraint",
     "rate": 0.05,
     "reference": None,
     "dual_lr": 0.01,

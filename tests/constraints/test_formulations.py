@@ -86,7 +86,8 @@ def test_the_weights_of_an_objective_are_its_gradient(data: st.DataObject) -> No
 
 
 def test_the_average_of_the_logarithms_is_of_all_and_then_of_the_last_ten() -> None:
-    constraints, average = plain(1, None, objective="log", warmup_steps=5), [0.0, 0.0]
+    constraints = plain(1, None, objective="log", coefficients=[1, 1], warmup_steps=5)
+    average = [0.0, 0.0]
     for number, (first, last) in enumerate([(1.0 + step**1.5, 3.0 - 0.1 * step) for step in range(25)], start=1):
         feed(constraints, [first, last])
         average = [a + (new - a) / min(number, 10) for a, new in zip(average, (first, last), strict=True)]
@@ -98,7 +99,7 @@ def test_the_average_of_the_logarithms_is_of_all_and_then_of_the_last_ten() -> N
 
 
 def test_a_loss_of_zero_has_a_finite_weight() -> None:
-    constraints = plain(2, None, objective="log")
+    constraints = plain(2, None, objective="log", coefficients=[1, 1, 1])
     feed(constraints, [0.0, 2.0, 1.0])
     assert constraints.weights().tolist() == [1.0, 0.5, 1.0]
 
@@ -106,7 +107,7 @@ def test_a_loss_of_zero_has_a_finite_weight() -> None:
 @pytest.mark.parametrize(("objective", "solution"), [("log", 0.0), ("depths", -1 / 3), ("last", -1.0)])
 def test_objectives_rest_where_they_should(objective: Any, solution: float) -> None:
     """ℓ_0 = (x − 1)² + 1 and ℓ_1 = 2 ((x + 1)² + 1): log ℓ_0 + log ℓ_1 = log 2 (x⁴ + 4), whatever the factor 2."""
-    constraints = plain(1, None, objective=objective)
+    constraints = plain(1, None, objective=objective, coefficients=None if objective == "last" else [1, 1])
     point = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     for _ in range(2000):
         losses = torch.stack([(point - 1).square() + 1, 2 * ((point + 1).square() + 1)])

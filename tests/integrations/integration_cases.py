@@ -13,8 +13,10 @@ from torch import Tensor, nn
 VOCABULARY, LAYERS, ROWS, LENGTH = 50, 2, 8, 6
 RATE, REFERENCE = 0.3, 3.0
 LEARNING_RATE, DUAL_LR = 0.1, 0.2
-# Plain ascent on raw violations without slacks, which the loop below writes out.
+# The chain by plain ascent on raw violations without slacks, which the loop below writes out.
 ASCENT: dict[str, Any] = {
+    "coupling": "chain",
+    "reference_mode": "constraint",
     "rate": RATE,
     "reference": REFERENCE,
     "dual": "ascent",

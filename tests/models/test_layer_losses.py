@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,39 @@ def test_classifiers(name: str) -> None:
     torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=1e-14)
     handle.weights = None
     torch.testing.assert_close(model(**inputs).loss, plain.loss, rtol=1e-6, atol=0, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"), [("bert", ""), ("roberta", ""), ("llama", "model.norm"), ("vit", "vit.layernorm")]
+)
+def test_inner_depths_of_a_classifier_are_read_by_the_mean_of_the_tokens(name: str, norm: str) -> None:
+    """Of those that are no padding, after the final norm; the last depth stays the model's own."""
+    model, inputs = classifier(name), rows(name)
+
+    def read(model: Any, state: torch.Tensor, inputs: Any, last: bool) -> torch.Tensor:
+        if not last:
+            state = model.get_submodule(norm)(state) if norm else state
+            mask = inputs.get("attention_mask", torch.ones(state.shape[:2])).to(state.dtype)
+            means = [row[kept.bool()].mean(0).expand_as(row) for row, kept in zip(state, mask, strict=True)]
+            state = torch.stack(means)
+        return CLASSIFIERS[name].read(model, state, inputs, True)
+
+    answer = expected(model, replace(CLASSIFIERS[name], read=read), inputs, WEIGHTS, False)
+    own = expected(model, CLASSIFIERS[name], inputs, WEIGHTS, False)[0]
+    assert not torch.allclose(answer[0][:-1], own[:-1])
+    handle = attach_layer_losses(model, inner_pooling="mean")
+    handle.weights = WEIGHTS
+    check(model, inputs, answer)
+    logits = handle.depth_logits(**inputs)
+    losses = [torch.nn.functional.cross_entropy(depth, inputs["labels"], ignore_index=-100) for depth in logits]
+    torch.testing.assert_close(torch.stack(losses), answer[0], **EXACT)
+
+
+def test_the_pooling_of_inner_depths_is_a_classifiers() -> None:
+    with pytest.raises(InputError, match="inner_pooling must be 'own' for a causal language model, got 'mean'"):
+        attach_layer_losses(language_model(), inner_pooling="mean")
+    with pytest.raises(InputError, match="inner_pooling must be one of 'own', 'mean', got 'first'"):
+        attach_layer_losses(classifier(), inner_pooling="first")  # pyright: ignore[reportArgumentType]
 
 
 def test_losses_are_differentiable_without_weights() -> None:

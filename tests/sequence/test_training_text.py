@@ -147,7 +147,7 @@ def test_a_step_is_that_of_the_lagrangian_written_out(tmp_path: Path) -> None:
             logits = model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
         depths = [torch.nn.functional.cross_entropy(depth, labels, reduction="sum") / 8 for depth in logits]
         bound = (1 - config.constraints.margin) * 0.9
-        loss = loss + depths[2] + 0.5 * depths[1] + 2.0 * (depths[2] - bound * depths[1])
+        loss = loss + depths[2] + 0.5 * depths[1] + 2.0 * (depths[2] - bound * depths[1].detach())
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     trainer._train_step()
     for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):

@@ -200,7 +200,12 @@ def test_a_checkpoint_goes_on_where_the_optimizer_works_elsewhere() -> None:
 @pytest.mark.parametrize("dual_every", [1, 3])
 def test_the_parts_of_a_step_are_the_step(reference: Any, dual_every: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    settings: dict[str, Any] = {"warmup_steps": 4, "dual_every": dual_every, "dual": "pi"}
+    settings: dict[str, Any] = {
+        "warmup_steps": 4,
+        "dual_every": dual_every,
+        "dual": "pi",
+        "reference_mode": "constraint",
+    }
     whole, apart = (DescentConstraints(2, 0.3, reference, **settings) for _ in range(2))
     works = []
     for _ in range(30):
