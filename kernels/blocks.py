@@ -102,7 +102,7 @@ RESIDUAL_LINEAR = BlockTable(
     {
         ("consumer", "16 bits"): (128, 128, 32, 8, 3),
         ("ampere", "16 bits"): (128, 128, 32, 8, 4),
-        ("hopper", "16 bits"): (128, 256, 64, 8, 3),
+        ("hopper", "16 bits"): (128, 128, 64, 8, 4),
         ("consumer", "tf32"): (128, 64, 32, 8, 3),
         ("ampere", "tf32"): (128, 128, 32, 8, 3),
         ("hopper", "tf32"): (128, 128, 32, 8, 3),
@@ -204,7 +204,7 @@ SYMMETRIC_ATTENTION_WIDE_BACKWARD = BlockTable(
         ("ampere", "16 bits"): (64, 64, 32, 256, 8, 2),
         ("ampere", "tf32"): (32, 32, 32, 256, 4, 2),
         ("ampere", "ieee"): (32, 16, 32, 128, 8, 1),
-        ("hopper", "16 bits"): (64, 64, 64, 128, 8, 3),
+        ("hopper", "16 bits"): (64, 32, 64, 128, 8, 3),
         ("hopper", "tf32"): (32, 32, 32, 256, 4, 2),
         ("hopper", "ieee"): (32, 16, 32, 128, 8, 1),
     },

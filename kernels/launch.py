@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,11 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels.blocks import Blocks
-from cdt_fast.kernels.cards import GpuSpec, planning_for
+from cdt_fast.kernels.cards import GpuSpec, interpreting, planning_for
+
+
+class KernelError(RuntimeError):
+    """A kernel that the compiler refuses for the card, or that asks for more than the card has: it has not run."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +70,31 @@ class Launch:
         object.__setattr__(self, "constants", constants)
 
     def run(self) -> None:
-        """Launch on the device of the arguments; a grid with a zero in it is no launch at all."""
+        """Launch on the device of the arguments; a grid with a zero in it is no launch at all.
+
+        Raises:
+            KernelError: it cannot run on the card; nothing has.
+        """
         if _recorded is not None:
             _recorded.append(self)
         elif 0 not in self.grid:
             with _device_of(self.arguments):
-                # Triton's default for the fusion of products and sums differs between versions.
-                self.kernel[self.grid](
-                    **self.arguments,
-                    **self.constants,
-                    num_warps=self.blocks.warps,
-                    num_stages=self.blocks.stages,
-                    enable_fp_fusion=True,
-                )
+                try:
+                    # Triton's default for the fusion of products and sums differs between versions.
+                    self.kernel[self.grid](
+                        **self.arguments,
+                        **self.constants,
+                        num_warps=self.blocks.warps,
+                        num_stages=self.blocks.stages,
+                        enable_fp_fusion=True,
+                    )
+                except Exception as error:
+                    if not _of_the_compiler(error):
+                        raise
+                    reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+                    raise KernelError(
+                        f"{self.kernel.__name__} does not run on {_card_name()}: {reason.strip()}"
+                    ) from error
 
     @property
     def flop(self) -> float:
@@ -101,6 +118,27 @@ def stored_bytes(tensor: Tensor) -> int:
     """Of its elements, those that an expanded dimension repeats counted once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(size if step or not size else 1 for size, step in sizes)
+
+
+# What Triton's passes, ptxas and the loading of the code say where the card is the reason; of CUDA nothing else.
+_REFUSALS = re.compile(
+    r"PassManager::run failed|PTX codegen error|failed to translate|out of resource"
+    r"|no kernel image|device kernel image is invalid|too many resources requested"
+)
+
+
+def _of_the_compiler(error: Exception) -> bool:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime import errors
+
+    if interpreting():
+        return False
+    kinds = tuple(getattr(errors, name) for name in ("OutOfResources", "PTXASError") if hasattr(errors, name))
+    return isinstance(error, (CompilationError, *kinds)) or _REFUSALS.search(str(error)) is not None
+
+
+def _card_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "this card"
 
 
 def _device_of(arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:

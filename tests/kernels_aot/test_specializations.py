@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from cdt_fast.bench.ledger import recording
 from cdt_fast.bench.ledger.recording import META, Entry, record
 from cdt_fast.bench.ledger.works import Work, inference, training
 from cdt_fast.bench.suites.trained import TextWork, VideoWork
-from cdt_fast.kernels.aot.compile import Configuration
-from cdt_fast.kernels.cards import CARDS
+from cdt_fast.kernels.aot.compile import Configuration, measure
+from cdt_fast.kernels.cards import CARDS, GpuSpec
 from cdt_fast.kernels.launch import Launch
 
 MOST = 4
@@ -21,26 +21,35 @@ MOST = 4
 SEQUENCES = (400, 256, 37, 1)
 
 
-def compilations(monkeypatch: pytest.MonkeyPatch, works: list[Work], card: str) -> dict[str, int]:
-    """Of each kernel, in all these works."""
-    found: dict[str, set[Configuration]] = defaultdict(set)
+# Of the data center, with tcgen05 in place of wgmma.
+BLACKWELL = {"B200": GpuSpec(100, 232_448), "B300": GpuSpec(103, 232_448)}
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, works: list[Work], card: GpuSpec) -> set[Configuration]:
+    """What Triton would compile for all these works."""
+    found: set[Configuration] = set()
     of = Entry.of
 
     def noted(launch: Launch) -> Entry:
-        found[launch.kernel.__name__].add(Configuration.of(launch, CARDS[card]))
+        found.add(Configuration.of(launch, card))
         return of(launch)
 
     monkeypatch.setattr(recording.Entry, "of", noted)
     for work in works:
-        record(lambda work=work: work.prepare(False), CARDS[card])
-    return {kernel: len(configurations) for kernel, configurations in found.items()}
+        record(lambda work=work: work.prepare(False), card)
+    return found
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch, works: list[Work]) -> Counter[str]:
+    """Of each kernel, in all these works."""
+    return Counter(configuration.kernel for configuration in launched(monkeypatch, works, CARDS["H200"]))
 
 
 @pytest.mark.parametrize("family", ["DUST", "VideoUT"])
 def test_video(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     sizes = [VideoWork(family, sequences, layers=3) for sequences in SEQUENCES]
     works = [make(size) for size in sizes for make in (training, inference)]
-    counts = compilations(monkeypatch, works, "H200")
+    counts = compilations(monkeypatch, works)
     assert {"unrolled_forward_kernel", "unrolled_backward_kernel", "unrolled_update_kernel"} <= counts.keys()
     assert max(counts.values()) <= MOST, counts
 
@@ -48,7 +57,7 @@ def test_video(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
 def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
     # Texts are padded to the longest of their batch.
     sizes = [TextWork(texts, tokens, 768) for texts, tokens in ((32, 250), (32, 256), (16, 240), (7, 131))]
-    counts = compilations(monkeypatch, [make(size) for size in sizes for make in (training, inference)], "H200")
+    counts = compilations(monkeypatch, [make(size) for size in sizes for make in (training, inference)])
     assert {"wide_forward_kernel", "wide_backward_kernel", "residual_linear_forward_kernel"} <= counts.keys()
     assert max(counts.values()) <= MOST, counts
 
@@ -64,5 +73,14 @@ def test_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return Work("losses", tokens, lambda captured: run, 0.0, 0.0)
 
-    counts = compilations(monkeypatch, [losses(tokens) for tokens in (8192, 7001, 999, 1)], "H200")
+    counts = compilations(monkeypatch, [losses(tokens) for tokens in (8192, 7001, 999, 1)])
     assert max(counts.values()) <= MOST, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["H200", "RTX 3090", "B200", "B300"])
+def test_what_a_default_training_launches_compiles_without_a_spill(monkeypatch: pytest.MonkeyPatch, card: str) -> None:
+    works = [training(VideoWork("DUST", 400, layers=3)), training(TextWork(32, 250, 768))]
+    for configuration in launched(monkeypatch, works, {**CARDS, **BLACKWELL}[card]):
+        found = measure(configuration)
+        assert not found.faults(configuration.card, spill_allowed=False), configuration.kernel

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.kernels import cards
 from cdt_fast.kernels.aot.case import float32_products
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.launch import KernelError, Launch
 from cdt_fast.ops.shared import backend
 
 
@@ -138,3 +142,83 @@ def test_this_machine_gives_a_reason_or_none() -> None:
     if reason is not None:
         with pytest.raises(InputError, match="triton"):
             ops.use_backend("triton")
+
+
+class _Refused:
+    """In the place of a kernel that does not compile."""
+
+    __name__ = "packed_backward_kernel"
+    arg_names = ("z",)
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(**arguments: Any) -> None:
+            raise self._error
+
+        return launch
+
+
+def test_what_the_compiler_refuses_names_kernel_and_card() -> None:
+    triton_errors = pytest.importorskip("triton.runtime.errors")
+    refused = (triton_errors.OutOfResources(300_000, 101_376, "shared memory"), RuntimeError("PassManager::run failed"))
+    for error in refused:
+        with pytest.raises(KernelError, match=r"^packed_backward_kernel does not run on .*: (out of|PassManager)"):
+            Launch(_Refused(error), (1,), Blocks(), {"z": torch.zeros(1)}, {}).run()
+    for error in (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), TypeError("z")):
+        with pytest.raises(type(error), match=str(error)[-5:]):
+            Launch(_Refused(error), (1,), Blocks(), {"z": torch.zeros(1)}, {}).run()
+
+
+@pytest.fixture
+def kernels_of_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels are taken to run here; the forward's does (by torch), the backward's does not compile."""
+    from cdt_fast.kernels import symmetric_attention as kernels
+
+    calls: list[str] = []
+
+    def forward(attention: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append("forward")
+        scores = attention.z @ attention.z.mT
+        return scores.softmax(-1) @ attention.z, scores.logsumexp(-1), torch.zeros_like(attention.z)
+
+    def backward(attention: Any) -> Any:
+        calls.append("backward")
+        raise KernelError("packed_backward_kernel does not run on a card: out of resource")
+
+    monkeypatch.setattr(kernels, "symmetric_attention_forward", forward)
+    monkeypatch.setattr(kernels, "symmetric_attention_backward", backward)
+    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cards, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(cards, "without_tensor_cores", lambda _: False)
+    yield calls
+    backend._given_up.clear()
+
+
+def _attention_and_gradient(z: Tensor) -> tuple[Tensor, Tensor]:
+    output = ops.symmetric_attention(z)
+    return output.detach(), torch.autograd.grad(output.square().sum(), z)[0]
+
+
+def test_plain_torch_takes_over_with_one_warning(kernels_of_attention: list[str]) -> None:
+    z = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float().requires_grad_()
+    with ops.use_backend("torch"):
+        expected = _attention_and_gradient(z)
+    with ops.use_backend("auto"):
+        with pytest.warns(RuntimeWarning, match="symmetric_attention is computed by plain torch .*packed_backward_ker"):
+            found = _attention_and_gradient(z)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            again = _attention_and_gradient(z)
+    assert kernels_of_attention == ["forward", "backward"]
+    for one, other, value in zip(found, again, expected, strict=True):
+        torch.testing.assert_close(one, value)
+        assert torch.equal(other, value)
+
+
+def test_asked_for_triton_there_is_no_other_way(kernels_of_attention: list[str]) -> None:
+    z = torch.randn(2, 5, 4).requires_grad_()
+    with ops.use_backend("triton"), pytest.raises(KernelError, match="packed_backward_kernel does not run on a card"):
+        _attention_and_gradient(z)
+    assert not backend._given_up

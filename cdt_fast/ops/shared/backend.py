@@ -7,6 +7,7 @@ compiled is compiled anew after `use_backend`.
 
 from __future__ import annotations
 
+import warnings
 from types import TracebackType
 from typing import Literal, get_args
 
@@ -17,9 +18,14 @@ from cdt_fast.checks import check_choice
 from cdt_fast.errors import InputError
 from cdt_fast.kernels import cards
 from cdt_fast.kernels.arguments import Backend
+from cdt_fast.kernels.launch import KernelError
 
 Setting = Literal["auto", "triton", "torch"]
 _setting: Setting = "auto"
+
+
+# Ops of which a kernel did not run on the card: plain torch takes their place under "auto" from then on.
+_given_up: set[str] = set()
 
 
 class use_backend:
@@ -66,7 +72,7 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
     Raises:
         InputError: the backend is "triton" and a kernel cannot run; the message says why.
     """
-    if _setting == "torch":
+    if _setting == "torch" or (_setting == "auto" and op in _given_up):
         return "torch"
     for tensor in tensors:
         reason = cards.unsupported_reason(tensor.device, tensor.dtype)
@@ -78,6 +84,17 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
     if _setting == "auto" and multiplies and any(cards.without_tensor_cores(tensor.dtype) for tensor in tensors):
         return "torch"
     return "triton"
+
+
+def give_up(op: str, error: KernelError) -> bool:
+    """Whether plain torch takes the place of the kernels of `op`, one of which does not run on the card: under "auto",
+    with one warning."""
+    if _setting == "triton":
+        return False
+    if op not in _given_up:
+        _given_up.add(op)
+        warnings.warn(f"{op} is computed by plain torch from now on: {error}", RuntimeWarning, stacklevel=2)
+    return True
 
 
 def runs_on_triton(op: str, tensor: Tensor) -> bool:

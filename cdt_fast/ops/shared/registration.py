@@ -17,6 +17,8 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.library import CustomOpDef
 
 from cdt_fast.errors import InputError
+from cdt_fast.kernels.launch import KernelError
+from cdt_fast.ops.shared.backend import give_up
 from cdt_fast.ops.shared.transforms import inside_transform, is_transformed
 
 Arguments = TypeVar("Arguments")
@@ -99,7 +101,7 @@ class Operator(Generic[Arguments, Output]):
         if not _nobody_looks_on(tensors):
             return self.overload(*self.flat(arguments))
         if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-            return self.forward(arguments)
+            return self.computed(arguments)[1]
         counts: list[int | None] = []
         results = _grouped(_Direct.apply(self, arguments, counts, *tensors), counts)  # type: ignore[arg-type]
         return tuple(results) if self._returns_tuple else results[0]  # type: ignore[return-value]
@@ -113,6 +115,20 @@ class Operator(Generic[Arguments, Output]):
                 f"by autograd (loss.backward()), or use its formula, {op}_reference"
             )
         return self.formula(arguments)
+
+    def computed(self, arguments: Arguments) -> tuple[Arguments, Output]:
+        """What was computed, and from which record: by plain torch where a kernel does not run on the card.
+
+        Not where torch.compile or a dispatch mode looks on, which have been told what the kernels return.
+        """
+        try:
+            return arguments, self.forward(arguments)
+        except KernelError as error:
+            on_triton = getattr(arguments, "backend", "torch") == "triton"
+            if not on_triton or not give_up(self.name.removesuffix("_backward"), error):
+                raise
+        arguments = dataclasses.replace(arguments, backend="torch")  # type: ignore[type-var]
+        return arguments, self.forward(arguments)
 
     def flat(self, arguments: Arguments) -> tuple[Any, ...]:
         """The fields of the record in a row, as `overload` takes them."""
@@ -145,7 +161,7 @@ class _Direct(torch.autograd.Function):
     def forward(
         ctx: Any, operator: Operator[Any, Any], arguments: Any, counts: list[int | None], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        output = operator.forward(arguments)
+        arguments, output = operator.computed(arguments)
         operator.setup_context(ctx, arguments, output)
         outputs = output if isinstance(output, tuple) else (output,)
         counts += [len(value) if isinstance(value, list) else None for value in outputs]

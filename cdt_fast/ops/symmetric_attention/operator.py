@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
 from cdt_fast.kernels.blocks import LONGEST
+from cdt_fast.ops.shared.attention_scores import softmax_dtype
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
 from cdt_fast.ops.symmetric_attention.plain import backward_in_torch, forward_in_torch, room_to_keep
 from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
@@ -45,6 +47,10 @@ def _backward(attention: SymmetricAttentionBackwardArguments) -> list[Tensor]:
         from cdt_fast.kernels.symmetric_attention import symmetric_attention_backward
 
         return [gradient for gradient in symmetric_attention_backward(attention) if gradient is not None]
+    if attention.log_sum_exp.numel():  # the forward was a kernel's, which has kept something else
+        attention = replace(
+            attention, kept=attention.z.new_empty(0, dtype=softmax_dtype(attention.z, attention.energy))
+        )
     with torch.autocast(attention.z.device.type, enabled=False):
         return backward_in_torch(attention)
 
