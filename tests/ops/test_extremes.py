@@ -79,7 +79,13 @@ def test_factors_that_no_float32_holds(function: Callable[..., Tensor], name: st
 
 def test_numbers_beyond_every_float_in_the_losses() -> None:
     states, weight, targets = [normal(1, 3, 2)], normal(2, 4, 2), torch.tensor([0, 1, 2])
-    for name, value in {"softcap": 10**400, "label_smoothing": 10**400, "depth_weights": [10**400]}.items():
+    for name, value in {
+        "ignore_index": 10**400,
+        "chunk_tokens": 2**63,
+        "softcap": 10**400,
+        "label_smoothing": 10**400,
+        "depth_weights": [10**400],
+    }.items():
         with pytest.raises(InputError, match=name):
             ops.layerwise_cross_entropy(states, weight, targets, **{name: value})
 

@@ -81,7 +81,7 @@ def layerwise_cross_entropy(
     _check(hidden_states, weight, targets, bias)
     weights = weights_of_depths(depth_weights, len(hidden_states))
     if chunk_tokens is not None:
-        chunk_tokens = check_integer("chunk_tokens", chunk_tokens, 1)
+        chunk_tokens = _int64("chunk_tokens", chunk_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
     sample = _sample(targets, fraction, generator) if len(hidden_states) > 1 else None
@@ -94,7 +94,7 @@ def layerwise_cross_entropy(
         sample=sample,
         depth_weights=None if weights is None else weights.detach(),
         dtype=dtype,
-        ignore_index=check_integer("ignore_index", ignore_index, -(2**63)),
+        ignore_index=_int64("ignore_index", ignore_index, -(2**63)),
         label_smoothing=smoothing,
         softcap=None if softcap is None else check_positive("softcap", softcap),
         chunk_tokens=chunk_tokens,
@@ -138,6 +138,13 @@ def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bia
     check_shape("targets", targets, tuple(first.shape[:-1]), "one target a token")
     if targets.device != first.device and targets.device.type != "cpu":
         raise InputError(f"targets is on {targets.device} but hidden_states[0] is on {first.device}: move one of them")
+
+
+def _int64(name: str, value: int, least: int) -> int:
+    number = check_integer(name, value, least)
+    if number >= 2**63:
+        raise InputError(f"{name} must be an integer below 2^63")
+    return number
 
 
 def _needs_gradient(tensor: Tensor | None) -> bool:

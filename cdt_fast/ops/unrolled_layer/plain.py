@@ -67,10 +67,11 @@ def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGra
     if layer.needs_dictionary:
         residual = torch.baddbmm(signal, attention_low, projection, alpha=-1).mul_(layer.step)
     if layer.needs_projection:
-        grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_signal, projection.mT, alpha=-1)
-        grad_scores = softmax_backward_(grad_attention, attention)
-        grad_projection = torch.empty_like(projection, memory_format=torch.contiguous_format)
-        grad_of_both_factors(grad_scores, projection, layer.scale, out=grad_projection)
+        grad_projection = torch.zeros_like(projection, memory_format=torch.contiguous_format)
+        if layer.scale:  # else nothing comes from the scores, whose gradient may overflow float16: 0 · ∞ = NaN
+            grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_signal, projection.mT, alpha=-1)
+            grad_scores = softmax_backward_(grad_attention, attention)
+            grad_of_both_factors(grad_scores, projection, layer.scale, out=grad_projection)
         clear_padding_(grad_projection.baddbmm_(attention_low.mT, grad_signal, alpha=-1), padding)
     grad_codes = clear_padding_(attention_low.mT @ grad_update, padding) if layer.needs_codes else None
     return UnrolledLayerGradients(grad_update, residual, grad_next_projection, grad_signal, grad_projection, grad_codes)
