@@ -42,7 +42,7 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(
         "DCT 8x8, hard threshold",
         "3-D DCT 8x8x5, hard threshold",
         "3-D DCT 8x8x5, shifted grids",
-        "constrained (constrained, unt",
+        "constrained (constrained, cha",
         "plain (unconstrained, tied)",
     ]
     constrained, plain = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
@@ -61,7 +61,7 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in out.iterdir()} == {"report.md", *pictures}
     assert json.loads(values.read_text()) == {
-        "constrained (constrained, untied)": constrained,
+        "constrained (constrained, chain, untied)": constrained,
         "plain (unconstrained, tied)": plain,
     }
 
@@ -127,7 +127,7 @@ def test_runs_whose_folders_have_one_name_are_told_apart(
         shutil.copytree(trained.constrained, path)
     answer = call("compare", *paths, "--out", tmp_path, "--json", tmp_path / "values.json")
     assert answer.status == 0
-    assert set(read_json(tmp_path / "values.json")) == {f"{path} (constrained, untied)" for path in paths}
+    assert set(read_json(tmp_path / "values.json")) == {f"{path} (constrained, chain, untied)" for path in paths}
 
 
 def test_the_tables_come_before_a_report_that_cannot_be_written(

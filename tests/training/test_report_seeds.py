@@ -15,6 +15,7 @@ from tests.runs import task_of
 
 def run(name: str, seed: int, mean: float, feasible: bool, ratios: list[float | None], **settings: Any) -> EvaluatedRun:
     config = VideoSettings()
+    config.set("data", "setup", "paper")
     config.update("training", {"seed": seed})
     config.update("model", settings)
     evaluation = SimpleNamespace(
