@@ -39,6 +39,18 @@ def perplexity_table(runs: Sequence[EvaluatedRun]) -> Table:
     return rows
 
 
+def decoding_table(runs: Sequence[EvaluatedRun]) -> Table:
+    """Each exit of each run as a drafter; `generate` with the fastest ones is timed."""
+    rows = [["decoding with an exit", "exit", "agreement", "drafts", "kept", "tokens a round", "predicted", "measured"]]
+    for run in runs:
+        alone = formatted(run.evaluation.tokens_per_second, ".3g")
+        for row in run.evaluation.decoding:
+            shares = f"{row.agreement:.1%}", str(row.drafts), f"{row.acceptance:.1%}", f"{row.tokens_per_round:.2f}"
+            speed = f"{row.predicted:.2f}×", "" if row.measured is None else f"{row.measured:.2f}× of {alone} tokens/s"
+            rows.append([run.label, str(row.exit), *shares, *speed])
+    return rows
+
+
 def _accuracy_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     figure, (axis,) = axes_of()
     reference = runs[0].evaluation

@@ -15,8 +15,8 @@ from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.corpus import InstructionSplits
 from cdt_fast.sequence.data.instructions import Instruction
-from cdt_fast.sequence.evaluation import LanguageEvaluation, perplexities
-from cdt_fast.sequence.figures import accuracy_table, perplexity_table
+from cdt_fast.sequence.evaluation import LanguageEvaluation, decoding_of, perplexities
+from cdt_fast.sequence.figures import accuracy_table, decoding_table, perplexity_table
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, vocabulary_size
 from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 from cdt_fast.sequence.settings import SMALL, LanguageModelSettings, LanguageSettings
@@ -84,16 +84,25 @@ class LanguageTask(SequenceTask):
         }
         return network, test, facts
 
-    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        measured = super().evaluate(*arguments, **options)
-        return {**measured, "perplexity": perplexities(measured)}
+    def further(
+        self,
+        network: Network,
+        test: EncodedSamples,
+        settings: LanguageSettings,
+        measured: dict[str, Any],
+        progress: bool,
+    ) -> dict[str, Any]:
+        assert isinstance(network, PretrainedNetwork)
+        prompts = settings.evaluation.prompts
+        return {"perplexity": perplexities(measured), **decoding_of(network, test, prompts, progress)}
 
     def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
         # Losses of tokens of another vocabulary are not of one scale.
         return {"vocabulary": run.evaluation.vocabulary, **super().comparable(run)}
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        return [perplexity_table(runs), accuracy_table(runs, "accuracy of tokens")]
+        decoding = [decoding_table(runs)] if any(run.evaluation.decoding for run in runs) else []
+        return [perplexity_table(runs), accuracy_table(runs, "accuracy of tokens"), *decoding]
 
     def choices(self, run: EvaluatedRun) -> int:
         return run.evaluation.vocabulary

@@ -16,6 +16,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
+from cdt_fast.models.layer_losses.decoding.tuning import Tuning
 from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, find_parts
 from cdt_fast.ops.shared.backend import explain
 from cdt_fast.sequence.perturbation import word_embeddings
@@ -133,6 +134,10 @@ class PretrainedNetwork:
 
     def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         return self._handle.depth_logits(**self._named(inputs))
+
+    def tune_decoder(self, prompts: Sequence[Tensor], new_tokens: int, progress: bool) -> Tuning:
+        """See `LayerLosses.tune_decoder`."""
+        return self._handle.tune_decoder(prompts, new_tokens=new_tokens, progress=progress)
 
     def _named(self, inputs: Tensor) -> dict[str, Any]:
         names = ("input_ids", "attention_mask", "token_type_ids")

@@ -104,6 +104,14 @@ class SequenceEvaluationSettings(EvaluationSettings):
     gammas: Levels = setting(list(GAMMAS), "ascending noise levels of the evaluation")
 
 
+class LanguageEvaluationSettings(SequenceEvaluationSettings):
+    """[evaluation] of language models."""
+
+    prompts: Annotated[int, Field(ge=0)] = setting(
+        8, "test prompts that decoding with an early exit is measured behind, 0: none"
+    )
+
+
 class LanguageDataSettings(PerturbationSettings):
     """[data] of instructions with answers."""
 
@@ -164,7 +172,7 @@ class TextSettings(SequenceSettings):
     model: TextModelSettings = Field(default_factory=TextModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["text"]))
     training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
-    evaluation: EvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
+    evaluation: SequenceEvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
 
 
 class LanguageSettings(SequenceSettings):
@@ -176,4 +184,4 @@ class LanguageSettings(SequenceSettings):
     model: LanguageModelSettings = Field(default_factory=LanguageModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["lm"]))
     training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)
-    evaluation: EvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
+    evaluation: LanguageEvaluationSettings = Field(default_factory=LanguageEvaluationSettings)

@@ -141,7 +141,14 @@ class SequenceTask(Task):
         use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if use_cuda else "cpu")
         network.model.to(device)
-        return {**measure(network, test, settings, device, progress), **facts}
+        measured = {**measure(network, test, settings, device, progress), **facts}
+        return {**measured, **self.further(network, test, settings, measured, progress)}
+
+    def further(
+        self, network: Network, test: EncodedSamples, settings: Any, measured: dict[str, Any], progress: bool
+    ) -> dict[str, Any]:
+        """What the task measures besides, on the device that the network is on."""
+        return {}
 
     def kind(self, run: EvaluatedRun) -> str:
         return Path(run.settings.model.model).name

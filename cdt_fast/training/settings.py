@@ -235,7 +235,7 @@ class RunSettings(BaseModel):
     model: Any = Field(default_factory=Section)
     constraints: ConstraintSettings = Field(default_factory=ConstraintSettings)
     training: Any = Field(default_factory=TrainingSettings)
-    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    evaluation: Any = Field(default_factory=EvaluationSettings)
 
     @property
     def network(self) -> str:

@@ -160,7 +160,7 @@ def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
     codes = _empty(dtype, rows, atoms)
     for width in (256, 100, 64, 16):
         signal, dictionary = _empty(dtype, rows, width), _empty(dtype, width, atoms)
-        before = {"codes": codes, "signal": signal}
+        before: dict[str, Any] = {"codes": codes, "signal": signal}
         after = {"grad_output": codes, "output": codes, "dictionary": dictionary}
         shape, flop, aligned = f"n {width}, m {atoms}", 4 * rows * width * atoms, width % 16 == 0
         yield forward(shape, (codes, signal, dictionary), flop, aligned=aligned, **before, dictionary=dictionary)

@@ -165,6 +165,21 @@ def test_the_evaluation_holds_what_others_rely_on(source: Path, tmp_path: Path) 
     assert len(evaluation["layer_loss"]) == 3
 
 
+def test_the_evaluation_decodes_with_exits_and_the_report_shows_it(source: Path, tmp_path: Path) -> None:
+    config = settings_for(source, layers=3, prompts=2)
+    result = evaluate_run(trained(config, tmp_path / "run"), config)
+    evaluation = result.evaluation.model_dump(mode="json")
+    assert [row["exit"] for row in evaluation["decoding"]] == [1, 2]
+    assert any(row["measured"] for row in evaluation["decoding"])
+    assert evaluation["tokens_per_second"] > 0
+    (table,) = (table for table in result.task.tables([result]) if "decoding" in table[0][0])
+    assert [row[1] for row in table] == ["exit", "1", "2"]
+    config = settings_for(source, prompts=2, taps=[0, 2])
+    evaluation = evaluated(trained(config, tmp_path / "other"), config)
+    assert evaluation["decoding"] == []
+    assert "exits must hold" in evaluation["decoding_refused"]
+
+
 @pytest.mark.parametrize("changes", [{}, {"inner_fraction": 0.5, "taps": [0, 2]}, {"model": "qwen", "gamma": 0.2}])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
