@@ -92,7 +92,15 @@ def test_trajectory_is_coopers(dual: Any, resilience: Any) -> None:
     if dual == "pi":
         options |= {"proportional_gain": GAIN, "smoothing": SMOOTHING}
     constraints = DescentConstraints(
-        LAYERS, RATES, REFERENCE, dual=dual, dual_lr=DUAL_LR, resilience=resilience, **options
+        LAYERS,
+        RATES,
+        REFERENCE,
+        coupling="chain",
+        reference_mode="constraint",
+        dual=dual,
+        dual_lr=DUAL_LR,
+        resilience=resilience,
+        **options,
     )
     optimizer = torch.optim.SGD(ours.parameters(), lr=PRIMAL_LR)
 

@@ -30,7 +30,8 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def make(kind: int) -> DescentConstraints:
-    return DescentConstraints(2, 0.1, "auto", warmup_steps=3, **KINDS[kind])
+    chain = {"coupling": "chain", "reference_mode": "constraint"}
+    return DescentConstraints(2, 0.1, "auto", warmup_steps=3, **{**chain, **KINDS[kind]})
 
 
 def items(step: int, micro_batch: int, rank: int) -> Tensor:

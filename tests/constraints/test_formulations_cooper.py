@@ -164,7 +164,9 @@ def test_trajectory_is_coopers(name: str, dual: Any) -> None:
         dual_optimizers=dual_optimizer,
     )
     raw: dict[str, Any] = {"dual_lr": DUAL_LR, "resilience": None, "normalize": False, "margin": 0.0, **options}
-    constraints = DescentConstraints(LAYERS, RATES, REFERENCE, dual=dual, **raw)
+    constraints = DescentConstraints(
+        LAYERS, RATES, REFERENCE, **{"coupling": "chain", "reference_mode": "constraint", "dual": dual, **raw}
+    )
     optimizer = torch.optim.SGD(ours.parameters(), lr=PRIMAL_LR)
 
     start, moved = ours.vector(), torch.zeros(len(places), dtype=torch.bool)

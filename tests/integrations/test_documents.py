@@ -86,5 +86,5 @@ def test_distributed_examples_are_those_of_one_process(tmp_path: Path) -> None:
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"{rank}.pt")
         for name in DISTRIBUTED:
-            assert alone[name].min() > 0
+            assert alone[name][1:].min() > 0  # with an anchor depth 0 has no constraint
             torch.testing.assert_close(found[name], alone[name], rtol=0, atol=1e-6)
