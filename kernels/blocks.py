@@ -227,6 +227,7 @@ UNROLLED_LAYER = BlockTable(
         "consumer": {128: (64, 32, 32, 4, 2), 256: (64, 32, 32, 8, 2)},
         "ampere": {64: (64, 64, 32, 4, 2), 256: (64, 64, 64, 8, 2)},
         "hopper": {64: (64, 64, 32, 4, 3), 256: (64, 64, 32, 8, 3)},
+        "blackwell": {64: (64, 64, 32, 4, 3), 256: (64, 64, 32, 8, 2)},
     },
 )
 # With one dictionary and without lengths there is room for more atoms.
@@ -245,6 +246,8 @@ UNROLLED_LAYER_BACKWARD = BlockTable(
         "consumer": (64, 64, 32, 8, 2),
         "ampere": (64, 64, 32, 8, 2),
         "hopper": (64, 64, 32, 8, 3),
+        # With eight warps and lengths every other block spills.
+        "blackwell": (64, 64, 32, 16, 3),
     },
 )
 

@@ -42,7 +42,7 @@ def pair_scores(own, other, own_norm, norms, key, mask, scale, PRECISION: tl.con
     return scores * scale, mirrored * scale
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks_per_sequence"])
+@triton.jit(do_not_specialize=["blocks_per_sequence"])
 def streaming_forward_kernel(
     z,  # [sequences, tokens, WIDTH]
     values,  # [sequences, tokens, VALUE_WIDTH], or None where TIED
@@ -121,7 +121,7 @@ def row_dots_kernel(
     tl.store(output + row, tl.sum(one * other, 1), mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks_per_sequence"])
+@triton.jit(do_not_specialize=["blocks_per_sequence"])
 def streaming_backward_kernel(
     z,  # [sequences, tokens, WIDTH]
     values,  # [sequences, tokens, VALUE_WIDTH], or None where TIED
