@@ -191,7 +191,9 @@ class VideoTask(Task):
         references = {"the input": values.identity_rmse[index]}
         for name, rmse in values.baseline_rmse.items():
             references[figures.baseline_label(run, name)] = rmse[index]
-        return Reading(f"RMSE at {figures.level_sign(run)} {values.gamma[index]:g}", values.depth_rmse[index], references)
+        return Reading(
+            f"RMSE at {figures.level_sign(run)} {values.gamma[index]:g}", values.depth_rmse[index], references
+        )
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         return [error_table(runs), quality_table(runs)]
