@@ -35,9 +35,18 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
         int: st.integers(0, 2**60),
         float: st.floats(0, 1e300, allow_nan=False, allow_infinity=False),
         bool: st.booleans(),
-        str: st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda word: word != "none"),
+        str: st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(_is_a_word),
         type(None): st.none(),
     }[annotation]
+
+
+def _is_a_word(text: str) -> bool:
+    """Not what a setting reads as None or as numbers, and so never holds as text."""
+    try:
+        list(map(float, text.split(",")))
+    except ValueError:
+        return text != "none"
+    return False
 
 
 @st.composite
