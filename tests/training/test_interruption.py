@@ -316,7 +316,9 @@ def test_a_signal_after_the_training_says_so(
 def test_a_signal_while_a_video_is_written_leaves_nothing(
     call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cdt_fast.video.denoising._denoised_window", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(
+        "cdt_fast.video.denoising.denoised_frames", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+    )
     answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4")
     assert answer.status == 143
     assert not os.listdir(tmp_path)
