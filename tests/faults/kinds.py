@@ -12,8 +12,6 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import av
-import numpy as np
 import torch
 
 from cdt_fast.errors import InputError
@@ -123,13 +121,8 @@ def _kill_denoise(shop: Workshop, chance: random.Random) -> int:
 
 
 def _check_denoised(out: Path, done: Path) -> None:
-    """As many frames, and the same up to what a rounding does that depends on where arrays lie in memory."""
-    clips = []
-    for path in (out, done):
-        with av.open(str(path)) as container:
-            clips.append(np.stack([frame.to_ndarray(format="gray") for frame in container.decode(video=0)]).astype(int))
-    if clips[0].shape != clips[1].shape or np.abs(clips[0] - clips[1]).mean() > 0.1:
-        raise Problem("the denoised video is not whole")
+    if out.read_bytes() != done.read_bytes():
+        raise Problem("the denoised video is not whole, or another one")
 
 
 def _kill_fetch(shop: Workshop, chance: random.Random) -> int:

@@ -14,7 +14,8 @@ import torch
 
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
-from cdt_fast.video.data import to_patches
+from cdt_fast.video import writing
+from cdt_fast.video.data import open_source, to_patches
 from cdt_fast.video.denoising import Denoising, denoise_video, denoised_frames
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import CONTAINERS
@@ -251,3 +252,16 @@ def test_a_size_that_the_codec_refuses_is_one_line(tmp_path: Path) -> None:
         denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
     assert "out.mp4: cannot be written as video" in str(caught.value)
     assert os.listdir(tmp_path) == ["in.npy"]
+
+
+def test_the_same_frames_are_the_same_bytes(tmp_path: Path) -> None:
+    np.save(tmp_path / "clip.npy", scrolling_clip())
+    source = open_source(tmp_path / "clip.npy")
+    numbers = np.random.default_rng(0)
+    contents, kept = set(), []
+    for _ in range(12):
+        kept.append(np.full(numbers.integers(1, 100_000), 255, np.uint8))  # memory is not where, and what, it was
+        frames = (np.random.default_rng(index).integers(0, 256, (32, 32, 1), np.uint8) for index in range(60))
+        writing.write_video(tmp_path / "out.mp4", tmp_path / "out.mp4", frames, source)
+        contents.add((tmp_path / "out.mp4").read_bytes())
+    assert len(contents) == 1
