@@ -262,7 +262,7 @@ def test_tuning_counts_what_the_decoder_then_does_and_is_saved(
         assert decoder.counts.acceptance == pytest.approx(row.acceptance)
     measured = [row.measured for row in tuning.rows if row.measured is not None]
     assert len(measured) == 3
-    assert (tuning.best is not None) == (max(measured) > 1)
+    assert (tuning.best is not None) == (max(measured) > 1.05)
     if tuning.best is None:  # tiny models gain nothing by it
         with pytest.raises(InputError, match="tune_decoder"):
             handle.decoder()

@@ -87,7 +87,7 @@ class DecodingMethods:
 
         Returns:
             Every setting that was measured and the best of each exit. `best` is None, and the entry is removed, where
-            nothing is faster than the model alone.
+            nothing is 5 % faster than the model alone.
         """
         layers = len(self._parts.layers)
         depths = [tap for tap in self.taps if 0 < tap < layers] if exits is None else list(exits)
