@@ -53,7 +53,9 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names = run(name)
     holder = {"loop": None, "lightning": "descent"}.get(name, "trainer")
     constraints = names["constraints"] if holder is None else names[holder].constraints
-    # The anchor of layer 1 is known after twenty steps only, and depth 0 has no constraint then.
+    # With an anchor depth 0 has no constraint, and layer 1 has one once the anchor is known, after twenty steps.
+    assert constraints.multipliers[0] == 0
+    assert (constraints.multipliers[1] > 0) == (constraints._steps > 20)
     assert constraints.multipliers[2:].min() > 0
 
 
@@ -86,5 +88,6 @@ def test_distributed_examples_are_those_of_one_process(tmp_path: Path) -> None:
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"{rank}.pt")
         for name in DISTRIBUTED:
-            assert alone[name][1:].min() > 0  # with an anchor depth 0 has no constraint
+            assert alone[name][0] == 0  # with an anchor depth 0 has no constraint
+            assert alone[name][1:].min() > 0
             torch.testing.assert_close(found[name], alone[name], rtol=0, atol=1e-6)
