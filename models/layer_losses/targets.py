@@ -17,11 +17,11 @@ def targets_of(labels: Any, classes: int, *, shift: bool) -> Tensor:
     """int64, of the shape of `labels`; shifted, the target of a token is the label of the next one.
 
     Raises:
-        InputError: labels are no whole numbers, or, on the CPU, one is neither a class nor `IGNORED`.
+        InputError: labels are no whole numbers, or, on the CPU and not compiled, one is neither a class nor `IGNORED`.
     """
     if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not labels.dim():
         raise InputError(f"labels must be an integer tensor, one class a row or a token, got {describe(labels)}")
-    if labels.device.type == "cpu":
+    if _readable(labels):
         wrong = (labels != IGNORED) & ((labels < 0) | (labels >= classes))
         if wrong.any():
             raise InputError(f"labels must be in [0, {classes}) or {IGNORED}, got {labels[wrong][0].item()}")
@@ -34,9 +34,15 @@ def check_count(targets: Tensor, items: Any) -> Tensor:
     """How many targets count, `[]` int64.
 
     Raises:
-        InputError: none does, nothing else (`items`) is there to divide the sum by, and the targets are on the CPU.
+        InputError: none does, nothing else (`items`) is there to divide the sum by, and the targets are on the CPU, and
+            not compiled.
     """
     count = (targets != IGNORED).sum()
-    if items is None and targets.device.type == "cpu" and not count:
+    if items is None and _readable(targets) and not count:
         raise InputError(f"labels hold nothing to learn from: all of them, but for a sequence's first, are {IGNORED}")
     return count
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether its numbers can be looked at without waiting for a device, and without a break of a compiled graph."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,37 +16,57 @@ from cdt_fast.bench.case import Implementation
 from cdt_fast.bench.suites import SUITES
 from tests.bench.bench_cases import case_of, steady
 
+# One import, and a process forked from it for each figure: none has computed anything before.
 PROGRAM = """
+import json, os
 import torch
-from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.bench import loss_memory, memory
-disable_malloc_trim()  # what the step before has freed then hides the next one's, unless it is given back
-if {reset}:
+from cdt_fast.training.allocator import disable_malloc_trim
+
+def known(mebibytes):
+    disable_malloc_trim()  # what the step before has freed then hides the next one's, unless it is given back
+    kept = torch.ones(2**22)  # 16 MiB that rest between two steps
+    def step():
+        buffer = torch.empty(mebibytes * 2**18).fill_(1.0)
+        del buffer
+        return torch.ones(2**20)  # 4 MiB, after the peak
+    return memory.resident_peak(step)
+
+def without_reset():
     memory._reset_mark = lambda: False
-kept = torch.ones(2**22)  # 16 MiB that rest between two steps
-def step():
-    buffer = torch.empty({mebibytes} * 2**18).fill_(1.0)
-    del buffer
-    return torch.ones(2**20)  # 4 MiB, after the peak
-print(memory.resident_peak(step))
+    return known(512)
+
+measured = {"known": lambda: known(256), "without reset": without_reset}
+for name in loss_memory.IMPLEMENTATIONS:
+    measured[name] = lambda name=name: memory.report_peak(lambda: loss_memory.step_of(name, 2, 4096))
+for name, take in measured.items():
+    if not os.fork():
+        print(json.dumps(name), end=" ")
+        print(take() or "", flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
 """
 
 
-def run(program: str) -> int:
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def figures() -> dict[str, str]:
+    """What each process of `PROGRAM` printed."""
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return int(result.stdout)
+    decoder = json.JSONDecoder()
+    lines = ((line, *decoder.raw_decode(line)) for line in result.stdout.splitlines() if line)
+    return {name: line[end:] for line, name, end in lines}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the mark of the largest resident size is Linux's")
-def test_a_known_buffer_is_measured_to_a_few_percent() -> None:
+def test_a_known_buffer_is_measured_to_a_few_percent(figures: dict[str, str]) -> None:
     # The 4 MiB after the peak may lie beside the buffer that was freed, or in its place.
-    assert run(PROGRAM.format(reset=False, mebibytes=256)) == pytest.approx(256 * 2**20, rel=0.02)
+    assert int(figures["known"]) == pytest.approx(256 * 2**20, rel=0.02)
 
 
-def test_the_growth_of_the_maximum_where_the_mark_cannot_be_reset() -> None:
-    # What the import of torch needed at its peak hides a part of it; nothing is added.
-    assert 128 * 2**20 < run(PROGRAM.format(reset=True, mebibytes=512)) < 516 * 2**20
+def test_the_growth_of_the_maximum_where_the_mark_cannot_be_reset(figures: dict[str, str]) -> None:
+    # An earlier peak hides a part of it; nothing is added.
+    assert 128 * 2**20 < int(figures["without reset"]) < 516 * 2**20
 
 
 def test_a_peak_below_an_earlier_one_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,30 +83,26 @@ def test_at_toy_size_there_is_a_reason_and_no_figure() -> None:
     assert isinstance(found, str)
 
 
-def test_a_process_that_fails_gives_its_reason() -> None:
-    candidate = Implementation("eager", "eager", steady(1.0))
-    found = memory.peak_memory("cpu", torch.device("cpu"))(
-        case_of(candidate, suite="quality"), candidate, candidate.prepare()
-    )
-    assert found == (
-        "the process that measures it ended with status 1: "
-        "suite quality has no case 'three ones' with 'eager' at size cpu"
-    )
+def test_a_case_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["memory", "quality", "three ones", "eager", "cpu"])
+    with pytest.raises(SystemExit, match="suite quality has no case 'three ones' with 'eager' at size cpu"):
+        memory.main()
 
 
-def test_the_command_prints_one_line_of_json() -> None:
+def test_the_command_prints_one_line_of_json(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     case = next(SUITES["step"](torch.device("cpu"), "toy"))
-    command = [sys.executable, "-m", "cdt_fast.bench.memory", "step", case.name, "cdt_fast", "toy"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    answer = json.loads(result.stdout)
+    monkeypatch.setattr(sys, "argv", ["memory", "step", case.name, "cdt_fast", "toy"])
+    monkeypatch.setattr(memory, "disable_malloc_trim", lambda: None)  # for good, in this process
+    memory.main()
+    answer = json.loads(capsys.readouterr().out)
     assert answer["reason"] == ""
     assert 0 <= answer["peak_bytes"] < 2**26
 
 
 @pytest.mark.parametrize("name", loss_memory.IMPLEMENTATIONS)
-def test_the_loss_alone_is_measured_in_a_process_of_its_own(name: str) -> None:
+def test_the_loss_alone_is_measured_in_a_process_of_its_own(name: str, figures: dict[str, str]) -> None:
     """The logits of two depths or of one are the least that an eager loop holds; the fused loss works in blocks."""
-    peak = loss_memory.peak_of(name, 2, 4096)
+    peak = json.loads(figures[name])["peak_bytes"]
     logits = loss_memory.TOKENS * 4096 * 4
     head = 4096 * loss_memory.WIDTH * 4  # its gradient
     assert head < peak < 20 * (logits + head)
@@ -98,6 +116,34 @@ def test_what_is_owed_to_depths_and_vocabulary_together() -> None:
     assert loss_memory.together(peaks) == 11 * (8 - 2) * (30 - 10)
 
 
-def test_a_measuring_process_that_gives_nothing() -> None:
-    with pytest.raises(memory.NotMeasured, match=r"ended with status 1: KeyError: 'by hand'"):
-        loss_memory.peak_of("by hand", 2, 64)
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('a word before'); print('{\"peak_bytes\": %d}' % (7 * int(sys.argv[1])))", "21"),
+        ('print(\'{"peak_bytes": null, "reason": "no mark here"}\')', "no mark here"),
+        ("sys.exit('no such case')", "the process that measures it ended with status 1: no such case"),
+        ("raise KeyError('by hand')", "the process that measures it ended with status 1: KeyError: 'by hand'"),
+    ],
+)
+def test_what_a_measuring_process_gives(
+    program: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "measuring.py").write_text(f"import sys; {program}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if expected.isdigit():
+        assert memory.peak_in_a_process("measuring", "3") == int(expected)
+        return
+    with pytest.raises(memory.NotMeasured) as caught:
+        memory.peak_in_a_process("measuring", "3")
+    assert str(caught.value) == expected
+
+
+def test_why_there_is_no_figure_is_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*arguments: str) -> int:
+        raise memory.NotMeasured(" ".join(arguments))
+
+    monkeypatch.setattr(memory, "peak_in_a_process", none)
+    candidate = Implementation("eager", "eager", steady(1.0))
+    take = memory.peak_memory("cpu", torch.device("cpu"))
+    found = take(case_of(candidate, suite="quality"), candidate, candidate.prepare())
+    assert found == "cdt_fast.bench.memory quality three ones eager cpu"

@@ -135,6 +135,23 @@ def test_compiled() -> None:
     torch.testing.assert_close(gradients(model, output.loss), answer[-1], **EXACT)
 
 
+@pytest.mark.parametrize("make", [language_model, classifier])
+def test_compiled_as_one_graph(make: Any) -> None:
+    """After a forward with labels it is right; before, torch's refusal says what to do."""
+    torch._dynamo.reset()
+    model, inputs = make(num_hidden_layers=1), tokens() if make is language_model else rows()
+    attach_layer_losses(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="call the model once with labels before it is compiled"):
+        compiled(**inputs)
+    expected = model(**inputs)
+    output = compiled(**inputs)
+    torch.testing.assert_close(output.layer_losses, expected.layer_losses, **EXACT)
+    wrong = {**inputs, "labels": torch.full_like(inputs["labels"], 10**6)}
+    with pytest.raises(InputError, match="targets"):
+        compiled(**wrong)
+
+
 def test_import_loads_no_transformers() -> None:
     code = "import sys, cdt_fast.models.layer_losses; sys.exit('transformers' in sys.modules or 'peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
