@@ -123,6 +123,12 @@ def test_a_fraction_of_the_tokens_is_for_training_alone() -> None:
     module = cdt.nn.LayerwiseCrossEntropy(inner_fraction=0.25)
     assert len({module(states, weight, targets)[1][0].item() for _ in range(4)}) == 4
     assert len({module.eval()(states, weight, targets)[1][0].item() for _ in range(4)}) == 1
+    expected = layerwise_cross_entropy_reference(states, weight, targets, inner_kl=0.5)
+    module = cdt.nn.LayerwiseCrossEntropy(inner_kl=0.5)
+    torch.testing.assert_close(module(states, weight, targets)[1], expected)
+    torch.testing.assert_close(
+        module.eval()(states, weight, targets)[1], layerwise_cross_entropy_reference(states, weight, targets)
+    )
 
 
 def test_layerwise_reconstruction_loss() -> None:

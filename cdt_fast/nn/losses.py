@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
 from cdt_fast.ops.layerwise_cross_entropy import REDUCTIONS
+from cdt_fast.ops.shared.checks import check_flag
 
 
 class LayerwiseCrossEntropy(nn.Module):
     """Cross-entropy at every depth through one shared head, in one fused pass.
 
     Args:
-        ignore_index, reduction, label_smoothing, softcap, chunk_tokens, inner_fraction: as in
-            `ops.layerwise_cross_entropy`. In evaluation mode (`eval()`) every depth reads all tokens whatever
-            `inner_fraction` is.
+        ignore_index, reduction, label_smoothing, softcap, chunk_tokens, inner_fraction, inner_kl,
+            detach_last: as in `ops.layerwise_cross_entropy`. In evaluation mode (`eval()`) every depth reads all
+            tokens and every loss is the cross-entropy, whatever `inner_fraction` and `inner_kl` are.
 
     Raises:
         InputError: an argument is out of its range.
@@ -33,6 +34,8 @@ class LayerwiseCrossEntropy(nn.Module):
         softcap: float | None = None,
         chunk_tokens: int | None = None,
         inner_fraction: float = 1.0,
+        inner_kl: float = 0.0,
+        detach_last: bool = True,
     ) -> None:
         super().__init__()
         self.ignore_index = check_integer("ignore_index", ignore_index, -(2**63))
@@ -45,6 +48,8 @@ class LayerwiseCrossEntropy(nn.Module):
         self.inner_fraction = check_number(
             "inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1
         )
+        self.inner_kl = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
+        self.detach_last = check_flag("detach_last", detach_last)
 
     def forward(
         self,
@@ -67,6 +72,8 @@ class LayerwiseCrossEntropy(nn.Module):
             softcap=self.softcap,
             chunk_tokens=self.chunk_tokens,
             inner_fraction=self.inner_fraction if self.training else 1.0,
+            inner_kl=self.inner_kl if self.training else 0.0,
+            detach_last=self.detach_last,
         )
 
     def extra_repr(self) -> str:

@@ -245,5 +245,11 @@ def _adapted(model: Any, rank: int) -> Any:
 
 def _network(model: Any, tokenizer: PretrainedTokenizer, settings: LanguageModelSettings) -> PretrainedNetwork:
     return PretrainedNetwork(
-        model, tokenizer.save, tokenizer.padding_id, tokenizer.special_ids, settings.taps, settings.inner_fraction
+        model,
+        tokenizer.save,
+        tokenizer.padding_id,
+        tokenizer.special_ids,
+        settings.taps,
+        settings.inner_fraction,
+        inner_kl=settings.inner_kl,
     )

@@ -89,7 +89,7 @@ class PretrainedNetwork:
         model: the model, maybe with a low-rank adapter around it.
         save_tokenizer: writes what turns texts into ids.
         padding_id, special_ids: as in `Network`.
-        taps, inner_fraction, inner_pooling: as in `attach_layer_losses`; the last depth is among the taps.
+        taps, inner_fraction, inner_pooling, inner_kl: as in `attach_layer_losses`; the last depth is among the taps.
 
     Raises:
         InputError: as `attach_layer_losses`, the last depth is not among the taps, or a language model does not shift
@@ -105,6 +105,7 @@ class PretrainedNetwork:
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
         inner_pooling: Literal["own", "mean"] = "own",
+        inner_kl: float = 0.0,
     ) -> None:
         self.model, self._save_tokenizer = model, save_tokenizer
         # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
@@ -118,6 +119,7 @@ class PretrainedNetwork:
             inner_fraction=inner_fraction,
             keep_logits=self._parts.kind != LANGUAGE_MODEL,
             inner_pooling=inner_pooling,
+            inner_kl=inner_kl,
         )
         if self._parts.kind == LANGUAGE_MODEL and not self._handle.shifts_labels:
             raise InputError(

@@ -21,6 +21,7 @@ def attach_layer_losses(
     keep_logits: bool | None = None,
     generator: torch.Generator | None = None,
     inner_pooling: InnerPooling = "own",
+    inner_kl: float = 0.0,
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
@@ -56,6 +57,9 @@ def attach_layer_losses(
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
             first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
             each. For a classifier alone.
+        inner_kl: in training, the share α of the KL from the last depth's distribution, which gets no gradient from it,
+            in the loss of a token at the depths before: `(1 − α) CE + α KL(q ‖ p)`. In evaluation every loss is the
+            cross-entropy.
 
     Returns:
         A handle: its `weights` are set before each forward, and its `remove` undoes everything.
@@ -80,4 +84,5 @@ def attach_layer_losses(
     pooling = check_choice("inner_pooling", inner_pooling, get_args(InnerPooling))
     if pooling != "own" and parts.kind != CLASSIFIER:
         raise InputError(f"inner_pooling must be 'own' for a {parts.kind}, got {pooling!r}: it reads every token")
-    return LayerLosses(parts, check_taps(taps, len(parts.layers)), fraction, keep_logits, generator, pooling)
+    share = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
+    return LayerLosses(parts, check_taps(taps, len(parts.layers)), fraction, keep_logits, generator, pooling, share)

@@ -73,13 +73,14 @@ class LayerLosses(DecodingMethods):
         keep_logits: bool | None,
         generator: torch.Generator | None,
         inner_pooling: InnerPooling,
+        inner_kl: float,
     ) -> None:
         self.taps = taps
         self._mean = inner_pooling == "mean"
         self.num_constraints = len(taps) - 1
         self.keep_logits = keep_logits
         self._parts = parts
-        self._inner_fraction = inner_fraction
+        self._inner_fraction, self._inner_kl = inner_fraction, inner_kl
         self._generator = generator
         self._weights: Tensor | None = None
         self._pass: _Pass | None = None
@@ -356,7 +357,7 @@ class LayerLosses(DecodingMethods):
         weights, tapped = this.weights, len(self.taps)
         if weights is not None and len(features) > tapped:
             weights = torch.cat([weights, weights.new_zeros(1)])
-        sampled = parts.model.training and not self._evaluating
+        training = parts.model.training and not self._evaluating
         total, sums = layerwise_cross_entropy(
             features,
             weight,
@@ -366,7 +367,8 @@ class LayerLosses(DecodingMethods):
             ignore_index=IGNORED,
             reduction="sum",
             softcap=parts.softcap,
-            inner_fraction=self._inner_fraction if sampled else 1.0,
+            inner_fraction=self._inner_fraction if training else 1.0,
+            inner_kl=self._inner_kl if training else 0.0,
             generator=self._generator,
         )
         return sums[-1] if weights is None else total, sums[:tapped]

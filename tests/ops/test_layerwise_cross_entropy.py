@@ -57,9 +57,11 @@ def written(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    inner_kl: float = 0.0,
+    detach_last: bool = True,
 ) -> Tensor:
     """The losses from exponentials alone, with the target distribution spelled out."""
-    losses = []
+    of_depths = []
     kept = targets.reshape(-1) != -100
     wanted = torch.full((int(kept.sum()), len(weight)), label_smoothing / len(weight), dtype=weight.dtype)
     wanted[torch.arange(len(wanted)), targets.reshape(-1)[kept]] += 1 - label_smoothing
@@ -69,8 +71,14 @@ def written(
         if softcap is not None:
             decay = torch.exp(-2 * logits / softcap)
             logits = softcap * (1 - decay) / (1 + decay)
-        probabilities = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
+        of_depths.append(torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True))
+    losses = []
+    last = of_depths[-1].detach() if detach_last else of_depths[-1]
+    for depth, probabilities in enumerate(of_depths):
         summed = -(wanted * torch.log(probabilities)).sum()
+        if depth < len(of_depths) - 1:
+            kl = (last * torch.log(last / probabilities)).sum()
+            summed = (1 - inner_kl) * summed + inner_kl * kl
         losses.append(summed / kept.sum() if reduction == "mean" else summed)
     return torch.stack(losses)
 
@@ -107,6 +115,70 @@ def test_losses_and_gradients_are_the_formula(
     assert_close([per_depth, total], [expected, expected_total])
     upstream = torch.tensor(-3.0, dtype=torch.float64)
     assert_close(gradients([total], leaves, [upstream]), torch.autograd.grad(-3 * expected_total, leaves))
+
+
+@pytest.mark.parametrize("flags", [{}, {"label_smoothing": 0.1, "softcap": 2.0, "reduction": "sum"}], ids=str)
+@pytest.mark.parametrize("detach_last", [True, False])
+@pytest.mark.parametrize("inner_kl", [0.3, 1.0])
+def test_the_kl_to_the_last_depth_is_the_formula(inner_kl: float, detach_last: bool, flags: dict[str, Any]) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    leaves, flags = [*hidden, weight, bias], {**flags, "inner_kl": inner_kl, "detach_last": detach_last}
+    expected = written(hidden, weight, targets, bias, **flags)
+    assert_close([layerwise_cross_entropy_reference(hidden, weight, targets, bias, **flags)], [expected])
+    right = torch.autograd.grad(layerwise_cross_entropy_reference(hidden, weight, targets, bias, **flags).sum(), leaves)
+    assert_close(torch.autograd.grad(expected.sum(), leaves, retain_graph=True), right)
+    for weights, chunk_tokens in itertools.product((None, WEIGHTS, [1.0, 0.0, 0.0], [0.0, 1.0, -2.0]), (None, 1, 4)):
+        total, per_depth = ops.layerwise_cross_entropy(
+            hidden, weight, targets, bias, depth_weights=weights, chunk_tokens=chunk_tokens, **flags
+        )
+        factors = torch.tensor(weights or [1.0, -0.5, 0.0], dtype=torch.float64)
+        assert_close([per_depth, total], [expected, torch.dot(factors, expected) if weights else expected.sum()])
+        upstream = [torch.tensor(3.0).double(), None] if weights else [None, 3 * factors]
+        found = gradients([total, per_depth], leaves, upstream)
+        right = torch.autograd.grad(expected, leaves, 3 * factors, retain_graph=True)
+        assert_close([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)], right)
+
+
+@pytest.mark.parametrize("frozen", [{0, 2}, {3, 4}, {0, 1, 3, 4}])
+def test_the_kl_with_frozen_inputs(frozen: set[int]) -> None:
+    hidden, weight, targets, bias = tensors(11)
+    leaves = [tensor.requires_grad_(n not in frozen) for n, tensor in enumerate([*hidden, weight, bias])]
+    trained = [tensor for tensor in leaves if tensor.requires_grad]
+    for detach_last, weights in itertools.product((True, False), (None, WEIGHTS)):
+        flags: dict[str, Any] = {"inner_kl": 0.5, "detach_last": detach_last}
+        factors = torch.tensor(weights or [0.5, 1.0, -1.0], dtype=torch.float64)
+        expected = torch.dot(factors, written(hidden, weight, targets, bias, **flags))
+        total, losses = ops.layerwise_cross_entropy(hidden, weight, targets, bias, depth_weights=weights, **flags)
+        total = total if weights else torch.dot(factors, losses)
+        assert_close(torch.autograd.grad(total, trained), torch.autograd.grad(expected, trained))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_the_kl_of_a_sample(monkeypatch: pytest.MonkeyPatch, weights: list[float] | None) -> None:
+    hidden, weight, targets, bias = tensors(2, 3)
+    leaves, sample = [*hidden, weight, bias], torch.tensor([4, 0, 3])
+    monkeypatch.setattr(module, "_sample", lambda *_: sample)
+    total, per_depth = ops.layerwise_cross_entropy(
+        hidden, weight, targets, bias, depth_weights=weights, inner_fraction=0.5, inner_kl=0.6, reduction="sum"
+    )
+    drawn = [depth.reshape(6, WIDTH)[sample] for depth in hidden]
+    inner = written(drawn, weight, targets.view(-1)[sample], bias, "sum", inner_kl=0.6)[:-1]
+    expected = torch.cat([2 * inner, written(hidden, weight, targets, bias, "sum")[-1:]])
+    assert_close([per_depth], [expected])
+    factors = torch.tensor(weights or [1.0] * DEPTHS, dtype=torch.float64)
+    assert_close(torch.autograd.grad(total, leaves), torch.autograd.grad(torch.dot(factors, expected), leaves))
+
+
+def test_the_kl_of_one_depth_is_its_cross_entropy_and_that_to_itself_is_zero() -> None:
+    hidden, weight, targets, bias = tensors(11)
+    one = ops.layerwise_cross_entropy(hidden[:1], weight, targets, bias, inner_kl=1.0)
+    assert_equal(one, ops.layerwise_cross_entropy(hidden[:1], weight, targets, bias))
+    with torch.no_grad():
+        bias[2] = float("-inf")  # a class that can be nowhere
+    targets[targets == 2] = -100
+    total, per_depth = ops.layerwise_cross_entropy([hidden[0], hidden[0]], weight, targets, bias, inner_kl=1.0)
+    assert per_depth[0].abs() < 1e-15
+    assert torch.isfinite(torch.autograd.grad(total, hidden[0])[0]).all()
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 3), (2, 1, 4), ()])
@@ -236,6 +308,7 @@ def test_weights_of_any_kind_and_depths_that_they_switch_off(kind: str) -> None:
 def arguments(hidden: list[Tensor], weight: Tensor, **changed: Any) -> chunked.CrossEntropyArguments:
     """Without a bias; every gradient is needed."""
     options = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "chunk_tokens": None, "mean": True}
+    options |= {"inner_kl": 0.0, "detach_last": True}
     how = {"dtype": torch.float32, "backend": "torch", "fused": False, "kept_rows": 0}
     tensors = {"bias": None, "targets": torch.zeros(len(hidden[0]), dtype=torch.int64), "sample": None}
     needs = {"needs_hidden": [True] * len(hidden), "needs_weight": True, "needs_bias": False}
@@ -452,9 +525,14 @@ class _LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, freed)
 
 
-@pytest.mark.parametrize(("weighted", "kept_bytes"), [(True, 0), (False, 0), (False, 2**21)])
+@pytest.mark.parametrize(
+    ("weighted", "kept_bytes", "kl"),
+    [(True, 0, {}), (False, 0, {}), (False, 2**21, {}), (True, 0, {"inner_kl": 1.0}), (False, 0, {"inner_kl": 0.5})],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept_bytes: int) -> None:
+def test_memory(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: bool, kept_bytes: int, kl: dict[str, Any]
+) -> None:
     monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 2**19)
     monkeypatch.setattr(chunked, "KEPT_BYTES", kept_bytes)
     monkeypatch.setitem(sweep.SWEEP_BYTES, "cpu", 2**17)
@@ -465,14 +543,15 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weighted: b
         targets = torch.randint(vocabulary, (tokens,), generator=generator(1))
         with _LiveBytes() as memory:
             total, _ = ops.layerwise_cross_entropy(
-                hidden, weight, targets, depth_weights=[1.0] * depths if weighted else None
+                hidden, weight, targets, depth_weights=[1.0] * depths if weighted else None, **kl
             )
             torch.autograd.grad(total, [*hidden, weight])
         of_head = 2 * 4 * vocabulary * width
         of_states = 2 * depths * tokens * width * dtype.itemsize
         of_rows = 40 * depths * tokens
-        logits = 2 * 128 * vocabulary * dtype.itemsize
-        assert memory.most <= of_head + of_states + of_rows + logits + kept_bytes + 3 * 2**17
+        # Of the last depth too, and what its distribution is swept with.
+        logits, swept = (4 * 128 * vocabulary * dtype.itemsize, 9) if kl else (2 * 128 * vocabulary * dtype.itemsize, 3)
+        assert memory.most <= of_head + of_states + of_rows + logits + kept_bytes + swept * 2**17
         assert memory.most <= kept_bytes + depths * tokens * vocabulary * dtype.itemsize / 4
 
 
@@ -697,6 +776,19 @@ def test_gradcheck(weights: list[float] | None) -> None:
         )[0],
         (*hidden, weight, bias),
     )
+    assert torch.autograd.gradcheck(
+        lambda *given: ops.layerwise_cross_entropy(
+            given[:DEPTHS],
+            given[-2],
+            targets,
+            given[-1],
+            depth_weights=weights,
+            softcap=2.0,
+            inner_kl=0.7,
+            detach_last=False,
+        )[0],
+        (*hidden, weight, bias),
+    )
 
 
 def test_repeats_are_bitwise_equal() -> None:
@@ -740,6 +832,8 @@ def test_opcheck(trained: tuple[bool, bool, bool], sampled: bool) -> None:
     check()
     if loss.needs_any:
         check(fused=True, depth_weights=torch.tensor(WEIGHTS))
+        check(inner_kl=0.5, detach_last=sampled)
+        check(inner_kl=0.5, detach_last=sampled, fused=True, depth_weights=torch.tensor(WEIGHTS))
         # What is kept has room for rows that do not count, which stays as it is.
         for kept_rows in (6, 12):
             check(kept_rows=kept_rows, chunk_tokens=3, targets=targets.clamp(min=0))
@@ -818,6 +912,12 @@ def test_compiles_with_a_sample() -> None:
         ({"inner_fraction": 0.0}, r"inner_fraction must be a number in \(0, 1\], got 0.0"),
         ({"inner_fraction": 1.5}, r"inner_fraction must be a number in \(0, 1\], got 1.5"),
         ({"inner_fraction": math.nan}, r"inner_fraction must be a number in \(0, 1\], got nan"),
+        ({"inner_kl": 1.5}, r"inner_kl must be a number in \[0, 1\], got 1.5"),
+        ({"detach_last": None}, r"detach_last must be"),
+        (
+            {"inner_kl": 0.5, "inner_fraction": 0.5, "detach_last": False},
+            r"inner_fraction must be 1 where detach_last is false, got 0.5",
+        ),
     ],
 )
 def test_errors_name_the_argument_what_was_given_and_what_is_expected(changed: dict[str, Any], message: str) -> None:

@@ -180,7 +180,9 @@ def test_the_evaluation_decodes_with_exits_and_the_report_shows_it(source: Path,
     assert "exits must hold" in evaluation["decoding_refused"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"inner_fraction": 0.5, "taps": [0, 2]}, {"model": "qwen", "gamma": 0.2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"inner_fraction": 0.5, "taps": [0, 2], "inner_kl": 0.5}, {"model": "qwen", "gamma": 0.2}]
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
 ) -> None:

@@ -17,7 +17,7 @@ from cdt_fast.ops.layerwise_cross_entropy.reference import (
     layerwise_cross_entropy_reference as layerwise_cross_entropy_reference,
 )
 from cdt_fast.ops.shared.backend import choose_backend
-from cdt_fast.ops.shared.checks import check_shape, check_tensor, check_together, compute_dtype, describe
+from cdt_fast.ops.shared.checks import check_flag, check_shape, check_tensor, check_together, compute_dtype, describe
 from cdt_fast.ops.shared.depths import check_depths, detach_zero_weighted, weights_of_depths
 
 REDUCTIONS = ("mean", "sum")
@@ -37,6 +37,8 @@ def layerwise_cross_entropy(
     chunk_tokens: int | None = None,
     inner_fraction: float = 1.0,
     generator: torch.Generator | None = None,
+    inner_kl: float = 0.0,
+    detach_last: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
 
@@ -64,6 +66,10 @@ def layerwise_cross_entropy(
         inner_fraction: estimate every depth but the last from this fraction of the tokens, in (0, 1], drawn anew in
             each call without replacement, the same ones for all inner depths. Losses and gradients are unbiased.
         generator: of the draw; its device may be another one.
+        inner_kl: α in [0, 1]: the loss of a token at every depth but the last is `(1 − α) CE + α KL(q ‖ p)`, p the
+            distribution there and q that of the last depth. It is computed in torch, chunk by chunk, beside the last
+            depth's logits; without weights, and where `detach_last` is false, no gradient of logits is kept.
+        detach_last: whether that KL has no gradient through q. False needs an `inner_fraction` of 1.
 
     Returns:
         `(total, per_depth)`, in nats, in float32 (float64 for float64). `per_depth` is `[L+1]`. With weights: `total =
@@ -84,8 +90,14 @@ def layerwise_cross_entropy(
         chunk_tokens = _int64("chunk_tokens", chunk_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
+    share = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
+    if share and fraction < 1 and not detach_last:
+        raise InputError(f"inner_fraction must be 1 where detach_last is false, got {inner_fraction}")
+    share = share if len(hidden_states) > 1 else 0.0
     sample = _sample(targets, fraction, generator) if len(hidden_states) > 1 else None
     hidden, dtype = detach_zero_weighted(hidden_states, weights), compute_dtype(hidden_states[0])
+    if share and not detach_last:
+        hidden[-1] = hidden_states[-1]  # whatever its own weight is
     loss = CrossEntropyArguments(
         hidden=hidden,
         weight=weight,
@@ -98,6 +110,8 @@ def layerwise_cross_entropy(
         label_smoothing=smoothing,
         softcap=None if softcap is None else check_positive("softcap", softcap),
         chunk_tokens=chunk_tokens,
+        inner_kl=share,
+        detach_last=check_flag("detach_last", detach_last),
         mean=check_choice("reduction", reduction, REDUCTIONS) == "mean",
         backend=choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
         fused=False,

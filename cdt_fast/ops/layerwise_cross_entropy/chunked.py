@@ -37,6 +37,7 @@ class CrossEntropyArguments:
         depth_weights: `[depths]`.
         dtype: that of the products. What they multiply is cast to it chunk by chunk, so that the gradients are rounded
             once, and to the dtype of the arguments.
+        inner_kl, detach_last: as in `layerwise_cross_entropy`; 0 where there is no inner depth.
         mean: whether the losses are means.
         backend: what sweeps over the logits of a chunk.
         fused: whether the forward computes the gradients, too: all that it does not know is factors of them.
@@ -56,6 +57,8 @@ class CrossEntropyArguments:
     label_smoothing: float
     softcap: float | None
     chunk_tokens: int | None
+    inner_kl: float
+    detach_last: bool
     mean: bool
     backend: Backend
     fused: bool
@@ -221,8 +224,11 @@ def _chunk_rows(loss: CrossEntropyArguments) -> int:
 
 def strategy(loss: CrossEntropyArguments) -> tuple[bool, int]:
     """`fused` and `kept_rows`, which are what is fastest within the budget of bytes."""
-    scalable = loss.depth_weights is not None or len(loss.hidden) == 1 or not (loss.needs_weight or loss.needs_bias)
-    if not loss.needs_any or torch.compiler.is_compiling():  # then the sizes may have no values yet
+    # Whether each gradient is a factor of what the forward can find, which holds one of all depths or of one alone.
+    shared = loss.needs_weight or loss.needs_bias or (loss.inner_kl > 0 and not loss.detach_last)
+    scalable = loss.depth_weights is not None or len(loss.hidden) == 1 or not shared
+    # While it is compiled the sizes may have no values yet.
+    if not loss.needs_any or loss.inner_kl or torch.compiler.is_compiling():
         return loss.needs_any and scalable, 0
     (vocabulary, width), rows = loss.weight.shape, number_of_rows(loss)
     most = loss.chunk_tokens or KEPT_BYTES // (vocabulary * loss.dtype.itemsize)

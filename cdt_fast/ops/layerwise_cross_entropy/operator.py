@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError
 from cdt_fast.ops.layerwise_cross_entropy.chunked import (
+    Chunk,
     CrossEntropyArguments,
     Rows,
     chunks_of,
@@ -21,7 +22,7 @@ from cdt_fast.ops.layerwise_cross_entropy.chunked import (
     with_room,
 )
 from cdt_fast.ops.layerwise_cross_entropy.gradients import Gradients, Logits
-from cdt_fast.ops.layerwise_cross_entropy.sweep import sweep
+from cdt_fast.ops.layerwise_cross_entropy.sweep import sweep, sweep_kl
 from cdt_fast.ops.shared.depths import zero_weight_mask
 from cdt_fast.ops.shared.products import rows_of
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
@@ -80,8 +81,11 @@ def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[
     scales = _times_factors(weights, rows)
     gradients = Gradients(loss, rows, on) if loss.fused else None
     with _without_autocast(device):
-        multiply = Logits(loss.weight, loss.bias)
-        for chunk, room in with_room(chunks_of(loss, rows, on), kept):
+        multiply, rest = Logits(loss.weight, loss.bias), rows
+        if loss.inner_kl:
+            _beside_last(loss, rows[0], losses, log_sums, scales, gradients, on)
+            rest = rows[1:]
+        for chunk, room in with_room(chunks_of(loss, rest, on), kept):
             place, x = chunk.place, chunk.states(loss)
             logits = multiply(x, room)
             of_rows = (logits, chunk.targets, losses[place], log_sums[place])
@@ -124,8 +128,11 @@ def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
     scales, off = _times_factors(loss.factors, rows), zero_weight_mask(loss.factors)
     gradients = Gradients(loss, rows, [not zero for zero in off])
     with _without_autocast(loss.weight.device):
-        multiply = Logits(loss.weight, loss.bias)
-        for whole, room in with_room(chunks_of(loss, rows, [False] * len(off)), loss.kept):
+        multiply, rest = Logits(loss.weight, loss.bias), rows
+        if loss.inner_kl:
+            _beside_last(loss, rows[0], None, loss.log_sums, scales, gradients, [not zero for zero in off])
+            rest = rows[1:]
+        for whole, room in with_room(chunks_of(loss, rest, [False] * len(off)), loss.kept):
             for chunk in whole.apart() if any(off[depth] for depth in whole.depths) else [whole]:
                 if off[chunk.depths.start]:
                     continue
@@ -138,6 +145,54 @@ def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
                     sweep(loss, logits, chunk.targets, None, loss.log_sums[place], chunk.of_rows(scales), logits)
                     gradients.add(chunk, logits, x)
     return gradients.found(shape, dtype)
+
+
+def _beside_last(
+    loss: CrossEntropyArguments,
+    rows: Rows,
+    losses: Tensor | None,
+    log_sums: Tensor,
+    scales: Tensor,
+    gradients: Gradients | None,
+    on: Sequence[bool],
+) -> None:
+    """The chunks of the inner depths with the KL to the last, whose logits of the same tokens are at hand.
+
+    Those of the last depth itself are among them where all depths have the same rows, and not where the inner ones are
+    estimated from a sample: then its logits there cost a product more.
+
+    Args:
+        rows: of the inner depths.
+        losses, log_sums: of all rows. Where losses are given both are written, else the latter are read.
+        scales: `[depths]`, what the gradients are multiplied by.
+        gradients: what they are added to; None: no gradient is computed.
+        on: the depths that have one.
+    """
+    last = len(loss.hidden) - 1
+    of_last, of_inner = Logits(loss.weight, loss.bias), Logits(loss.weight, loss.bias)
+    for block in chunks_of(loss, [replace(rows, depths=range(1))], on):
+        chunks = [Chunk(rows, range(depth, depth + 1), block.start, block.stop) for depth in range(last + 1)]
+        x_last = chunks[last].states(loss)
+        logits_of_last = of_last(x_last)
+        to_last = None
+        if gradients is not None and not loss.detach_last:
+            to_last = torch.zeros_like(logits_of_last, dtype=loss.wide)
+        for depth, chunk in enumerate(chunks):
+            add = gradients if on[depth] else None
+            if depth not in rows.depths or (losses is None and add is None and depth < last):
+                continue
+            place, x = chunk.place, x_last if depth == last else chunk.states(loss)
+            logits = logits_of_last if depth == last else of_inner(x)
+            of_rows = chunk.targets, None if losses is None else losses[place], log_sums[place]
+            of_scales = None if add is None else chunk.of_rows(scales)
+            if depth < last:
+                sweep_kl(loss, logits, logits_of_last, *of_rows, of_scales, to_last)
+            else:
+                sweep(loss, logits, *of_rows, of_scales, None if add is None else logits)
+                if to_last is not None:
+                    add, logits = gradients, (to_last if add is None else to_last.add_(logits)).to(loss.dtype)
+            if add is not None:
+                add.add(chunk, logits, x)
 
 
 def _backward_fake(loss: CrossEntropyBackwardArguments) -> list[Tensor]:

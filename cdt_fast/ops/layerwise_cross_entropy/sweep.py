@@ -70,13 +70,8 @@ def _sweep_rows(
     out: Tensor | None,
 ) -> None:
     smoothing, vocabulary = loss.label_smoothing, logits.shape[1]
+    ignored, outside, places = _places(loss, targets, vocabulary)
     v = 0 if vocabulary < FEW_COLUMNS and logits.numel() >= FEW_NUMBERS else 1  # the dimension of the vocabulary
-    ignored = outside = None
-    places = targets
-    if logits.device.type != "cpu":  # where neither ignored tokens nor targets out of range get this far
-        ignored = targets == loss.ignore_index
-        outside = ~ignored & ((targets < 0) | (targets >= vocabulary))
-        places = targets.masked_fill(ignored | outside, 0)
     places = places.unsqueeze(v)
     # In at least float32; what is written over the logits is written over `out` where it has room for that.
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -117,3 +112,109 @@ def _sweep_rows(
         probabilities.mul_(scales.unsqueeze(v))
     if probabilities is not out:
         out.copy_(probabilities if v else probabilities.mT)
+
+
+def sweep_kl(
+    loss: CrossEntropyArguments,
+    logits: Tensor,
+    of_last: Tensor,
+    targets: Tensor,
+    losses: Tensor | None,
+    log_sums: Tensor,
+    scales: Tensor | None,
+    to_last: Tensor | None,
+) -> None:
+    """`sweep` for an inner depth whose loss has a share of the KL from the last depth's distribution; in torch.
+
+    Args:
+        logits: `[rows, V]`, overwritten by their gradient where scales are given.
+        of_last: the logits of the last depth at the same tokens, read.
+        targets, losses, log_sums, scales: as there; the log-sum-exps are written with the losses, and not read.
+        to_last: `[rows, V]` in at least float32; the gradient over `of_last` is added to it.
+    """
+    count = max(1, budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
+    rows = (logits, of_last, targets, losses, log_sums, scales, to_last)
+    number = -(-logits.shape[0] // count)
+    for part in zip(*([None] * number if row is None else row.split(count) for row in rows), strict=True):
+        _sweep_kl_rows(loss, *part)
+
+
+def _sweep_kl_rows(
+    loss: CrossEntropyArguments,
+    logits: Tensor,
+    of_last: Tensor,
+    targets: Tensor,
+    losses: Tensor | None,
+    log_sums: Tensor,
+    scales: Tensor | None,
+    to_last: Tensor | None,
+) -> None:
+    share, smoothing = loss.inner_kl, loss.label_smoothing
+    ignored, outside, places = _places(loss, targets, logits.shape[1])
+    x, slope = _capped(loss, logits)
+    last, slope_of_last = _capped(loss, of_last)
+    log_p, log_q = torch.log_softmax(x, 1), torch.log_softmax(last, 1)
+    q = log_q.exp()
+    # A class that cannot be at the last depth adds nothing, also where it cannot be at this one: no −inf − (−inf).
+    difference = torch.where(q == 0, 0.0, log_q.sub_(log_p))
+    kl = torch.linalg.vecdot(q, difference)
+    if losses is not None:
+        of_rows = share * kl
+        if share < 1:
+            wanted = (1 - smoothing) * log_p.gather(1, places.unsqueeze(1)).squeeze(1)
+            wanted = wanted + smoothing * log_p.mean(1) if smoothing else wanted
+            of_rows.sub_(wanted, alpha=1 - share)
+        if ignored is not None and outside is not None:
+            of_rows.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
+        losses.copy_(of_rows)
+        torch.sub(x.amax(1), log_p.amax(1), out=log_sums)
+    if scales is None:
+        return
+    silent = None
+    if ignored is not None and outside is not None:
+        scales = scales.masked_fill(outside, float("nan"))
+        silent = (ignored | (scales == 0)).unsqueeze(1)
+    scales = scales.unsqueeze(1)
+    gradient = log_p.exp_().sub_(q, alpha=share)
+    if share < 1:
+        gradient.scatter_(1, places.unsqueeze(1), -(1 - share) * (1 - smoothing), reduce="add")
+        if smoothing:
+            gradient.sub_((1 - share) * smoothing / logits.shape[1])
+    for of_logits, slopes, out in (
+        (gradient, slope, logits),
+        (None if to_last is None else difference.sub_(kl.unsqueeze(1)).mul_(q).mul_(share), slope_of_last, to_last),
+    ):
+        if of_logits is None or out is None:
+            continue
+        of_logits.mul_(scales)
+        if slopes is not None:
+            of_logits.mul_(slopes)
+        if silent is not None:
+            of_logits.masked_fill_(silent, 0.0)
+        if out is logits:
+            out.copy_(of_logits)
+        else:
+            out.add_(of_logits)
+
+
+def _capped(loss: CrossEntropyArguments, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The logits in at least float32 within the softcap, and its slope there."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if loss.softcap is None:
+        return x, None
+    ratio = torch.tanh(x / loss.softcap)
+    return loss.softcap * ratio, 1.0 - ratio.square()
+
+
+def _places(
+    loss: CrossEntropyArguments, targets: Tensor, vocabulary: int
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Which targets are ignored and which are out of range, and the columns of the others.
+
+    None and None on a CPU, where neither gets this far.
+    """
+    if targets.device.type == "cpu":
+        return None, None, targets
+    ignored = targets == loss.ignore_index
+    outside = ~ignored & ((targets < 0) | (targets >= vocabulary))
+    return ignored, outside, targets.masked_fill(ignored | outside, 0)
