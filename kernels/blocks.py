@@ -32,7 +32,6 @@ class Blocks(NamedTuple):
     Attributes:
         rows: rows of the tile that the block computes: tokens.
         columns: columns of it that are computed, or read, at a time.
-        owned_columns: columns of the result that one block computes, of kernels that share them out.
         keys: tokens that are streamed at a time.
         atoms: columns of the dictionary that are taken at a time.
         depth: terms of a product that are taken at a time.
@@ -41,7 +40,6 @@ class Blocks(NamedTuple):
 
     rows: int = 0
     columns: int = 0
-    owned_columns: int = 0
     keys: int = 0
     atoms: int = 0
     depth: int = 0
@@ -178,43 +176,6 @@ SYMMETRIC_ATTENTION_STREAMING_BACKWARD = BlockTable(
         ("hopper", "tf32"): {64: (64, 32, 4, 1), 128: (32, 64, 8, 1), 256: (32, 32, 8, 1)},
         ("hopper", "ieee"): {64: (32, 16, 8, 2), 256: (16, 16, 8, 2)},
     },
-)
-
-# As many columns as registers hold: for each chunk of them the scores are formed anew.
-SYMMETRIC_ATTENTION_WIDE = BlockTable(
-    "rows keys columns owned_columns warps stages",
-    {
-        ("consumer", "16 bits"): (64, 64, 32, 256, 8, 2),
-        ("consumer", "tf32"): (64, 32, 32, 256, 8, 1),
-        ("consumer", "ieee"): (32, 32, 32, 256, 8, 2),
-        ("ampere", "16 bits"): (64, 64, 64, 256, 8, 2),
-        ("ampere", "tf32"): (64, 32, 32, 256, 8, 1),
-        ("ampere", "ieee"): (32, 32, 32, 256, 8, 2),
-        ("hopper", "16 bits"): (64, 64, 64, 256, 8, 3),
-        ("hopper", "tf32"): (64, 32, 32, 256, 8, 2),
-        ("hopper", "ieee"): (32, 32, 32, 256, 8, 2),
-    },
-)
-SYMMETRIC_ATTENTION_WIDE_BACKWARD = BlockTable(
-    "rows keys columns owned_columns warps stages",
-    {
-        ("consumer", "16 bits"): (32, 32, 64, 256, 8, 3),
-        ("consumer", "tf32"): (32, 32, 32, 256, 4, 2),
-        ("consumer", "ieee"): (32, 16, 32, 128, 8, 1),
-        ("ampere", "16 bits"): (64, 64, 32, 256, 8, 2),
-        ("ampere", "tf32"): (32, 32, 32, 256, 4, 2),
-        ("ampere", "ieee"): (32, 16, 32, 128, 8, 1),
-        ("hopper", "16 bits"): (64, 32, 64, 128, 8, 3),
-        ("hopper", "tf32"): (32, 32, 32, 256, 4, 2),
-        ("hopper", "ieee"): (32, 16, 32, 128, 8, 1),
-    },
-)
-# Of the gradient of the values alone, which leaves more registers.
-SYMMETRIC_ATTENTION_WIDE_VALUES_BACKWARD = SYMMETRIC_ATTENTION_WIDE_BACKWARD.changed(
-    {
-        ("consumer", "16 bits"): (64, 64, 32, 256, 8, 2),
-        ("hopper", "16 bits"): (64, 64, 64, 256, 8, 2),
-    }
 )
 
 # For elements of 2 bytes, by the greater width, of the signal or of the next projection. Tiles of 128 rows spill, and

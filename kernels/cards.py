@@ -54,6 +54,8 @@ CARDS = {
     "RTX 3090": GpuSpec(86, 101_376),
     "RTX 4090": GpuSpec(89, 101_376),
     "H200": GpuSpec(90, 232_448),
+    "B200": GpuSpec(100, 232_448),
+    "B300": GpuSpec(103, 232_448),
     "RTX 5090": GpuSpec(120, 101_376),
 }
 SMALLEST = CARDS["RTX 3090"]

@@ -184,9 +184,10 @@ def _entry(function: Any, name: str, args: Any, kwargs: Any, result: Any) -> Ent
         if name not in _LIKE and not (writes and (argument.kwarg_only or name in _OVERWRITE)):
             read += _on_the_card(value)
     traffic = sum(sum(map(stored_bytes, {id(one): one for one in some}.values())) for some in (read, written))
-    if name not in _PRODUCTS:
+    place = _PRODUCTS.get(name.removesuffix("_"))
+    if place is None:
         return Entry(name, traffic)
-    left = args[_PRODUCTS[name]]
+    left = args[place]
     return Entry(name, traffic, 2.0 * written[0].numel() * left.shape[-1], left.dtype)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from cdt_fast.kernels.cards import GpuSpec
 from cdt_fast.kernels.launch import Launch, recording
@@ -36,16 +35,13 @@ class Case:
     Attributes:
         name: what sets it apart in its family.
         call: calls the launcher, and returns what it returns.
-        inputs: the tensors that the launcher reads.
-        flop: sums and products of its matrix products, at least; None where the case is about a flag, and its speed is
-            that of another case.
+        is_size: whether it stands for a size of the tensors; else it is about a flag.
         aligned: whether sixteen divides the sizes. Where it does not, loads are narrow and registers may spill.
     """
 
     name: str
     call: Callable[[], Any]
-    inputs: tuple[Tensor | None, ...] = ()
-    flop: int | None = None
+    is_size: bool = False
     aligned: bool = True
 
     def launches(self, precision: Precision, card: GpuSpec) -> list[Launch]:
@@ -53,12 +49,6 @@ class Case:
         with float32_products(precision.tf32), recording(card) as launches:
             self.call()
         return launches
-
-    def traffic(self, card: GpuSpec) -> int:
-        """Bytes that cross the memory's bus at least: every input once and every output once."""
-        with recording(card):
-            outputs = self.call()
-        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors((self.inputs, outputs)))
 
 
 @contextlib.contextmanager
@@ -73,11 +63,3 @@ def float32_products(tf32: bool) -> Iterator[None]:
         yield
     finally:
         setattr(settings, name, before)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for element in value:
-            yield from _tensors(element)

@@ -33,7 +33,6 @@ from cdt_fast.kernels.lista_step import lista_step_backward, lista_step_forward
 from cdt_fast.kernels.residual_linear import residual_linear_forward
 from cdt_fast.kernels.symmetric_attention_packed import packed_backward, packed_forward
 from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward
-from cdt_fast.kernels.symmetric_attention_wide import wide_backward, wide_forward
 from cdt_fast.kernels.unrolled_layer import unrolled_backward, unrolled_forward
 
 
@@ -41,26 +40,18 @@ def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _attention_case(name: str, launcher: Callable[..., Any], timed: bool = False, **given: Any) -> Case:
+def _attention_case(name: str, launcher: Callable[..., Any], is_size: bool = False, **given: Any) -> Case:
     """A forward, or with `grad_output` a backward, of what is given of the arguments.
 
-    A streamed output keeps its remainder in 16 bits, but where `keeps` is false; `timed` gives the floor of the size.
+    A streamed output keeps its remainder in 16 bits, but where `keeps` is false.
     """
-    z, values, backward = given["z"], given.get("values"), "grad_output" in given
-    width = (z if values is None else values).shape[-1]
-    inputs: tuple[Tensor, ...] = (z, *([] if values is None else [values]))
+    z, backward = given["z"], "grad_output" in given
     if backward:
         log_sum_exp = _empty(torch.float32, *z.shape[:-1])
         kept = z if given.pop("keeps", False) and z.element_size() == 2 else z.new_empty(0)
         given |= {"output": given["grad_output"], "log_sum_exp": log_sum_exp, "kept": kept}
-        inputs = *inputs, given["grad_output"]
-        if launcher is not packed_backward:
-            inputs = *inputs, log_sum_exp, given["output"]
     arguments = (SymmetricAttentionBackwardArguments if backward else SymmetricAttentionArguments)(**given)
-    flop = 2 * z.shape[0] * z.shape[1] ** 2 * (z.shape[-1] + width) * (2 if backward else 1)
-    aligned = z.shape[-1] % 16 == 0
-    floor: Any = (inputs, flop) if timed else ()
-    return Case(name, functools.partial(launcher, arguments), *floor, aligned=aligned)
+    return Case(name, functools.partial(launcher, arguments), is_size, aligned=z.shape[-1] % 16 == 0)
 
 
 def _flagged(z: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -78,8 +69,8 @@ def packed_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     for width, value_width in ((256, 256), (64, 64), (250, 250), (256, 1024)):
         z, values = _empty(dtype, 3200, tokens, width), _empty(dtype, 3200, tokens, value_width)
         shape = f"T {tokens}, d {width}, values {value_width} wide"
-        yield forward(f"forward, {shape}", z=z, values=values, timed=True)
-        yield backward(f"backward, {shape}", z=z, values=values, grad_output=values, timed=True)
+        yield forward(f"forward, {shape}", z=z, values=values, is_size=True)
+        yield backward(f"backward, {shape}", z=z, values=values, grad_output=values, is_size=True)
     for longest in (33, 64):
         z = _empty(dtype, 1000, longest, 64)
         yield forward(f"forward, T {longest}, d 64", z=z, values=z)
@@ -105,8 +96,8 @@ def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     for width in (64, 128, 256, 200, 16):
         z = _empty(dtype, sequences, tokens, width)
         shape = f"T {tokens}, d {width}, tied"
-        yield forward(f"forward, {shape}", z=z, keeps=True, timed=True)
-        yield backward(f"backward, {shape}", z=z, grad_output=z, keeps=True, timed=True)
+        yield forward(f"forward, {shape}", z=z, keeps=True, is_size=True)
+        yield backward(f"backward, {shape}", z=z, grad_output=z, keeps=True, is_size=True)
     for width in (64, 256):
         z = _empty(dtype, sequences, tokens, width)
         for flagged, given in _flagged(z):
@@ -126,35 +117,19 @@ def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
                 yield backward(f"backward, tied{flags}", **given)
 
 
-def wide_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Long sequences of wide tokens, and every flag."""
-    forward = functools.partial(_attention_case, launcher=wide_forward)
-    backward = functools.partial(_attention_case, launcher=wide_backward)
-    z = _empty(dtype, 16, 1024, 1024)
-    shape = "T 1024, d 1024, tied"
-    yield forward(f"forward, {shape}", z=z, keeps=True, timed=True)
-    yield backward(f"backward, {shape}", z=z, grad_output=z, keeps=True, timed=True)
-    for flags, given in _flagged(z):
-        given["values"] = z
-        yield forward(f"forward without a backward{flags}", **given)
-        given["keeps"] = True
-        yield forward(f"forward{flags}", **given)
-        yield backward(f"backward{flags}", **given, grad_output=z)
-
-
 NONLINEARITIES: tuple[Nonlinearity, ...] = ("soft_threshold", "relu", "identity")
 
 
 def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
     """One kernel for narrow tokens: widths, nonlinearities, what is kept or needed, a transposed dictionary."""
 
-    def forward(name: str, *floor: Any, aligned: bool = True, **given: Any) -> Case:
+    def forward(name: str, is_size: bool = False, aligned: bool = True, **given: Any) -> Case:
         arguments = ListaStepArguments(step=0.1, threshold=0.1, **given)
-        return Case(f"forward, {name}", functools.partial(lista_step_forward, arguments), *floor, aligned=aligned)
+        return Case(f"forward, {name}", functools.partial(lista_step_forward, arguments), is_size, aligned)
 
-    def backward(name: str, *floor: Any, aligned: bool = True, **given: Any) -> Case:
+    def backward(name: str, is_size: bool = False, aligned: bool = True, **given: Any) -> Case:
         arguments = ListaStepBackwardArguments(step=0.1, **given)
-        return Case(f"backward, {name}", functools.partial(lista_step_backward, arguments), *floor, aligned=aligned)
+        return Case(f"backward, {name}", functools.partial(lista_step_backward, arguments), is_size, aligned)
 
     rows, atoms = 64_000, 1024
     codes = _empty(dtype, rows, atoms)
@@ -162,9 +137,9 @@ def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
         signal, dictionary = _empty(dtype, rows, width), _empty(dtype, width, atoms)
         before: dict[str, Any] = {"codes": codes, "signal": signal}
         after = {"grad_output": codes, "output": codes, "dictionary": dictionary}
-        shape, flop, aligned = f"n {width}, m {atoms}", 4 * rows * width * atoms, width % 16 == 0
-        yield forward(shape, (codes, signal, dictionary), flop, aligned=aligned, **before, dictionary=dictionary)
-        yield backward(shape, (codes, codes, dictionary), flop, aligned=aligned, **after)
+        shape, aligned = f"n {width}, m {atoms}", width % 16 == 0
+        yield forward(shape, True, aligned, **before, dictionary=dictionary)
+        yield backward(shape, True, aligned, **after)
         if width != 256:
             continue
         for nonlinearity, kept in itertools.product(NONLINEARITIES, (True, False)):
@@ -194,8 +169,7 @@ def residual_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(
             f"{rows} rows, n {depth}, m {columns}",
             call(x, weight, residual),
-            (x, weight, residual),
-            2 * rows * depth * columns,
+            is_size=True,
             aligned=depth % 16 == columns % 16 == 0,
         )
     x, weight, residual = _empty(dtype, 16_384, 768), _empty(dtype, 768, 768), _empty(dtype, 16_384, 768)
@@ -211,14 +185,7 @@ def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
         vectors = [_empty(torch.float32, rows) for _ in range(3)]
         call = functools.partial(cross_entropy.cross_entropy_, logits, targets, ignore_index=-100)
         both = functools.partial(call, *vectors, softcap=None, smoothing=0.0)
-        yield Case(
-            f"loss and gradient, {rows} rows, V {vocabulary}",
-            # In place: what it reads is written once more.
-            lambda both=both, written=(logits, *vectors[:2]): (both(), written),
-            (logits, targets, vectors[2]),
-            0,
-            aligned=vocabulary % 16 == 0,
-        )
+        yield Case(f"loss and gradient, {rows} rows, V {vocabulary}", both, True, aligned=vocabulary % 16 == 0)
         if vocabulary not in (50_257, 128_256):
             continue
         losses, log_sums, scales = vectors
@@ -241,24 +208,23 @@ def reconstruction_cases(dtype: torch.dtype) -> Iterator[Case]:
     for depths in (6, 2, 13):
         states = [_empty(dtype, tokens, width) for _ in range(depths)]
         factors = _empty(torch.float32, depths)
-
         loss = {"reconstructions": states, "target": target}
 
-        def forward(name: str, *floor: Any, loss: Any = loss, **given: Any) -> Case:
+        def forward(name: str, is_size: bool = False, loss: Any = loss, **given: Any) -> Case:
             arguments = ReconstructionLossArguments(**loss, **given)
-            return Case(name, functools.partial(reconstruction_forward, arguments), *floor)
+            return Case(name, functools.partial(reconstruction_forward, arguments), is_size)
 
         def backward(
-            name: str, *floor: Any, every: int = 1, loss: Any = loss, factors: Any = factors, **given: Any
+            name: str, is_size: bool = False, every: int = 1, loss: Any = loss, factors: Any = factors, **given: Any
         ) -> Case:
             needed = [depth % every == 0 for depth in range(len(factors))]
             arguments = ReconstructionLossBackwardArguments(
                 **loss, grad=factors, needs_reconstructions=needed, **{"needs_target": False, **given}
             )
-            return Case(name, functools.partial(reconstruction_backward, arguments, factors), *floor)
+            return Case(name, functools.partial(reconstruction_backward, arguments, factors), is_size)
 
-        yield forward(f"errors of {depths} depths", (*states, target), 0, padding=None)
-        yield backward(f"gradients of {depths} depths", (*states, target, factors), 0, padding=None)
+        yield forward(f"errors of {depths} depths", True, padding=None)
+        yield backward(f"gradients of {depths} depths", True, padding=None)
         if depths != 6:
             continue
         yield forward("errors, padding", padding=padding)
@@ -275,7 +241,7 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
     if dtype.itemsize > 2:
         return
     sequences, tokens, atoms = 3200, 20, 1024
-    rows, lengths = sequences * tokens, _empty(torch.int64, sequences)
+    lengths = _empty(torch.int64, sequences)
     for width in (256, 64, 100):
         codes = _empty(dtype, sequences, tokens, atoms)
         signal, dictionary = _empty(dtype, sequences, tokens, width), _empty(dtype, width, atoms)
@@ -284,20 +250,19 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
         after: dict[str, Any] = {**layer, "next_codes": codes, "next_projection": signal}
         upstream: dict[str, Any] = {"grad_next_codes": codes, "grad_next_projection": signal}
 
-        def forward(name: str, timed: Any = (), aligned: bool = True, layer: Any = layer, **given: Any) -> Case:
+        def forward(name: str, is_size: bool = False, layer: Any = layer, **given: Any) -> Case:
             arguments = UnrolledLayerArguments(**layer, **given)
-            return Case(f"forward, {name}", functools.partial(unrolled_forward, arguments), *timed, aligned=aligned)
+            aligned = arguments.signal.shape[-1] % 16 == 0
+            return Case(f"forward, {name}", functools.partial(unrolled_forward, arguments), is_size, aligned)
 
-        def backward(name: str, timed: Any = (), aligned: bool = True, layer: Any = after, **given: Any) -> Case:
+        def backward(name: str, is_size: bool = False, layer: Any = after, **given: Any) -> Case:
             arguments = UnrolledLayerBackwardArguments(**layer, **given)
-            return Case(f"backward, {name}", functools.partial(unrolled_backward, arguments), *timed, aligned=aligned)
+            aligned = arguments.signal.shape[-1] % 16 == 0
+            return Case(f"backward, {name}", functools.partial(unrolled_backward, arguments), is_size, aligned)
 
-        product, mixing = 2 * rows * width * atoms, 2 * rows * tokens
-        shape, aligned = f"n {width}, m {atoms}", width % 16 == 0
-        tensors = (codes, signal, signal, dictionary)
-        yield forward(shape, (tensors, 2 * product + mixing * (2 * width + atoms)), aligned)
-        floor = (*tensors, codes, signal, codes, signal), 2 * product + mixing * (5 * width + 2 * atoms)
-        yield backward(shape, floor, aligned, **upstream)
+        shape = f"n {width}, m {atoms}"
+        yield forward(shape, True)
+        yield backward(shape, True, **upstream)
         if width != 256:
             continue
         error = _empty(torch.float32, 1)
@@ -329,7 +294,6 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
 FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "symmetric_attention_packed": packed_attention_cases,
     "symmetric_attention_streaming": streaming_attention_cases,
-    "symmetric_attention_wide": wide_attention_cases,
     "unrolled_layer": unrolled_layer_cases,
     "lista_step": lista_cases,
     "residual_linear": residual_linear_cases,

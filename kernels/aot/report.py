@@ -7,13 +7,12 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
 from cdt_fast.kernels.aot.case import PRECISIONS
-from cdt_fast.kernels.aot.cases import FAMILIES
 from cdt_fast.kernels.aot.compile import Configuration, Measurement
 from cdt_fast.kernels.cards import CARDS
 
@@ -49,28 +48,6 @@ COLUMNS = (
     *("family", "kernel", "case", "numbers", "card", "any alignment", "warps", "stages"),
     *("registers", "spilled bytes", "shared bytes", "tensor-core instructions", "redundancy", "fault"),
 )
-
-
-class Ceiling(NamedTuple):
-    """What a card can do at most: dense bfloat16 products summed in float32 (TFLOP/s), and its memory (GB/s)."""
-
-    tera_flop: float
-    giga_bytes: float
-
-    def floor(self, flop: float, traffic: float) -> tuple[float, str]:
-        """The microseconds below which it cannot be, and what holds it there."""
-        compute, memory = flop / self.tera_flop * 1e-6, traffic / self.giga_bytes * 1e-3
-        return (compute, "compute") if compute > memory else (memory, "memory")
-
-
-# As NVIDIA publishes them: the white papers of GA102 (version 2), Ada and Blackwell RTX for the GeForce cards, the data
-# sheet of the H200 (half of its figure with sparsity). An H200 was measured at 790 TFLOP/s and 4,300 GB/s.
-CEILINGS = {
-    "RTX 3090": Ceiling(71, 936),
-    "RTX 4090": Ceiling(165, 1008),
-    "RTX 5090": Ceiling(209, 1792),
-    "H200": Ceiling(989, 4800),
-}
 
 
 def faults(rows: Iterable[Row], measurements: Measurements) -> list[str]:
@@ -117,13 +94,14 @@ def as_csv(rows: Iterable[Row], measurements: Measurements) -> str:
 
 
 def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -> str:
-    """The document: the command that made it, a summary, a table a family, the floors."""
+    """The document: the command that made it, a summary, a table a family."""
     families, cards = list(dict.fromkeys(row.family for row in rows)), list(dict.fromkeys(row.card for row in rows))
     broken = faults(rows, measurements)
     parts = [
         "# The kernels, compiled for every card",
         f"Made by `{command}` with Triton {triton.__version__}, without a GPU: do not edit. `make kernels-report` "
-        "makes it for every card and dtype, and `build/kernels.csv` with a line a configuration. "
+        "makes it, and `build/kernels.csv` with a line a configuration. An RTX 4090 takes the blocks of an RTX 3090, a "
+        "B300 those of a B200. "
         "The launchers are called with tensors that have a shape and no memory, and what they would launch is "
         "compiled for the card; the figures are read from the machine code. They say that a kernel fits, not how "
         "fast it is.",
@@ -142,13 +120,6 @@ def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -
     ]
     for family in families:
         parts += [f"### {family}", _table([row for row in rows if row.family == family], measurements, cards)]
-    parts += [
-        "## Floors",
-        "The least time that the work can take in bfloat16, from published figures: sums and products over the dense "
-        "rate of the tensor cores, bytes (every input once, every output once) over the memory's bandwidth, whichever "
-        "is larger. *Intensity* is the ratio of the two, in FLOP a byte.",
-        _floors(families),
-    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -197,27 +168,6 @@ def _spills(rows: Iterable[Row], measurements: Measurements, item_bytes: int, al
         and measurements[row.configuration].local_bytes
     ]
     return f"{len(spilled)} (up to {max(spilled)} bytes)" if spilled else "0"
-
-
-def _floors(families: Sequence[str]) -> str:
-    head = ("work", "GFLOP", "MB", "intensity", *(f"{card}, µs" for card in CEILINGS))
-    lines = []
-    for family in families:
-        for case in FAMILIES[family](torch.bfloat16):
-            if case.flop is None:
-                continue
-            traffic = case.traffic(CARDS["RTX 3090"])
-            floors = (ceiling.floor(case.flop, traffic) for ceiling in CEILINGS.values())
-            lines.append(
-                (
-                    f"{family}: {case.name}",
-                    f"{case.flop / 1e9:.1f}",
-                    f"{traffic / 1e6:.1f}",
-                    f"{case.flop / traffic:.0f}",
-                    *(f"{microseconds:.0f} ({bound})" for microseconds, bound in floors),
-                )
-            )
-    return _lines(head, lines)
 
 
 def _table(rows: Sequence[Row], measurements: Measurements, cards: Sequence[str]) -> str:

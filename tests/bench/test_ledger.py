@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from cdt_fast import ops
 from cdt_fast.bench.ledger.__main__ import document, main
 from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES, REDUNDANCY
 from cdt_fast.bench.ledger.recording import Entry, record
@@ -52,6 +54,26 @@ def test_a_fused_layer_multiplies_what_was_counted_by_hand(step: list[Entry]) ->
     assert {entry.flop for entry in named(step, "unrolled_forward_kernel")} == {forward}
     backward = 2 * TILES * ROWS * (ROWS * 5 * N + M * (N + 2 * ROWS))
     assert {entry.flop for entry in named(step, "unrolled_backward_kernel")} == {backward}
+
+
+@pytest.mark.parametrize(("width", "values"), [(768, None), (64, 768), (512, 128)])
+def test_attention_of_wide_tokens_makes_each_product_once_of_narrow_factors(width: int, values: int | None) -> None:
+    sequences, tokens = 100, 512
+
+    def prepare() -> Callable[[], object]:
+        shapes = [width] if values is None else [width, values]
+        leaves = [
+            torch.empty(sequences, tokens, n, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in shapes
+        ]
+        output = torch.empty(sequences, tokens, shapes[-1], dtype=torch.bfloat16, device="meta")
+        return lambda: torch.autograd.grad(ops.symmetric_attention(*leaves, scale=0.5), leaves, output)
+
+    products = [entry for entry in record(prepare, H100.spec) if entry.flop]
+    assert {entry.dtype for entry in products} == {torch.bfloat16}
+    assert not any(entry.blocks for entry in products)
+    # Forward the scores and the output; backward the scores, dA, dV, and (dS + dSᵀ) z in one product, of narrow z two.
+    of_z = 3 * width + (width if width < 128 else 0)
+    assert sum(entry.flop for entry in products) == 2 * sequences * tokens**2 * (of_z + 3 * (values or width))
 
 
 def test_products_of_a_library_are_those_counted_by_hand(step: list[Entry]) -> None:

@@ -15,7 +15,11 @@ from cdt_fast.kernels.cards import CARDS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--emulate", choices=CARDS, help="compile the kernels for this card and emulate it on the CPU")
+    parser.addoption(
+        "--emulate",
+        choices=[name for name, card in CARDS.items() if card.family != "blackwell"],
+        help="compile the kernels for this card and emulate it on the CPU",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

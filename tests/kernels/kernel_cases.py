@@ -14,7 +14,6 @@ from cdt_fast.kernels.blocks import Blocks
 from cdt_fast.kernels.cards import dot_precision
 from cdt_fast.kernels.symmetric_attention_packed import packed_backward, packed_forward
 from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward
-from cdt_fast.kernels.symmetric_attention_wide import wide_backward, wide_forward
 from cdt_fast.ops.shared.checks import padding_mask
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 from tests.kernels.precision import assert_as_precise, epsilon_of
@@ -54,7 +53,6 @@ def same(one: Tensor, other: Tensor) -> bool:
 NAMES = ("output", "log-sum-exp", "gradient of z", "gradient of the values")
 PACKED = Blocks(rows=16, columns=16, warps=4, stages=2)
 STREAMING = Blocks(rows=16, keys=16, warps=4, stages=2)
-WIDE = Blocks(rows=16, keys=16, columns=16, owned_columns=16, warps=4, stages=2)
 
 
 class Shape(NamedTuple):
@@ -127,14 +125,7 @@ def run_streaming(
     return [*outputs[:2], *streaming_backward(inputs.backward(*outputs, **needs), backward_blocks)]
 
 
-def run_wide(
-    inputs: Inputs, forward_blocks: Blocks | None = WIDE, backward_blocks: Blocks | None = WIDE, **needs: Any
-) -> Results:
-    outputs = wide_forward(inputs.forward(), forward_blocks)
-    return [*outputs[:2], *wide_backward(inputs.backward(*outputs, **needs), backward_blocks)]
-
-
-RUNS = {"packed": run_packed, "streaming": run_streaming, "wide": run_wide}
+RUNS = {"packed": run_packed, "streaming": run_streaming}
 
 
 def log_sum_exp(z: Tensor, lengths: Tensor | None, scale: float, energy: bool) -> Tensor:
@@ -211,7 +202,7 @@ def assert_is_the_formula(given: Results, inputs: Inputs, missing: tuple[int, ..
 # Every kernel, tied and apart, with several tiles, and a last one in part.
 SOME = [
     (kernel, Shape(5, tokens, 17, values))
-    for kernel, tokens in (("packed", 7), ("streaming", 19), ("wide", 19))
+    for kernel, tokens in (("packed", 7), ("streaming", 19))
     for values in (None, 20)
 ]
 LENGTHS = (3, 0, 17, 1, 99)

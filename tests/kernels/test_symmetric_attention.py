@@ -26,7 +26,6 @@ from tests.kernels.kernel_cases import (
     poisoned,
     run_packed,
     run_streaming,
-    run_wide,
     same,
 )
 from tests.kernels.precision import assert_as_precise
@@ -50,7 +49,6 @@ STREAMING_SHAPES = [
 EVERY = [
     *(("packed", shape) for shape in PACKED_SHAPES),
     *(("streaming", shape) for shape in STREAMING_SHAPES),
-    *(("wide", shape) for shape in STREAMING_SHAPES[::3]),
 ]
 
 
@@ -79,13 +77,6 @@ def test_blocks_that_are_no_squares(rows: int, keys: int, tokens: int, device: t
     inputs = Inputs.of(Shape(1, tokens, 20, 18), device, torch.float32, energy=True)
     blocks = Blocks(rows=rows, keys=keys, warps=4, stages=2)
     assert_is_the_formula(run_streaming(inputs, blocks, blocks), inputs)
-
-
-@pytest.mark.parametrize("sizes", [(16, 32, 16, 32), (32, 16, 32, 16), (16, 16, 32, 64)])
-def test_blocks_of_wide_tokens_that_are_no_squares(sizes: tuple[int, int, int, int], device: torch.device) -> None:
-    blocks = Blocks(**dict(zip(("rows", "keys", "columns", "owned_columns"), sizes, strict=True)), warps=4, stages=2)
-    inputs = Inputs.of(Shape(2, 35, 40, 67), device, torch.float32, lengths=(35, 17), energy=True)
-    assert_is_the_formula(run_wide(inputs, blocks, blocks), inputs)
 
 
 @pytest.mark.parametrize("energy", [False, True])

@@ -17,7 +17,6 @@ from cdt_fast.kernels.cards import CARDS, card_of
 from cdt_fast.kernels.launch import Launch, recording
 from cdt_fast.kernels.symmetric_attention_packed import packed_backward, packed_forward
 from cdt_fast.kernels.symmetric_attention_streaming import row_dots, streaming_backward, streaming_forward
-from cdt_fast.kernels.symmetric_attention_wide import wide_backward, wide_forward
 from tests.kernels.kernel_cases import (
     LENGTHS,
     NAMES,
@@ -25,7 +24,6 @@ from tests.kernels.kernel_cases import (
     RUNS,
     SOME,
     STREAMING,
-    WIDE,
     Inputs,
     Results,
     Shape,
@@ -95,17 +93,10 @@ def launches_of(kernel: str, inputs: Inputs) -> list[tuple[Launch, Results]]:
             written: Results = [*packed_forward(inputs.forward(), PACKED)]
             found.append((launches[-1], written))
             gradients = packed_backward(inputs.backward(*written), PACKED)
-        elif kernel == "streaming":
+        else:
             written = [*streaming_forward(inputs.forward(), STREAMING)]
             found.append((launches[-1], written))
             gradients = streaming_backward(inputs.backward(*written), STREAMING)
-        else:
-            written = [*wide_forward(inputs.forward(), WIDE)]
-            found.append((launches[-1], written))
-            apart = dataclasses.replace(inputs, values=inputs.z)
-            _, of_values = wide_backward(apart.backward(*written, needs_z=False), WIDE)
-            found.append((launches[-1], [of_values]))
-            gradients = wide_backward(inputs.backward(*written), WIDE)
         found.append((launches[-1], [*gradients]))
     return found
 
@@ -113,7 +104,7 @@ def launches_of(kernel: str, inputs: Inputs) -> list[tuple[Launch, Results]]:
 @pytest.mark.parametrize(
     ("kernel", "blocks", "own"),
     # One row of the first tile is idle; of the second block of a long sequence all but three.
-    [("packed", 1, 15), *((kernel, *given) for kernel in ("streaming", "wide") for given in ((1, 16), (2, 19)))],
+    [("packed", 1, 15), ("streaming", 1, 16), ("streaming", 2, 19)],
 )
 def test_a_block_writes_its_own_rows_and_no_others(kernel: str, blocks: int, own: int, device: torch.device) -> None:
     # Two blocks that write the same row race on a GPU; one after the other the last is right, and hides it.
@@ -188,13 +179,11 @@ def attend_far_away(kernel: str, device: torch.device) -> None:
     far_lengths = torch.full((SEQUENCES,), 50, device=device)
     near_inputs = Inputs(z, values, upstream, lengths, scale=0.5, energy=True)
     far_inputs = Inputs(*far, far_lengths, scale=0.5, energy=True)  # type: ignore[arg-type]
-    sizes = {"packed": (64, 0, 64, 0), "streaming": (16, 16, 0, 0), "wide": (16, 16, 64, WIDTH)}[kernel]
-    # One chunk of the wide columns: the interpreter's programs here are those of the first axis.
-    blocks = Blocks(**dict(zip(("rows", "keys", "columns", "owned_columns"), sizes, strict=True)), warps=4, stages=2)
+    sizes = {"packed": (64, 0, 64), "streaming": (16, 16, 0)}[kernel]
+    blocks = Blocks(**dict(zip(("rows", "keys", "columns"), sizes, strict=True)), warps=4, stages=2)
     attend, differentiate = {
         "packed": (packed_forward, packed_backward),
         "streaming": (streaming_forward, streaming_backward),
-        "wide": (wide_forward, wide_backward),
     }[kernel]
     expected: Results = [*attend(near_inputs.forward(), blocks)]
     expected += differentiate(near_inputs.backward(*expected), blocks)

@@ -15,7 +15,7 @@ from cdt_fast.kernels.aot.case import float32_products
 from tests.kernels import test_lista_step as lista
 from tests.kernels import test_residual_linear as residual_linear
 from tests.kernels import test_symmetric_attention as attention
-from tests.kernels.kernel_cases import LENGTHS, RUNS, SOME, Inputs, Shape, assert_is_the_formula, run_wide
+from tests.kernels.kernel_cases import LENGTHS, RUNS, SOME, Inputs, Shape, assert_is_the_formula
 from tests.kernels.precision import TF32Products
 
 
@@ -40,13 +40,6 @@ def test_blocks_that_pack(device: torch.device) -> None:
 
 def test_blocks_that_stream(device: torch.device) -> None:
     attention.test_every_block_that_streams("tf32", device)
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("values", [None, 300])
-def test_blocks_of_wide_tokens(values: int | None, device: torch.device) -> None:
-    inputs = Inputs.of(Shape(1, 70, 260, values), device, torch.float32, energy=True)
-    assert_is_the_formula(run_wide(inputs, None, None), inputs)
 
 
 @pytest.mark.emulated

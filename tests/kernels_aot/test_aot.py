@@ -29,7 +29,6 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from cdt_fast.kernels.aot import __main__ as aot  # noqa: E402
-from cdt_fast.kernels.aot import report as aot_report  # noqa: E402
 from cdt_fast.kernels.aot.case import PRECISIONS, Case, float32_products  # noqa: E402
 from cdt_fast.kernels.aot.cases import FAMILIES  # noqa: E402
 from cdt_fast.kernels.aot.compile import Configuration, Measurement, measure  # noqa: E402
@@ -281,9 +280,8 @@ class TestCommand:
     def run(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launch: Launch, *options: str
     ) -> tuple[int, Any, str]:
-        families = {"example": lambda dtype: iter([Case("a case", launch.run, (meta(1000),), 2_000_000)])}
-        monkeypatch.setattr(aot, "FAMILIES", families)
-        monkeypatch.setattr(aot_report, "FAMILIES", families)
+        cases = [Case("a size", launch.run, is_size=True), Case("a flag", launch.run)]
+        monkeypatch.setattr(aot, "FAMILIES", {"example": lambda dtype: iter(cases)})
 
         def here(configurations: list[Configuration], processes: int) -> dict[Configuration, Measurement]:
             self.compiled += len(configurations)
@@ -331,16 +329,23 @@ class TestCommand:
         path = tmp_path / "report.csv"
         options = ("--precision", "bfloat16", "--csv", str(path))
         self.run(monkeypatch, tmp_path, spilling(), *options)
-        (line,) = csv.DictReader(path.read_text().splitlines())
+        line, flag = csv.DictReader(path.read_text().splitlines())
+        assert (line["case"], flag["case"]) == ("a size", "a flag")
         assert (line["family"], line["kernel"], line["card"]) == ("example", "spilling_kernel", "RTX 3090")
         assert int(line["spilled bytes"]) > 0
         assert line["fault"].startswith("spills")
+
+    def test_flags_are_compiled_in_bfloat16(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        path, launch = tmp_path / "report.csv", product(torch.bfloat16, "ieee", size=64)
+        self.run(monkeypatch, tmp_path, launch, "--precision", "bfloat16", "float16", "--csv", str(path))
+        lines = [(line["numbers"], line["case"]) for line in csv.DictReader(path.read_text().splitlines())]
+        assert lines == [("bfloat16", "a size"), ("bfloat16", "a flag"), ("float16", "a size")]
 
     def test_redundant_products_are_shown(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         path = tmp_path / "report.csv"
         launch = product(torch.bfloat16, "ieee", size=16)
         _, _, text = self.run(monkeypatch, tmp_path, launch, "--precision", "bfloat16", "--csv", str(path))
-        (line,) = csv.DictReader(path.read_text().splitlines())
+        line, _ = csv.DictReader(path.read_text().splitlines())
         assert line["redundancy"] == "2"
         (row,) = (line for line in text.splitlines() if line.startswith("| `product_kernel`"))
         assert row.endswith(" ×2 |")
@@ -361,14 +366,6 @@ class TestCommand:
         (record,) = records.values()
         assert record["error"]
         assert "does not compile" in text
-
-    def test_floors(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        _, _, text = self.run(monkeypatch, tmp_path, product(torch.bfloat16, "ieee"), "--precision", "bfloat16")
-        # 2 MFLOP over 4,000 bytes: compute on every card.
-        assert "| example: a case | 0.0 | 0.0 | 500 | 0 (compute) |" in text
-        card = aot_report.CEILINGS["RTX 3090"]
-        assert card.floor(71e12, 1.0) == (pytest.approx(1e6), "compute")
-        assert card.floor(1.0, 936e9) == (pytest.approx(1e6), "memory")
 
 
 def first_launches(family: str, precision: str, card: str) -> dict[str, Launch]:

@@ -22,7 +22,6 @@ SEQUENCES = (400, 256, 37, 1)
 
 
 # Of the data center, with tcgen05 in place of wgmma.
-BLACKWELL = {"B200": GpuSpec(100, 232_448), "B300": GpuSpec(103, 232_448)}
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, works: list[Work], card: GpuSpec) -> set[Configuration]:
@@ -58,7 +57,7 @@ def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
     # Texts are padded to the longest of their batch.
     sizes = [TextWork(texts, tokens, 768) for texts, tokens in ((32, 250), (32, 256), (16, 240), (7, 131))]
     counts = compilations(monkeypatch, [make(size) for size in sizes for make in (training, inference)])
-    assert {"wide_forward_kernel", "wide_backward_kernel", "residual_linear_forward_kernel"} <= counts.keys()
+    assert "residual_linear_forward_kernel" in counts
     assert max(counts.values()) <= MOST, counts
 
 
@@ -81,6 +80,6 @@ def test_losses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("card", ["H200", "RTX 3090", "B200", "B300"])
 def test_what_a_default_training_launches_compiles_without_a_spill(monkeypatch: pytest.MonkeyPatch, card: str) -> None:
     works = [training(VideoWork("DUST", 400, layers=3)), training(TextWork(32, 250, 768))]
-    for configuration in launched(monkeypatch, works, {**CARDS, **BLACKWELL}[card]):
+    for configuration in launched(monkeypatch, works, CARDS[card]):
         found = measure(configuration)
         assert not found.faults(configuration.card, spill_allowed=False), configuration.kernel

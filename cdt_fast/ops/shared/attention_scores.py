@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.shared.products import cpu_has_bf16_products
+from cdt_fast.ops.shared.products import cpu_has_bf16_products, wide_product
 
 # A score this far above its row's reference is rounded, in bfloat16, by up to 1/128.
 FAR = 4.0
@@ -44,8 +44,7 @@ def attention_matrix(
         energy: the scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`.
         out: where to write it; None: a new tensor.
     """
-    z = z.to(dtype)
-    out = z.new_empty((z.shape[0], z[:, rows].shape[1], z.shape[1])) if out is None else out
+    out = z.new_empty((z.shape[0], z[:, rows].shape[1], z.shape[1]), dtype=dtype) if out is None else out
     if dtype == torch.bfloat16:
         _relative_scores_into(out, z, scale, padding, rows)
     else:
@@ -56,10 +55,16 @@ def attention_matrix(
 
 
 def _scores_into(out: Tensor, z: Tensor, scale: float, padding: Tensor | None, rows: slice, energy: bool) -> None:
+    if z.device.type == "cpu":
+        z = z.to(out.dtype)
+    # A factor of the tokens costs less than one of the scores; but 16 bits would round it.
+    early = scale if z.dtype == out.dtype else 1.0
     some = z[:, rows]
-    torch.bmm(some if scale == 1.0 else some * scale, z.mT, out=out)
+    wide_product(some if early == 1.0 else some * early, z.mT, out.dtype, out=out)
+    if scale != early:
+        out *= scale
     if energy:
-        out -= (0.5 * scale) * z.square().sum(-1).unsqueeze(-2)
+        out -= (0.5 * scale) * z.to(out.dtype).square().sum(-1).unsqueeze(-2)
     _mask_(out, padding)
 
 
@@ -87,19 +92,20 @@ def _mask_(scores: Tensor, padding: Tensor | None) -> None:
         scores.masked_fill_(padding.unsqueeze(-2), float("-inf"))
 
 
-def grad_of_attention(given: Tensor, values: Tensor, output: Tensor) -> Tensor:
+def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
     """`dO Vᵀ`, `[B, rows, T]`, less any number a row, to which `softmax_backward_` is blind.
 
     Args:
         given: dO, `[B, rows, k]`.
         values: V, `[B, T, k]`.
         output: O, `[B, rows, k]`.
+        dtype: of the softmax.
 
-    In bfloat16 the number is about `dOᵀ O`, the mean that the softmax's gradient subtracts: the product would lose in
-    rounding what remains of it where the values of a sequence are much alike.
+    In bfloat16 on a CPU the number is about `dOᵀ O`, the mean that the softmax's gradient subtracts: the product would
+    lose in rounding what remains of it where the values of a sequence are much alike.
     """
-    if given.dtype != torch.bfloat16:
-        return torch.bmm(given, values.mT)
+    if given.dtype != torch.bfloat16 or given.device.type != "cpu":
+        return wide_product(given, values.mT, dtype)
     mean = (given * output).sum(-1, keepdim=True)
     return torch.baddbmm(mean, given, values.mT, beta=-1)
 

@@ -58,6 +58,14 @@ def _suits_onednn(rows: Tensor, matrix: Tensor) -> bool:
     )
 
 
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """`left right`, `[B, n, m]` from `[B, n, k]` and `[B, k, m]`, in `dtype`, which is at least theirs, and not rounded
+    to theirs in between. On a GPU tensor cores multiply narrow factors as they are."""
+    if left.dtype == dtype or left.device.type == "cpu":
+        return torch.bmm(left.to(dtype), right.to(dtype), out=out)
+    return torch.bmm(left, right, out_dtype=dtype) if out is None else torch.bmm(left, right, out_dtype=dtype, out=out)
+
+
 def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """`leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight.
 

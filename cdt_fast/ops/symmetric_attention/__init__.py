@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdt_fast.kernels.arguments import SymmetricAttentionArguments
+from cdt_fast.kernels.arguments import Backend, SymmetricAttentionArguments
+from cdt_fast.kernels.blocks import LONGEST, WIDEST
 from cdt_fast.ops.shared.backend import choose_backend
 from cdt_fast.ops.shared.checks import (
     check_factor,
@@ -71,7 +72,18 @@ def symmetric_attention(
         scale=check_factor("scale", scale, dtype=dtype),
         energy=check_flag("energy", energy),
         keeps=torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad)),
-        backend=choose_backend("symmetric_attention", tokens, multiplies=True),
+        backend=_backend(tokens, values),
     )
     output, *_ = symmetric_attention_forward(attention)
     return output.view(*z.shape[:-1], output.shape[-1])
+
+
+def _backend(z: Tensor, values: Tensor | None) -> Backend:
+    """The kernels, where they run and each product is made once.
+
+    No tile holds the rows of a long sequence of wide tokens. A kernel forms their scores anew for each chunk of the
+    result, in 2.8 to 5.2 times the FLOP: the library's products take its place, a panel of scores at a time.
+    """
+    chosen = choose_backend("symmetric_attention", z, multiplies=True)
+    fits = z.shape[1] <= LONGEST or max(z.shape[2], 0 if values is None else values.shape[-1]) <= WIDEST
+    return chosen if fits else "torch"

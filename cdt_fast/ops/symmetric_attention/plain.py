@@ -204,7 +204,8 @@ def _gradients(attention: SymmetricAttentionBackwardArguments, padding: Tensor |
             weights = attention_matrix(here, scale, masked, dtype, rows=rows, energy=energy)
         mixed = weights.to(values.dtype).mT
         if grad_z is not None:
-            grad_weights = grad_of_attention(upstream, values[batch], _panel(attention.output, batch, rows))
+            output = _panel(attention.output, batch, rows)
+            grad_weights = grad_of_attention(upstream, values[batch], output, dtype)
             grad_scores = softmax_backward_(grad_weights, weights)
             of_here = grad_z[batch]
             if whole:
