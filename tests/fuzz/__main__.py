@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def main() -> int:
     parser.add_argument("--ops", default=",".join(CASES))
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--minutes", type=float, default=1e6, help="at most so long")
-    parser.add_argument("--json", type=Path, help="adds to the counts in this file")
+    parser.add_argument("--json", type=Path, help="goes on where the counts in this file end")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -36,22 +35,21 @@ def main() -> int:
     if options.json is not None and options.json.exists():
         counts = read_json(options.json)
     until = time.monotonic() + 60 * options.minutes
-    for seed in range(options.seed, options.seed + options.cases):
-        if time.monotonic() > until:
-            break
-        for op in options.ops.split(","):
-            of = counts.setdefault(f"{op}, {options.backend}", {"cases": 0, "kinds": {}, "problems": []})
+    for op in options.ops.split(","):
+        of = counts.setdefault(f"{op}, {options.backend}", {"cases": 0, "kinds": {}, "problems": []})
+        while of["cases"] < options.cases and time.monotonic() < until:
+            seed = options.seed + of["cases"]
             try:
                 kind = judge(op, seed, options.backend)
-                of["kinds"] = dict(Counter(of["kinds"]) + Counter([kind]))
+                of["kinds"][kind] = of["kinds"].get(kind, 0) + 1
             except Exception as error:
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 of["problems"].append({"seed": seed, "problem": problem})
                 if len(of["problems"]) <= SHOWN:
                     print(f"{op}, seed {seed}: {problem}", file=sys.stderr, flush=True)
             of["cases"] += 1
-        if options.json is not None and seed % 500 == 499:
-            write_json(options.json, counts)
+            if options.json is not None and of["cases"] % 500 == 0:
+                write_json(options.json, counts)
     if options.json is not None:
         write_json(options.json, counts)
     kinds = sorted({kind for of in counts.values() for kind in of["kinds"]})

@@ -60,6 +60,12 @@ class Chance(random.Random):
     def leading(self) -> tuple[int, ...]:
         return self.choice([(), (self.randint(1, 3),), (2, self.randint(0, 2))])
 
+    def counted(self) -> tuple[int, ...]:
+        """Leading dimensions and tokens; none at all in a case of twenty, as a loss refuses that."""
+        while 0 in (shape := (*self.leading(), self.tokens())) and self.random() < 0.95:
+            pass
+        return shape
+
     def dtype(self, backend: str) -> torch.dtype:
         kinds = [torch.float32, torch.bfloat16, torch.float16]
         return self.choice(kinds if backend == "triton" else [*kinds, torch.float64])
@@ -214,7 +220,7 @@ def cross_entropy_of_depths(targets: Any, weight: Any, **given: Any) -> Any:
 
 
 def reconstruction_loss(chance: Chance, dtype: torch.dtype) -> Case:
-    shape, depths = (*chance.leading(), chance.tokens()), chance.randint(1, 4)
+    shape, depths = chance.counted(), chance.randint(1, 4)
     lengths, weights, width = chance.lengths(shape), chance.weights(depths), chance.width()
     padding = _padding(lengths, shape)
     names = [f"depth_{number}" for number in range(depths)]
@@ -248,7 +254,7 @@ def reconstruction_loss(chance: Chance, dtype: torch.dtype) -> Case:
 
 
 def cross_entropy(chance: Chance, dtype: torch.dtype) -> Case:
-    shape, depths = (*chance.leading(), chance.tokens()), chance.randint(1, 4)
+    shape, depths = chance.counted(), chance.randint(1, 4)
     width, vocabulary, weights = chance.width(), chance.choice([1, 2, 7, 33, 130]), chance.weights(depths)
     generator = torch.Generator().manual_seed(chance.randrange(2**31))
     targets = torch.randint(0, vocabulary, shape, generator=generator)
@@ -258,6 +264,8 @@ def cross_entropy(chance: Chance, dtype: torch.dtype) -> Case:
         "reduction": chance.choice(["mean", "sum"]),
         "label_smoothing": chance.choice([0.0, 0.1, 1.0]),
         "softcap": chance.choice([None, None, 1.0, 30.0]),
+        "inner_kl": chance.choice([0.0, 0.0, 1.0, chance.uniform(0, 1)]),
+        "detach_last": chance.random() < 0.7,
     }
     own = {"depth_weights": weights, "chunk_tokens": chance.choice([None, 1, 3])}
     tensors = {f"depth_{number}": chance.tensor(dtype, *shape, width) for number in range(depths)}

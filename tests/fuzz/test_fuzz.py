@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 
 from tests.fuzz import judge
 from tests.fuzz.cases import CASES, Case, Chance
+from tests.fuzz.wide import difference, nearest, widen
 
 
 @pytest.mark.parametrize("op", CASES)
@@ -26,7 +28,7 @@ def test_a_wrong_number_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     def wrong(chance: Chance, dtype: torch.dtype) -> Case:
         case = make(chance, dtype)
-        return replace(case, op=lambda **given: [one * 1.2 for one in case.op(**given)])
+        return replace(case, op=lambda **given: [one * 1.0001 for one in case.op(**given)])
 
     monkeypatch.setitem(CASES, op, wrong)
     found = 0
@@ -36,3 +38,12 @@ def test_a_wrong_number_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> No
         except judge.Disagreement:
             found += 1
     assert found > 5
+
+
+def test_extended_precision_knows_more_than_float64() -> None:
+    leaf = widen(torch.tensor([1.0, 2.0**-60, -1.0], dtype=torch.float64)).requires_grad_()
+    (gradient,) = torch.autograd.grad([(leaf.exp() + leaf).sum()], [leaf], [widen(torch.ones(()).double())])
+    assert nearest(leaf.sum()).item() == 2.0**-60
+    rounded = torch.tensor([math.e + 1, 2.0, 1 / math.e + 1], dtype=torch.float64)
+    assert 0 < difference(gradient, rounded).abs().max() < 1e-15
+    assert difference(gradient, rounded)[1].item() == 2.0**-60
