@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from cdt_fast.cli.parser import build_parser
 
         options = build_parser().parse_args(arguments)
-        with _terminated_by_exception():
+        with _terminated_by_exception(), _warnings_in_a_line():
             return options.run(options)
     except (InputError, MissingExtra) as error:
         message = str(error)
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if is_out_of_memory(error):
             message = f"out of memory{options.memory_hint}"
-        elif _is_of_another_rank(error):
-            message = "another process of this training has ended, or cannot be reached; what it said is the reason"
+        elif (said := _of_another_rank(error)) is not None:
+            message = said
         else:
             raise
     except (KeyboardInterrupt, _Terminated) as stop:
@@ -57,12 +58,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return BAD_INPUT
 
 
-# How gloo and NCCL put that a rank has gone, in whatever computation waits for it.
+# How gloo and NCCL put that a rank has gone, or does not answer, in whatever computation waits for it.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "remote process exited")
+_SILENT = ("Timed out waiting", "Timed out after", "timed out")
 
 
-def _is_of_another_rank(error: BaseException) -> bool:
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(words in str(error) for words in _GONE)
+def _of_another_rank(error: BaseException) -> str | None:
+    """What to say where an error is another process's doing; None where it is not."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    if any(words in str(error) for words in _GONE):
+        return "another process of this training has ended, or cannot be reached; what it said is the reason"
+    if any(words in str(error) for words in _SILENT):
+        return (
+            "another process of this training has not answered for the time of --rank-timeout: it hangs, or is behind "
+            "by more than that. End it, and resume the run"
+        )
+    return None
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    def line(message: Warning | str, *place: object) -> str:
+        return f"cdt-fast: warning: {printable(' '.join(str(message).split()))}\n"
+
+    previous, warnings.formatwarning = warnings.formatwarning, line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = previous
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from cdt_fast.checksums import written_with_checksums
 from cdt_fast.errors import InputError, require
 
 NAME = "smollm2"
@@ -50,8 +51,9 @@ def write_model(gguf: Path, folder: Path) -> None:
     plain = type(model)(type(model.config)(**settings))
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
-    plain.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(gguf.parent, **loading).save_pretrained(folder)
+    with written_with_checksums(folder):
+        plain.save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(gguf.parent, **loading).save_pretrained(folder)
 
 
 def _download(folder: Path) -> Path:

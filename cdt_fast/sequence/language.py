@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cdt_fast.checksums import check_folder
 from cdt_fast.errors import InputError, require
 from cdt_fast.models.layer_losses import predicted_overhead
 from cdt_fast.models.transformers_weights import load_complete
@@ -150,15 +151,16 @@ def _load_network(folder: Path, settings: LanguageModelSettings) -> tuple[Pretra
     Raises:
         InputError: a file of them is missing or not whole.
     """
-    tokenizer = load_tokenizer(str(folder), download=False)
     transformers = pretrained_library()
     if settings.lora_rank is None:
         with from_hub(str(folder), download=False) as where:
             model = load_complete(transformers.AutoModelForCausalLM, folder, **where)
     else:
         peft = require("peft", "peft", "--lora-rank")
+        check_folder(folder)
         with from_hub(str(folder), download=False):
             model = peft.PeftModel.from_pretrained(_load(settings), folder)
+    tokenizer = load_tokenizer(str(folder), download=False)  # of files that are known to be whole
     return tokenizer, _network(model, tokenizer, settings)
 
 

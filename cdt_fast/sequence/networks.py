@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from cdt_fast.checksums import checksums_of, write_checksums
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models import TextUT
@@ -170,12 +171,18 @@ def vocabulary_size(model: nn.Module) -> int:
 
 @contextmanager
 def _replaced_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder whose files are moved to `folder` once the block has ended without an error."""
+    """A temporary folder whose files are moved to `folder`, with checksums, once the block has ended as it should."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model-", suffix=".tmp", dir=folder.parent) as name:
         temporary = Path(name)
         yield temporary
+        written = sorted(path.name for path in temporary.iterdir())
+        checksums = checksums_of(temporary, written)
+        # Until all are moved each may be the one before: whoever is killed meanwhile leaves a folder that can be read.
+        there = checksums_of(folder, filter(lambda file: (folder / file).exists(), written))
+        write_checksums(folder, {file: list(dict.fromkeys(checksums[file] + there.get(file, []))) for file in written})
         # What says that there is a model comes last.
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
-            with replaced_atomically(folder / path.name) as target:
-                shutil.copyfile(path, target)
+        for file in sorted(written, key=lambda file: file == "config.json"):
+            with replaced_atomically(folder / file) as target:
+                shutil.copyfile(temporary / file, target)
+        write_checksums(folder, checksums)

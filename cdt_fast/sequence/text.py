@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cdt_fast.checksums import check_folder
 from cdt_fast.errors import InputError
 from cdt_fast.models import TextUT, load_pretrained
 from cdt_fast.models.transformers_weights import load_complete
@@ -86,15 +87,16 @@ def load_text_network(folder: Path, settings: TextSettings, names: list[str]) ->
     Raises:
         InputError: a file of them is missing or not whole.
     """
-    tokenizer = load_saved_tokenizer(folder)
     if settings.model.model == UNROLLED:
-        model = load_pretrained(folder)
+        check_folder(folder)
+        tokenizer, model = load_saved_tokenizer(folder), load_pretrained(folder)
         if not isinstance(model, TextUT):
             raise InputError(f"{folder}: holds a {type(model).__name__}, expected a TextUT")
         return tokenizer, UnrolledNetwork(model, tokenizer), names
     transformers = pretrained_library()
     with from_hub(str(folder), download=False) as where:
         encoder = load_complete(transformers.AutoModelForSequenceClassification, folder, **where)
+    tokenizer = load_saved_tokenizer(folder)
     return tokenizer, _encoder_network(encoder, tokenizer, settings.model), _own_classes(encoder.config) or names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 from cdt_fast.errors import InputError
@@ -29,6 +30,14 @@ def check_single_process(instead: str) -> None:
         raise InputError(f"launched as {processes} processes, but {instead}")
 
 
+def rank_timeout(settings: RunSettings) -> timedelta:
+    """How long a process waits for another before it takes it for hanging.
+
+    That is a bound on by how much one may be behind: by what the first one saves, or by its first kernels' compilation.
+    """
+    return timedelta(seconds=settings.training.rank_timeout)
+
+
 def create_run(out: str | None, settings: RunSettings) -> RunFolder:
     """`RunFolder.create` by the first process; the others go on once it is there.
 
@@ -47,7 +56,7 @@ def create_run(out: str | None, settings: RunSettings) -> RunFolder:
     import torch
     from accelerate import PartialState
 
-    state = PartialState(cpu=settings.training.device == "cpu")
+    state = PartialState(cpu=settings.training.device == "cpu", timeout=rank_timeout(settings))
     run, refused = RunFolder(path), None
     if state.is_main_process:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,6 +25,7 @@ from cdt_fast.training.depth_schedule import check_depth_schedule, scheduled_wei
 from cdt_fast.training.execution import resolve_execution
 from cdt_fast.training.factory import build_constraints, samples_per_step, steps_per_epoch
 from cdt_fast.training.interruption import Interrupted, signals_noted
+from cdt_fast.training.launch import rank_timeout
 from cdt_fast.training.metrics import metrics_writer
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
@@ -53,7 +55,8 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     """
     disable_malloc_trim()
     task.check(settings)
-    accelerator = Accelerator(cpu=settings.training.device == "cpu")
+    waiting = InitProcessGroupKwargs(timeout=rank_timeout(settings))
+    accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
     check_depth_schedule(settings, accelerator.num_processes)
     resolve_execution(settings, accelerator, task)  # before the data are read
     progress = progress and accelerator.is_main_process

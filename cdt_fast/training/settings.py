@@ -217,6 +217,7 @@ class TrainingSettings(Section):
     checkpoint_every: Positive = setting(50, "optimizer steps between checkpoints")
     log_every: Positive = setting(10, "optimizer steps between lines of metrics.jsonl")
     tensorboard: bool = setting(False, "also write the metrics for TensorBoard")
+    rank_timeout: Positive = setting(300, "of several processes: seconds after which one that waits for another ends")
 
 
 class EvaluationSettings(Section):

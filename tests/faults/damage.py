@@ -72,7 +72,7 @@ def damaged_checkpoint(shop: Workshop, chance: random.Random) -> int:
 
 def damaged_model(shop: Workshop, chance: random.Random) -> int:
     """One file of a trained model is damaged: an evaluation is refused, or is what it was."""
-    task = chance.choice(["text", "video"])
+    task = chance.choice(["text", "video", "lm"])
     expected, place = shop.whole_run(task), shop.place()
     run = shop.copy_of_run(task, place)
     (run / "evaluation.json").unlink()

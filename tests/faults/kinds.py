@@ -3,25 +3,22 @@ has made; what it finds is a `Problem`."""
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
-from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from tests.faults.damage import damaged_checkpoint, damaged_evaluation, damaged_model
 from tests.faults.jobs import Job, Problem, refused, start, succeed
-from tests.faults.workshop import Workshop, check_clean, check_same_runs
+from tests.faults.ranks import rank_dies, rank_hangs
+from tests.faults.workshop import Workshop, check_clean, check_same_runs, check_saved
 
 Trial = Callable[[Workshop, random.Random], int]
 
@@ -31,17 +28,6 @@ def _resume_words(shop: Workshop, task: str, run: Path) -> list[str]:
     if (run / "config.toml").exists():
         return ["train", task, "--resume", str(run)]
     return [*shop.training[task], "--out", str(run)]
-
-
-def _check_saved(run: Path) -> None:
-    """What is there was saved whole, and no log is of a step that no checkpoint can lead to again."""
-    folder = RunFolder(run)
-    try:
-        if folder.checkpoint.exists():
-            load_checkpoint(folder.checkpoint)
-        folder.read_metrics()
-    except InputError as error:
-        raise Problem(f"what was saved is damaged: {error}") from error
 
 
 def _kill_train(task: str) -> Trial:
@@ -57,7 +43,7 @@ def _kill_train(task: str) -> Trial:
                 raise Problem(f"ends with {job.status}: {job.said()[-300:]}")
             if before and not RunFolder(run).checkpoint.exists():
                 raise Problem("a checkpoint is gone")
-            _check_saved(run)
+            check_saved(run)
         succeed(_resume_words(shop, task, run), log)
         check_same_runs(run, expected)
         check_clean(run, place / "cache")
@@ -215,7 +201,7 @@ def _full_disk(shop: Workshop, chance: random.Random) -> int:
         job = start([*shop.training[task], "--out", str(run)], place / "log", before)
         if job.wait():
             refused(job)
-        _check_saved(run)
+        check_saved(run)
         if mounted:
             _run("mount", "-o", "remount,size=100m", str(disk))
         if not (run / "config.toml").exists() or not (run / "evaluation.json").exists():
@@ -247,7 +233,7 @@ def _read_only(shop: Workshop, chance: random.Random) -> int:
         job = start(_resume_words(shop, "text", run), place / "log")
         if job.wait() or not finished:
             refused(job)
-        _check_saved(run)
+        check_saved(run)
         _run("mount", "-o", "remount,rw", str(disk))
         succeed(_resume_words(shop, "text", run), place / "log")
         check_same_runs(run, expected)
@@ -304,38 +290,10 @@ def _nan(shop: Workshop, chance: random.Random) -> int:
             return 0
         raise Problem(f"{task}: {value} from step {step} on is not noticed")
     refused(job)
-    _check_saved(run)
+    check_saved(run)
     succeed(_resume_words(shop, task, run), place / "log")
     check_same_runs(run, expected)
     check_clean(run)
-    return 1
-
-
-def _rank_dies(shop: Workshop, chance: random.Random) -> int:
-    """Of two ranks one is killed: the other ends within a minute, with a line."""
-    place = shop.place()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def environment(rank: int) -> Callable[[], object]:
-        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-        return lambda: os.environ.update(common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-
-    words = [*shop.training["text"], "--steps=100000", "--out", str(place / "run")]
-    ranks = [start(words, place / f"rank-{number}", environment(number)) for number in range(2)]
-    dying = chance.randrange(2)
-    try:
-        if not ranks[dying].killed_after(chance.uniform(2, 12)):
-            raise Problem(f"a rank ends by itself: {ranks[dying].said()[-300:]}")
-        said = refused(ranks[1 - dying], 60)
-        if "process" not in said and "rank" not in said:
-            raise Problem(f"the line does not say why: {said}")
-        _check_saved(place / "run")
-    finally:
-        for rank in ranks:
-            if not rank.ended():
-                rank.kill()
     return 1
 
 
@@ -351,7 +309,8 @@ KINDS: dict[str, Trial] = {
     "full-disk": _full_disk,
     "read-only": _read_only,
     "nan": _nan,
-    "rank": _rank_dies,
+    "rank-dies": rank_dies,
+    "rank-hangs": rank_hangs,
     "damaged-checkpoint": damaged_checkpoint,
     "damaged-model": damaged_model,
     "damaged-evaluation": damaged_evaluation,

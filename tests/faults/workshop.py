@@ -19,11 +19,13 @@ import numpy as np
 import tomli_w
 
 from cdt_fast import experiments
+from cdt_fast.errors import InputError
 from cdt_fast.fetch import DATASETS, Dataset
+from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from tests.faults.jobs import Problem, succeed
 from tests.tiny import TINY, scrolling_clip, tiny_arguments
-from tests.tiny_text import TINY_TEXT, words_of_command, write_table
+from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
 from tests.training.test_interruption import assert_same_runs
 
 # Steps enough for kills to meet logs, validations and checkpoints, which share few steps.
@@ -46,9 +48,11 @@ class Workshop:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="gray")))
             container.mux(stream.encode())
         self.table = write_table(folder / "reviews.tsv")
+        instructions = write_instructions(folder / "alpaca.json")
         self.training = {
             "video": ["train", "video", str(self.video), *tiny_arguments(**STEPS)],
             "text": ["train", "text", str(self.table), *words_of_command(TINY_TEXT, **STEPS)],
+            "lm": ["train", "lm", str(instructions), *words_of_command(TINY_LANGUAGE, **STEPS)],
         }
         self._make_experiment()
         self._serve()
@@ -150,6 +154,21 @@ def check_same_runs(run: Path, expected: Path) -> None:
         assert_same_runs(RunFolder(run), RunFolder(expected))
     except AssertionError as error:
         raise Problem(f"a resumed run differs: {str(error)[:300]}") from error
+
+
+def check_saved(run: Path) -> None:
+    """Require that what is there was saved whole, and no log of a step that no checkpoint can lead to again.
+
+    Raises:
+        Problem: it was not.
+    """
+    folder = RunFolder(run)
+    try:
+        if folder.checkpoint.exists():
+            load_checkpoint(folder.checkpoint)
+        folder.read_metrics()
+    except InputError as error:
+        raise Problem(f"what was saved is damaged: {error}") from error
 
 
 def check_clean(*folders: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -14,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cdt_fast.checksums import CHECKSUMS, check_folder
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import read_json
+from cdt_fast.sequence import networks
 from cdt_fast.sequence.corpus import describe
 from cdt_fast.sequence.settings import LanguageSettings
 from cdt_fast.training.checkpoint import load_checkpoint
@@ -229,6 +232,51 @@ def test_a_signal_and_resume_by_the_command_line_change_no_bit(
     assert read_json(whole.evaluation) == read_json(parts.evaluation)
     logged = [[{**entry, "sequences_per_second": 0} for entry in run.read_metrics()] for run in (whole, parts)]
     assert logged[0] == logged[1]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_damaged_model_is_not_evaluated(source: Path, tmp_path: Path, qwen: Path, adapted: bool) -> None:
+    if adapted:
+        pytest.importorskip("peft")
+    config = settings_for(source, steps=1, **({"lora_rank": 2, "model": str(qwen)} if adapted else {}))
+    run = trained(config, tmp_path / "run")
+    names = [path.name for path in run.model.iterdir()]
+    assert {CHECKSUMS, "config.json", "tokenizer.json"} < set(names)
+    for name in names:
+        content = (run.model / name).read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        (run.model / name).write_bytes(flipped)
+        with pytest.raises(InputError, match=r"is damaged|cannot be read as JSON"):
+            evaluate_run(run, config)
+        (run.model / name).write_bytes(content)
+    (run.model / CHECKSUMS).unlink()
+    with pytest.warns(UserWarning, match=r"run/model: has no checksums\.json, as another tool wrote it"):
+        evaluate_run(run, config)
+
+
+def test_a_training_killed_while_it_keeps_a_model_leaves_one_that_loads(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings_for(source, steps=1)
+    run = trained(config, tmp_path / "run")
+    workload: Any = new_trainer(run, config).workload
+    network = workload.network  # of random weights
+    move, whole = networks.replaced_atomically, len(list(run.model.iterdir()))
+    for moved in range(whole):
+        left = iter(range(moved))
+
+        def killed(path: Path, left: Any = left) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return move(path)
+
+        monkeypatch.setattr(networks, "replaced_atomically", killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            network.save(run.model)
+        check_folder(run.model)
+        monkeypatch.undo()
+    assert load_file(run.model / "model.safetensors").keys() == network.model.state_dict().keys()
 
 
 def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: Path, qwen: Path) -> None:

@@ -1,0 +1,84 @@
+"""Checksums of a folder's files, beside them, so that no damage of one passes unnoticed.
+
+They are for files that other tools write; ours hold their own (`tensor_file`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import read_json, write_json
+
+CHECKSUMS = "checksums.json"
+"""Of each file the SHA-256 sums that it may have: its content's, and while it is replaced that of the one before."""
+
+
+def checksums_of(folder: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """What `write_checksums` takes, of files in `folder`."""
+    return {name: [_checksum(folder / name)] for name in sorted(names)}
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, Sequence[str]]) -> None:
+    """Write the sums of a folder's files, by name, in place of those that are there."""
+    write_json(folder / CHECKSUMS, checksums)
+
+
+@contextmanager
+def written_with_checksums(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Write the sums of the files of `folder` that the block has written; of others nothing is said."""
+    folder = Path(folder)
+    before = _states(folder)
+    yield
+    written = [name for name, state in _states(folder).items() if before.get(name) != state and name != CHECKSUMS]
+    write_checksums(folder, checksums_of(folder, written))
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Require the files of a folder to be as they were written; where it has no sums a warning says so.
+
+    Raises:
+        InputError: a file that has a sum is missing or has changed, or the sums themselves are damaged.
+    """
+    path = Path(folder) / CHECKSUMS
+    if not path.exists():
+        warnings.warn(f"{folder}: has no {CHECKSUMS}, as another tool wrote it: damage would not be seen", stacklevel=3)
+        return
+    while True:
+        checksums = read_json(path, dict[str, list[str]])
+        wrong = [name for name, known in checksums.items() if not _is_whole(Path(folder), name, known)]
+        if not wrong:
+            return
+        if read_json(path) == checksums:  # else another process has written the folder anew meanwhile
+            raise InputError(
+                f"{folder}: is damaged: {len(wrong)} of its files are not what was written, the first is {wrong[0]} "
+                f"(where the change is meant, remove {CHECKSUMS})"
+            )
+
+
+def _is_whole(folder: Path, name: str, known: Sequence[str]) -> bool:
+    try:
+        return Path(name).name == name and _checksum(folder / name) in known
+    except (OSError, ValueError):  # ValueError: a name with a zero byte
+        return False
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _states(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """By name what changes where a file is written."""
+    if not folder.is_dir():
+        return {}
+    files = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in files.items()}
