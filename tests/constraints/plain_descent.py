@@ -1,0 +1,319 @@
+"""The descent constraints written down plainly, in float64 and loops over layers: what `DescentConstraints` is held to.
+
+Made from what its docstrings say and docs/maths.md, not from its code: no tensors, no groups, no state but named lists.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Number = np.float64 | float
+Vector = list[Number]
+
+
+def vector(size: int) -> Vector:
+    return [np.float64(0) for _ in range(size)]
+
+
+class PlainDescent:
+    """One model for all ranks. `options` are those of the constructor, each of them given."""
+
+    def __init__(self, layers: int, options: dict[str, Any]) -> None:
+        self.layers, self.options = layers, options
+        self.depths = layers + 1
+        kinds = ["descent", *(kind for kind in ("bounds", "agreement") if options[kind] is not None)]
+        self.multipliers = {kind: vector(self.depths) for kind in kinds}
+        self.slacks = {kind: vector(self.depths) for kind in kinds}
+        self.memory = {kind: [{} for _ in range(self.depths)] for kind in kinds}  # of the rule, for each multiplier
+        self.skipped = self.steps = self.constrained_steps = 0
+        self.window: list[tuple[Any, Any, Any]] = []
+        self.window_steps = 0
+        self.measurements = 0
+        self.level = options["reference"] if isinstance(options["reference"], float) else np.float64(0)
+        self.averages = {name: (vector(self.depths), 0) for name in ("objective", "warm-up")}
+        self.thresholds = [np.float64(1)] * layers
+
+    def record(self, losses: np.ndarray, counts: np.ndarray, agreement: np.ndarray | None) -> None:
+        """`losses` `[L+1, n]`, a column a sample or the only one, with `counts` `[n]`."""
+        self.window.append((losses, counts, agreement))
+
+    def step(self) -> None:
+        warming_up = self.steps < self.options["warmup_steps"]
+        self.steps += 1
+        self.window_steps += 1
+        if not warming_up and self.window_steps < self.options["dual_every"]:
+            return
+        self.window_steps = 0
+        measured, self.window = self._measured(), []
+        losses, ratios, agreement = measured
+        finite = all(np.isfinite(part).all() for part in measured if part is not None)
+        measures = not warming_up or self._measures_in_warm_up()
+        if measures and self.options["ratio"] == "cvar":
+            ratios = self._tail(finite_losses=bool(np.isfinite(losses).all()), ratios=ratios)
+            finite = finite and bool(np.isfinite(ratios).all())
+            measured = losses, ratios, agreement
+        if measures and self.options["reference"] == "auto" and self.measurements < 20 and finite:
+            self.measurements += 1
+            self.level += (losses[0] - self.level) / self.measurements
+        if measures and self.options["objective"] == "log":
+            self._average("objective", losses)
+        if warming_up and self._relative_bounds():
+            self._average("warm-up", losses)
+        if not warming_up:
+            self._update(measured, finite)
+            self.constrained_steps += self.options["dual_every"]
+
+    def epoch_end(self) -> None:
+        self.slacks = {kind: vector(self.depths) for kind in self.slacks}
+
+    def _measures_in_warm_up(self) -> bool:
+        auto = self.options["reference"] == "auto"
+        return auto or self.options["objective"] == "log" or self._relative_bounds()
+
+    def _relative_bounds(self) -> bool:
+        given = self.options["bounds"] or {}
+        return self.options["reference_losses"] is None and any(isinstance(bound, str) for bound in given.values())
+
+    def _measured(self) -> tuple[Any, Any, Any]:
+        total, items, samples = np.zeros(self.depths), np.float64(0), 0
+        self._ratios: list[np.ndarray] = []
+        shares = np.zeros(self.depths)
+        for losses, counts, agreement in self.window:
+            for column, count in zip(losses.T, counts, strict=True):
+                if count > 0:
+                    total = total + column * count
+                    items += count
+                    samples += 1
+                    self._ratios.append(column[1:] / column[:-1])
+            if agreement is not None and counts.sum() > 0:
+                shares = shares + agreement * counts.sum()
+        ratios = None
+        if self.options["ratio"] == "sample":
+            ratios = np.add.reduce(self._ratios) / samples if samples else np.full(self.layers, np.nan)
+        return total / items, ratios, shares / items if self.options["agreement"] is not None else None
+
+    def _tail(self, finite_losses: bool, ratios: Any) -> np.ndarray:
+        """CVaR with the threshold as it is, which then moves."""
+        worst, above = [], []
+        for layer in range(self.layers):
+            sampled, threshold = [ratio[layer] for ratio in self._ratios], self.thresholds[layer]
+            count = np.float64(len(sampled))
+            excess = sum((q - threshold if not q <= threshold else np.float64(0) for q in sampled), np.float64(0))
+            worst.append(threshold + excess / count / self.options["tail"])
+            above.append(np.float64(sum(q > threshold for q in sampled)) / count)
+        if finite_losses and np.isfinite(worst).all():
+            for layer in range(self.layers):
+                self.thresholds[layer] += 0.05 * (above[layer] - self.options["tail"])
+        return np.array(worst)
+
+    def _average(self, name: str, losses: np.ndarray) -> None:
+        average, number = self.averages[name]
+        if np.isfinite(losses).all():
+            number += 1
+            average = [old + (loss - old) / min(number, 10) for old, loss in zip(average, losses, strict=True)]
+        self.averages[name] = average, number
+
+    # The constraints.
+
+    @property
+    def strength(self) -> float:
+        over = self.options["tighten_steps"]
+        return min(1.0, self.constrained_steps / over) if over else 1.0
+
+    def rates(self, strength: float) -> list[float]:
+        rate = self.options["rate"]
+        numbers = [rate] * self.layers if isinstance(rate, float) else rate
+        return [1 - strength * number for number in numbers]
+
+    def active(self) -> dict[str, list[bool]]:
+        """Which constraints are in force."""
+        rate, reference = self.options["rate"] is not None, self.options["reference"]
+        known = isinstance(reference, float) or (reference == "auto" and self.measurements >= 20)
+        anchored = self.options["reference_mode"] == "anchor"
+        descent = [reference is not None and not anchored and known]
+        for layer in range(1, self.depths):
+            needs_reference = self.options["coupling"] == "absolute" or (anchored and layer == 1)
+            descent.append(rate and (known or not needs_reference))
+        given, asked = self.options["bounds"] or {}, self.options["agreement"] or {}
+        bounds = []
+        for depth in range(self.depths):
+            waits = self._relative_bounds() and isinstance(given.get(depth), str)
+            bounds.append(depth in given and not (waits and not self.averages["warm-up"][1]))
+        return {"descent": descent, "bounds": bounds, "agreement": [depth in asked for depth in range(self.depths)]}
+
+    def violations(self, measured: tuple[Any, Any, Any], training: bool) -> dict[str, list[tuple[Any, Any]]]:
+        """Of each constraint the violation and its scale."""
+        losses, ratios, agreement = measured
+        strength = self.strength if training else 1.0
+        lowered = 1 - strength * self.options["margin"] if training else 1.0
+        level = np.float64(self.level) if self.options["reference"] is not None else np.float64("nan")
+        descent = [(losses[0] - lowered * level, abs(level))]
+        bound = level
+        for layer in range(1, self.depths):
+            if self.options["rate"] is None:
+                descent.append((np.float64("nan"), np.float64("nan")))
+                continue
+            rate = self.rates(strength)[layer - 1]
+            bound = bound * rate
+            if self.options["coupling"] == "absolute":
+                descent.append((losses[layer] - lowered * bound, abs(bound)))
+            elif layer == 1 and self.options["reference_mode"] == "anchor":
+                descent.append((losses[1] - lowered * rate * level, abs(level)))
+            elif ratios is not None:
+                descent.append(((ratios[layer - 1] - lowered * rate) * losses[layer - 1], abs(losses[layer - 1])))
+            else:
+                descent.append((losses[layer] - lowered * rate * losses[layer - 1], abs(losses[layer - 1])))
+        found = {"descent": descent}
+        if "bounds" in self.multipliers:
+            levels = [self._bound(depth) for depth in range(self.depths)]
+            found["bounds"] = [(loss - level, abs(level)) for loss, level in zip(losses, levels, strict=True)]
+        if agreement is not None:
+            asked = self.options["agreement"]
+            found["agreement"] = [
+                (asked.get(depth, 0) - agreement[depth], np.float64(1)) for depth in range(self.depths)
+            ]
+        return found
+
+    def _bound(self, depth: int) -> Number:
+        bound = self.options["bounds"].get(depth, 0.0)
+        if not isinstance(bound, str):
+            return np.float64(bound)
+        of = self.options["reference_losses"]
+        return float(bound[:-1]) * np.float64(self.averages["warm-up"][0][depth] if of is None else of[depth])
+
+    # The multipliers.
+
+    def _update(self, measured: tuple[Any, Any, Any], finite: bool) -> None:
+        active, found = self.active(), self.violations(measured, training=True)
+        proposals: list[tuple[str, int, np.float64, np.float64, dict[str, Any]]] = []
+        accepted = finite
+        for kind, multipliers in self.multipliers.items():
+            for depth in range(self.depths):
+                if not active[kind][depth]:
+                    continue
+                violation, scale = found[kind][depth]
+                if self.options["normalize"]:
+                    violation = violation / scale
+                multiplier, slack = multipliers[depth], self.slacks[kind][depth]
+                cost = self.options["slack_cost"]
+                error = violation - slack if self.options["resilience"] == "slack" else violation
+                decay = multiplier / cost if self.options["resilience"] == "decay" else np.float64(0)
+                proposal, memory = self._rule(multiplier, error, decay, dict(self.memory[kind][depth]))
+                if self.options["resilience"] == "slack":
+                    slack = slack - self.options["slack_lr"] * (cost * slack - multiplier)
+                accepted = accepted and bool(np.isfinite([error, proposal, slack, *memory.values()]).all())
+                proposals.append((kind, depth, proposal, slack, memory))
+        if not accepted:
+            self.skipped += 1
+            return
+        for kind, depth, proposal, slack, memory in proposals:
+            self.multipliers[kind][depth] = max(proposal, np.float64(0))
+            self.slacks[kind][depth] = max(slack, np.float64(0))
+            self.memory[kind][depth] = memory
+
+    def _rule(self, multiplier: Any, error: Any, decay: Any, memory: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        options = self.options
+        rate = options["dual_lr"]
+        if options["dual"] == "ascent":
+            return multiplier + rate * (error - decay), {}
+        if options["dual"] == "adam":
+            first, second = options["betas"]
+            number = memory.get("updates", 0) + 1
+            mean = first * memory.get("mean", 0.0) + (1 - first) * (error - decay)
+            square = second * memory.get("square", 0.0) + (1 - second) * (error - decay) ** 2
+            change = mean / (1 - first**number) / (np.sqrt(square / (1 - second**number)) + 1e-8)
+            return multiplier + rate * change, {"updates": number, "mean": mean, "square": square}
+        if options["dual"] == "barrier":
+            at = (error - decay) / options["barrier_width"]
+            slope = min(1 + at, 2.0) if at >= -0.5 else -1 / (4 * at)
+            slope = at if np.isnan(at) else slope
+            proposal = max(multiplier, 1e-4) * (1 + rate * (slope - 1))
+            return proposal if np.isnan(proposal) else min(max(proposal, 1e-4), 1e2), {}
+        smoothed = options["smoothing"] * memory.get("smoothed", 0.0) + (1 - options["smoothing"]) * error
+        gain = memory.get("gain", options["proportional_gain"])
+        proposal = multiplier + rate * (error - decay) + gain * (smoothed - memory.get("smoothed", 0.0))
+        memory["smoothed"] = smoothed
+        if options["gain_growth"] > 1:
+            number, total = memory.get("number", 0) + 1, memory.get("total", 0.0) + max(error, 0.0)
+            if number == 50:
+                before, number = memory.get("before", 0.0), 0
+                if before > 0 and total > 0.9 * before:
+                    memory["gain"] = min(gain * options["gain_growth"], options["gain_limit"])
+                memory["before"], total = total, 0.0
+            memory["number"], memory["total"] = number, total
+        return proposal, memory
+
+    # What comes out.
+
+    def weights(self) -> Vector:
+        own = self.multipliers["descent"]
+        weights = []
+        for depth, base in enumerate(self._objective_weights()):
+            weight = base + own[depth]
+            after = depth + 1
+            anchored = after == 1 and self.options["reference_mode"] == "anchor"
+            if after < self.depths and self.options["coupling"] == "chain" and not anchored:
+                lowered = 1 - self.strength * self.options["margin"]
+                weight -= (lowered * self.rates(self.strength)[depth] if self.options["rate"] is not None else 0) * own[
+                    after
+                ]
+            for kind in ("bounds", "agreement"):
+                if kind in self.multipliers:
+                    weight += self.multipliers[kind][depth]
+            weights.append(weight)
+        return weights
+
+    def _objective_weights(self) -> Vector:
+        coefficients = self._coefficients()
+        if self.options["objective"] != "log":
+            return [np.float64(number) for number in coefficients]
+        average, number = self.averages["objective"]
+        ratios = [average[-1] / one if number else np.float64(1) for one in average]
+        return [c * (ratio if np.isfinite(ratio) else 1.0) for c, ratio in zip(coefficients, ratios, strict=True)]
+
+    def _coefficients(self) -> list[float]:
+        if self.options["objective"] == "last":
+            return [0.0] * self.layers + [1.0]
+        return self.options["coefficients"] or [1.0] * self.depths
+
+    def merit(self, losses: np.ndarray) -> Number:
+        coefficients = self._coefficients()
+        if self.options["objective"] == "log":
+            average, number = self.averages["objective"]
+            terms = [c * np.log(loss) for c, loss in zip(coefficients, losses, strict=True) if c]
+            merit = (average[-1] if number else 1.0) * sum(terms)
+        else:
+            merit = sum(c * loss for c, loss in zip(coefficients, losses, strict=True))
+        active = self.active()
+        for kind, entries in self.violations((losses, None, None), training=False).items():
+            for holds, (violation, scale) in zip(active[kind], entries, strict=True):
+                if holds and violation > 0:
+                    merit += self.options["slack_cost"] / 2 * violation**2 / (scale if self.options["normalize"] else 1)
+        return np.float64(merit)
+
+    def judged(self, losses: np.ndarray, agreement: np.ndarray | None) -> list[tuple[str, int, Any, Any]]:
+        """Kind, depth, violation and relative violation of each constraint that is judged; `losses` `[L+1, n]`."""
+        ratios = None
+        if self.options["ratio"] != "mean":
+            sampled = losses[1:] / losses[:-1]
+            ratios = sampled.mean(1)
+            if self.options["ratio"] == "cvar":
+                ratios = np.array([self._worst(row) for row in sampled])
+        given = agreement if self.options["agreement"] is not None else None
+        found, active = self.violations((losses.mean(1), ratios, given), training=False), self.active()
+        entries = []
+        for kind, pairs in found.items():
+            for depth, (violation, scale) in enumerate(pairs):
+                if active[kind][depth]:
+                    relative = violation / scale if violation != 0 else np.float64(0)
+                    entries.append((kind, depth, violation, relative))
+        return entries
+
+    def _worst(self, row: np.ndarray) -> Number:
+        left, total = self.options["tail"] * len(row), np.float64(0)
+        for value in sorted(row, reverse=True):
+            total += value * min(left, 1.0)
+            left -= min(left, 1.0)
+        return total / (self.options["tail"] * len(row))
