@@ -187,7 +187,7 @@ class PlainDescent:
 
     def _update(self, measured: tuple[Any, Any, Any], finite: bool) -> None:
         active, found = self.active(), self.violations(measured, training=True)
-        proposals: list[tuple[str, int, np.float64, np.float64, dict[str, Any]]] = []
+        proposals: list[tuple[str, int, Number, Number, dict[str, Any]]] = []
         accepted = finite
         for kind, multipliers in self.multipliers.items():
             for depth in range(self.depths):

@@ -14,7 +14,8 @@ result and each gradient, by the maximum and by the root mean square of all its 
 - eps |truth|: the rounding of the result.
 - C: the largest change of the formula, of three draws, when every argument and the result of every step of torch,
   forward and backward, is off by one rounding: times 1 ± eps, the sign drawn (Monte Carlo arithmetic; Parker, 1997).
-  It is what the case's own conditioning makes of roundings that nobody can avoid.
+  It is what the case's own conditioning makes of roundings that nobody can avoid. A softmax counts as two steps, with
+  the log-sum-exp between them: kernels keep that of a row for their backward.
 - √n: of the n terms of the longest sum. Their partial sums round too, which grows as √n (Higham and Mary, 2019).
 
 No number of it is fitted to what passes. Where the formula leaves the dtype's range (computed in that dtype: where ours

@@ -49,7 +49,7 @@ def run(function: Function, tensors: dict[str, Tensor]) -> list[Tensor]:
 class Rounding(TorchDispatchMode):
     """Every step of torch off by one rounding: what it computes times 1 ± epsilon, with signs drawn for each number.
 
-    The logarithm of a softmax is two steps, log Σ exp and what that is subtracted from.
+    A softmax is exp(x − log Σ exp x), of which the sum's logarithm is a step: the number a row that a kernel keeps.
 
     Attributes:
         longest: the most terms that a step has summed.
@@ -75,9 +75,10 @@ class Rounding(TorchDispatchMode):
             self.longest = max(self.longest, args[0].numel() // max(1, result.numel()))
         elif step in OF_ROWS:
             self.longest = max(self.longest, args[0].shape[args[1]])
-        if step is aten._log_softmax:
-            log_sums = args[0].logsumexp(args[1], keepdim=True)
-            result = result + (log_sums - self.moved(log_sums))
+        if step in OF_ROWS:
+            log_sums = args[0].logsumexp(args[1], keepdim=True).nan_to_num()  # of a row that is masked: −inf
+            off = log_sums - self.moved(log_sums)
+            result = result + off if step is aten._log_softmax else result * off.exp()
         return self.moved(result)
 
 
