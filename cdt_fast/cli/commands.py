@@ -77,6 +77,7 @@ def reproduce(options: argparse.Namespace) -> int:
             shown.add(run.path)
             if state == "done":
                 continue
+            tasks.resolve_reference(run.settings)
             try:
                 folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
                 entry = TASKS[experiment.task]

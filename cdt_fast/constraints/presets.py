@@ -19,6 +19,7 @@ Resilience = Literal["slack", "decay"]
 Coupling = Literal["chain", "detach", "absolute"]
 Ratio = Literal["mean", "sample", "cvar"]
 ReferenceMode = Literal["constraint", "anchor"]
+DepthScale = Literal["uniform", "linear", "sum", "sqrt", "inverse", "inverse-sqrt", "layerskip"]
 Preset = Literal["video", "text", "lm", "paper-video", "paper-text", "paper-lm", "safe"]
 
 # reference="auto": ε₀ is the mean of ℓ_0 over this many measurements. Few, so that it describes the untrained network;

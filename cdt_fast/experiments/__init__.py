@@ -12,7 +12,7 @@ from typing import Any
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml
-from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run
+from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run, resolve_reference
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import SECTIONS, RunSettings
 
@@ -34,7 +34,8 @@ class Experiment:
         task: "video", "text" or "lm".
         seeds: of each run.
         shared: settings of all runs, by section.
-        runs: what is different in each run, likewise, by the run's name.
+        runs: what is different in each run, likewise, by the run's name. The `reference_losses` of one may be the name
+            of another before it: its losses with the same seed.
     """
 
     name: str
@@ -205,7 +206,13 @@ def _of_a_run(
 ) -> list[PlannedRun]:
     def cell(seed: int, rate: float | None) -> PlannedRun:
         name = f"{run}-{seed}" if rate is None else f"{run}-lr{rate:g}-{seed}"
-        return PlannedRun(folder / name, experiment.settings(run, seed, source, model, rate), source, run, seed)
+        settings = experiment.settings(run, seed, source, model, rate)
+        reference = settings.constraints.reference_losses
+        if reference in experiment.runs:  # another run of this seed, trained before
+            settings.constraints.reference_losses = str((folder / f"{reference}-{seed}").resolve())
+            if RunFolder(folder / f"{reference}-{seed}").evaluation.exists():
+                resolve_reference(settings)
+        return PlannedRun(folder / name, settings, source, run, seed)
 
     if not experiment.learning_rates:
         return [cell(seed, None) for seed in seeds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import torch
 
 from cdt_fast.checksums import check_folder
 from cdt_fast.errors import InputError, require
-from cdt_fast.models.layer_losses import predicted_overhead
+from cdt_fast.models.layer_losses import predicted_overhead, predicted_speedup
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.corpus import InstructionSplits
 from cdt_fast.sequence.data.instructions import Instruction
-from cdt_fast.sequence.evaluation import LanguageEvaluation, decoding_of, perplexities
+from cdt_fast.sequence.decoding import decoding_of, draft_tokens_of, prompts_of, tune
+from cdt_fast.sequence.evaluation import LanguageEvaluation, perplexities
 from cdt_fast.sequence.figures import accuracy_table, decoding_table, perplexity_table
+from cdt_fast.sequence.layer_dropout import add_layer_dropout
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, vocabulary_size
 from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 from cdt_fast.sequence.settings import SMALL, LanguageModelSettings, LanguageSettings
@@ -32,6 +35,7 @@ from cdt_fast.sequence.tokenizers import (
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Table
 
+_ACCEPTANCE = 0.8  # of drafts, where the settings ask for none
 _LR = {"small": 1e-3, "lora": 2e-4, "whole": 2e-5}
 
 
@@ -41,6 +45,7 @@ class LanguageTask(SequenceTask):
     name, samples, subject, sample = "lm", "sequences", "instructions", "sequence"
     accuracy = "Accuracy of the tokens"
     evaluation = LanguageEvaluation
+    agreement = True
 
     def check(self, settings: LanguageSettings) -> None:
         super().check(settings)
@@ -60,18 +65,35 @@ class LanguageTask(SequenceTask):
         if chosen.lora_rank is not None:
             model = _adapted(model, chosen.lora_rank)
         network = _network(model, tokenizer, chosen)
+        if settings.constrained:
+            network.measure_agreement(settings.constraints.agreement or ())
+        add_layer_dropout(network.layers_of_model, chosen.layer_dropout)
         train, validation = (
             encoded_instructions(getattr(data, part), tokenizer, max_tokens, part) for part in ("train", "validation")
         )
         notes = [
             f"{chosen.model}: reading {network.layers} inner depths takes {overhead:.2f} times the FLOP of a training "
             f"without them (--taps and --inner-fraction lower it)",
+            *_speedup(settings, network, train),
             *_cut(train, len(data.train), network),
             *_anchor_above_a_guess(settings, network),
         ]
         identity = {name: corpus.digest(getattr(data, name)) for name in ("train", "validation", "test")}
         lr = _LR["small" if chosen.model == SMALL else "whole" if chosen.lora_rank is None else "lora"]
         return SequenceWorkload(settings, network, train, validation, identity, lr=lr, note="\n".join(notes))
+
+    def finish(
+        self, folder: RunFolder, settings: LanguageSettings, workload: SequenceWorkload, progress: bool = True
+    ) -> None:
+        prompts = prompts_of(workload.validation, settings.evaluation.prompts)
+        if not prompts:
+            return
+        _, network = _load_network(folder.model, settings.model)
+        network.model.to(next(workload.model.parameters()).device)
+        draft_tokens = draft_tokens_of(workload.train, vocabulary_size(network.model))
+        said = tune(network, prompts, draft_tokens, folder.model, progress)
+        if progress:
+            print(said, file=sys.stderr)
 
     def load_model(
         self, folder: RunFolder, settings: LanguageSettings, data: InstructionSplits
@@ -94,8 +116,8 @@ class LanguageTask(SequenceTask):
         progress: bool,
     ) -> dict[str, Any]:
         assert isinstance(network, PretrainedNetwork)
-        prompts = settings.evaluation.prompts
-        return {"perplexity": perplexities(measured), **decoding_of(network, test, prompts, progress)}
+        prompts = prompts_of(test, settings.evaluation.prompts)
+        return {"perplexity": perplexities(measured), **decoding_of(network, prompts, progress)}
 
     def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
         # Losses of tokens of another vocabulary are not of one scale.
@@ -161,7 +183,32 @@ def _load_network(folder: Path, settings: LanguageModelSettings) -> tuple[Pretra
         with from_hub(str(folder), download=False):
             model = peft.PeftModel.from_pretrained(_load(settings), folder)
     tokenizer = load_tokenizer(str(folder), download=False)  # of files that are known to be whole
-    return tokenizer, _network(model, tokenizer, settings)
+    network = _network(model, tokenizer, settings)
+    network.load_generation(folder)
+    return tokenizer, network
+
+
+def _speedup(settings: LanguageSettings, network: PretrainedNetwork, train: EncodedSamples) -> Iterator[str]:
+    """What decoding with the exits is predicted to gain, where the exits come to draft as well as is aimed at."""
+    aimed = settings.constraints.agreement or {}
+    depths = [depth for depth in network.taps[:-1] if depth > 0]
+    if not depths or not settings.evaluation.prompts:
+        return
+    rows = draft_tokens_of(train, vocabulary_size(network.model))
+    predicted = {
+        depth: predicted_speedup(
+            network.base, depth, aimed.get(depth, _ACCEPTANCE), draft_rows=None if rows is None else len(rows)
+        )
+        for depth in depths
+    }
+    depth = max(predicted, key=lambda depth: (depth in aimed, predicted[depth]))
+    speed, drafts = predicted[depth]
+    share = f"{aimed.get(depth, _ACCEPTANCE):.0%}"
+    yield (
+        f"decoding with exit {depth} is predicted to be {speed:.2f} times as fast as without, with {drafts} drafts, if "
+        f"it comes to name {share} of the tokens as the last layer does"
+        + ("" if depth in aimed else f" (--agreement {depth}=… asks for that)")
+    )
 
 
 def _cut(train: EncodedSamples, given: int, network: PretrainedNetwork) -> Iterator[str]:
@@ -187,6 +234,8 @@ def _anchor_above_a_guess(settings: LanguageSettings, network: PretrainedNetwork
 
 
 def _check(settings: LanguageModelSettings) -> None:
+    if not 0 <= settings.layer_dropout < 1:
+        raise InputError(f"[model] layer_dropout must be in [0, 1), got {settings.layer_dropout}")
     if not 0 < settings.inner_fraction <= 1:
         raise InputError(f"[model] inner_fraction must be in (0, 1], got {settings.inner_fraction}")
     if settings.lora_rank is not None:

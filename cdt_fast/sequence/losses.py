@@ -33,8 +33,8 @@ class SequenceLosses(nn.Module):
 
     def forward(
         self, inputs: Tensor, targets: Tensor, seeds: Tensor, weights: Tensor | Sequence[float] | None
-    ) -> tuple[Tensor, Tensor]:
-        """`(total, per_depth)`, see `Network.losses`; `seeds` `[B]` are those of the samples' noise."""
+    ) -> tuple[Tensor, ...]:
+        """See `Network.losses`; `seeds` `[B]` are those of the samples' noise."""
         with autocast_to(self._autocast, inputs.device), self._perturbed(seeds):
             return self._network.losses(inputs, targets, weights)
 

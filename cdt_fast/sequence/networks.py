@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,11 +12,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checksums import checksums_of, write_checksums
+from cdt_fast.checksums import CHECKSUMS, checksums_of, write_checksums
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
+from cdt_fast.models.layer_losses.decoding.decoder import SpeculativeDecoder
 from cdt_fast.models.layer_losses.decoding.tuning import Tuning
 from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, find_parts
 from cdt_fast.ops.shared.backend import explain
@@ -43,8 +44,11 @@ class Network(Protocol):
     padding_id: int
     special_ids: Sequence[int]
 
-    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """`(total, per_depth)`: the losses of the depths `[L+1]`, means over what counts, and their weighted sum."""
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+        """`(total, per_depth)`: the losses of the depths `[L+1]`, means over what counts, and their weighted sum.
+
+        Behind them, where the network was asked to measure it, the agreement of each depth with the last `[L+1]`.
+        """
         ...
 
     def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
@@ -131,16 +135,56 @@ class PretrainedNetwork:
         if self._handle.taps[-1] != last or self.layers < 1:
             raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")
 
-    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         output = self.model(**self._named(inputs), labels=targets, depth_weights=weights)
-        return output.loss, output.layer_losses
+        return output.loss, output.layer_losses, *([output.layer_agreement] if self._handle.agreement_taps else [])
+
+    def measure_agreement(self, depths: Iterable[int]) -> None:
+        """Let `losses` give the agreement of some depths, of those that are read."""
+        self._handle.agreement_taps = tuple(depths)
 
     def depth_logits(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         return self._handle.depth_logits(**self._named(inputs))
 
-    def tune_decoder(self, prompts: Sequence[Tensor], new_tokens: int, progress: bool) -> Tuning:
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The depths that are read."""
+        return self._handle.taps
+
+    @property
+    def layers_of_model(self) -> Sequence[nn.Module]:
+        """All of its layers."""
+        return self._parts.layers
+
+    @property
+    def base(self) -> Any:
+        """The model of transformers, without an adapter's wrapper around it."""
+        return self._parts.model
+
+    def tune_decoder(
+        self, prompts: Sequence[Tensor], new_tokens: int, draft_tokens: Tensor | None, progress: bool
+    ) -> Tuning:
         """See `LayerLosses.tune_decoder`."""
-        return self._handle.tune_decoder(prompts, new_tokens=new_tokens, progress=progress)
+        return self._handle.tune_decoder(prompts, new_tokens=new_tokens, draft_tokens=draft_tokens, progress=progress)
+
+    def decoder(self) -> SpeculativeDecoder:
+        """That of the settings which `tune_decoder` found."""
+        return self._handle.decoder()
+
+    @property
+    def generation_config(self) -> Any:
+        """Of the model, where the decoder's settings are."""
+        return self.base.generation_config
+
+    def save_generation(self, folder: Path) -> None:
+        """Write the generation config to the `folder` of a saved model, beside an adapter too."""
+        with _replaced_folder(folder) as temporary:
+            self.generation_config.save_pretrained(temporary)
+
+    def load_generation(self, folder: Path) -> None:
+        """Take the generation config from where `save_generation` wrote it, if it did."""
+        if (folder / "generation_config.json").exists():
+            self.base.generation_config = type(self.generation_config).from_pretrained(folder)
 
     def _named(self, inputs: Tensor) -> dict[str, Any]:
         names = ("input_ids", "attention_mask", "token_type_ids")
@@ -178,9 +222,13 @@ def _replaced_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         written = sorted(path.name for path in temporary.iterdir())
         checksums = checksums_of(temporary, written)
+        if (folder / CHECKSUMS).exists():  # of files that stay
+            before = read_json(folder / CHECKSUMS, dict[str, list[str]])
+            checksums = {**{file: sums for file, sums in before.items() if (folder / file).exists()}, **checksums}
         # Until all are moved each may be the one before: whoever is killed meanwhile leaves a folder that can be read.
         there = checksums_of(folder, filter(lambda file: (folder / file).exists(), written))
-        write_checksums(folder, {file: list(dict.fromkeys(checksums[file] + there.get(file, []))) for file in written})
+        either = {file: list(dict.fromkeys(sums + there.get(file, []))) for file, sums in checksums.items()}
+        write_checksums(folder, either)
         # What says that there is a model comes last.
         for file in sorted(written, key=lambda file: file == "config.json"):
             with replaced_atomically(folder / file) as target:

@@ -247,8 +247,9 @@ def evaluate_classifier(
         The part of an `evaluation.json` that can be measured here: `layers`; `answers`, how many counted; `gamma`; for
         each γ the last depth's `accuracy`, its 95 % interval (Wilson) `accuracy_interval`, and of all depths
         `depth_accuracy` and `depth_loss` (nats); `auc`, the trapezoid of accuracy over γ (None for a single γ); at the
-        training γ `layer_loss`, `layer_ratio` (None where a loss before is zero), and `per_sample`, see
-        `per_sample_statistics`. The interval takes answers for independent: of tokens it is too narrow.
+        training γ `layer_loss`, `layer_ratio` (None where a loss before is zero), `depth_agreement`, the share of the
+        answers that a depth gives as the last one does, and `per_sample`, see `per_sample_statistics`. The interval
+        takes answers for independent: of tokens it is too narrow.
 
     Raises:
         InputError: an argument out of its range, nothing that counts, or logits that do not fit the labels.
@@ -283,6 +284,7 @@ def evaluate_classifier(
         "depth_loss": [measured[gamma].mean_losses() for gamma in levels],
         "training_gamma": trained,
         "layer_loss": losses,
+        "depth_agreement": (measured[trained].agreed / answers).tolist(),
         "layer_ratio": [after / before if before else None for before, after in pairwise(losses)],
         "per_sample": per_sample_statistics(measured[trained].sums / measured[trained].counts),
     }
@@ -305,34 +307,38 @@ def area_under_curve(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 class _Measured:
-    """Of one γ: `sums` `[L+1, samples]` of the losses, `counts` `[samples]` of the answers, `correct` `[L+1]`."""
+    """Of one γ: `sums` `[L+1, samples]` of the losses, `counts` `[samples]` of the answers, `correct` and `agreed`,
+    those answered as by the last depth, `[L+1]`."""
 
-    def __init__(self, sums: Tensor, counts: Tensor, correct: Tensor) -> None:
-        self.sums, self.counts, self.correct = sums, counts, correct
+    def __init__(self, sums: Tensor, counts: Tensor, correct: Tensor, agreed: Tensor) -> None:
+        self.sums, self.counts, self.correct, self.agreed = sums, counts, correct, agreed
 
     def mean_losses(self) -> list[float]:
         return (self.sums.sum(1) / self.counts.sum()).tolist()
 
 
 def _measure(batches: Iterable[tuple[Any, Tensor]], depth_logits: Callable[[Any], Iterable[Tensor]]) -> _Measured:
-    sums, counts, correct = [], [], []
+    sums, counts, correct, agreed = [], [], [], []
     for inputs, labels in batches:
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or not labels.dim():
             raise InputError(f"labels must be an int64 tensor [B] or [B, T], got {describe(labels)}")
         counted = labels != _IGNORED
         # Depth by depth: the logits of a language model are too large to be held for all depths at once.
-        depths = [_read(logits, labels, counted) for logits in depth_logits(inputs)]
+        depths = [_read(logits, labels) for logits in depth_logits(inputs)]
         sums.append(torch.stack([loss for loss, _ in depths]))
-        correct.append(torch.stack([right for _, right in depths]))
+        answers = torch.stack([answer for _, answer in depths])
+        correct.append(((answers == labels) & counted).flatten(1).sum(1))
+        agreed.append(((answers == answers[-1]) & counted).flatten(1).sum(1))
         counts.append(counted.flatten(1).sum(1) if labels.dim() > 1 else counted.long())
     total = sum(int(count.sum()) for count in counts)
     if not total:
         raise InputError("batches must hold at least one label that counts")
-    return _Measured(torch.cat(sums, 1).cpu(), torch.cat(counts).cpu(), torch.stack(correct).sum(0).cpu())
+    shares = (torch.stack(numbers).sum(0).cpu() for numbers in (correct, agreed))
+    return _Measured(torch.cat(sums, 1).cpu(), torch.cat(counts).cpu(), *shares)
 
 
-def _read(logits: Tensor, labels: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one depth: the samples' loss sums `[B]` in float64, and how many answers are right `[]`."""
+def _read(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one depth: the samples' loss sums `[B]` in float64, and the answers, of the shape of the labels."""
     if logits.shape[:-1] != labels.shape:
         raise InputError(f"depth_logits gave logits {tuple(logits.shape)} for labels {tuple(labels.shape)}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -340,4 +346,4 @@ def _read(logits: Tensor, labels: Tensor, counted: Tensor) -> tuple[Tensor, Tens
         logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=_IGNORED
     )
     losses = losses.view(len(labels), -1).sum(1, dtype=torch.float64)
-    return losses, ((logits.argmax(-1) == labels) & counted).sum()
+    return losses, logits.argmax(-1)

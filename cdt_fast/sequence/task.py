@@ -35,6 +35,9 @@ class SequenceWorkload:
         lr: the learning rate where the settings name none.
         note: see `Workload`.
 
+    Attributes:
+        train, validation: as given.
+
     Raises:
         InputError: a sample holds an id that the model has no embedding of.
     """
@@ -59,18 +62,18 @@ class SequenceWorkload:
         epoch = math.ceil(len(train) / (training.batch * training.accumulate))
         self.steps: int = training.epochs * epoch if training.steps is None else training.steps
         self.lr: float = lr if training.lr is None else training.lr
-        self._settings, self._train, self._validation, self._identity = settings, train, validation, identity
+        self._settings, self.train, self.validation, self._identity = settings, train, validation, identity
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         return SequenceLosses(self.network, self._settings, autocast)
 
     def count(self, sample: int) -> int:
-        return self._train.counts[sample]
+        return self.train.counts[sample]
 
     def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs, targets and the seeds of the samples' noise `[B]`."""
         samples, seeds = zip(*chosen, strict=True)
-        inputs, targets = self._train.batch(samples, self.network.padding_id, device)
+        inputs, targets = self.train.batch(samples, self.network.padding_id, device)
         return inputs, targets, moved(torch.tensor(seeds), device)
 
     @torch.no_grad()
@@ -78,7 +81,7 @@ class SequenceWorkload:
         device = next(self.model.parameters()).device
         sums, counted = torch.zeros(self.num_constraints + 1, dtype=torch.float64, device=device), 0
         with autocast_to(autocast, device), perturbation_of(self._settings, self.network, EVALUATION_SEED):
-            batches = self._validation.batches(self._settings.training.batch, self.network.padding_id, device)
+            batches = self.validation.batches(self._settings.training.batch, self.network.padding_id, device)
             for inputs, targets, count in batches:
                 sums += self.network.losses(inputs, targets, None)[1].to(torch.float64) * count
                 counted += count

@@ -43,7 +43,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
 
 def judged(measured: dict[str, Any], settings: RunSettings, constraints: DescentConstraints) -> dict[str, Any]:
     """What a task measured, with what the settings say of the run and the constraints of its losses."""
-    report = constraints.report(measured["layer_loss"])
+    report = constraints.report(measured["layer_loss"], agreement=measured.get("depth_agreement"))
     verdict = report.as_dict()  # without numbers that JSON cannot represent
     return {
         "task": settings.task,

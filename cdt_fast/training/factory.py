@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.objective import scaled_coefficients
 from cdt_fast.constraints.presets import DEFAULTS
+from cdt_fast.errors import InputError
 from cdt_fast.training.settings import RunSettings
 
 # The warm-up of a training without constraints: they only weigh the depths by the objective, and judge the result.
@@ -24,6 +26,44 @@ def samples_per_step(settings: RunSettings) -> int:
 def steps_per_epoch(settings: RunSettings, samples: int) -> int:
     """Optimizer steps that see every one of `samples` once; the last may see fewer than the others."""
     return math.ceil(samples / samples_per_step(settings))
+
+
+def coefficients_of(settings: RunSettings, num_constraints: int) -> list[float] | None:
+    """The coefficients of the settings as numbers, one a depth that is read; None where there are none.
+
+    Raises:
+        InputError: a scale over depths that are counted from the last, or a factor for numbers that are given.
+    """
+    chosen = settings.constraints
+    if not isinstance(chosen.coefficients, str):
+        if chosen.exit_scale != 1.0:
+            raise InputError(
+                f"[constraints] exit_scale is {chosen.exit_scale:g}, a factor of a scale such as --coefficients linear"
+            )
+        return chosen.coefficients
+    depths = getattr(settings.model, "taps", None) or list(range(num_constraints + 1))
+    if len(depths) != num_constraints + 1 or min(depths) < 0:
+        raise InputError(
+            f"[constraints] coefficients {chosen.coefficients!r} need taps that are counted from 0, got {depths}"
+        )
+    return scaled_coefficients(chosen.coefficients, depths, chosen.exit_scale)
+
+
+def by_number(settings: RunSettings, name: str, num_constraints: int) -> dict[int, Any] | None:
+    """What `settings` give chosen depths, by their numbers among those that are read.
+
+    Raises:
+        InputError: a depth is not read.
+    """
+    given, taps = getattr(settings.constraints, name), getattr(settings.model, "taps", None)
+    if given is None or taps is None:
+        return given
+    for depth in given:
+        if depth not in taps:
+            raise InputError(
+                f"[constraints] {name} holds depth {depth}, which is not read: --taps are {', '.join(map(str, taps))}"
+            )
+    return {taps.index(depth): value for depth, value in given.items()}
 
 
 def build_constraints(
@@ -50,6 +90,8 @@ def build_constraints(
         **{
             **options,
             "objective": settings.objective,
+            "coefficients": coefficients_of(settings, num_constraints),
+            **{name: by_number(settings, name, num_constraints) for name in ("bounds", "agreement")},
             "betas": tuple(chosen.betas),
             "resilience": None if chosen.resilience == "none" else chosen.resilience,
             "warmup_steps": chosen.warmup_epochs * epoch if settings.constrained else NEVER,

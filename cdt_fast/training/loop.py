@@ -58,6 +58,8 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     waiting = InitProcessGroupKwargs(timeout=rank_timeout(settings))
     accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
     check_depth_schedule(settings, accelerator.num_processes)
+    if settings.constraints.agreement is not None and not task.agreement:
+        raise InputError("[constraints] agreement is a bound for language models (cdt-fast train lm)")
     resolve_execution(settings, accelerator, task)  # before the data are read
     progress = progress and accelerator.is_main_process
     with run.lock(accelerator.is_main_process):
@@ -78,6 +80,8 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
         if resume and accelerator.is_main_process:
             run.truncate_metrics(trainer.step)
         trainer.run(progress)
+        if accelerator.is_main_process:
+            task.finish(run, settings, trainer.workload, progress)
 
 
 class Trainer:
@@ -223,7 +227,13 @@ class Trainer:
         schedule = self.settings.training.depth_schedule
         if schedule is not None:
             known = scheduled_weights(
-                schedule, self.workload.num_constraints, self.step, self.workload.steps, self.settings.training.seed
+                schedule,
+                self.workload.num_constraints,
+                self.step,
+                self.workload.steps,
+                self.settings.training.seed,
+                self.settings.training.depth_rotation or 1,
+                known if self.settings.objective == "depths" else None,
             )
         action = self.constraints.count_step() if self._measured else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.

@@ -19,6 +19,7 @@ from cdt_fast.checks import suggestion
 from cdt_fast.constraints.presets import (
     DEFAULTS,
     Coupling,
+    DepthScale,
     Dual,
     ObjectiveName,
     Preset,
@@ -34,8 +35,10 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Bounds = Annotated[dict[int, float | str], Field(min_length=1)]
+Shares = Annotated[dict[int, float], Field(min_length=1)]
 Levels = Annotated[list[NonNegative], Field(min_length=1)]
 Precision = Literal["auto", "bf16", "fp32", "ieee"]
+DepthSchedule = Literal["random", "gradual", "rotational"]
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 
@@ -90,6 +93,8 @@ class Section(BaseModel):
         kinds = {typing.get_origin(option) for option in options}
         if dict in kinds:
             return _by_depth(value)
+        if any(value in typing.get_args(option) for option in options if typing.get_origin(option) is Literal):
+            return value
         if list in kinds and not (str in options and not all(map(_is_number, value.split(",")))):
             return value.split(",") if "," in value or not _takes_one(options) else value
         return value
@@ -149,7 +154,10 @@ class ConstraintSettings(Section):
     objective: ObjectiveName | None = setting(
         None, "what is minimized over the depths (default: last; for a denoiser of video with constraints log)"
     )
-    coefficients: list[NonNegative] | None = setting(None, "weights of the depths in the objective (default: ones)")
+    coefficients: list[NonNegative] | DepthScale | None = setting(
+        None, "weights of the depths in the objective: numbers, or a scale over the depths (default: ones)"
+    )
+    exit_scale: NonNegative = setting(1.0, "factor of a scale's coefficients at the depths before the last")
     rate: float | list[float] | None = setting(
         DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes; 'none': no descent"
     )
@@ -160,6 +168,10 @@ class ConstraintSettings(Section):
     coupling: Coupling = setting(DEFAULTS.coupling, "what bounds a layer's loss")
     bounds: Bounds | None = setting(
         DEFAULTS.bounds, "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of a reference's"
+    )
+    agreement: Shares | None = setting(
+        DEFAULTS.agreement,
+        "least shares of the tokens or texts that chosen depths answer as the last one does, as in 8=0.8",
     )
     reference_losses: list[float] | str | None = setting(
         DEFAULTS.reference_losses,
@@ -202,9 +214,13 @@ class TrainingSettings(Section):
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
     warmup_steps: Count = setting(0, "steps over which the learning rate rises to lr")
     clip: NonNegative | None = setting(1.0, "largest gradient norm ('none' for no bound)")
-    depth_schedule: Literal["random", "gradual"] | None = setting(
+    depth_schedule: DepthSchedule | None = setting(
         None,
-        "without constraints: train one depth a step, drawn at random, or switch depths on from the last to the first",
+        "without constraints: train one depth a step, drawn at random, switch depths on from the last to the first, or "
+        "the last and others in turn; with the objective 'depths' its coefficients weigh those that are on",
+    )
+    depth_rotation: Annotated[int, Field(ge=2)] | None = setting(
+        None, "steps between two of an inner depth under 'rotational'"
     )
     weight_decay: NonNegative = setting(0.0, "decoupled weight decay (AdamW)")
     precision: Precision = setting(

@@ -20,7 +20,8 @@ class TrainingStep:
     """What the device does in one optimizer step. Nothing here waits for it, nor changes anything on the host.
 
     Attributes:
-        losses: its forward `(*batch, weights)` gives `(total, per_depth)`, or a wrapper of it.
+        losses: its forward `(*batch, weights)` gives `(total, per_depth)`, and behind them shares of agreement where
+            the constraints ask for some; or a wrapper of it.
         optimizer: of the model's parameters.
         logged_sums: `[L+2]`, the sums of the losses and the count since the last log; added to in place.
         constraints: give the weights of the losses; None: unconstrained.
@@ -65,13 +66,13 @@ class TrainingStep:
             last = number == len(counts) - 1
             alone = nullcontext() if last else getattr(self.losses, "no_sync", nullcontext)()
             with alone:
-                total, per_depth = self.losses(*batch, weights)
+                total, per_depth, *agreement = self.losses(*batch, weights)
                 # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
                 (total * (count * self.ranks / items)).backward()
             self.logged_sums[:-1] += per_depth.to(torch.float64) * count
             self.logged_sums[-1] += count
             if self.constraints is not None:
-                self.constraints.accumulate(per_depth, count)
+                self.constraints.accumulate(per_depth, count, *agreement)
         if self.clip is not None:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self.clip)

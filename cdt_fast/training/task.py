@@ -123,6 +123,7 @@ class Task(ABC):
         sample: what `per_sample` of an evaluation is of, in the singular.
         evaluation: the type of its `evaluation.json`.
         fixed_shapes: all full batches of a run have the same shapes, so that a step can be captured.
+        agreement: its losses give shares of agreement where the constraints ask for some.
     """
 
     name: ClassVar[str]
@@ -131,6 +132,7 @@ class Task(ABC):
     sample: ClassVar[str]
     evaluation: ClassVar[type[Evaluation]]
     fixed_shapes: ClassVar[bool]
+    agreement: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, settings: Any) -> None:
@@ -161,6 +163,11 @@ class Task(ABC):
             InputError: the settings and the data do not fit each other, or a pretrained model cannot be used.
             MissingExtra: a package that the model needs is not installed.
         """
+
+    def finish(  # noqa: B027 - most tasks have nothing left to do
+        self, folder: RunFolder, settings: Any, workload: Workload, progress: bool = True
+    ) -> None:
+        """What is left to do with the model that a finished training kept; done again where that was interrupted."""
 
     @abstractmethod
     def evaluate(

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.agreement import shares_of_agreement
 from cdt_fast.models.layer_losses.decoding.methods import DecodingMethods
 from cdt_fast.models.layer_losses.first_forward import Reading, check_first_forward
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
 from cdt_fast.models.layer_losses.outputs import (
+    LAYER_AGREEMENT,
     LAYER_LOSSES,
     LOSS_COUNT,
     ignore_in_predictions,
@@ -54,6 +56,7 @@ class _Pass:
     replayed: Tensor | None = None  # what the base model is to answer with
     mean: bool = False  # whether inner depths are read by the mean of the tokens
     mask: Tensor | None = None  # [B, T], of the tokens that count there
+    agreement: Tensor | None = None  # [depths]
 
 
 class LayerLosses(DecodingMethods):
@@ -63,6 +66,9 @@ class LayerLosses(DecodingMethods):
         taps: the depths that are read, as numbers of 0..L.
         num_constraints: their number less one, the `layers` of a `DescentConstraints`.
         keep_logits: as in `attach_layer_losses`; may be changed at any time.
+        agreement_taps: those of `taps` whose agreement with the last depth a language model's forward with labels
+            returns as `layer_agreement` `[depths]`: the share of the tokens that both name alike, over at most
+            512 tokens, spread evenly over those with a label; 1 at the other depths. Empty: no such output.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class LayerLosses(DecodingMethods):
         self._mean = inner_pooling == "mean"
         self.num_constraints = len(taps) - 1
         self.keep_logits = keep_logits
+        self.agreement_taps: Sequence[int] = ()
         self._parts = parts
         self._inner_fraction, self._inner_kl = inner_fraction, inner_kl
         self._generator = generator
@@ -197,7 +204,8 @@ class LayerLosses(DecodingMethods):
         loss = self._with_router_loss(total / (count if items is None else items), output)
         count = count.to(sums.device, non_blocking=True)
         means = sums / count.clamp(min=1)
-        output = with_layer_losses(output, loss=loss, logits=logits, **{LAYER_LOSSES: means, LOSS_COUNT: count})
+        fields = {LAYER_LOSSES: means, LOSS_COUNT: count, LAYER_AGREEMENT: this.agreement}
+        output = with_layer_losses(output, loss=loss, logits=logits, **fields)
         return output.to_tuple() if as_tuple else output
 
     def _logits(self, patch: Patch, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -354,6 +362,9 @@ class LayerLosses(DecodingMethods):
         if parts.scale != 1.0:
             features = [rows * parts.scale for rows in features]
             bias = None if bias is None else bias * parts.scale
+        if self.agreement_taps and parts.kind == LANGUAGE_MODEL:
+            asked = [tap in self.agreement_taps for tap in self.taps]
+            this.agreement = shares_of_agreement(features, asked, weight, bias, this.targets)
         weights, tapped = this.weights, len(self.taps)
         if weights is not None and len(features) > tapped:
             weights = torch.cat([weights, weights.new_zeros(1)])

@@ -1,4 +1,4 @@
-"""An output of transformers: with two more fields, and the loss of its routers."""
+"""An output of transformers: with more fields, and the loss of its routers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError
 
-LAYER_LOSSES, LOSS_COUNT = "layer_losses", "layer_loss_count"
+LAYER_LOSSES, LOSS_COUNT, LAYER_AGREEMENT = "layer_losses", "layer_loss_count", "layer_agreement"
+_FIELDS = (LAYER_LOSSES, LOSS_COUNT, LAYER_AGREEMENT)
 
 _IGNORED_KEYS = "keys_to_ignore_at_inference"
 
@@ -27,14 +28,14 @@ def with_layer_losses(output: Any, **fields: Any) -> Any:
 
 
 def ignore_in_predictions(config: Any) -> None:
-    """Keep a Trainer from gathering the two fields in an evaluation as if they were predictions.
+    """Keep a Trainer from gathering these fields in an evaluation as if they were predictions.
 
     It goes by a list of its model's configuration. That of the class is extended, for good: one of the configuration
     itself would be written into its config.json, and names that no output has do nothing.
     """
     holder = config if _IGNORED_KEYS in vars(config) else type(config)
     keys = getattr(holder, _IGNORED_KEYS, None) or ["past_key_values"]
-    setattr(holder, _IGNORED_KEYS, [*keys, *(name for name in (LAYER_LOSSES, LOSS_COUNT) if name not in keys)])
+    setattr(holder, _IGNORED_KEYS, [*keys, *(name for name in _FIELDS if name not in keys)])
 
 
 def router_loss(model: Any, output: Any) -> Tensor | None:
@@ -60,5 +61,5 @@ def router_loss(model: Any, output: Any) -> Tensor | None:
 def _extended(kind: type) -> type:
     # A class of its own, as the nodes that torch knows (FSDP2 and DDP take outputs apart and put them together again)
     # have the fields of their class alone.
-    fields = [(name, Any, field(default=None)) for name in (LAYER_LOSSES, LOSS_COUNT)]
+    fields = [(name, Any, field(default=None)) for name in _FIELDS]
     return make_dataclass(kind.__name__, fields, bases=(kind,), namespace={"__module__": kind.__module__})

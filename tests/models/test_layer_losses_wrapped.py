@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses import attach_layer_losses, predicted_overhead
+from cdt_fast.models.layer_losses import attach_layer_losses, predicted_overhead, predicted_speedup
 from tests.models.layer_loss_cases import (
     LANGUAGE_MODELS,
     LAYERS,
@@ -70,6 +70,31 @@ def test_memory_does_not_grow_with_depth_times_vocabulary() -> None:
     # Beside its gradient [N, d] a depth costs nothing; the logits of one are 128 times as large.
     assert grown < 0.1 * logits, (peaks, logits)
     assert peaks[6, "all"] < 12 * logits
+
+
+def test_the_predicted_speedup_is_that_of_weights_read() -> None:
+    """Four drafts of SmolLM2's shape: 30 layers of 3.54 million weights, a head of 28.3 and a draft's of 4.7."""
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    layer, head, draft_head, a = 3.54, 28.31, 4.72, 0.8
+    round_ = 4 * (8 * layer + draft_head) + 30 * layer + head
+    expected = (1 + a + a**2 + a**3 + a**4) * (30 * layer + head) / round_
+    speed, drafts = predicted_speedup(model, 8, a, draft_rows=8192, drafts=4)
+    assert (speed, drafts) == (pytest.approx(expected, rel=1e-3), 4)
+    best, drafts = predicted_speedup(model, 8, a, draft_rows=8192)
+    others = [predicted_speedup(model, 8, a, draft_rows=8192, drafts=k)[0] for k in range(1, 11)]
+    assert (best, drafts) == (max(others), 1 + others.index(max(others)))
+    assert predicted_speedup(model, 8, 0.0)[0] < 1
+    with pytest.raises(InputError, match="exit must be a depth of 1 to 29"):
+        predicted_speedup(model, 30, a)
 
 
 def test_predicted_overhead_of_llama_8b() -> None:

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from cdt_fast.checksums import CHECKSUMS, check_folder
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import read_json
+from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.sequence import networks
 from cdt_fast.sequence.corpus import describe
+from cdt_fast.sequence.layer_dropout import add_layer_dropout, dropout_rates
 from cdt_fast.sequence.settings import LanguageSettings
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
@@ -183,6 +185,67 @@ def test_the_evaluation_decodes_with_exits_and_the_report_shows_it(source: Path,
     assert "exits must hold" in evaluation["decoding_refused"]
 
 
+def test_a_bound_on_agreement_is_measured_and_met(source: Path, tmp_path: Path) -> None:
+    """By the model's depths, whatever is tapped; the shares are those of the logits, and move the multiplier."""
+    taps = {"layers": 3, "taps": [0, 2, 3]}
+    asked = {"rate": None, "reference": None, "reference_mode": "constraint", "agreement": {2: 0.95}}
+    config = settings_for(source, **taps, **asked, steps=60, validate_every=60)
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = new_trainer(run, config)
+    inputs, targets, seeds = trainer._batch(trainer._micro_batches()[0])
+    *_, shares = trainer.losses(inputs, targets, seeds, [0.0, 0.0, 1.0])
+    network: Any = trainer.workload.network  # pyright: ignore[reportAttributeAccessIssue]
+    answers = torch.stack([logits.argmax(-1) for logits in network.depth_logits(inputs, targets)])
+    counted = torch.nn.functional.pad(targets, (0, 1), value=-100)[:, 1:] != -100
+    agreed = (answers[1] == answers[2])[counted].float().mean()
+    assert shares.tolist() == pytest.approx([1.0, agreed.item(), 1.0])
+    evaluation = evaluated(trained(config, tmp_path / "whole"), config)
+    assert evaluation["depth_agreement"][1] > 0.95
+    assert evaluation["report"]["agreement_violation"][1] == pytest.approx(0.95 - evaluation["depth_agreement"][1])
+    free = settings_for(source, **taps, constrained=False, steps=60, validate_every=60)
+    assert evaluated(trained(free, tmp_path / "free"), free)["depth_agreement"][1] < 0.95
+    with pytest.raises(InputError, match="agreement holds depth 1, which is not read: --taps are 0, 2, 3"):
+        trained(settings_for(source, **taps, agreement={1: 0.9}), tmp_path / "other")
+
+
+def test_a_dropped_layer_passes_samples_on_in_training_alone() -> None:
+    assert dropout_rates(0.5, 3) == pytest.approx([0, 0.5 * (2**0.5 - 1), 0.5])
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    add_layer_dropout(layers, 0.25)
+    state = torch.randn(4000, 2, 4)
+    torch.manual_seed(0)
+    assert torch.equal(layers[0](state), torch.nn.functional.linear(state, layers[0].weight, layers[0].bias))
+    same = (layers[1](state) == state).flatten(1).all(1)
+    assert abs(int(same.sum()) - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5  # four standard deviations
+    layers[1].eval()
+    assert not (layers[1](state) == state).flatten(1).all(1).any()
+
+
+def test_a_decoder_is_tuned_on_validation_prompts_and_kept_with_the_model(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdt_fast.models.layer_losses.decoding.tuning._LEAST_GAIN", 0.0)
+    monkeypatch.setattr("cdt_fast.sequence.decoding._DRAFT_TOKENS", 64)
+    config = settings_for(source, layers=3, prompts=2, steps=4)
+    run = trained(config, tmp_path / "run", progress=True)
+    assert "a decoder is kept with the model" in capsys.readouterr().err
+    assert {"model.safetensors", "generation_config.json"} <= set(read_json(run.model / CHECKSUMS))
+    model = transformers.AutoModelForCausalLM.from_pretrained(run.model)
+    kept = model.generation_config.early_exit
+    assert kept["exit"] in (1, 2)
+    assert kept["draft_tokens"]
+    decoder = attach_layer_losses(model).decoder()
+    ids = torch.tensor([[5, 6, 7]])
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=decoder)
+    assert torch.equal(tokens, model.generate(ids, max_new_tokens=8, do_sample=False))
+    evaluation = evaluated(run, config)
+    assert evaluation["speeds"][0]["name"] == "kept decoder"
+    monkeypatch.setattr("cdt_fast.models.layer_losses.decoding.tuning._LEAST_GAIN", 1e9)
+    train(run, config, resume=True)
+    assert "no decoder is kept with the model: at best it is" in capsys.readouterr().err
+    assert getattr(transformers.GenerationConfig.from_pretrained(run.model), "early_exit", None) is None
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"inner_fraction": 0.5, "taps": [0, 2], "inner_kl": 0.5}, {"model": "qwen", "gamma": 0.2}]
 )
@@ -316,8 +379,13 @@ def test_the_predicted_overhead_is_said_before_the_first_step(
     head, layer = 258 * 16, 4 * 16 * 16 + 3 * 16 * 64
     trained(settings_for(source, steps=1), tmp_path / "run", progress=True)
     assert f"{1 + 2 * head / (2 * layer + head):.2f} times the FLOP" in said[0]
+    assert "decoding with exit" not in said[0]  # --prompts 0
     trained(settings_for(source, steps=1, inner_fraction=0.25), tmp_path / "other", progress=True)
     assert f"{1 + 2 * 0.25 * head / (2 * layer + head):.2f} times the FLOP" in said[1]
+    trained(settings_for(source, steps=1, prompts=1, agreement={1: 0.9}), tmp_path / "third", progress=True)
+    sums = {k: (1 - 0.9 ** (k + 1)) / 0.1 / (1 + k * (layer + head) / (2 * layer + head)) for k in range(1, 11)}
+    drafts = max(sums, key=lambda k: sums[k])
+    assert f"exit 1 is predicted to be {sums[drafts]:.2f} times as fast as without, with {drafts} drafts" in said[2]
 
 
 def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cdt_fast.constraints.objective import scaled_coefficients
 from cdt_fast.errors import InputError
 from cdt_fast.training.depth_schedule import check_depth_schedule, scheduled_weights
 from cdt_fast.training.run_folder import RunFolder
@@ -32,11 +33,48 @@ def test_exits_are_switched_on_from_the_last_to_the_first() -> None:
     assert weights[-1] == (0, 1, 1, 1, 1)
 
 
-@pytest.mark.parametrize("schedule", ["random", "gradual"])
+def test_the_last_exit_and_others_in_turn() -> None:
+    weights = [scheduled_weights("rotational", 5, step, 80, 0, rotation=3) for step in range(6)]
+    assert [[depth for depth in range(5) if one[depth]] for one in weights] == [[3], [2], [1, 4]] * 2
+    assert all(one[5] == 1 for one in weights)
+
+
+@pytest.mark.parametrize("schedule", ["gradual", "rotational"])
+def test_the_coefficients_of_the_depths_that_are_on_add_up_to_one(schedule: Any) -> None:
+    coefficients = scaled_coefficients("layerskip", range(5))
+    plain, scaled = (
+        [scheduled_weights(schedule, 4, step, 80, 0, 2, given) for step in range(80)] for given in (None, coefficients)
+    )
+    for mask, weights in zip(plain, scaled, strict=True):
+        products = [on * c for on, c in zip(mask, coefficients, strict=True)]
+        assert weights == pytest.approx([product / sum(products) for product in products])
+
+
+def test_scales_are_those_of_torchtune_and_of_layerskips_paper() -> None:
+    """Each normalized; torchtune counts layers from 0, and takes their number plus one."""
+    depths = [0, 1, 2, 4, 8]
+    expected = {
+        "uniform": [1, 1, 1, 1],
+        "linear": [1, 2, 4, 8],
+        "sum": [1, 3, 10, 36],
+        "sqrt": [1, 2**0.5, 2, 8**0.5],
+        "inverse": [1, 1 / 2, 1 / 4, 1 / 8],
+        "inverse-sqrt": [1, 2**-0.5, 1 / 2, 8**-0.5],
+        "layerskip": [0, 1, 0 + 1 + 2 + 3, sum(range(7)) + 7],  # e(l) of layer l = depth - 1, and of the last one
+    }
+    for scale, values in expected.items():
+        for factor in (1.0, 0.25):
+            weighed = [0.0, *(factor * value for value in values[:-1]), values[-1]]
+            found = scaled_coefficients(scale, depths, factor)  # pyright: ignore[reportArgumentType]
+            assert found == pytest.approx([value / sum(weighed) for value in weighed]), scale
+
+
+@pytest.mark.parametrize("schedule", ["random", "gradual", "rotational"])
 def test_a_training_follows_the_schedule(
     tiny_config: Any, tmp_path: Path, schedule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config(constrained=False, depth_schedule=schedule, steps=8)
+    rotation = 2 if schedule == "rotational" else None
+    config = tiny_config(constrained=False, depth_schedule=schedule, steps=8, depth_rotation=rotation)
     trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
     seen = []
     losses = trainer.losses.forward
@@ -48,7 +86,7 @@ def test_a_training_follows_the_schedule(
     monkeypatch.setattr(trainer.losses, "forward", forward)
     trainer.run(progress=False)
     assert len(seen) >= 8
-    expected = [scheduled_weights(schedule, 2, step, 8, config.training.seed) for step in range(8)]
+    expected = [scheduled_weights(schedule, 2, step, 8, config.training.seed, rotation or 1) for step in range(8)]
     assert [weights for weights in seen if isinstance(weights, tuple)] == expected
 
 
@@ -57,12 +95,16 @@ def test_a_training_follows_the_schedule(
     [
         ({}, "and so do constraints: train with --no-constrained$"),
         ({"constrained": False, "objective": "log"}, "and so do an objective: .* without --objective"),
+        ({"constrained": False, "objective": "depths"}, "and so do an objective: .* without --objective"),
+        ({"constrained": False, "depth_rotation": 2}, "'rotational' alone needs"),
+        ({"constrained": False, "exit_scale": 0.5}, "a factor of a scale such as --coefficients linear"),
+        ({"depth_schedule": None, "agreement": {1: 0.9}}, "agreement is a bound for language models"),
     ],
 )
 def test_what_else_weighs_the_depths_is_refused(
     tiny_config: Any, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    config = tiny_config(depth_schedule="random", **changes)
+    config = tiny_config(**{"depth_schedule": "random", **changes})
     with pytest.raises(InputError, match=message):
         train(RunFolder(tmp_path), config, progress=False)
 

@@ -93,7 +93,7 @@ class Continuation:
     confidence: dict[int, Tensor]
 
 
-def frequent_tokens(texts: Iterable[Sequence[int]], count: int) -> Tensor:
+def frequent_tokens(texts: Iterable[Sequence[int] | Tensor], count: int) -> Tensor:
     """The `count` tokens that are seen most often in `texts`, lists of token numbers: the rows of a short draft head.
 
     Returns:
@@ -143,8 +143,8 @@ def tune_decoder(
         for row in rows[:_MEASURED]:
             decoder = SpeculativeDecoder(parts, row.exit, row.drafts, row.confidence, draft_tokens)
             # In turns with the whole model alone: the machine may have become slower meanwhile.
-            _, plain = _generated(model, prompts, new_tokens, None)
-            _, own = _generated(model, prompts, new_tokens, decoder)
+            _, plain = _generated(model, prompts, new_tokens)
+            _, own = _generated(model, prompts, new_tokens, custom_generate=decoder)
             measured.append(replace(row, measured=plain / own))
             bar.update()
     measured.sort(key=lambda row: -(row.measured or 0.0))
@@ -181,7 +181,7 @@ def continuations(
     if not ids:
         raise InputError("prompts must hold at least one list of token numbers, got none")
     with _evaluation_mode(model):
-        texts, seconds = _generated(model, ids, new_tokens, None)
+        texts, seconds = _generated(model, ids, new_tokens)
         pairs = zip(ids, texts, strict=True)
         return texts, seconds, [_named(parts, text, len(prompt), exits, draft_tokens) for prompt, text in pairs]
 
@@ -195,7 +195,22 @@ def _prompt(prompt: Any, device: torch.device) -> Tensor:
     return ids.long()
 
 
-def _generated(model: Any, prompts: Sequence[Tensor], new_tokens: int, decoder: Any) -> tuple[list[Tensor], float]:
+def timed_continuations(model: Any, prompts: Sequence[Any], new_tokens: int, **options: Any) -> tuple[int, float]:
+    """How many tokens `model.generate` adds greedily to prompts, one after the other, and the seconds that takes.
+
+    Args:
+        model: of transformers.
+        prompts: token numbers, each `[T]`.
+        new_tokens: the most that follow each prompt.
+        options: of `generate`, such as `custom_generate` or `assistant_early_exit`.
+    """
+    ids = [_prompt(prompt, model.device) for prompt in prompts]
+    with torch.no_grad(), _evaluation_mode(model):
+        texts, seconds = _generated(model, ids, new_tokens, **options)
+    return sum(len(text) - len(prompt) for text, prompt in zip(texts, ids, strict=True)), seconds
+
+
+def _generated(model: Any, prompts: Sequence[Tensor], new_tokens: int, **options: Any) -> tuple[list[Tensor], float]:
     """Prompts with what follows greedily, each `[T]`, and the seconds that took."""
     _wait(model)
     start = time.perf_counter()
@@ -205,7 +220,7 @@ def _generated(model: Any, prompts: Sequence[Tensor], new_tokens: int, decoder: 
             attention_mask=torch.ones_like(prompt)[None],
             max_new_tokens=new_tokens,
             do_sample=False,
-            custom_generate=decoder,
+            **options,
         )[0]
         for prompt in prompts
     ]
