@@ -240,6 +240,24 @@ def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     assert f"  {name} " in call("reproduce", "--help").out
 
 
+def test_the_reference_of_a_run_is_another_one_of_its_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder until it is trained and measured, then its losses."""
+
+    def resolved(settings: Any) -> None:
+        assert settings.constraints.reference_losses == str(tmp_path / "plain-3")
+        settings.constraints.reference_losses = [1.0, 0.5]
+
+    def references() -> set[Any]:
+        planned = experiments.plan(experiments.Experiment.load("exits"), ["data"], None, [3], tmp_path)
+        return {str(run.settings.constraints.reference_losses) for run in planned if run.run.startswith("bounded")}
+
+    monkeypatch.setattr(experiments, "resolve_reference", resolved)
+    assert references() == {str(tmp_path / "plain-3")}
+    (tmp_path / "plain-3").mkdir()
+    RunFolder(tmp_path / "plain-3").evaluation.touch()
+    assert references() == {"[1.0, 0.5]"}
+
+
 # What the documents' tables were made with, run by run.
 _VIDEO = "video clip --setup paper --window 10 --code-size 576 --steps 600 --batch 1 --validate-every 50"
 _REVIEWS = "text reviews --text-column Text --label-column Sentiment --max-tokens 128"

@@ -13,6 +13,7 @@ from torch import Tensor
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import frequent_tokens
 from cdt_fast.models.layer_losses.decoding.tuning import EARLY_EXIT, TunedRow, timed_continuations
+from cdt_fast.sequence.evaluation import KEPT
 from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 
@@ -75,7 +76,7 @@ def speeds_of(network: PretrainedNetwork, prompts: Sequence[Tensor], exit: int) 
     transformers' own early exit at the same depth, where the model is one that it runs."""
     decoder = network.decoder()
     ways: dict[str, Callable[[], tuple[int, float]]] = {
-        "kept decoder": lambda: timed_continuations(network.base, prompts, _NEW_TOKENS, custom_generate=decoder),
+        KEPT: lambda: timed_continuations(network.base, prompts, _NEW_TOKENS, custom_generate=decoder),
         _ASSISTANT: lambda: timed_continuations(network.base, prompts, _NEW_TOKENS, assistant_early_exit=exit),
     }
     ratios: dict[str, list[float]] = {name: [] for name in ways}
@@ -90,7 +91,7 @@ def speeds_of(network: PretrainedNetwork, prompts: Sequence[Tensor], exit: int) 
                 del ways[name], ratios[name]
                 continue
             ratios[name].append(own_tokens / own_seconds * seconds / tokens)
-    acceptance = {"kept decoder": decoder.counts.acceptance} if decoder.counts.drafted else {}
+    acceptance = {KEPT: decoder.counts.acceptance} if decoder.counts.drafted else {}
     return [
         {
             "name": name,

@@ -21,6 +21,10 @@ from cdt_fast.training.results import Evaluation
 _LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
 
 
+KEPT = "kept decoder"
+"""The name of the decoder that is kept with a model, among what decodes faster."""
+
+
 class SequenceEvaluation(Evaluation):
     """What the `evaluation.json` of a run on texts or instructions holds: what `evaluate_classifier` measures."""
 

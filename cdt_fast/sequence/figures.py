@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cdt_fast.sequence.evaluation import KEPT
 from cdt_fast.training.figures import add_legend, axes_of, colored, early_exits, mark_training, plot_runs
 from cdt_fast.training.report import formatted
 from cdt_fast.training.task import Drawing, EvaluatedRun, Table
@@ -16,6 +17,17 @@ def drawings(accuracy: str) -> list[Drawing]:
         Drawing("accuracy_over_noise.png", f"{accuracy} over γ, with its 95 % interval", _accuracy_over_noise),
         Drawing("early_exit.png", f"{accuracy} of an early exit after each depth", _early_exit),
     ]
+
+
+def agreement_drawing() -> Drawing:
+    """The picture of what the exits of language models are worth as drafters."""
+    caption = "Share of the held-out tokens that an exit names as the last depth does, and the loss at that exit"
+    return Drawing("agreement.png", caption, _agreement)
+
+
+def depths_of(run: EvaluatedRun) -> list[int]:
+    """The depths of the model that are read."""
+    return getattr(run.settings.model, "taps", None) or list(range(run.evaluation.layers + 1))
 
 
 def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
@@ -49,6 +61,31 @@ def decoding_table(runs: Sequence[EvaluatedRun]) -> Table:
             speed = f"{row.predicted:.2f}×", "" if row.measured is None else f"{row.measured:.2f}× of {alone} tokens/s"
             rows.append([run.label, str(row.exit), *shares, *speed])
     return rows
+
+
+def speed_table(runs: Sequence[EvaluatedRun]) -> Table:
+    """Tokens a second over those of the model alone, in turns with it: the decoder kept with each model, and others."""
+    rows = [["tokens/s over the model alone", "decoder", "kept drafts", "median", "least", "most"]]
+    for run in runs:
+        for row in run.evaluation.speeds:
+            numbers = [f"{value:.2f}×" for value in (row.median, row.least, row.most)]
+            rows.append([run.label, row.name, formatted(row.acceptance, ".1%"), *numbers])
+    return rows
+
+
+def speed_of(run: EvaluatedRun) -> float:
+    """The median of the decoder that is kept with the model; 1 where none is."""
+    return next((row.median for row in run.evaluation.speeds if row.name == KEPT), 1.0)
+
+
+def _agreement(runs: Sequence[EvaluatedRun]) -> Any:
+    figure, axes = axes_of(columns=2, width=5.2)
+    for axis, name, label in zip(axes, ("depth_agreement", "layer_loss"), ("agreement", "loss, nats"), strict=True):
+        for run, color in colored(runs):
+            axis.plot(depths_of(run), getattr(run.evaluation, name), "o-", color=color, label=run.label)
+        axis.set(xlabel="layers run", ylabel=label)
+    add_legend(axes[0], middle=1.1)
+    return figure
 
 
 def _accuracy_over_noise(runs: Sequence[EvaluatedRun]) -> Any:

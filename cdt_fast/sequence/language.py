@@ -19,7 +19,15 @@ from cdt_fast.sequence.corpus import InstructionSplits
 from cdt_fast.sequence.data.instructions import Instruction
 from cdt_fast.sequence.decoding import decoding_of, draft_tokens_of, prompts_of, tune
 from cdt_fast.sequence.evaluation import LanguageEvaluation, perplexities
-from cdt_fast.sequence.figures import accuracy_table, decoding_table, perplexity_table
+from cdt_fast.sequence.figures import (
+    accuracy_table,
+    agreement_drawing,
+    decoding_table,
+    depths_of,
+    perplexity_table,
+    speed_of,
+    speed_table,
+)
 from cdt_fast.sequence.layer_dropout import add_layer_dropout
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, vocabulary_size
 from cdt_fast.sequence.samples import IGNORED, EncodedSamples
@@ -33,7 +41,7 @@ from cdt_fast.sequence.tokenizers import (
     pretrained_library,
 )
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import EvaluatedRun, Table
+from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Table
 
 _ACCEPTANCE = 0.8  # of drafts, where the settings ask for none
 _LR = {"small": 1e-3, "lora": 2e-4, "whole": 2e-5}
@@ -125,7 +133,22 @@ class LanguageTask(SequenceTask):
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         decoding = [decoding_table(runs)] if any(run.evaluation.decoding for run in runs) else []
-        return [perplexity_table(runs), accuracy_table(runs, "accuracy of tokens"), *decoding]
+        speeds = [speed_table(runs)] if any(run.evaluation.speeds for run in runs) else []
+        return [perplexity_table(runs), accuracy_table(runs, "accuracy of tokens"), *decoding, *speeds]
+
+    def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
+        exits = [(number, depth) for number, depth in enumerate(depths_of(runs[0])[:-1]) if depth]
+        return [
+            *super().summaries(runs),
+            *(
+                Summary(f"agreement of exit {depth}", lambda run, number=number: run.evaluation.depth_agreement[number])
+                for number, depth in exits
+            ),
+            Summary("speed-up of the kept decoder", speed_of),
+        ]
+
+    def drawings(self) -> list[Drawing]:
+        return [*super().drawings(), agreement_drawing()]
 
     def choices(self, run: EvaluatedRun) -> int:
         return run.evaluation.vocabulary

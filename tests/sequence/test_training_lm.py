@@ -238,8 +238,16 @@ def test_a_decoder_is_tuned_on_validation_prompts_and_kept_with_the_model(
     ids = torch.tensor([[5, 6, 7]])
     tokens = model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=decoder)
     assert torch.equal(tokens, model.generate(ids, max_new_tokens=8, do_sample=False))
-    evaluation = evaluated(run, config)
-    assert evaluation["speeds"][0]["name"] == "kept decoder"
+    result = evaluate_run(run, config)
+    first = result.evaluation.speeds[0]
+    assert first.name == "kept decoder"
+    (table,) = (table for table in result.task.tables([result]) if "over the model alone" in table[0][0])
+    assert table[1][1] == "kept decoder"
+    columns = {column.heading: column.value(result) for column in result.task.summaries([result])}
+    assert columns["speed-up of the kept decoder"] == first.median
+    assert columns["agreement of exit 2"] == result.evaluation.depth_agreement[2]
+    drawing = next(drawing for drawing in result.task.drawings() if drawing.name == "agreement.png")
+    assert [line.get_ydata()[-1] for line in drawing.draw([result]).axes[0].get_lines()] == [1.0]
     monkeypatch.setattr("cdt_fast.models.layer_losses.decoding.tuning._LEAST_GAIN", 1e9)
     train(run, config, resume=True)
     assert "no decoder is kept with the model: at best it is" in capsys.readouterr().err
