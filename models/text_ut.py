@@ -192,7 +192,7 @@ class TextUT(PretrainedModel):
         check_shape("labels", labels, tuple(states[0].shape[:-1]), "one class a text")
         return ops.layerwise_cross_entropy(
             states, self.head.weight, labels, self.head.bias, depth_weights=depth_weights
-        )
+        )[:2]
 
     def _depths(
         self, tokens: Tensor, depth: int, lengths: Tensor | None, attention_mask: Tensor | None

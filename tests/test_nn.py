@@ -113,7 +113,7 @@ def test_layerwise_cross_entropy() -> None:
     options: dict[str, Any] = {"ignore_index": 9, "reduction": "sum", "label_smoothing": 0.1, "softcap": 2.0}
     module, weights = cdt.nn.LayerwiseCrossEntropy(**options, chunk_tokens=4), [0.5, -0.2, 1.0]
     expected = layerwise_cross_entropy_reference(states, head.weight, targets, head.bias, **options)
-    total, per_depth = module(states, head.weight, targets, head.bias, weights)
+    total, per_depth, *_ = module(states, head.weight, targets, head.bias, weights)
     torch.testing.assert_close(per_depth, expected.detach(), **EXACT)
     check(head, total, torch.tensor(weights, dtype=DOUBLE) @ expected)
 

@@ -140,7 +140,16 @@ def test_public_names_and_arguments() -> None:
     assert parameters(ops.residual_linear) == ["x", "weight", "residual", "alpha", "nonlinearity", "threshold"]
     assert parameters(ops.layerwise_cross_entropy) == [
         *("hidden_states", "weight", "targets", "bias", "depth_weights", "ignore_index", "reduction"),
-        *("label_smoothing", "softcap", "chunk_tokens", "inner_fraction", "generator", "inner_kl", "detach_last"),
+        *(
+            "label_smoothing",
+            "softcap",
+            "chunk_tokens",
+            "inner_fraction",
+            "generator",
+            "inner_kl",
+            "detach_last",
+            "per_token",
+        ),
     ]
     assert parameters(ops.layerwise_reconstruction_loss)[:3] == ["reconstructions", "target", "depth_weights"]
     assert parameters(ops.use_backend) == ["backend"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
-from cdt_fast.ops.layerwise_cross_entropy import REDUCTIONS
+from cdt_fast.ops.layerwise_cross_entropy import REDUCTIONS, DepthLosses
 from cdt_fast.ops.shared.checks import check_flag
 
 
@@ -17,9 +17,9 @@ class LayerwiseCrossEntropy(nn.Module):
     """Cross-entropy at every depth through one shared head, in one fused pass.
 
     Args:
-        ignore_index, reduction, label_smoothing, softcap, chunk_tokens, inner_fraction, inner_kl,
-            detach_last: as in `ops.layerwise_cross_entropy`. In evaluation mode (`eval()`) every depth reads all
-            tokens and every loss is the cross-entropy, whatever `inner_fraction` and `inner_kl` are.
+        ignore_index, reduction, label_smoothing, softcap, chunk_tokens, inner_fraction, inner_kl, detach_last,
+        per_token: as in `ops.layerwise_cross_entropy`. In evaluation mode (`eval()`) every depth reads all tokens and
+            every loss is the cross-entropy, whatever `inner_fraction` and `inner_kl` are.
 
     Raises:
         InputError: an argument is out of its range.
@@ -36,6 +36,7 @@ class LayerwiseCrossEntropy(nn.Module):
         inner_fraction: float = 1.0,
         inner_kl: float = 0.0,
         detach_last: bool = True,
+        per_token: bool = False,
     ) -> None:
         super().__init__()
         self.ignore_index = check_integer("ignore_index", ignore_index, -(2**63))
@@ -50,16 +51,17 @@ class LayerwiseCrossEntropy(nn.Module):
         )
         self.inner_kl = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
         self.detach_last = check_flag("detach_last", detach_last)
+        self.per_token = check_flag("per_token", per_token)
 
     def forward(
         self,
         hidden_states: Sequence[Tensor],
         weight: Tensor,
-        targets: Tensor,
+        targets: Tensor | Sequence[Tensor],
         bias: Tensor | None = None,
         depth_weights: Tensor | Sequence[float] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`(total, per_depth)`; arguments, results and errors are those of `ops.layerwise_cross_entropy`."""
+    ) -> DepthLosses:
+        """`(total, per_depth, …)`; arguments, results and errors are those of `ops.layerwise_cross_entropy`."""
         return ops.layerwise_cross_entropy(
             hidden_states,
             weight,
@@ -74,6 +76,7 @@ class LayerwiseCrossEntropy(nn.Module):
             inner_fraction=self.inner_fraction if self.training else 1.0,
             inner_kl=self.inner_kl if self.training else 0.0,
             detach_last=self.detach_last,
+            per_token=self.per_token,
         )
 
     def extra_repr(self) -> str:

@@ -369,7 +369,7 @@ class LayerLosses(DecodingMethods):
         if weights is not None and len(features) > tapped:
             weights = torch.cat([weights, weights.new_zeros(1)])
         training = parts.model.training and not self._evaluating
-        total, sums = layerwise_cross_entropy(
+        total, sums, *_ = layerwise_cross_entropy(
             features,
             weight,
             this.targets,

@@ -277,7 +277,7 @@ def cross_entropy(chance: Chance, dtype: torch.dtype) -> Case:
         return [given[f"depth_{number}"] for number in range(depths)], given["weight"], targets, given.get("bias")
 
     def op(**given: Tensor) -> Sequence[Tensor]:
-        total, losses = ops.layerwise_cross_entropy(*split(given), **options, **own)
+        total, losses, *_ = ops.layerwise_cross_entropy(*split(given), **options, **own)
         return [total] if weights is not None else [total, losses]
 
     def formula(**given: Tensor) -> Sequence[Tensor]:

@@ -267,7 +267,7 @@ def test_the_cross_entropy_op(
     for run_device, run_dtype in ((device, dtype), (device, dtype), (torch.device("cpu"), torch.float64)):
         leaves = [tensor.to(dtype).to(run_device, run_dtype).requires_grad_() for tensor in made]
         if not results:
-            total, per_layer = ops.layerwise_cross_entropy(
+            total, per_layer, *_ = ops.layerwise_cross_entropy(
                 leaves[:3], leaves[3], targets, leaves[4], depth_weights=weights, **options
             )
         else:
@@ -293,7 +293,9 @@ def test_the_cross_entropy_of_strided_inputs(weights: list[float] | None, depths
     for targets, tensors in ((table[:, 0].contiguous(), made), (table[:, 0], strided)):
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         given = None if weights is None else weights[:depths]
-        total, losses = ops.layerwise_cross_entropy(leaves[:-2], leaves[-2], targets, leaves[-1], depth_weights=given)
+        total, losses, *_ = ops.layerwise_cross_entropy(
+            leaves[:-2], leaves[-2], targets, leaves[-1], depth_weights=given
+        )
         results.append([losses.detach(), *gradients_of(total, leaves)])
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -309,7 +311,7 @@ def test_repeats_are_bitwise_equal(device: torch.device, dtype: torch.dtype) -> 
     def once() -> list[Tensor]:
         leaves = [normal(seed, 19, 16).to(device, dtype).requires_grad_() for seed in range(3)]
         targets = targets_of(19, 19, device)
-        total, per_layer = ops.layerwise_cross_entropy(leaves[:2], leaves[2], targets, depth_weights=[1.0, 0.5])
+        total, per_layer, *_ = ops.layerwise_cross_entropy(leaves[:2], leaves[2], targets, depth_weights=[1.0, 0.5])
         return [total, per_layer, *gradients_of(total, leaves)]
 
     assert all(torch.equal(one, other) for one, other in zip(once(), once(), strict=True))
@@ -335,6 +337,6 @@ def test_on_a_gpu_a_mean_over_no_token_is_nan_and_its_gradients_are_zero(device:
     hidden, weight = (normal(seed, 33, 16).to(device, torch.float32).requires_grad_() for seed in range(2))
     targets = torch.full((33,), -100, device=device)
     for weights in ([1.0], None):
-        total, _ = ops.layerwise_cross_entropy([hidden], weight, targets, depth_weights=weights)
+        total, *_ = ops.layerwise_cross_entropy([hidden], weight, targets, depth_weights=weights)
         assert torch.isnan(total)
         assert all((gradient == 0).all() for gradient in torch.autograd.grad(total, [hidden, weight]))

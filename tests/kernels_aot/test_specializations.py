@@ -67,7 +67,7 @@ def test_losses(monkeypatch: pytest.MonkeyPatch) -> None:
             hidden = [torch.empty(tokens, 64, dtype=torch.bfloat16, device=META, requires_grad=True) for _ in range(3)]
             head = torch.empty(50257, 64, dtype=torch.bfloat16, device=META, requires_grad=True)
             targets, weights = torch.empty(tokens, dtype=torch.int64, device=META), torch.empty(3, device=META)
-            total, _ = ops.layerwise_cross_entropy(hidden, head, targets, depth_weights=weights)
+            total, *_ = ops.layerwise_cross_entropy(hidden, head, targets, depth_weights=weights)
             return torch.autograd.grad(total, [*hidden, head])
 
         return Work("losses", tokens, lambda captured: run, 0.0, 0.0)

@@ -205,6 +205,6 @@ def test_weights_that_require_a_gradient() -> None:
     weights = torch.tensor([0.0, -2.0], dtype=torch.float64, requires_grad=True)
     total, per_layer = ops.layerwise_reconstruction_loss(states, normal(3, 2, 3, 4), depth_weights=weights)
     torch.testing.assert_close(torch.autograd.grad(total, weights)[0], per_layer)
-    total, per_layer = ops.layerwise_cross_entropy(states, HEAD, TARGETS, depth_weights=weights)
+    total, per_layer, *_ = ops.layerwise_cross_entropy(states, HEAD, TARGETS, depth_weights=weights)
     torch.testing.assert_close(torch.autograd.grad(total, weights)[0], per_layer)
     assert total == torch.dot(weights, per_layer)

@@ -94,7 +94,7 @@ def test_numbers_beyond_every_float_in_the_losses() -> None:
 @LOW
 def test_cross_entropy_of_width_zero(dtype: torch.dtype, weights: list[float] | None) -> None:
     states, weight = leaf(torch.zeros(3, 0, dtype=dtype)), leaf(torch.zeros(4, 0, dtype=dtype))
-    total, per_depth = ops.layerwise_cross_entropy(
+    total, per_depth, *_ = ops.layerwise_cross_entropy(
         [states, states], weight, torch.tensor([0, 1, 2]), depth_weights=weights
     )
     total.backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,29 @@ from cdt_fast.ops.shared.depths import check_depths, detach_zero_weighted, weigh
 REDUCTIONS = ("mean", "sum")
 
 
+class DepthLosses(NamedTuple):
+    """What `layerwise_cross_entropy` returns, in float32 (float64 for float64), losses in nats.
+
+    Attributes:
+        total: `[]`, the weighted sum of the depths.
+        per_depth: `[L+1]`, the losses of the depths, without weights.
+        token_losses: `[L+1, ...]`, the loss of each token; 0 where it does not count.
+        log_sum_exp: `[L+1, ...]`, of the logits, so that `token_losses − log_sum_exp` is less the target's logit where
+            nothing is smoothed or mixed; 0 where the token does not count.
+        arg_max: `[L+1, ...]` int64, the class of the largest logit; −1 where the token does not count.
+    """
+
+    total: Tensor
+    per_depth: Tensor
+    token_losses: Tensor | None = None
+    log_sum_exp: Tensor | None = None
+    arg_max: Tensor | None = None
+
+
 def layerwise_cross_entropy(
     hidden_states: Sequence[Tensor],
     weight: Tensor,
-    targets: Tensor,
+    targets: Tensor | Sequence[Tensor],
     bias: Tensor | None = None,
     *,
     depth_weights: Tensor | Sequence[float] | None = None,
@@ -39,7 +59,8 @@ def layerwise_cross_entropy(
     generator: torch.Generator | None = None,
     inner_kl: float = 0.0,
     detach_last: bool = True,
-) -> tuple[Tensor, Tensor]:
+    per_token: bool = False,
+) -> DepthLosses:
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
 
     The logits of all depths are never held: chunks of rows go through the head one after the other. With weights one
@@ -51,15 +72,17 @@ def layerwise_cross_entropy(
     Args:
         hidden_states: L+1 tensors h_l, each `[..., d]`, depth 0 first. They are never stacked.
         weight: W, `[V, d]`. Its gradient is summed over chunks and depths in at least float32.
-        targets: y, `[...]` int64 in [0, V), or `ignore_index`. They may stay on the CPU while the rest is on a GPU:
-            then ignored tokens cost nothing there either (on the CPU they never do).
+        targets: y, `[...]` int64 in [0, V), or `ignore_index`; or a list of L+1 of them, one a depth. They may stay on
+            the CPU while the rest is on a GPU: then ignored tokens cost nothing there either (on the CPU they never
+            do).
         bias: b, `[V]`.
-        depth_weights: `w`, L+1 numbers (negative and zero are welcome). A depth whose weight is 0 costs its forward
-            product alone and gets no gradient, where the weights are numbers or a tensor on the CPU. Those on a GPU
-            are not waited for: there such a depth gets a gradient of zeros, at full cost. A tensor that requires a
-            gradient gets one.
+        depth_weights: `w`, L+1 numbers (negative and zero are welcome), or `[L+1, ...]`, one for each depth and token:
+            `total = Σ_l (1/N_l) Σ_n w_l[n] ℓ_l[n]`, with N_l the number of tokens that count, or 1 for a sum. A depth
+            whose weight is 0 costs its forward product alone and gets no gradient, where the weights are numbers or a
+            tensor on the CPU. Those on a GPU are not waited for: there such a depth gets a gradient of zeros, at full
+            cost. A tensor that requires a gradient gets one.
         ignore_index: the target of tokens that do not count.
-        reduction: "mean" over the tokens that count, or "sum".
+        reduction: "mean" over the tokens that count at a depth, or "sum".
         label_smoothing: ε in [0, 1]: the target distribution is `(1 − ε) [v = y] + ε / V`.
         softcap: c > 0: logits `c · tanh(logits / c)`.
         chunk_tokens: rows of a chunk, counted over all depths; default: as many as fit a budget of bytes.
@@ -69,12 +92,14 @@ def layerwise_cross_entropy(
         inner_kl: α in [0, 1]: the loss of a token at every depth but the last is `(1 − α) CE + α KL(q ‖ p)`, p the
             distribution there and q that of the last depth. It is computed in torch, chunk by chunk, beside the last
             depth's logits; without weights, and where `detach_last` is false, no gradient of logits is kept.
-        detach_last: whether that KL has no gradient through q. False needs an `inner_fraction` of 1.
+        detach_last: whether that KL has no gradient through q. False needs an `inner_fraction` of 1. Either way the KL
+            needs the same targets at all depths.
+        per_token: whether the results of each token are returned as well. They have no gradient: weights of tokens
+            make one of any weighted sum of the losses. Needs an `inner_fraction` of 1.
 
     Returns:
-        `(total, per_depth)`, in nats, in float32 (float64 for float64). `per_depth` is `[L+1]`. With weights: `total =
-        Σ_l w_l ℓ_l` is differentiable and `per_depth` is detached. Without: `per_depth` is differentiable and `total`
-        is its plain sum.
+        A named tuple whose first entries are `total` and `per_depth`. With weights: `total = Σ_l w_l ℓ_l` is
+        differentiable and `per_depth` is detached. Without: `per_depth` is differentiable and `total` is its plain sum.
 
     Raises:
         InputError: an argument has the wrong rank, shape, dtype, device or value; targets on the CPU are out of range,
@@ -85,7 +110,8 @@ def layerwise_cross_entropy(
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
     _check(hidden_states, weight, targets, bias)
-    weights = weights_of_depths(depth_weights, len(hidden_states))
+    weights = weights_of_depths(depth_weights, len(hidden_states), tuple(hidden_states[0].shape[:-1]))
+    all_targets = [targets] if isinstance(targets, Tensor) else list(targets)
     if chunk_tokens is not None:
         chunk_tokens = _int64("chunk_tokens", chunk_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
@@ -93,8 +119,13 @@ def layerwise_cross_entropy(
     share = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     if share and fraction < 1 and not detach_last:
         raise InputError(f"inner_fraction must be 1 where detach_last is false, got {inner_fraction}")
+    if fraction < 1 and check_flag("per_token", per_token):
+        raise InputError(f"inner_fraction must be 1 where per_token is true, got {inner_fraction}")
+    if share and len(all_targets) > 1:
+        raise InputError(f"inner_kl must be 0 where each depth has targets of its own, got {inner_kl}")
     share = share if len(hidden_states) > 1 else 0.0
-    sample = _sample(targets, fraction, generator) if len(hidden_states) > 1 else None
+    sample = _sample(all_targets[0], fraction, generator) if len(hidden_states) > 1 else None
+    by_token = weights is not None and weights.dim() == 2 and weights.requires_grad
     hidden, dtype = detach_zero_weighted(hidden_states, weights), compute_dtype(hidden_states[0])
     if share and not detach_last:
         hidden[-1] = hidden_states[-1]  # whatever its own weight is
@@ -102,7 +133,7 @@ def layerwise_cross_entropy(
         hidden=hidden,
         weight=weight,
         bias=None if bias is None else bias.to(weight.dtype),
-        targets=targets,
+        targets=all_targets,
         sample=sample,
         depth_weights=None if weights is None else weights.detach(),
         dtype=dtype,
@@ -112,6 +143,7 @@ def layerwise_cross_entropy(
         chunk_tokens=chunk_tokens,
         inner_kl=share,
         detach_last=check_flag("detach_last", detach_last),
+        details="all" if check_flag("per_token", per_token) else "losses" if by_token else "none",
         mean=check_choice("reduction", reduction, REDUCTIONS) == "mean",
         backend=choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
         fused=False,
@@ -121,17 +153,24 @@ def layerwise_cross_entropy(
         needs_bias=_needs_gradient(bias),
     )
     fused, kept_rows = strategy(loss)
-    total, per_depth, _, _ = layerwise_cross_entropy_forward(replace(loss, fused=fused, kept_rows=kept_rows))
-    if weights is None:
-        return total, per_depth
-    per_depth = per_depth.detach()
-    if weights.requires_grad:  # the operator takes them for numbers: what is added has the value zero, and dℓ/dw = ℓ_l
+    loss = replace(loss, fused=fused, kept_rows=kept_rows)
+    total, per_depth, _, _, details = layerwise_cross_entropy_forward(loss)
+    if weights is not None:
+        per_depth = per_depth.detach()
+    if weights is not None and weights.requires_grad:
+        # The operator takes them for numbers: what is added has the value zero, and the gradient of a weight.
         weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
-        total = total + torch.dot(weights - weights.detach(), per_depth)
-    return total, per_depth
+        of_weights = details[0].detach() * details[1].detach().unsqueeze(1) if by_token else per_depth
+        total = total + torch.dot((weights - weights.detach()).flatten(), of_weights.flatten())
+    if not per_token:
+        return DepthLosses(total, per_depth)
+    shape = (len(hidden), *all_targets[0].shape)
+    return DepthLosses(total, per_depth, *(details[n].detach().view(shape) for n in (0, 2, 3)))
 
 
-def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+def _check(
+    hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor | Sequence[Tensor], bias: Tensor | None
+) -> None:
     check_depths("hidden_states", hidden_states, None, "as hidden_states[0]")
     first = hidden_states[0]
     check_tensor("weight", weight, 2, "[V, d]")
@@ -147,11 +186,26 @@ def _check(hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor, bia
         named = {f"hidden_states[{depth}]": hidden for depth, hidden in enumerate(hidden_states)}
         check_together(**named, weight=weight)
     check_together(weight=weight, bias=bias)
+    if isinstance(targets, Tensor):
+        _check_targets("targets", targets, first)
+        return
+    if not isinstance(targets, Sequence) or len(targets) != len(hidden_states):
+        raise InputError(
+            f"targets must be an int64 tensor with one target a token, or a list of {len(hidden_states)}, one a depth, "
+            f"got {f'a list of {len(targets)}' if isinstance(targets, Sequence) else describe(targets)}"
+        )
+    for depth, of_depth in enumerate(targets):
+        _check_targets(f"targets[{depth}]", of_depth, first)
+        if of_depth.device != targets[0].device:
+            raise InputError(f"targets[{depth}] is on {of_depth.device} but targets[0] is on {targets[0].device}")
+
+
+def _check_targets(name: str, targets: Tensor, hidden: Tensor) -> None:
     if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
-        raise InputError(f"targets must be an int64 tensor with one target a token, got {describe(targets)}")
-    check_shape("targets", targets, tuple(first.shape[:-1]), "one target a token")
-    if targets.device != first.device and targets.device.type != "cpu":
-        raise InputError(f"targets is on {targets.device} but hidden_states[0] is on {first.device}: move one of them")
+        raise InputError(f"{name} must be an int64 tensor with one target a token, got {describe(targets)}")
+    check_shape(name, targets, tuple(hidden.shape[:-1]), "one target a token")
+    if targets.device != hidden.device and targets.device.type != "cpu":
+        raise InputError(f"{name} is on {targets.device} but hidden_states[0] is on {hidden.device}: move one of them")
 
 
 def _int64(name: str, value: int, least: int) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from cdt_fast.errors import InputError
 from cdt_fast.kernels.arguments import Backend
 from cdt_fast.ops.shared.products import budget
 
@@ -24,6 +26,10 @@ FEW_ROWS = 512
 # Bytes of the gradients of logits that are kept until the backward where the weights of the depths follow from the
 # losses, and so are not computed a second time. However many depths and rows there are, memory grows by no more.
 KEPT_BYTES = 128 * 2**20
+# Bytes of the gradients of the hidden states up to which to scale them takes less than a second pass of small steps.
+SCALED_BYTES = 8 * 2**20
+# Of what a forward tells of each token.
+Details = Literal["none", "losses", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +38,11 @@ class CrossEntropyArguments:
 
     Attributes:
         hidden: h_l, `[..., d]` each.
-        weight, bias, targets, ignore_index, label_smoothing, softcap, chunk_tokens: as in `layerwise_cross_entropy`.
+        weight, bias, ignore_index, label_smoothing, softcap, chunk_tokens: as in `layerwise_cross_entropy`.
+        targets: one tensor, or one a depth.
         sample: the numbers of the tokens that stand for all at the inner depths.
-        depth_weights: `[depths]`.
+        depth_weights: `[depths]`, or `[depths, tokens]`.
+        details: what is returned by token.
         dtype: that of the products. What they multiply is cast to it chunk by chunk, so that the gradients are rounded
             once, and to the dtype of the arguments.
         inner_kl, detach_last: as in `layerwise_cross_entropy`; 0 where there is no inner depth.
@@ -49,7 +57,7 @@ class CrossEntropyArguments:
     hidden: list[Tensor]
     weight: Tensor
     bias: Tensor | None
-    targets: Tensor
+    targets: list[Tensor]
     sample: Tensor | None
     depth_weights: Tensor | None
     dtype: torch.dtype
@@ -59,6 +67,7 @@ class CrossEntropyArguments:
     chunk_tokens: int | None
     inner_kl: float
     detach_last: bool
+    details: Details
     mean: bool
     backend: Backend
     fused: bool
@@ -85,14 +94,15 @@ class Rows:
         depths: at which.
         index: their numbers, `[count]`; None: all tokens, in order.
         targets: `[count]`.
-        factor: what their sum is multiplied by to stand for the sum over all tokens.
+        factor: what their sum is multiplied by: to stand for the sum over all tokens, and where each depth has targets
+            of its own for as many as those that count there.
         first: the number of the first of these rows, `len(depths) · count`, among those of all depths.
     """
 
     depths: range
     index: Tensor | None
     targets: Tensor
-    factor: float
+    factor: float | Tensor
     first: int
 
     @property
@@ -103,6 +113,11 @@ class Rows:
     def of(self, tensor: Tensor) -> Tensor:
         """`[depths, count]`, from a number for each row of all depths."""
         return tensor[self.first : self.stop].view(len(self.depths), self.targets.shape[0])
+
+    def of_tokens(self, numbers: Tensor) -> Tensor:
+        """`[depths, count]`, from `[depths, tokens]` of all."""
+        numbers = numbers[self.depths.start : self.depths.stop]
+        return numbers if self.index is None else numbers.index_select(1, self.index)
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,12 @@ class Chunk:
         return numbers[self.depths.start : self.depths.stop]
 
     def of_rows(self, numbers: Tensor) -> Tensor:
-        """One for each row, of one for each depth."""
+        """One for each row, of one for each depth, or for each depth and token."""
+        if numbers.dim() == 2:
+            index = None if self.rows.index is None else self.rows.index[self.start : self.stop]
+            of_depths = self.of_depths(numbers)
+            part = of_depths[:, self.start : self.stop] if index is None else of_depths.index_select(1, index)
+            return part.contiguous().view(-1)
         return self.of_depths(numbers).unsqueeze(1).expand(-1, self.stop - self.start).contiguous().view(-1)
 
     def apart(self) -> list[Chunk]:
@@ -151,15 +171,95 @@ class Chunk:
 
 def tokens_of_depths(loss: CrossEntropyArguments) -> list[tuple[range, int]]:
     """Depths, and of how many tokens each is computed, those included that do not count: a sample at the inner ones."""
-    depths, tokens = len(loss.hidden), loss.targets.numel()
+    depths, tokens = len(loss.hidden), loss.targets[0].numel()
+    inner = tokens if loss.sample is None else loss.sample.numel()
+    if len(loss.targets) > 1:
+        return [(range(depth, depth + 1), inner if depth < depths - 1 else tokens) for depth in range(depths)]
     if loss.sample is None:
         return [(range(depths), tokens)]
-    return [(range(depths - 1), loss.sample.numel()), (range(depths - 1, depths), tokens)]
+    return [(range(depths - 1), inner), (range(depths - 1, depths), tokens)]
 
 
 def number_of_rows(loss: CrossEntropyArguments) -> int:
     """Of all depths, if every token counted: the number of those that do is known to the values."""
     return sum(len(depths) * tokens for depths, tokens in tokens_of_depths(loss))
+
+
+def rows_of_depths(loss: CrossEntropyArguments) -> tuple[Tensor | int, list[Rows]]:
+    """What the sums of the depths are divided by for their means, and the tokens that take part at each depth.
+
+    They are the sample at the inner depths, all at the last. Where the targets are on the CPU ignored tokens are left
+    out, and the count is a number. On a GPU it is not known without waiting for it: there they stay in, are not read,
+    and cost their share of the products.
+
+    Raises:
+        InputError: targets on the CPU are out of range, or none counts and a mean is asked for.
+    """
+    device, apart = loss.weight.device, len(loss.targets) > 1
+    targets = [each.reshape(-1).contiguous() for each in loss.targets]  # may be a column of a table
+    counts = [_count(loss, each, f"targets[{n}]" if apart else "targets") for n, each in enumerate(targets)]
+    whole = targets[0].shape[0]
+    rows: list[Rows] = []
+    first = 0
+    for depths, tokens in tokens_of_depths(loss):
+        own, count = (targets[depths.start], counts[depths.start]) if apart else (targets[0], counts[0])
+        index = None if loss.sample is None or depths.stop == len(loss.hidden) else loss.sample.to(own.device)
+        factor: float | Tensor = 1.0 if index is None else whole / max(1, tokens)
+        if apart and loss.mean:
+            # Beside the number of all tokens, which divides every sum: what is rounded in between is not small.
+            if isinstance(count, Tensor):
+                factor = factor * whole / count.to(device, loss.wide, non_blocking=True)
+            else:
+                factor = factor * whole / count
+        if isinstance(count, int) and count < whole:
+            counted = ((own if index is None else own[index]) != loss.ignore_index).nonzero().squeeze(1)
+            index = counted if index is None else index[counted]
+        chosen = (own if index is None else own[index]).to(device, non_blocking=True)
+        index = None if index is None else index.to(device, non_blocking=True)
+        rows.append(Rows(depths, index, chosen, factor, first))
+        first = rows[-1].stop
+    return whole if apart else counts[0], rows
+
+
+def _count(loss: CrossEntropyArguments, targets: Tensor, name: str) -> Tensor | int:
+    vocabulary, ignored = loss.weight.shape[0], loss.ignore_index
+    if targets.device.type != "cpu":
+        return (targets != ignored).sum()
+    count = targets.numel()
+    if count:
+        lowest, highest = (int(end) for end in torch.aminmax(targets))
+        if lowest < 0 or highest >= vocabulary or lowest <= ignored <= highest:
+            counted = targets != ignored
+            wrong = counted & ((targets < 0) | (targets >= vocabulary))
+            if wrong.any():
+                raise InputError(
+                    f"{name} must be in [0, {vocabulary}) or {ignored} (ignore_index), got {targets[wrong][0].item()}"
+                )
+            count = int(counted.sum())
+    if loss.mean and not count:
+        raise InputError(f"{name} must hold at least one token that is not {ignored} (ignore_index)")
+    return count
+
+
+def times_factors(of_depths: Tensor, rows: Sequence[Rows]) -> Tensor:
+    """A number for each depth, or for each depth and token, times the factor of the rows of that depth."""
+    if len(rows) == 1:
+        return of_depths
+    parts = of_depths.split([len(some.depths) for some in rows])
+    return torch.cat([part * some.factor for part, some in zip(parts, rows, strict=True)])
+
+
+def by_token(loss: CrossEntropyArguments, rows: Sequence[Rows], of_rows: Tensor, ignored: int) -> Tensor:
+    """`[depths, tokens]`, from a number for each row of all depths; `ignored` for tokens that do not count."""
+    found = of_rows.new_full((len(loss.hidden), loss.targets[0].numel()), ignored)
+    for some in rows:
+        # Where the targets are on a GPU ignored tokens are among them.
+        numbers, depths = some.of(of_rows).masked_fill(some.targets == loss.ignore_index, ignored), some.depths
+        if some.index is None:
+            found[depths.start : depths.stop] = numbers
+        else:
+            found[depths.start : depths.stop].index_copy_(1, some.index, numbers)
+    return found
 
 
 def plan(loss: CrossEntropyArguments, depths: range, tokens: int, kinds: Sequence[bool]) -> Iterator[tuple[range, int]]:
@@ -227,13 +327,15 @@ def strategy(loss: CrossEntropyArguments) -> tuple[bool, int]:
     # Whether each gradient is a factor of what the forward can find, which holds one of all depths or of one alone.
     shared = loss.needs_weight or loss.needs_bias or (loss.inner_kl > 0 and not loss.detach_last)
     scalable = loss.depth_weights is not None or len(loss.hidden) == 1 or not shared
+    by_token = loss.depth_weights is not None and loss.depth_weights.dim() == 2
     # While it is compiled the sizes may have no values yet.
-    if not loss.needs_any or loss.inner_kl or torch.compiler.is_compiling():
+    if not loss.needs_any or loss.inner_kl or by_token or torch.compiler.is_compiling():
         return loss.needs_any and scalable, 0
     (vocabulary, width), rows = loss.weight.shape, number_of_rows(loss)
     most = loss.chunk_tokens or KEPT_BYTES // (vocabulary * loss.dtype.itemsize)
-    # The gradients of a classifier's logits are smaller than those of its hidden states.
-    if scalable and (vocabulary > width or rows > most):
+    # The gradients of a classifier's logits are smaller than those of its hidden states; few of these cost little.
+    small = rows * width * loss.dtype.itemsize <= SCALED_BYTES
+    if scalable and (vocabulary > width or rows > most or small):
         return True, 0
     # On a GPU of all or none: the few of a language model that fit would save little there.
     return False, min(rows, most) if rows <= most or loss.weight.device.type == "cpu" else 0

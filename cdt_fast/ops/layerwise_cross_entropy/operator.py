@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
 from cdt_fast.ops.layerwise_cross_entropy.chunked import (
     Chunk,
     CrossEntropyArguments,
     Rows,
+    by_token,
     chunks_of,
     kept_shapes,
     number_of_rows,
-    tokens_of_depths,
+    rows_of_depths,
+    times_factors,
     with_room,
 )
-from cdt_fast.ops.layerwise_cross_entropy.gradients import Gradients, Logits
-from cdt_fast.ops.layerwise_cross_entropy.sweep import sweep, sweep_kl
+from cdt_fast.ops.layerwise_cross_entropy.steps import Gradients, Logits, sweep, sweep_kl
 from cdt_fast.ops.shared.depths import zero_weight_mask
 from cdt_fast.ops.shared.products import rows_of
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
@@ -61,55 +61,71 @@ class ScaleArguments:
     dtype_of_head: torch.dtype
 
 
-def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
+def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """The total `[]`, the losses `[depths]`, a factor `[]`, what the backward starts from, and what is known by token.
 
     Fused, these are the gradients that are needed, of sums over the tokens. Else they are the log-sum-exp of every row,
     and the gradients of the logits of the first rows.
 
     The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
     the quotients alone would underflow.
+
+    By token `[depths, tokens]`, as far as `details` asks for it: the losses, what a weight of 1 makes of them in the
+    total `[depths]`, the log-sum-exps, the classes of the largest logits.
     """
     device, wide, shape = loss.weight.device, loss.wide, loss.hidden[0].shape
-    number, rows = _rows(loss)
+    number, rows = rows_of_depths(loss)
     loss = _as_matrices(loss)
     losses = torch.empty(number_of_rows(loss), dtype=wide, device=device)
     log_sums, kept = torch.empty_like(losses), [loss.weight.new_empty(shape) for shape in kept_shapes(loss)]
+    classes = torch.empty(losses.shape, dtype=torch.int64, device=device) if loss.details == "all" else None
     weights = torch.ones(len(loss.hidden), dtype=wide) if loss.depth_weights is None else loss.depth_weights
     on = [loss.fused and not zero for zero in zero_weight_mask(weights)]
     weights = weights.to(device, wide, non_blocking=True)
-    scales = _times_factors(weights, rows)
+    scales = times_factors(weights, rows)
     gradients = Gradients(loss, rows, on) if loss.fused else None
     with _without_autocast(device):
         multiply, rest = Logits(loss.weight, loss.bias), rows
         if loss.inner_kl:
-            _beside_last(loss, rows[0], losses, log_sums, scales, gradients, on)
+            _beside_last(loss, rows[0], losses, log_sums, classes, scales, gradients, on)
             rest = rows[1:]
         for chunk, room in with_room(chunks_of(loss, rest, on), kept):
             place, x = chunk.place, chunk.states(loss)
             logits = multiply(x, room)
+            if classes is not None:
+                torch.argmax(logits, 1, out=classes[place])
             of_rows = (logits, chunk.targets, losses[place], log_sums[place])
             if gradients is not None and on[chunk.depths.start]:
                 sweep(loss, *of_rows, chunk.of_rows(scales), logits)
                 gradients.add(chunk, logits, x)
             else:
                 sweep(loss, *of_rows, None, room)
-    per_depth = _times_factors(torch.cat([some.of(losses).sum(1) for some in rows]), rows)
+    per_depth = times_factors(torch.cat([some.of(losses).sum(1) for some in rows]), rows)
     factor = torch.ones((), dtype=wide, device=device)
     if loss.mean:
         number = number if isinstance(number, int) else number.to(device, wide, non_blocking=True)
         per_depth = per_depth / number
         factor = factor / (number if isinstance(number, int) else number.clamp(min=1.0))
-    total = torch.dot(weights, per_depth)
+    if weights.dim() == 1:
+        total = torch.dot(weights, per_depth)
+    else:
+        total = torch.stack([(some.of_tokens(scales) * some.of(losses)).sum() for some in rows]).sum()
+        total = total / number if loss.mean else total
+    details: list[Tensor] = []
+    if loss.details != "none":
+        details = [by_token(loss, rows, losses, 0), times_factors(factor.repeat(len(loss.hidden)), rows)]
+    if classes is not None:
+        details += [by_token(loss, rows, log_sums, 0), by_token(loss, rows, classes, -1)]
+    found: list[Tensor] = []
     if gradients is not None:
-        return total, per_depth, factor, gradients.found(shape, wide)
-    if not loss.needs_any:
-        return total, per_depth, factor, []
-    log_sums[rows[-1].stop :] = 0.0  # the room for rows that do not count
-    return total, per_depth, factor, [log_sums, *kept]
+        found = gradients.found(shape, wide)
+    elif loss.needs_any:
+        log_sums[rows[-1].stop :] = 0.0  # the room for rows that do not count
+        found = [log_sums, *kept]
+    return total, per_depth, factor, found, details
 
 
-def _forward_fake(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _forward_fake(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     losses = loss.weight.new_empty(len(loss.hidden), dtype=loss.wide)
     found: list[Tensor] = []
     if loss.fused:
@@ -117,20 +133,24 @@ def _forward_fake(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, 
     elif loss.needs_any:
         found = [losses.new_empty(number_of_rows(loss))]
         found += [loss.weight.new_empty(shape, dtype=loss.dtype) for shape in kept_shapes(loss)]
-    return losses.new_empty(()), losses, losses.new_empty(()), found
+    tokens = (len(loss.hidden), loss.targets[0].numel())
+    details = [losses.new_empty(tokens), torch.empty_like(losses)] if loss.details != "none" else []
+    if loss.details == "all":
+        details += [losses.new_empty(tokens), losses.new_empty(tokens, dtype=torch.int64)]
+    return losses.new_empty(()), losses, losses.new_empty(()), found, details
 
 
 def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
     """The gradients that are needed, where the forward is not fused."""
     dtype, shape = loss.weight.dtype, loss.hidden[0].shape
-    _, rows = _rows(loss)
+    _, rows = rows_of_depths(loss)
     loss = _as_matrices(loss)
-    scales, off = _times_factors(loss.factors, rows), zero_weight_mask(loss.factors)
+    scales, off = times_factors(loss.factors, rows), zero_weight_mask(loss.factors)
     gradients = Gradients(loss, rows, [not zero for zero in off])
     with _without_autocast(loss.weight.device):
         multiply, rest = Logits(loss.weight, loss.bias), rows
         if loss.inner_kl:
-            _beside_last(loss, rows[0], None, loss.log_sums, scales, gradients, [not zero for zero in off])
+            _beside_last(loss, rows[0], None, loss.log_sums, None, scales, gradients, [not zero for zero in off])
             rest = rows[1:]
         for whole, room in with_room(chunks_of(loss, rest, [False] * len(off)), loss.kept):
             for chunk in whole.apart() if any(off[depth] for depth in whole.depths) else [whole]:
@@ -152,6 +172,7 @@ def _beside_last(
     rows: Rows,
     losses: Tensor | None,
     log_sums: Tensor,
+    classes: Tensor | None,
     scales: Tensor,
     gradients: Gradients | None,
     on: Sequence[bool],
@@ -164,7 +185,8 @@ def _beside_last(
     Args:
         rows: of the inner depths.
         losses, log_sums: of all rows. Where losses are given both are written, else the latter are read.
-        scales: `[depths]`, what the gradients are multiplied by.
+        classes: of all rows, those of the largest logits, written; None: nobody asks.
+        scales: `[depths]` or `[depths, tokens]`, what the gradients are multiplied by.
         gradients: what they are added to; None: no gradient is computed.
         on: the depths that have one.
     """
@@ -183,6 +205,8 @@ def _beside_last(
                 continue
             place, x = chunk.place, x_last if depth == last else chunk.states(loss)
             logits = logits_of_last if depth == last else of_inner(x)
+            if classes is not None:
+                torch.argmax(logits, 1, out=classes[place])
             of_rows = chunk.targets, None if losses is None else losses[place], log_sums[place]
             of_scales = None if add is None else chunk.of_rows(scales)
             if depth < last:
@@ -229,8 +253,8 @@ def _scale_fake(given: ScaleArguments) -> list[Tensor]:
     return [torch.empty_like(gradient) for gradient in given.gradients[:depths]] + of_head
 
 
-def _setup_context(ctx: Any, loss: CrossEntropyArguments, output: tuple[Tensor, Tensor, Tensor, list[Tensor]]) -> None:
-    _, _, factor, found = output
+def _setup_context(ctx: Any, loss: CrossEntropyArguments, output: tuple[Any, ...]) -> None:
+    _, _, factor, found, _ = output
     ctx.fused, ctx.depths, ctx.needs_head = loss.fused, len(loss.hidden), (loss.needs_weight, loss.needs_bias)
     if loss.fused:
         save(ctx, factor=factor, gradients=found, needs_hidden=loss.needs_hidden, dtype_of_head=loss.weight.dtype)
@@ -257,60 +281,6 @@ def _autograd(ctx: Any, grad_total: Tensor | None, grad_losses: Tensor | None, *
     return {"hidden": of_hidden, "weight": of_weight, "bias": of_bias}
 
 
-def _rows(loss: CrossEntropyArguments) -> tuple[Tensor | int, list[Rows]]:
-    """How many tokens count, and which take part at each depth: the sample at the inner ones, all at the last.
-
-    Where the targets are on the CPU the count is a number, and ignored tokens are left out. On a GPU their number is
-    not known without waiting for it: they stay in, are not read, and cost their share of the products.
-
-    Raises:
-        InputError: targets on the CPU are out of range, or none counts and a mean is asked for.
-    """
-    device, targets = loss.weight.device, loss.targets.reshape(-1).contiguous()  # may be a column of a table
-    count = _count(loss)
-    rows: list[Rows] = []
-    first = 0
-    for depths, tokens in tokens_of_depths(loss):
-        index = None if loss.sample is None or depths.stop == len(loss.hidden) else loss.sample.to(targets.device)
-        factor = 1.0 if index is None else targets.shape[0] / max(1, tokens)
-        if isinstance(count, int) and count < targets.shape[0]:
-            counted = ((targets if index is None else targets[index]) != loss.ignore_index).nonzero().squeeze(1)
-            index = counted if index is None else index[counted]
-        chosen = (targets if index is None else targets[index]).to(device, non_blocking=True)
-        index = None if index is None else index.to(device, non_blocking=True)
-        rows.append(Rows(depths, index, chosen, factor, first))
-        first = rows[-1].stop
-    return count, rows
-
-
-def _count(loss: CrossEntropyArguments) -> Tensor | int:
-    targets, vocabulary, ignored = loss.targets, loss.weight.shape[0], loss.ignore_index
-    if targets.device.type != "cpu":
-        return (targets != ignored).sum()
-    count = targets.numel()
-    if count:
-        lowest, highest = (int(end) for end in torch.aminmax(targets))
-        if lowest < 0 or highest >= vocabulary or lowest <= ignored <= highest:
-            counted = targets != ignored
-            wrong = counted & ((targets < 0) | (targets >= vocabulary))
-            if wrong.any():
-                raise InputError(
-                    f"targets must be in [0, {vocabulary}) or {ignored} (ignore_index), got {targets[wrong][0].item()}"
-                )
-            count = int(counted.sum())
-    if loss.mean and not count:
-        raise InputError(f"targets must hold at least one token that is not {ignored} (ignore_index)")
-    return count
-
-
-def _times_factors(of_depths: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """A number for each depth, times the factor by which the tokens of that depth stand for all."""
-    if len(rows) == 1:
-        return of_depths
-    parts = of_depths.split([len(some.depths) for some in rows])
-    return torch.cat([part * some.factor for part, some in zip(parts, rows, strict=True)])
-
-
 def _as_matrices(loss: Loss) -> Loss:
     """Hidden states `[tokens, d]`, and the head in the dtype of the products."""
     bias = None if loss.bias is None else loss.bias.to(loss.dtype)
@@ -327,7 +297,7 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 layerwise_cross_entropy_forward = Operator(
     "layerwise_cross_entropy",
     CrossEntropyArguments,
-    "(Tensor, Tensor, Tensor, Tensor[])",
+    "(Tensor, Tensor, Tensor, Tensor[], Tensor[])",
     _forward,
     _forward_fake,
     setup_context=_setup_context,

@@ -11,7 +11,7 @@ from torch import Tensor
 def layerwise_cross_entropy_reference(
     hidden_states: Sequence[Tensor],
     weight: Tensor,
-    targets: Tensor,
+    targets: Tensor | Sequence[Tensor],
     bias: Tensor | None = None,
     *,
     ignore_index: int = -100,
@@ -21,23 +21,33 @@ def layerwise_cross_entropy_reference(
     inner_kl: float = 0.0,
     detach_last: bool = True,
 ) -> Tensor:
-    """The losses of the depths `[L+1]`, in any dtype, differentiated by torch; arguments as those of the op."""
-    counted = targets != ignore_index
-    of_depths: list[Tensor] = []
-    for hidden in hidden_states:
-        logits = hidden[counted] @ weight.mT
+    """The losses of the depths `[L+1]`, or with the reduction "none" of the tokens `[L+1, ...]`, zero at ignored ones.
+
+    In any dtype, differentiated by torch; arguments as those of the op.
+    """
+
+    def log_probabilities(hidden: Tensor) -> Tensor:
+        logits = hidden @ weight.mT
         if bias is not None:
             logits = logits + bias
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        of_depths.append(torch.log_softmax(logits, -1))
-    last = of_depths[-1].detach() if detach_last else of_depths[-1]
+        return torch.log_softmax(logits, -1)
+
     losses = []
-    for depth, log_probabilities in enumerate(of_depths):
-        at_target = log_probabilities.gather(-1, targets[counted].unsqueeze(-1)).squeeze(-1)
-        loss = -(1 - label_smoothing) * at_target - label_smoothing * log_probabilities.mean(-1)
-        if inner_kl and depth < len(of_depths) - 1:
-            kl = torch.nn.functional.kl_div(log_probabilities, last, reduction="none", log_target=True).sum(-1)
+    for depth, hidden in enumerate(hidden_states):
+        of_depth = targets if isinstance(targets, Tensor) else targets[depth]
+        counted = of_depth != ignore_index
+        log_p = log_probabilities(hidden[counted])
+        at_target = log_p.gather(-1, of_depth[counted].unsqueeze(-1)).squeeze(-1)
+        loss = -(1 - label_smoothing) * at_target - label_smoothing * log_p.mean(-1)
+        if inner_kl and depth < len(hidden_states) - 1:
+            log_q = log_probabilities(hidden_states[-1][counted])
+            log_q = log_q.detach() if detach_last else log_q
+            kl = torch.nn.functional.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
             loss = (1 - inner_kl) * loss + inner_kl * kl
-        losses.append(loss.sum() / counted.sum() if reduction == "mean" else loss.sum())
+        if reduction == "none":
+            losses.append(loss.new_zeros(of_depth.shape).masked_scatter(counted, loss))
+        else:
+            losses.append(loss.sum() / counted.sum() if reduction == "mean" else loss.sum())
     return torch.stack(losses)
