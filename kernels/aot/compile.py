@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import re
 import subprocess
 import tempfile
@@ -154,6 +155,7 @@ class Measurement:
         tensor_core_instructions: matrix instructions in the code.
         redundancy: of the products on the tensor cores, as often as they are written down, what is computed over what
             is needed: several warps compute the same where a tile is smaller than what they cover together.
+        serialized: whether `ptxas` has each wgmma wait for the one before (its remarks C7510 to C7515).
         expects_tensor_core: whether a product in the source can only be fast there: 16-bit factors, or TF32.
         double_instructions: lines of the intermediate code that compute in double precision.
         seconds: what compiling and reading took.
@@ -166,6 +168,7 @@ class Measurement:
     shared_bytes: int = 0
     tensor_core_instructions: int = 0
     redundancy: float = 1.0
+    serialized: bool = False
     expects_tensor_core: bool = False
     double_instructions: int = 0
     seconds: float = 0.0
@@ -207,6 +210,7 @@ def measure(configuration: Configuration) -> Measurement:
         shared_bytes=compiled.metadata.shared,
         tensor_core_instructions=len(TENSOR_CORE.findall(code)),
         redundancy=_redundancy(compiled.asm["ttgir"]),
+        serialized=_serialized(compiled.asm["ptx"]),
         expects_tensor_core=_expects_tensor_core(compiled.asm["ttir"], compiled.asm["ttgir"]),
         double_instructions=sum(".f64" in line for line in compiled.asm["ptx"].splitlines()),
         seconds=time.perf_counter() - begin,
@@ -264,6 +268,18 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         raise RuntimeError(f"cuobjdump -res-usage printed no registers: {printed}")
     registers, stack, local = map(int, match.groups())
     return registers, stack + local
+
+
+def _serialized(ptx: str) -> bool:
+    """Whether `ptxas` remarks that it serializes wgmma; Triton runs it, and keeps what it says to itself."""
+    if "wgmma.mma_async" not in ptx:
+        return False
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        said = subprocess.run(command, check=True, capture_output=True, text=True)
+    return "wgmma.mma_async instructions are serialized" in said.stderr + said.stdout
 
 
 def _expects_tensor_core(source: str, optimized: str) -> bool:

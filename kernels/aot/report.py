@@ -116,7 +116,8 @@ def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -
         "## Kernels",
         "The worst of all cases of a kernel whose sizes sixteen divides: most registers of a thread / most shared "
         "memory of a block in KiB / tensor-core instructions in the code, the fewest and the most; ×, where several "
-        "warps compute the same products: what is computed over what is needed, at most; bold where registers spill.",
+        "warps compute the same products: what is computed over what is needed, at most; *one by one* where `ptxas` "
+        "has each wgmma wait for the one before; bold where registers spill.",
     ]
     for family in families:
         parts += [f"### {family}", _table([row for row in rows if row.family == family], measurements, cards)]
@@ -198,6 +199,8 @@ def _worst(measured: Sequence[Measurement]) -> str:
     redundancy = max(measurement.redundancy for measurement in measured)
     if redundancy > 1:
         figures += f" ×{redundancy:.3g}"
+    if any(measurement.serialized for measurement in measured):
+        figures += " one by one"
     spilled = max(measurement.local_bytes for measurement in measured)
     return f"{figures} **({spilled} bytes spilled)**" if spilled else figures
 

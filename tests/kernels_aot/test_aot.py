@@ -426,11 +426,13 @@ class TestKernels:
                     z=z, values=z, output=z, log_sum_exp=sums, kept=z.new_empty(0), grad_output=z
                 )
             )
-        found = {one.kernel.__name__: measured(one, CARDS[card]).redundancy for one in launches}
+        results = {one.kernel.__name__: measured(one, CARDS[card]) for one in launches}
+        assert not any(result.serialized for result in results.values())
+        found = {name: result.redundancy for name, result in results.items()}
         forward, backward = found["streaming_forward_kernel"], found["streaming_backward_kernel"]
         # Two tiles of wide heads at a time leave no room, or spill.
         assert forward <= (1.5 if (width, card) == (256, "H200") else 1)
-        most = {("bfloat16", 256, "RTX 3090"): 1.6, ("bfloat16", 128, "H200"): 1.8}
+        most = {("bfloat16", 256, "RTX 3090"): 1.6}
         most["float32, TF32", 256, "RTX 3090"] = 1.6
         assert backward <= most.get((precision, width, card), 1)
 
