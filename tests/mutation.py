@@ -37,7 +37,7 @@ NAMES = ("bounds", "coupling", "duals", "feasibility", "measurement", "objective
 OPS = ("layerwise_cross_entropy", "layerwise_reconstruction_loss", "lista_step", "residual_linear", "soft_threshold")
 TESTS = {f"cdt_fast/constraints/{name}.py": [f"tests/constraints/{test}" for test in CONSTRAINTS] for name in NAMES}
 TESTS |= {
-    f"cdt_fast/ops/{op}/reference.py": [f"tests/ops/test_{op}.py", f"tests/fuzz/test_fuzz.py::test_some_cases[{op}]"]
+    f"cdt_fast/ops/{op}/reference.py": [f"tests/fuzz/test_fuzz.py::test_some_cases[{op}]", f"tests/ops/test_{op}.py"]
     for op in (*OPS, "symmetric_attention", "unrolled_layer")
 }
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {

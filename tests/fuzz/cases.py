@@ -96,6 +96,11 @@ class Chance(random.Random):
         lengths = torch.randint(0, tokens + 3, leading, generator=generator)
         return lengths.to(self.choice([torch.int64, torch.int32, torch.int8, torch.uint8, torch.int16]))
 
+    def targets(self, shape: tuple[int, ...], vocabulary: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.randrange(2**31))
+        targets = torch.randint(0, vocabulary, shape, generator=generator)
+        return targets.masked_fill(torch.rand(shape, generator=generator) < self.choice([0, 0, 0.3, 0.9]), -100)
+
     def weights(self, count: int) -> list[float] | None:
         numbers = [self.choice([0.0, 1.0, -0.5, self.uniform(-2, 2), 1e-3]) for _ in range(count)]
         return self.choice([None, numbers])
@@ -255,11 +260,7 @@ def reconstruction_loss(chance: Chance, dtype: torch.dtype) -> Case:
 
 def cross_entropy(chance: Chance, dtype: torch.dtype) -> Case:
     shape, depths = chance.counted(), chance.randint(1, 4)
-    width, vocabulary, weights = chance.width(), chance.choice([1, 2, 7, 33, 130]), chance.weights(depths)
-    generator = torch.Generator().manual_seed(chance.randrange(2**31))
-    targets = torch.randint(0, vocabulary, shape, generator=generator)
-    ignored = torch.rand(shape, generator=generator) < chance.choice([0, 0, 0.3, 0.9])
-    targets = targets.masked_fill(ignored, -100)
+    width, vocabulary = chance.width(), chance.choice([1, 2, 7, 33, 130])
     options = {
         "reduction": chance.choice(["mean", "sum"]),
         "label_smoothing": chance.choice([0.0, 0.1, 1.0]),
@@ -267,34 +268,68 @@ def cross_entropy(chance: Chance, dtype: torch.dtype) -> Case:
         "inner_kl": chance.choice([0.0, 0.0, 1.0, chance.uniform(0, 1)]),
         "detach_last": chance.random() < 0.7,
     }
-    own = {"depth_weights": weights, "chunk_tokens": chance.choice([None, 1, 3])}
-    tensors = {f"depth_{number}": chance.tensor(dtype, *shape, width) for number in range(depths)}
+    own_targets = not options["inner_kl"] and chance.random() < 0.3
+    targets = [chance.targets(shape, vocabulary) for _ in range(depths if own_targets else 1)]
+    counted = torch.stack(targets) != -100
+    own = {"chunk_tokens": chance.choice([None, 1, 3]), "per_token": chance.random() < 0.3}
+    given_targets = targets if own_targets else targets[0]
+    names = [f"depth_{number}" for number in range(depths)]
+    tensors = {name: chance.tensor(dtype, *shape, width) for name in names}
     tensors["weight"] = chance.tensor(dtype, vocabulary, width)
     if chance.random() < 0.5:
         tensors["bias"] = chance.tensor(dtype, vocabulary)
+    weighted = chance.choice(["", "numbers", "depths", "tokens"])
+    if weighted in ("depths", "tokens"):  # in a tensor, and so with a gradient
+        tensors["depth_weights"] = chance.tensor(dtype, depths, *(shape if weighted == "tokens" else ()))
+    numbers = [chance.choice([0.0, 1.0, -0.5, 1e-3]) for _ in names]
 
-    def split(given: dict[str, Tensor]) -> tuple[Any, ...]:
-        return [given[f"depth_{number}"] for number in range(depths)], given["weight"], targets, given.get("bias")
+    def weights(given: dict[str, Tensor]) -> Any:
+        return given.get("depth_weights", numbers if weighted else None)
 
     def op(**given: Tensor) -> Sequence[Tensor]:
-        total, losses, *_ = ops.layerwise_cross_entropy(*split(given), **options, **own)
-        return [total] if weights is not None else [total, losses]
+        hidden, weight, bias = [given[name] for name in names], given["weight"], given.get("bias")
+        found = ops.layerwise_cross_entropy(
+            hidden, weight, given_targets, bias, depth_weights=weights(given), **options, **own
+        )
+        results = [found.total] if weighted else [found.total, found.per_depth]
+        if found.token_losses is not None and found.log_sum_exp is not None and found.arg_max is not None:
+            assert torch.equal(found.arg_max >= 0, counted.expand(depths, *shape))
+            results += [one + 0.0 * found.total for one in (found.token_losses, found.log_sum_exp)]
+        return results
 
     def formula(**given: Tensor) -> Sequence[Tensor]:
-        losses = layerwise_cross_entropy_reference(*split(given), **options)
-        if weights is None:
-            return [losses.sum(), losses]
-        return [torch.dot(torch.tensor(weights, dtype=losses.dtype), losses)]
+        hidden, weight, bias = [given[name] for name in names], given["weight"], given.get("bias")
+        tokens = layerwise_cross_entropy_reference(
+            hidden, weight, given_targets, bias, **{**options, "reduction": "none"}
+        )
+        number = counted.flatten(1).sum(1).expand(depths) if options["reduction"] == "mean" else torch.ones(depths)
+        of_tokens = tokens / number.to(tokens.dtype).view(-1, *[1] * len(shape))
+        losses = of_tokens.flatten(1).sum(1)
+        results = [losses.sum(), losses]
+        if weighted:
+            by = given.get("depth_weights", torch.tensor(numbers, dtype=tokens.dtype))
+            results = [(by * (of_tokens if by.dim() > 1 else losses)).sum()]
+        if own["per_token"]:
+            log_sums = torch.stack([_log_sum_exp(depth, weight, bias, options["softcap"]) for depth in hidden])
+            results += [one.detach() + 0.0 * results[0] for one in (tokens, log_sums.masked_fill(~counted, 0.0))]
+        return results
 
     return Case(
-        lambda **given: cross_entropy_of_depths(targets, **given),
+        lambda **given: cross_entropy_of_depths(given_targets, **given),
         op,
         formula,
         tensors,
         options | own | {"depth_weights": None, "inner_fraction": 1.0, "ignore_index": -100},
-        padding=ignored,
-        padded=tuple(name for name in tensors if name.startswith("depth_")),
+        padding=~counted.any(0),
+        padded=tuple(names),
     )
+
+
+def _log_sum_exp(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    logits = hidden @ weight.mT
+    logits = logits if bias is None else logits + bias
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits[..., 0] - torch.log_softmax(logits, -1)[..., 0]
 
 
 CASES: dict[str, Callable[[Chance, torch.dtype], Case]] = {

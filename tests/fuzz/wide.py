@@ -111,8 +111,9 @@ def _log_softmax_backward(upstream: Any, output: Any, dim: int, dtype: Any) -> A
 
 
 MOVES = {
-    *("detach", "expand", "reshape", "select", "squeeze", "t", "transpose", "unsqueeze"),
-    *("gather", "index", "index_put", "masked_fill", "neg", "new_zeros", "stack", "where", "zeros_like"),
+    *("detach", "expand", "gather", "index", "index_put", "masked_fill", "masked_scatter", "masked_scatter_backward"),
+    *("neg", "new_zeros", "reshape", "scatter_add", "select", "squeeze", "stack", "t", "transpose", "unsqueeze"),
+    *("where", "zeros_like"),
 }
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "_log_softmax": _log_softmax,
