@@ -281,6 +281,45 @@ def test_the_cross_entropy_op(
         assert_as_precise(name, given.to(dtype), plain, exact)
 
 
+@pytest.mark.parametrize("flags", [{}, {"inner_kl": 0.6}, {"inner_kl": 1.0, "detach_last": False}], ids=str)
+def test_targets_of_depths_weights_of_tokens_and_the_kl(
+    flags: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> None:
+    vocabulary, width = 41, 16
+    targets = [targets_of(13, vocabulary, device, seed) for seed in range(3)]
+    targets[0][::3] = -100
+    given = targets[0] if flags else targets
+    made = [*(normal(depth, 13, width) for depth in range(3)), normal(8, vocabulary, width) / 2, normal(9, 3, 13)]
+    results = []
+    for run_device, run_dtype in ((device, dtype), (device, dtype), (torch.device("cpu"), torch.float64)):
+        leaves = [tensor.to(dtype).to(run_device, run_dtype).requires_grad_() for tensor in made]
+        weights = leaves[4].to(torch.promote_types(run_dtype, torch.float32))
+        if not results:
+            found = ops.layerwise_cross_entropy(
+                leaves[:3],
+                leaves[3],
+                given,
+                depth_weights=weights,
+                reduction="sum",
+                chunk_tokens=5,
+                per_token=True,
+                **flags,
+            )
+            total, losses, arg_max = found.total, found.token_losses, found.arg_max
+        else:
+            on_device = given.to(run_device) if isinstance(given, Tensor) else [y.to(run_device) for y in given]
+            losses = layerwise_cross_entropy_reference(leaves[:3], leaves[3], on_device, reduction="none", **flags)
+            total = (weights * losses).sum()
+        assert losses is not None
+        results.append([losses.detach(), *gradients_of(total, leaves)])
+    names = ["losses", "h0", "h1", "h2", "weight", "weights"]
+    for name, one, plain, exact in zip(names, *results, strict=True):
+        assert_as_precise(name, one.to(dtype), plain, exact)
+    assert arg_max is not None
+    of_depths = given if isinstance(given, list) else [given] * 3
+    assert torch.equal(arg_max == -1, torch.stack([y == -100 for y in of_depths]))
+
+
 @pytest.mark.parametrize("depths", [1, 2])
 @pytest.mark.parametrize("weights", [None, [0.5, -2.0]])
 def test_the_cross_entropy_of_strided_inputs(weights: list[float] | None, depths: int, device: torch.device) -> None:

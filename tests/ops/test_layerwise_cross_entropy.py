@@ -248,7 +248,7 @@ def test_weights_of_tokens(trained: bool, flags: dict[str, Any]) -> None:
     flags = dict(flags)
     targets = targets_of_depths(2, 5) if flags.pop("apart", False) else shared
     weights = normal(6, DEPTHS, 2, 5)
-    weights[1] = 0.0
+    weights[0] = 0.0  # not those of the depth at which no token is ignored
     leaves = [*hidden, weight, bias, *([leaf(weights)] if trained else [])]
     given = leaves[-1] if trained else weights
     each = layerwise_cross_entropy_reference(hidden, weight, targets, bias, **{**flags, "reduction": "none"})
@@ -263,7 +263,7 @@ def test_weights_of_tokens(trained: bool, flags: dict[str, Any]) -> None:
         assert not per_depth.requires_grad
         assert_close([total, per_depth], [expected, each.sum((1, 2)) / counts])
         found = gradients([total], leaves, [torch.tensor(3.0).double()])
-        assert found[1] is None  # its weights are all zero
+        assert found[0] is None  # its weights are all zero
         assert_close([torch.zeros_like(g) if f is None else f for f, g in zip(found, right, strict=True)], right)
 
 
