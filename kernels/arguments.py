@@ -14,7 +14,7 @@ from torch import Tensor
 
 Backend = Literal["torch", "triton"]
 # "identity" is what S_0 is: an output of zero says nothing about its gradient.
-Nonlinearity = Literal["soft_threshold", "relu", "identity"]
+Nonlinearity = Literal["soft_threshold", "hard_threshold", "relu", "identity"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from cdt_fast.ops.shared.depths import weights_of_depths
 
 READOUTS = ("own", "next", "shared")
 INITIAL_CODES = ("analysis", "zero")
+Between = Callable[[int, Tensor], Tensor]
 
 
 class DUST(PretrainedModel):
@@ -37,11 +38,11 @@ class DUST(PretrainedModel):
         code_size: m, atoms of a dictionary.
         layers: L ≥ 1.
         tied: one dictionary for all layers, else one a layer.
-        sparsity: λ₁ ≥ 0; the threshold is θ = λ₁ · step. A "relu" model has no threshold.
-        step: 1/c; None: 1/‖D‖₂² of the initial dictionary, the largest that makes LISTA a descent method. It stays
-            fixed while the dictionaries train; `spectral_ratio` says whether the bound still holds.
+        sparsity: λ₁ ≥ 0, one number or one a layer; the threshold is θ = λ₁ · step. A "relu" model has no threshold.
+        step: 1/c, one number or one a layer; None: 1/‖D‖₂² of the initial dictionary, the largest that makes LISTA a
+            descent method. It stays fixed while the dictionaries train; `spectral_ratio` says whether the bound holds.
         scale: β of the attention.
-        nonlinearity: "soft_threshold" or "relu".
+        nonlinearity: "soft_threshold", "hard_threshold" (`v [|v| > θ]`: what it keeps, it keeps as it is) or "relu".
         initial_codes: "analysis" (`H_0 = (1/c) X D`) or "zero".
         patch_frames: frames of a patch, whose pixels are `patch_frames` squares one after the other; only the first
             dictionary depends on it: above 1 it is that of `dictionary.cosine_volumes`.
@@ -56,7 +57,8 @@ class DUST(PretrainedModel):
     Attributes:
         dictionary: parameter, `[n, m]` if tied, else `[layers, n, m]`. Starts as the overcomplete DCT.
         readout_dictionary: parameter `[n, m]` of the "shared" readout, else None.
-        step, threshold, scale: 1/c, θ and β.
+        steps, thresholds: 1/c and θ of each layer.
+        step, threshold, scale: 1/c and θ of the first, and β.
 
     Raises:
         InputError: an argument out of its range.
@@ -69,8 +71,8 @@ class DUST(PretrainedModel):
         layers: int = 5,
         *,
         tied: bool = False,
-        sparsity: float = 0.2,
-        step: float | None = None,
+        sparsity: float | Sequence[float] = 0.2,
+        step: float | Sequence[float] | None = None,
         scale: float = 1.0,
         nonlinearity: str = "soft_threshold",
         initial_codes: str = "analysis",
@@ -88,15 +90,20 @@ class DUST(PretrainedModel):
         )
         self.patch_frames, self.noise_adaptive = patch_frames, bool(noise_adaptive)
         self.patch_size, self.code_size, self.layers, self.tied = patch_size, code_size, layers, bool(tied)
-        self.step = 1.0 / squared_spectral_norm(initial).item() if step is None else check_factor("step", step)
-        if self.step <= 0:
+        largest = 1.0 / squared_spectral_norm(initial).item()
+        self.steps = _of_each_layer("step", largest if step is None else step, layers)
+        if min(self.steps) <= 0:
             raise InputError(f"step must be above 0, got {step!r}")
-        self.sparsity = check_factor("sparsity", sparsity, non_negative=True)
+        self._sparsities = _of_each_layer("sparsity", sparsity, layers, non_negative=True)
         self.scale = check_factor("scale", scale)
         self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
         self.initial_codes = check_choice("initial_codes", initial_codes, INITIAL_CODES)
         self.readout = check_choice("readout", readout, READOUTS)
-        self.threshold = self.sparsity * self.step if nonlinearity == "soft_threshold" else 0.0
+        self.thresholds = tuple(
+            0.0 if nonlinearity == "relu" else number * of_layer
+            for number, of_layer in zip(self._sparsities, self.steps, strict=True)
+        )
+        self.sparsity, self.step, self.threshold = self._sparsities[0], self.steps[0], self.thresholds[0]
         initial = initial.to(torch.get_default_dtype())
         self.dictionary = nn.Parameter(initial.clone() if tied else initial.repeat(layers, 1, 1))
         self.readout_dictionary = nn.Parameter(initial.clone()) if readout == "shared" else None
@@ -106,6 +113,8 @@ class DUST(PretrainedModel):
         """The constructor's arguments, with the step as computed."""
         names = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "nonlinearity")
         config = {name: getattr(self, name) for name in (*names, "initial_codes", "readout")}
+        for name, numbers in (("sparsity", self._sparsities), ("step", self.steps)):
+            config[name] = numbers[0] if len(set(numbers)) == 1 else list(numbers)
         if self.patch_frames > 1:
             config["patch_frames"] = self.patch_frames
         return {**config, "noise_adaptive": True} if self.noise_adaptive else config
@@ -145,12 +154,20 @@ class DUST(PretrainedModel):
         depth_weights: Tensor | Sequence[float] | None = None,
         *,
         deviation: Tensor | float | None = None,
+        between: Between | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`(total, per_layer)` of all depths against `clean` `[..., T, n]`.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable. Used as
         `total, losses = model.layer_losses(noisy, clean, constraints.weights())`. Those of a noise-adaptive model are
         in units of σ², so that every noise level counts.
+
+        Args:
+            noisy, clean: `[..., T, n]`.
+            depth_weights: L+1 numbers.
+            deviation: σ of a noise-adaptive model.
+            between: what the codes `[..., T, m]` of each depth l = 1..L−1 go through before layer l+1 takes them, as
+                `between(l, codes)`; the reconstruction of depth l is of the codes before.
         """
         self._check(noisy)
         check_tensor("clean", clean, 2, "[..., T, n]")
@@ -158,7 +175,7 @@ class DUST(PretrainedModel):
         units = self._units(noisy, deviation)
         noisy, clean = _normalized(noisy, units), _normalized(clean, units)
         weights = weights_of_depths(depth_weights, self.layers + 1)
-        depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean))
+        depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean, between=between))
         # The first depths have no layer of their own to form their error in.
         alone = [reconstruction for reconstruction, error in depths if error is None]
         _, first = ops.layerwise_reconstruction_loss(alone, clean)
@@ -175,7 +192,8 @@ class DUST(PretrainedModel):
 
     def spectral_ratio(self) -> Tensor:
         """`‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`): above 1 the LISTA step may overshoot."""
-        return squared_spectral_norm(self.dictionary) * self.step
+        norm = squared_spectral_norm(self.dictionary)
+        return norm * (max(self.steps) if self.tied else norm.new_tensor(self.steps))
 
     def _check(self, noisy: Tensor) -> None:
         check_tensor("noisy", noisy, 2, "[..., T, n]")
@@ -201,7 +219,12 @@ class DUST(PretrainedModel):
         return mean, number
 
     def _depths(
-        self, noisy: Tensor, depth: int, read_all: bool, clean: Tensor | None = None
+        self,
+        noisy: Tensor,
+        depth: int,
+        read_all: bool,
+        clean: Tensor | None = None,
+        between: Between | None = None,
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the projection of every depth; each is a reconstruction if `read_all`, else only the last is.
 
@@ -225,15 +248,18 @@ class DUST(PretrainedModel):
         yield from ((reconstruction, None) for reconstruction in projection)
         for level in range(len(projection), depth + 1):
             dictionary = dictionaries[level - 1]
+            handed_on = projected_on[level - 1] is dictionary
+            if between is not None and level > 1:
+                codes, handed_on = between(level - 1, codes), False
             codes, reconstruction, *error = ops.unrolled_layer(
                 codes,
                 noisy,
                 dictionary,
-                step=self.step,
-                threshold=self.threshold,
+                step=self.steps[level - 1],
+                threshold=self.thresholds[level - 1],
                 scale=self.scale,
                 nonlinearity=self.nonlinearity,
-                projection=projection[-1] if projected_on[level - 1] is dictionary else None,
+                projection=projection[-1] if handed_on else None,
                 next_dictionary=projected_on[level],
                 target=clean,
             )
@@ -267,6 +293,17 @@ class DUST(PretrainedModel):
             threshold=self.threshold,
         )
         return codes, [reconstruction, codes @ projected_on[1].mT]
+
+
+def _of_each_layer(name: str, given: Any, layers: int, non_negative: bool = False) -> tuple[float, ...]:
+    """One number a layer, of one for all or of as many as there are layers."""
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return (check_factor(name, given, non_negative=non_negative),) * layers
+    if len(given) != layers:
+        raise InputError(f"{name} must be one number, or one for each of {layers} layers, got {given!r}")
+    return tuple(
+        check_factor(f"{name}[{layer}]", number, non_negative=non_negative) for layer, number in enumerate(given)
+    )
 
 
 def _normalized(tokens: Tensor, units: tuple[Tensor, Tensor | float] | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cdt_fast.models.dust import DUST
 
 
@@ -18,7 +20,7 @@ class VideoUT(DUST):
         layers: int = 5,
         *,
         tied: bool = False,
-        step: float | None = None,
+        step: float | Sequence[float] | None = None,
         scale: float = 1.0,
         initial_codes: str = "analysis",
         readout: str = "own",

@@ -78,11 +78,11 @@ def test_a_fixed_threshold() -> None:
     torch.testing.assert_close(module(x), soft_threshold_reference(x, 0.3), **EXACT)
 
 
-@pytest.mark.parametrize("nonlinearity", ["relu", "soft_threshold"])
+@pytest.mark.parametrize("nonlinearity", ["relu", "soft_threshold", "hard_threshold"])
 def test_lista_step(nonlinearity: Any) -> None:
     module = cdt.nn.LISTAStep(4, 9, sparsity=0.5, nonlinearity=nonlinearity, dtype=DOUBLE)
     step = 1 / squared_spectral_norm(overcomplete_dct(4, 9)).item()
-    assert (module.step, module.threshold) == (step, 0.5 * step if nonlinearity == "soft_threshold" else 0.0)
+    assert (module.step, module.threshold) == (step, 0.0 if nonlinearity == "relu" else 0.5 * step)
     codes, signal = torch.randn(5, 9, dtype=DOUBLE), torch.randn(5, 4, dtype=DOUBLE)
     options: dict[str, Any] = {"step": module.step, "threshold": module.threshold, "nonlinearity": nonlinearity}
     check(module, module(codes, signal), lista_step_reference(codes, signal, module.dictionary, **options))

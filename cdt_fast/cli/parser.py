@@ -96,7 +96,10 @@ def build_parser() -> Parser:
         help="the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)",
     )
     command.add_argument(
-        "--grids", type=int, metavar="K", help="mean over K x K shifted grids of patches: slower, better (2)"
+        "--grids",
+        type=int,
+        metavar="K",
+        help="mean over K x K shifted grids of patches (default: eight, every other of 4 x 4)",
     )
     command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     _add_json(command)

@@ -76,7 +76,7 @@ _PAPER: dict[str, Any] = {
 PRESETS: dict[str, dict[str, Any]] = {
     # Of a denoiser all depths are wanted, and its first layer does nearly all: of what is left no layer can remove a
     # tenth.
-    "video": {"objective": "log", "reference_mode": "constraint", "rate": 0.01, "margin": 0.01},
+    "video": {"objective": "log", "rate": 0.01, "margin": 0.01},
     "text": {"reference": 0.9},
     # The margin is small beside the rate, which it adds to.
     "lm": {"rate": 0.05, "margin": 0.02},

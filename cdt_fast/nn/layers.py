@@ -73,8 +73,8 @@ class ResidualLinear(nn.Module):
         in_features: n, the width of x.
         out_features: m, the width of the residual and of the result.
         alpha: α, the factor of the product.
-        nonlinearity: φ: "relu", "soft_threshold" or "identity".
-        threshold: θ of "soft_threshold".
+        nonlinearity: φ: "relu", "soft_threshold", "hard_threshold" or "identity".
+        threshold: θ of the thresholds.
         device, dtype: of the parameter.
 
     Attributes:
@@ -181,7 +181,7 @@ class _Dictionary(nn.Module):
         self.step = largest if step is None else check_positive("step", step)
         self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
         sparsity = check_factor("sparsity", sparsity, non_negative=True)
-        self.threshold = sparsity * self.step if nonlinearity == "soft_threshold" else 0.0
+        self.threshold = 0.0 if nonlinearity == "relu" else sparsity * self.step
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self.dictionary = nn.Parameter(initial.to(device=device, dtype=dtype))
 
@@ -198,7 +198,7 @@ class LISTAStep(_Dictionary):
         code_size: m, atoms of the dictionary.
         sparsity: λ₁ ≥ 0; θ = λ₁/c. With "relu" there is no threshold.
         step: 1/c > 0; None: 1/‖D‖₂² of the initial dictionary, the largest with which no step raises the objective.
-        nonlinearity: "soft_threshold" or "relu".
+        nonlinearity: "soft_threshold", "hard_threshold" or "relu".
         device, dtype: of the parameter.
 
     Attributes:
@@ -233,7 +233,7 @@ class UnrolledLayer(_Dictionary):
         code_size: m, atoms of the dictionary.
         sparsity: λ₁ ≥ 0; θ = λ₁/c. With "relu" there is no threshold.
         step: 1/c > 0; None: 1/‖D‖₂² of the initial dictionary.
-        nonlinearity: "soft_threshold" or "relu".
+        nonlinearity: "soft_threshold", "hard_threshold" or "relu".
         scale: β, the factor of the attention scores.
         device, dtype: of the parameter.
 

@@ -34,19 +34,17 @@ def coefficients_of(settings: RunSettings, num_constraints: int) -> list[float] 
     Raises:
         InputError: a scale over depths that are counted from the last, or a factor for numbers that are given.
     """
-    chosen = settings.constraints
-    if not isinstance(chosen.coefficients, str):
+    chosen, given = settings.constraints, settings.coefficients
+    if not isinstance(given, str):
         if chosen.exit_scale != 1.0:
             raise InputError(
                 f"[constraints] exit_scale is {chosen.exit_scale:g}, a factor of a scale such as --coefficients linear"
             )
-        return chosen.coefficients
+        return given
     depths = getattr(settings.model, "taps", None) or list(range(num_constraints + 1))
     if len(depths) != num_constraints + 1 or min(depths) < 0:
-        raise InputError(
-            f"[constraints] coefficients {chosen.coefficients!r} need taps that are counted from 0, got {depths}"
-        )
-    return scaled_coefficients(chosen.coefficients, depths, chosen.exit_scale)
+        raise InputError(f"[constraints] coefficients {given!r} need taps that are counted from 0, got {depths}")
+    return scaled_coefficients(given, depths, chosen.exit_scale)
 
 
 def by_number(settings: RunSettings, name: str, num_constraints: int) -> dict[int, Any] | None:

@@ -276,6 +276,11 @@ class RunSettings(BaseModel):
             return self.constraints.objective
         return DEFAULTS.objective if self.constrained else "last"
 
+    @property
+    def coefficients(self) -> list[float] | DepthScale | None:
+        """The weights of the depths in the objective; None: those of `DescentConstraints`."""
+        return self.constraints.coefficients
+
     def set(self, section: str, name: str, value: Any) -> None:
         """Set one value, checked against the type and the bounds of its field; a preset sets what it names.
 

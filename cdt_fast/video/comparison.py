@@ -19,7 +19,7 @@ from cdt_fast.video.denoising import denoised_frames, estimated_noise
 from cdt_fast.video.networks import Denoiser, device_of
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.peers import Measured, measured, peers
-from cdt_fast.video.settings import DEFAULT_GRIDS, VideoSettings
+from cdt_fast.video.settings import VideoSettings
 
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
@@ -64,7 +64,7 @@ def compare_denoisers(
 def _ours(model: Denoiser, settings: VideoSettings, depth: int, told: bool, frames: Tensor, sigma: float) -> Tensor:
     given = frames.unsqueeze(0).to(device_of(model))
     deviation = given.new_full((1,), sigma / LEVELS if told else estimated_noise(given))
-    return denoised_frames(model, settings, given, deviation, depth=depth, grids=DEFAULT_GRIDS)[0].cpu()
+    return denoised_frames(model, settings, given, deviation, depth=depth, grids=None)[0].cpu()
 
 
 def _piece(path: Any, settings: VideoSettings) -> Tensor:

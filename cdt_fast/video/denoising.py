@@ -18,10 +18,10 @@ from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.baselines import padded
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
-from cdt_fast.video.evaluation import frames_of, tokens_of
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
 from cdt_fast.video.noise import LEVELS, known_deviation
-from cdt_fast.video.settings import DEFAULT_GRIDS, VideoSettings
+from cdt_fast.video.overlap import frames_of, tokens_of
+from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import DEFAULT_FRAME_RATE, check_target, write_video
 
 # What the median of the absolute values of normal numbers is, in standard deviations.
@@ -39,7 +39,8 @@ class Denoising:
         depth: number of layers to run.
         sigma: standard deviation of the noise in gray levels of 0..255; None: estimated, each window and plane on its
             own. Of a noise-adaptive model alone.
-        grids: the result is the mean over `grids²` grids of patches, each a part of a patch further.
+        grids: the result is the mean over `grids²` grids of patches, each a part of a patch further; None: over eight
+            (`VideoSettings.grid_places`).
         found: the estimates, in gray levels.
     """
 
@@ -47,7 +48,7 @@ class Denoising:
     settings: VideoSettings
     depth: int
     sigma: float | None = None
-    grids: int = 1
+    grids: int | None = 1
     found: list[float] = field(default_factory=list)
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -110,7 +111,7 @@ def denoise_video(
         target: the video file to write, in a folder that exists; its suffix is one of `writing.CONTAINERS`.
         depth: number of layers to run, None for all.
         sigma: standard deviation of the noise in gray levels of 0..255, for a noise-adaptive model; None: estimated.
-        grids: the result is the mean over `grids²` shifted grids of patches; None: `DEFAULT_GRIDS`, of a vit 1.
+        grids: the result is the mean over `grids²` shifted grids of patches; None: over eight, of a vit 1.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
 
@@ -124,9 +125,10 @@ def denoise_video(
     depth = model.layers if depth is None else depth
     if not 0 <= depth <= model.layers:
         raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
-    grids = (DEFAULT_GRIDS if isinstance(model, DUST) else 1) if grids is None else grids
     most = settings.data.patch if isinstance(model, DUST) else 1
-    if not 1 <= grids <= most:
+    if grids is None:
+        grids = None if isinstance(model, DUST) else 1
+    elif not 1 <= grids <= most:
         raise InputError(f"--grids must be from 1 to {most}, got {grids}")
     _check_sigma(model, sigma)
     frames = open_source(source)
@@ -203,7 +205,7 @@ def denoised_frames(
     deviation: Tensor | None = None,
     *,
     depth: int | None = None,
-    grids: int = 1,
+    grids: int | None = 1,
 ) -> Tensor:
     """Denoise windows of frames.
 
@@ -212,7 +214,7 @@ def denoised_frames(
         frames: `[b, T, h, w]` in [0, 1], T a multiple of the patch's frames.
         deviation: standard deviation of the noise `[b]`, in the units of the frames, for a noise-adaptive model.
         depth: number of layers to run, None for all.
-        grids: the result is the mean over `grids²` grids of patches.
+        grids: the result is the mean over `grids²` grids of patches; None: over eight (`VideoSettings.grid_places`).
 
     Returns:
         `[b, T, h, w]`, not clipped to [0, 1].

@@ -12,13 +12,14 @@ from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.per_sample import per_sample_statistics
 from cdt_fast.training.results import Evaluation
-from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise, dct_denoise, padded
-from cdt_fast.video.data import CropWindows, VideoData, Windows, from_patches, to_patches
+from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise, dct_denoise
+from cdt_fast.video.data import CropWindows, VideoData, Windows
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive
 from cdt_fast.video.noise import LEVELS, known_deviation, noisy_batches, windows_at_once
+from cdt_fast.video.overlap import reconstructed, tokens_of
 from cdt_fast.video.quality import mean_psnr, psnr_of, ssim
-from cdt_fast.video.settings import DEFAULT_GRIDS, VideoSettings
+from cdt_fast.video.settings import VideoSettings
 
 BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {
     "blur": blur,
@@ -32,8 +33,9 @@ class VideoEvaluation(Evaluation):
     """The `evaluation.json` of a run on video. RMSE and PSNR are on the scale 0..255, over all pixels of a noise level;
     `mean_rmse` and `mean_psnr` are plain means over the levels, SSIM is the mean over frames (`quality.ssim`). Losses
     are sums over the pixels of a patch with values in [0, 1], or in units of the noise's variance where the model is
-    noise-adaptive, means over the tokens. A sample of `per_sample` is one sequence. `training_gamma` is the middle of
-    the levels that were trained on, and losses are those at levels spread over them.
+    noise-adaptive, means over the tokens. A sample of `per_sample` is one sequence, or one window where the training is
+    on overlapping grids. `training_gamma` is the middle of the levels that were trained on, and losses are those at
+    levels spread over them.
     """
 
     tied: bool
@@ -62,16 +64,16 @@ class VideoEvaluation(Evaluation):
 def mean_depth_losses(
     model: Denoiser, windows: Windows | CropWindows, settings: VideoSettings, sigma: float
 ) -> list[float]:
-    """Mean loss of every depth `[L+1]` over all tokens of `windows`, at the training noise."""
+    """Mean loss of every depth `[L+1]` over all of `windows`, at the training noise."""
     device, dtype = device_of(model), dtype_of(model)
     sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
-    count, losses = 0, ReconstructionLosses(model, None)
+    overlaps = settings.data.overlap > 1
+    count, losses = 0, ReconstructionLosses(model, None, settings if overlaps else None)
     at_once = windows_at_once(windows, settings.data.size)
     for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, at_once, dtype):
-        tokens = tokens_of(clean, settings)
-        number = tokens.shape[:-1].numel()
-        sums += losses(tokens_of(noisy, settings), tokens, deviation, None)[1].to(torch.float64) * number
-        count += number
+        given, target = (noisy, clean) if overlaps else (tokens_of(noisy, settings), tokens_of(clean, settings))
+        sums += losses(given, target, deviation, None)[1].to(torch.float64) * len(clean)
+        count += len(clean)
     return (sums / count).tolist()
 
 
@@ -90,12 +92,13 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
     """
     gammas, device = settings.evaluation.gammas, device_of(model)
     depths, at_once = model.layers + 1, windows_at_once(data.test, settings.data.size)
+    grids = None if settings.data.frames == "crops" else 1
     rmse, alike = [], []  # a row a noise level: every depth (only the last), the identity, the baselines
     for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):
         errors, pixels = torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64), 0
         similar, frames = torch.zeros(2 + len(BASELINES), dtype=torch.float64), 0
         for noisy, clean, deviation in noisy_batches(data.test, gamma, data.sigma, device, at_once):
-            outputs = reconstructed(model, settings, noisy, deviation)
+            outputs = reconstructed(model, settings, noisy, deviation, grids)
             outputs.append(noisy)
             outputs.extend(denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values())
             errors += torch.tensor([_squared_error(output, clean) for output in outputs], dtype=torch.float64)
@@ -134,31 +137,9 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
     }
 
 
-def reconstructed(model: Denoiser, settings: VideoSettings, noisy: Tensor, deviation: Tensor) -> list[Tensor]:
-    """The frames `[b, T, h, w]` of every depth, of noisy ones whose noise is `deviation` `[b]`.
-
-    Where crops are trained on, the mean over shifted grids of patches, as `cdt-fast denoise` takes it by default.
-    """
-    height, width = noisy.shape[-2:]
-    places = settings.grid_places(DEFAULT_GRIDS if settings.data.frames == "crops" else 1)
-    totals = [torch.zeros_like(noisy) for _ in range(model.layers + 1)]
-    for top, left in places:
-        moved = padded(noisy, top, left, settings.data.patch)
-        tokens = tokens_of(moved, settings)
-        known = known_deviation(is_adaptive(model), deviation, len(tokens))
-        for total, depth in zip(totals, model.reconstructions(tokens, **known), strict=True):
-            total += frames_of(depth, moved, settings)[..., top : top + height, left : left + width]
-    return [total / len(places) for total in totals]
-
-
-def frames_of(tokens: Tensor, frames: Tensor, settings: VideoSettings) -> Tensor:
-    """The tokens of frames of the shape of `frames` as such."""
-    data, shape = settings.data, tuple(frames.shape)
-    return from_patches(tokens, shape, data.patch, data.sequence, data.patch_frames)
-
-
 def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple[list[float], dict[str, Any]]:
-    """Mean losses by depth at the training noise, and the ratios ℓ_l / ℓ_{l−1} of every single sequence.
+    """Mean losses by depth at the training noise, and the ratios ℓ_l / ℓ_{l−1} of every single sequence (of every
+    window where grids overlap).
 
     A depth that is exact (flat patches without noise can be) has no ratio to the next and is left out of the
     statistics; they are None when nothing is left.
@@ -166,19 +147,19 @@ def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple
     losses = []
     at_once = windows_at_once(data.test, settings.data.size)
     for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model), at_once):
-        target, given = tokens_of(clean, settings), tokens_of(noisy, settings)
-        known = known_deviation(is_adaptive(model), deviation, len(given))
-        depths = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
+        if settings.data.overlap > 1:
+            pixels = settings.data.patch_frames * settings.data.patch**2
+            every = reconstructed(model, settings, noisy, deviation, settings.data.overlap)
+            depths = [pixels * (frames - clean).square().mean((1, 2, 3)) for frames in every]
+            known = known_deviation(is_adaptive(model), deviation, len(clean))
+        else:
+            target, given = tokens_of(clean, settings), tokens_of(noisy, settings)
+            known = known_deviation(is_adaptive(model), deviation, len(given))
+            depths = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
         unit = known["deviation"].square() if known else 1.0
         losses.append(torch.stack(depths).to(torch.float64) / unit)
     every = torch.cat(losses, dim=1)
     return every.mean(1).tolist(), per_sample_statistics(every)
-
-
-def tokens_of(frames: Tensor, settings: VideoSettings) -> Tensor:
-    """Frames `[b, T, h, w]` as the tokens that the settings describe."""
-    data = settings.data
-    return to_patches(frames, data.patch, data.sequence, data.patch_frames)
 
 
 def _squared_error(frames: Tensor, clean: Tensor) -> float:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cdt_fast import ops
 from cdt_fast.video.networks import Denoiser, is_adaptive
-from cdt_fast.video.noise import known_deviation
+from cdt_fast.video.noise import LEAST_DEVIATION, known_deviation
+from cdt_fast.video.overlap import reconstructed
+from cdt_fast.video.regularization import BetweenLayers
+from cdt_fast.video.settings import VideoSettings
 
 
 class ReconstructionLosses(nn.Module):
@@ -18,18 +23,54 @@ class ReconstructionLosses(nn.Module):
     Args:
         model: the network.
         autocast: the dtype of the matrix products; None: that of the weights.
+        overlapping: the settings of a run whose losses are those of the mean over shifted grids of patches; None: of
+            the patches of one grid.
+        between: η and p of `BetweenLayers`, which then takes a seed for each window; None: without.
     """
 
-    def __init__(self, model: Denoiser, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: Denoiser,
+        autocast: torch.dtype | None,
+        overlapping: VideoSettings | None = None,
+        between: tuple[float, float] | None = None,
+    ) -> None:
         super().__init__()
-        self.model, self._autocast = model, autocast
+        self.model, self._autocast, self._overlapping, self._between = model, autocast, overlapping, between
 
-    def forward(
-        self, noisy: Tensor, clean: Tensor, deviation: Tensor, weights: Tensor | Sequence[float] | None
-    ) -> tuple[Tensor, Tensor]:
-        """`(total, per_depth)` as `DUST.layer_losses`; `deviation` is the noise's, one a window."""
-        known = known_deviation(is_adaptive(self.model), deviation, len(noisy))
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """`(total, per_depth)` as `DUST.layer_losses`.
+
+        Args:
+            arguments: noisy and clean tokens, or frames `[b, T, h, w]` where grids overlap; the noise's deviation
+                `[b]`; with `between` the windows' seeds `[b]`; the weights of the depths or None.
+        """
+        noisy, clean, deviation, *seeds, weights = arguments
         # Without autocast's cache: a copy of the weights that outlives a capture would be read at the next one.
         narrow = torch.autocast(noisy.device.type, self._autocast, cache_enabled=False) if self._autocast else None
         with narrow or nullcontext():
-            return self.model.layer_losses(noisy, clean, weights, **known)
+            if self._overlapping is not None:
+                return self._of_frames(self._overlapping, noisy, clean, deviation, weights)
+            options: dict[str, Any] = {**known_deviation(is_adaptive(self.model), deviation, len(noisy))}
+            if self._between is not None:
+                options["between"] = BetweenLayers(*self._between, *seeds)
+            return self.model.layer_losses(noisy, clean, weights, **options)
+
+    def _of_frames(
+        self,
+        settings: VideoSettings,
+        noisy: Tensor,
+        clean: Tensor,
+        deviation: Tensor,
+        weights: Tensor | Sequence[float] | None,
+    ) -> tuple[Tensor, Tensor]:
+        data = settings.data
+        depths = reconstructed(self.model, settings, noisy, deviation, data.overlap)
+        # A row of pixels is a token to the loss: scaled, its mean over rows is the sum over the pixels of a patch.
+        scale = torch.full_like(deviation, (data.patch_frames * data.patch**2 / clean.shape[-1]) ** 0.5)
+        if is_adaptive(self.model):
+            scale = scale / deviation.clamp(min=LEAST_DEVIATION)
+        scale = scale.to(clean)[:, None, None, None]
+        return ops.layerwise_reconstruction_loss(
+            [depth * scale for depth in depths], clean * scale, depth_weights=weights
+        )

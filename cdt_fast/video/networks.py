@@ -10,9 +10,15 @@ from torch import nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST, DenoisingViT, VideoUT, load_pretrained
+from cdt_fast.video.baselines import THRESHOLD_FACTOR
 from cdt_fast.video.settings import VideoSettings
 
 Denoiser = DUST | DenoisingViT
+
+# A first layer with an orthonormal dictionary, a step of 1 and a hard threshold is the thresholded transform that the
+# baselines are, at their threshold. Later layers mix what attention takes from other times with a part of the signal.
+FIRST_SPARSITY, INNER_SPARSITY, INNER_STEP = THRESHOLD_FACTOR, 4.0, 0.6
+SOFT_SPARSITY = 1.5
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -52,7 +58,17 @@ def build_network(settings: VideoSettings) -> Denoiser:
         "initial_codes": model.initial_codes,
         "readout": model.readout,
     }
-    return VideoUT(**common) if model.model == "ut" else DUST(**common, sparsity=model.sparsity)
+    if model.model == "ut":
+        return VideoUT(**common)
+    sparsity, inner = model.sparsity, model.layers - 1
+    if model.nonlinearity == "hard_threshold":
+        if sparsity is None:
+            sparsity = [FIRST_SPARSITY] + [INNER_SPARSITY] * inner
+        if model.step is None:
+            largest = DUST(**{**common, "layers": 1}).step
+            common["step"] = [largest] + [INNER_STEP * largest] * inner
+    sparsity = SOFT_SPARSITY if sparsity is None else sparsity
+    return DUST(**common, sparsity=sparsity, nonlinearity=model.nonlinearity)
 
 
 def _build_vit(settings: VideoSettings) -> DenoisingViT:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cdt_fast.constraints.presets import DEFAULTS, PRESETS, ObjectiveName
+from cdt_fast.constraints.presets import DEFAULTS, PRESETS, DepthScale, ObjectiveName
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -20,7 +20,7 @@ from cdt_fast.training.settings import (
     setting,
 )
 
-DEFAULT_GRIDS = 2  # whose squared number of shifted grids of patches a denoised video is the mean of
+_CHESSBOARD = 4  # the shifted grids along each side of which a video is by default denoised on every other one
 _UNROLLED, _VIT = "dust, ut", "vit"
 
 
@@ -43,8 +43,9 @@ class VideoDataSettings(Section):
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
     patch: Positive = setting(8, "side in pixels of a square patch")
     patch_frames: Positive = setting(4, "frames of a patch; window is a multiple of it (vit: 1)")
+    overlap: Positive = setting(2, "train on the mean over so many shifted grids of patches along each side")
     sequence: Literal["time", "space", "spacetime"] = setting("time", "what one sequence runs over (vit: space)")
-    gamma: NonNegative | list[NonNegative] = setting([5.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
+    gamma: NonNegative | list[NonNegative] = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
     unit: Literal["level", "deviation"] = setting(
         "level", "what noise levels are multiples of: gray levels of 0..255, or the training frames' standard deviation"
     )
@@ -54,12 +55,25 @@ class VideoModelSettings(Section):
     """[model]: the network."""
 
     model: Literal["dust", "ut", "vit"] = setting("dust", "network")
-    layers: Positive = setting(5, "L")
+    layers: Positive = setting(3, "L")
     code_size: Positive = setting(256, "m, atoms of a dictionary", _UNROLLED)
     tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)", _UNROLLED)
     adaptive: bool = setting(True, "the layers see patches less their mean, in units of the noise", _UNROLLED)
-    sparsity: NonNegative = setting(1.5, "lambda_1; the threshold is lambda_1 * step ('ut' has none)", _UNROLLED)
-    step: float | None = setting(None, "1/c (default: 1 / squared spectral norm of the initial dictionary)", _UNROLLED)
+    nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting(
+        "hard_threshold", "of the codes ('ut': relu)", "dust"
+    )
+    sparsity: NonNegative | list[NonNegative] | None = setting(
+        None,
+        "lambda_1, one number or one a layer; the threshold is lambda_1 * step (default: 2.7, from layer 2 on 4; soft: "
+        "1.5; 'ut' has none)",
+        _UNROLLED,
+    )
+    step: float | list[float] | None = setting(
+        None,
+        "1/c, one number or one a layer (default: 1 / squared spectral norm of the initial dictionary; hard: 0.6 of it "
+        "from layer 2 on)",
+        _UNROLLED,
+    )
     scale: float = setting(0.02, "beta, factor of the attention scores", _UNROLLED)
     initial_codes: Literal["analysis", "zero"] = setting("analysis", "H_0: X D / c, or zero", _UNROLLED)
     readout: Literal["own", "next", "shared"] = setting("own", "dictionary that reads each depth", _UNROLLED)
@@ -71,9 +85,15 @@ class VideoModelSettings(Section):
 class VideoTrainingSettings(TrainingSettings):
     """[training] of video."""
 
-    steps: Positive = setting(2000, "optimizer steps")
-    batch: Positive = setting(4, "windows per micro-batch")
-    lr: NonNegative = setting(2e-3, "learning rate of Adam")
+    steps: Positive = setting(1000, "optimizer steps")
+    batch: Positive = setting(1, "windows per micro-batch")
+    lr: NonNegative = setting(5e-4, "learning rate of Adam")
+    code_noise: NonNegative = setting(
+        0.0, "noise on the codes between layers, in standard deviations of the codes of a sequence; with overlap 1"
+    )
+    layer_dropout: Annotated[float, Field(ge=0, lt=1)] = setting(
+        0.0, "probability with which what a layer before the last has done to a window is passed over; with overlap 1"
+    )
     cuda_graph: bool | None = setting(
         None, "launch a step as one CUDA graph (default: on a GPU, where one process trains)"
     )
@@ -85,8 +105,9 @@ class VideoEvaluationSettings(EvaluationSettings):
     gammas: Levels = setting([5.0, 10.0, 20.0, 30.0, 40.0, 50.0], "noise levels of the evaluation")
 
 
-# The preset, but for the objective, which is another one without constraints.
-_DENOISER = {name: value for name, value in PRESETS["video"].items() if name != "objective"}
+# The preset, but for the objective, which is another one without constraints. The constraints are on from the start: an
+# epoch has thousands of crops, and the first layer does not begin from nothing.
+_DENOISER = {**{name: value for name, value in PRESETS["video"].items() if name != "objective"}, "warmup_epochs": 0}
 
 # What `setup = "paper"` sets: frames, patches, noise and network as in the paper's experiments (docs/maths.md §7).
 _PAPER: dict[str, dict[str, Any]] = {
@@ -96,12 +117,21 @@ _PAPER: dict[str, dict[str, Any]] = {
         "size": 160,
         "patch": 16,
         "patch_frames": 1,
+        "overlap": 1,
         "gamma": 0.15,
         "unit": "deviation",
     },
-    "model": {"code_size": 1024, "adaptive": False, "sparsity": 0.2, "scale": 1.0},
-    "constraints": {name: getattr(DEFAULTS, name) for name in _DENOISER},
-    "training": {"steps": 1000, "lr": 1e-3},
+    "model": {
+        "layers": 5,
+        "code_size": 1024,
+        "adaptive": False,
+        "nonlinearity": "soft_threshold",
+        "sparsity": 0.2,
+        "step": None,
+        "scale": 1.0,
+    },
+    "constraints": {name: getattr(DEFAULTS, name, 1) for name in _DENOISER},
+    "training": {"steps": 1000, "batch": 4, "lr": 1e-3},
     "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
 }
 
@@ -146,10 +176,34 @@ class VideoSettings(RunSettings):
             return "log"
         return super().objective
 
-    def grid_places(self, grids: int) -> list[tuple[int, int]]:
-        """Rows and columns by which `grids²` grids of patches are moved."""
-        places = [self.data.patch * number // grids for number in range(grids)]
-        return [(top, left) for top in places for left in places]
+    @property
+    def coefficients(self) -> list[float] | DepthScale | None:
+        """As `RunSettings.coefficients`; of a denoiser depth 0, which reads the noisy input, is no exit."""
+        given = self.constraints.coefficients
+        if given is None and self.objective == "log" and self.data.setup == "denoiser":
+            return [0.0] + [1.0] * self.model.layers
+        return given
+
+    def grid_places(self, grids: int | None) -> list[tuple[int, int]]:
+        """Rows and columns by which `grids²` grids of patches are moved.
+
+        None: the default of denoising, eight grids, every other one of 4 x 4 like the squares of one color of a
+        chessboard: nearly as good as all sixteen.
+        """
+        along = _CHESSBOARD if grids is None else grids
+        places = [self.data.patch * number // along for number in range(along)]
+        return [
+            (top, left)
+            for row, top in enumerate(places)
+            for column, left in enumerate(places)
+            if grids is not None or (row + column) % 2 == 0
+        ]
+
+    @property
+    def between_layers(self) -> tuple[float, float] | None:
+        """Noise on the codes and dropout of layers, None where there is neither."""
+        both = (self.training.code_noise, self.training.layer_dropout)
+        return both if any(both) else None
 
     @property
     def typical_noise(self) -> float:

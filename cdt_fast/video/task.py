@@ -58,13 +58,17 @@ class VideoWorkload:
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
-        return ReconstructionLosses(self._denoiser, autocast)
+        overlapping = self._settings if self._settings.data.overlap > 1 else None
+        return ReconstructionLosses(self._denoiser, autocast, overlapping, self._settings.between_layers)
 
     def count(self, sample: int) -> int:
         return self._tokens
 
-    def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Noisy and clean tokens of windows with their seeds, and each window's noise, in the dtype of the model."""
+    def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
+        """Noisy and clean tokens of windows with their seeds, and each window's noise, in the dtype of the model.
+
+        Frames `[b, T, h, w]` in the place of tokens where grids overlap; last the seeds, where draws depend on them.
+        """
         data = self._settings.data
         windows, seeds = zip(*chosen, strict=True)
         frames = self._data.train.augmented(windows, seeds)
@@ -72,9 +76,14 @@ class VideoWorkload:
             # From pageable memory the copy would synchronize with the host.
             frames = frames.pin_memory().to(device, non_blocking=True)
         frames = frames.to(device).to(dtype_of(self._denoiser)) / LEVELS
-        clean = to_patches(frames, data.patch, data.sequence, data.patch_frames)
+        clean = frames if data.overlap > 1 else to_patches(frames, data.patch, data.sequence, data.patch_frames)
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
-        return noisy, clean, deviation
+        if self._settings.between_layers is None:
+            return noisy, clean, deviation
+        drawn_by = torch.tensor(seeds)
+        if device.type == "cuda":
+            drawn_by = drawn_by.pin_memory().to(device, non_blocking=True)
+        return noisy, clean, deviation, drawn_by
 
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         device = device_of(self._denoiser).type
@@ -261,6 +270,10 @@ def _check_patches(settings: VideoSettings) -> None:
     gamma = data.gamma
     if isinstance(gamma, list) and not (len(gamma) == 2 and gamma[0] < gamma[1]):
         raise InputError(f"[data] gamma must be one level, or LOW,HIGH with LOW below HIGH, got {gamma}")
+    if settings.between_layers is not None and (data.overlap > 1 or settings.model.model == "vit"):
+        raise InputError(
+            "[training] code_noise and layer_dropout are for dust and ut on one grid of patches: give --overlap 1"
+        )
     if data.window % data.patch_frames:
         raise InputError(f"[data] window must be a multiple of patch_frames ({data.patch_frames}), got {data.window}")
     if data.size % data.patch:

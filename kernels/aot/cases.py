@@ -117,7 +117,7 @@ def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
                 yield backward(f"backward, tied{flags}", **given)
 
 
-NONLINEARITIES: tuple[Nonlinearity, ...] = ("soft_threshold", "relu", "identity")
+NONLINEARITIES: tuple[Nonlinearity, ...] = ("soft_threshold", "hard_threshold", "relu", "identity")
 
 
 def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -275,6 +275,7 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
             "dictionary a layer, loss": untied | loss,
             "dictionary a layer, lengths": untied | padded,
             "dictionary a layer, loss, lengths": untied | loss | padded,
+            "hard_threshold": {"nonlinearity": "hard_threshold"},
             "relu": {"nonlinearity": "relu"},
             "identity": {"nonlinearity": "identity"},
         }

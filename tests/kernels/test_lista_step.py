@@ -96,7 +96,7 @@ def test_sizes(shape: tuple[int, int, int], device: torch.device, dtype: torch.d
     assert_all_precise(BACKWARD, written_backward, backward(*tensors), tensors)
 
 
-@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu", "identity"])
+@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "hard_threshold", "relu", "identity"])
 def test_nonlinearities(nonlinearity: str, device: torch.device, dtype: torch.dtype) -> None:
     tensors = inputs(35, 20, 18, device, dtype)
     results = forward(*tensors, nonlinearity=nonlinearity)

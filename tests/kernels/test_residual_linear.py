@@ -26,6 +26,7 @@ SHAPES = [
     (35, 35, 35),
     (1, 1, 1),
 ]
+NONLINEARITIES = ("relu", "soft_threshold", "hard_threshold", "identity")
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -54,7 +55,7 @@ def test_sizes(shape: tuple[int, int, int], device: torch.device, dtype: torch.d
     assert_is_its_formula(compute(*tensors, **options), *tensors, **options)
 
 
-@pytest.mark.parametrize("nonlinearity", ["relu", "soft_threshold", "identity"])
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 def test_nonlinearities(nonlinearity: str, device: torch.device, dtype: torch.dtype) -> None:
     tensors = inputs(35, 20, 18, device, dtype)
     options: dict[str, Any] = {"alpha": 0.7, "nonlinearity": nonlinearity, "threshold": 0.6}
@@ -120,7 +121,7 @@ def test_products_sum_in_float32(device: torch.device) -> None:
 
 
 def test_nan_and_infinities_reach_what_they_should(device: torch.device) -> None:
-    for nonlinearity, value in itertools.product(("relu", "soft_threshold", "identity"), ("nan", "inf", "-inf")):
+    for nonlinearity, value in itertools.product(NONLINEARITIES, ("nan", "inf", "-inf")):
         x, weight, residual = inputs(18, 16, 17, device, torch.float32)
         residual[5, 3] = float(value)
         x[17] = float("nan")
@@ -132,10 +133,11 @@ def test_nan_and_infinities_reach_what_they_should(device: torch.device) -> None
         assert torch.isfinite(output[:17]).all()
 
 
-def test_what_lies_on_the_threshold_is_zero(device: torch.device) -> None:
+@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "hard_threshold"])
+def test_what_lies_on_the_threshold_is_zero(nonlinearity: str, device: torch.device) -> None:
     values = torch.tensor([0.5, -0.5, 0.5000001, -0.5000001, 0.0, 2.0], device=device).expand(3, -1)
     nothing = values.new_zeros(3, 1)
-    output = compute(nothing, values.new_zeros(1, 6), values, nonlinearity="soft_threshold", threshold=0.5)
+    output = compute(nothing, values.new_zeros(1, 6), values, nonlinearity=nonlinearity, threshold=0.5)
     assert torch.equal(output != 0, torch.tensor([False, False, True, True, False, True], device=device).expand(3, -1))
     assert torch.equal(output.sign(), values.sign() * (output != 0))
 
@@ -154,7 +156,7 @@ def test_repeats_are_bitwise_equal(device: torch.device, dtype: torch.dtype) -> 
         assert torch.equal(compute(*tensors), first)
 
 
-@pytest.mark.parametrize("nonlinearity", ["relu", "soft_threshold", "identity"])
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 def test_the_op_on_the_kernel_has_the_gradients_of_plain_torch(
     nonlinearity: str, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -162,7 +164,7 @@ def test_the_op_on_the_kernel_has_the_gradients_of_plain_torch(
     options: dict[str, Any] = {"alpha": 0.7, "nonlinearity": nonlinearity, "threshold": 0.25}
     x, weight, residual = inputs(20, 16, 12, device, dtype)
     exact_update = (residual.double() + 0.7 * x.double() @ weight.double()).abs()
-    kink = {"relu": 0.0, "soft_threshold": 0.25, "identity": -1.0}[nonlinearity]
+    kink = {"relu": 0.0, "identity": -1.0}.get(nonlinearity, 0.25)
     residual = torch.where((exact_update - kink).abs() < 0.02, 1.5, residual)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, residual)]
     upstream = (normal(5, 20, 12)).to(dtype).to(device)

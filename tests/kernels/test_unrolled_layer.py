@@ -41,7 +41,7 @@ SHAPES = [
     Shape(1, 1, 1, 1, 1),
 ]
 LENGTHS = (3, 0, 7, 1, 99)
-NONLINEARITIES = ("soft_threshold", "relu", "identity")
+NONLINEARITIES = ("soft_threshold", "hard_threshold", "relu", "identity")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))

@@ -248,6 +248,32 @@ def test_step_and_threshold() -> None:
     assert (given.step, given.threshold) == (0.125, 0.0625)
 
 
+def test_a_step_and_a_threshold_a_layer() -> None:
+    torch.manual_seed(0)
+    steps, sparsities = (1.0, 0.5, 0.25), (0.3, 0.2, 0.1)
+    model = models.DUST(PATCH, CODES, LAYERS, step=steps, sparsity=sparsities, nonlinearity="hard_threshold").double()
+    assert model.thresholds == (0.3, 0.1, 0.025)
+    assert (model.config["step"], model.config["sparsity"]) == (list(steps), list(sparsities))
+    noisy, _ = pictures(2)
+    codes, exact = noisy @ model.dictionary[0], []
+    for layer, (step, threshold) in enumerate(zip(steps, model.thresholds, strict=True)):
+        dictionary = model.dictionary[layer]
+        projection = codes @ dictionary.T
+        mixed = torch.softmax(projection @ projection.mT, -1) @ codes
+        update = mixed + step * (noisy - mixed @ dictionary.T) @ dictionary
+        codes = torch.where(update.abs() > threshold, update, 0.0)
+        exact.append(codes @ dictionary.T)
+    for found, expected in zip(model.reconstructions(noisy)[1:], exact, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert model.spectral_ratio().tolist() == pytest.approx(
+        (squared_spectral_norm(model.dictionary) * torch.tensor(steps)).tolist()
+    )
+    for name in ("step", "sparsity"):
+        options: dict[str, Any] = {name: [0.1, 0.2, 0.3]}
+        with pytest.raises(InputError, match=f"{name} must be one number, or one for each of 2 layers"):
+            models.DUST(PATCH, CODES, 2, **options)
+
+
 def test_spectral_ratio_says_when_the_dictionaries_have_outgrown_the_step() -> None:
     model = models.DUST(PATCH, CODES, LAYERS).double()
     assert (model.spectral_ratio() - 1).abs().max() < 1e-6
@@ -432,7 +458,10 @@ def test_a_depth_that_is_not_there(depth: Any) -> None:
         ({"sparsity": -0.1}, "sparsity must be a finite number >= 0, got -0.1"),
         ({"sparsity": float("inf")}, "sparsity must be a finite number >= 0, got inf"),
         ({"scale": None}, "scale must be a finite number, got None"),
-        ({"nonlinearity": "gelu"}, "nonlinearity must be one of 'soft_threshold', 'relu', got 'gelu'"),
+        (
+            {"nonlinearity": "gelu"},
+            "nonlinearity must be one of 'soft_threshold', 'hard_threshold', 'relu', got 'gelu'",
+        ),
         ({"initial_codes": "noise"}, "initial_codes must be one of 'analysis', 'zero', got 'noise'"),
         ({"readout": "last"}, "readout must be one of 'own', 'next', 'shared', got 'last'"),
     ],

@@ -64,6 +64,8 @@ def written_attention(z: Tensor, scale: float, lengths: Tensor | None = None, en
 
 
 def written_shrinkage(x: Tensor, threshold: float, nonlinearity: str) -> Tensor:
+    if nonlinearity == "hard_threshold":
+        return torch.where(x.abs() > threshold, x, torch.zeros_like(x)) if threshold else x
     if nonlinearity == "relu":
         return torch.where(x > 0, x, torch.zeros_like(x))
     zero = torch.zeros_like(x) if threshold else x

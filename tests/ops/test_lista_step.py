@@ -67,7 +67,7 @@ def step_cases(draw: st.DrawFn) -> dict[str, Any]:
         "options": {
             "step": draw(st.sampled_from([0.05, 0.5])),
             "threshold": draw(st.sampled_from([0.0, 0.1, 0.6])),
-            "nonlinearity": draw(st.sampled_from(["soft_threshold", "relu"])),
+            "nonlinearity": draw(st.sampled_from(["soft_threshold", "hard_threshold", "relu"])),
         },
     }
 
@@ -88,12 +88,12 @@ def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
     assert_close(results[0], results[2])
 
 
-@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu"])
+@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "hard_threshold", "relu"])
 def test_gradcheck(nonlinearity: Any) -> None:
     inputs = [leaf(normal(7, 2, 3, 4)), leaf(normal(8, 2, 3, 3)), leaf(normal(9, 3, 4))]
     options: dict[str, Any] = {"step": 0.2, "threshold": 0.1, "nonlinearity": nonlinearity}
     update = lista_step_reference(*inputs, step=0.2, threshold=0.0)
-    assert (update.abs() - (0.1 if nonlinearity == "soft_threshold" else 0.0)).abs().min() > 1e-4
+    assert (update.abs() - (0.0 if nonlinearity == "relu" else 0.1)).abs().min() > 1e-4
     assert torch.autograd.gradcheck(lambda *given: ops.lista_step(*given, **options), inputs)
 
 
@@ -392,7 +392,10 @@ def test_empty_inputs(leading: tuple[int, ...], width: int, atoms: int) -> None:
         ({"step": float("nan")}, r"step must be a finite number >= 0, got nan"),
         ({"threshold": -1e-9}, r"threshold must be a finite number >= 0, got -1e-09"),
         ({"threshold": torch.zeros(5)}, r"threshold must be a number, got a tensor: \(5,\) float32"),
-        ({"nonlinearity": "tanh"}, r"nonlinearity must be one of 'soft_threshold', 'relu', got 'tanh'"),
+        (
+            {"nonlinearity": "tanh"},
+            r"nonlinearity must be one of 'soft_threshold', 'hard_threshold', 'relu', got 'tanh'",
+        ),
     ],
 )
 def test_errors_name_the_argument_what_was_given_and_what_is_expected(changed: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ from tests.ops.ops_cases import (
     written_shrinkage,
 )
 
-NONLINEARITIES = ("relu", "soft_threshold", "identity")
+NONLINEARITIES = ("relu", "soft_threshold", "hard_threshold", "identity")
 
 
 def written(
@@ -94,7 +94,7 @@ def test_gradcheck(nonlinearity: Any, bias: bool) -> None:
     leaves = inputs(2, 3, bias=bias)
     options: dict[str, Any] = {"alpha": 0.3, "threshold": 0.1, "nonlinearity": nonlinearity}
     update = residual_linear_reference(*leaves, alpha=0.3, nonlinearity="identity")
-    assert (update.abs() - (0.1 if nonlinearity == "soft_threshold" else 0.0)).abs().min() > 1e-4
+    assert (update.abs() - (0.1 if "threshold" in nonlinearity else 0.0)).abs().min() > 1e-4
     assert torch.autograd.gradcheck(lambda *given: ops.residual_linear(*given, **options), leaves)
 
 
@@ -124,7 +124,7 @@ def precision_case(seed: int, bias: bool, nonlinearity: Any) -> dict[str, Tensor
         return {"x": x, "weight": weight, "residual": residual[0]}
     if nonlinearity != "identity":
         update = residual + 0.25 * x @ weight
-        near = (update.abs() - (0.2 if nonlinearity == "soft_threshold" else 0.0)).abs() < 0.1
+        near = (update.abs() - (0.2 if "threshold" in nonlinearity else 0.0)).abs() < 0.1
         residual = torch.where(near, residual + 1.5 - update, residual)
     return {"x": x, "weight": weight, "residual": residual}
 
@@ -350,7 +350,7 @@ def test_empty_inputs(leading: tuple[int, ...], width: int, columns: int, bias: 
         ({"residual": torch.zeros(5, device="meta")}, r"residual is on meta but x is on cpu"),
         ({"alpha": float("nan")}, r"alpha must be a finite number, got nan"),
         ({"threshold": -1}, r"threshold must be a finite number >= 0, got -1"),
-        ({"nonlinearity": "tanh"}, r"nonlinearity must be one of 'soft_threshold', 'relu', 'identity', got 'tanh'"),
+        ({"nonlinearity": "tanh"}, r"nonlinearity must be .*'hard_threshold', 'relu', 'identity', got 'tanh'"),
     ],
 )
 def test_errors_name_the_argument_what_was_given_and_what_is_expected(changed: dict[str, Any], message: str) -> None:

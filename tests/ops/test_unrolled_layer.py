@@ -91,7 +91,7 @@ def layer_cases(draw: st.DrawFn) -> dict[str, Any]:
             "step": draw(st.sampled_from([0.05, 0.5, 1.0])),
             "threshold": draw(st.sampled_from([0.0, 0.1, 0.6])),
             "scale": draw(st.sampled_from([1.0, 0.25, -0.5])),
-            "nonlinearity": draw(st.sampled_from(["soft_threshold", "relu"])),
+            "nonlinearity": draw(st.sampled_from(["soft_threshold", "hard_threshold", "relu"])),
             "lengths": lengths,
         },
         "used": draw(st.sampled_from(["both", "codes", "projection"])),
@@ -196,7 +196,7 @@ def test_upstream_gradients_whose_rows_cannot_be_viewed_as_one_dimension(layout:
     assert_close(gradients(outputs, list(inputs.values()), upstream), expected)
 
 
-@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu"])
+@pytest.mark.parametrize("nonlinearity", ["soft_threshold", "hard_threshold", "relu"])
 @pytest.mark.parametrize("with_lengths", [False, True])
 @pytest.mark.parametrize("projection", [False, True])
 def test_gradcheck(nonlinearity: str, with_lengths: bool, projection: bool) -> None:
@@ -209,7 +209,7 @@ def test_gradcheck(nonlinearity: str, with_lengths: bool, projection: bool) -> N
     attention = written_attention(inputs.get("projection", inputs["codes"] @ inputs["dictionary"].T), 1.0, lengths)
     mixed = attention @ inputs.get("projection", inputs["codes"] @ inputs["dictionary"].T)
     update = attention @ inputs["codes"] + 0.3 * (inputs["signal"] - mixed) @ inputs["dictionary"]
-    kink = OPTIONS["threshold"] if nonlinearity == "soft_threshold" else 0.0
+    kink = 0.0 if nonlinearity == "relu" else OPTIONS["threshold"]
     assert (update.abs() - kink).abs()[tokens].min() > 1e-4
 
     names, tensors = list(inputs), [leaf(tensor) for tensor in inputs.values()]
@@ -714,7 +714,10 @@ FLOATS = {"codes": (2, 3, 5), "signal": (2, 3, 4), "dictionary": (4, 5)}
         ({"threshold": -1}, r"threshold must be a finite number >= 0, got -1"),
         ({"threshold": float("nan")}, r"threshold must be a finite number >= 0, got nan"),
         ({"scale": float("inf")}, r"scale must be a finite number, got inf"),
-        ({"nonlinearity": "gelu"}, r"nonlinearity must be one of 'soft_threshold', 'relu', got 'gelu'"),
+        (
+            {"nonlinearity": "gelu"},
+            r"nonlinearity must be one of 'soft_threshold', 'hard_threshold', 'relu', got 'gelu'",
+        ),
     ],
 )
 def test_errors_name_the_argument_what_was_given_and_what_is_expected(changed: dict[str, Any], message: str) -> None:

@@ -22,7 +22,11 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
         least = max(
             (part.ge for bound in inner[1:] for part in [bound, *bound.metadata] if hasattr(part, "ge")), default=0
         )
-        return values_of(inner[0]).filter(lambda value: isinstance(value, list | dict) or value >= least)
+        below = min(
+            (part.lt for bound in inner[1:] for part in [bound, *bound.metadata] if hasattr(part, "lt")),
+            default=float("inf"),
+        )
+        return values_of(inner[0]).filter(lambda value: isinstance(value, list | dict) or least <= value < below)
     if origin is Literal:
         return st.sampled_from(inner)
     if origin is dict:

@@ -146,7 +146,7 @@ def test_a_level_that_is_none_or_beyond_the_training_is_said(tmp_path: Path) -> 
     assert told["sigma"] == 0
     assert "hardly any noise was found" in told["notes"][0]
     told = denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", sigma=80, **options)
-    assert told["notes"] == ["the noise, sigma 80, is beyond what the model was trained on, 5 to 50"]
+    assert told["notes"] == ["the noise, sigma 80, is beyond what the model was trained on, 1 to 50"]
     for sigma in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(InputError, match="--sigma must be the noise's standard deviation"):
             denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", sigma=sigma, **options)

@@ -13,7 +13,7 @@ from cdt_fast.ops.shared.transforms import inside_transform
 
 LARGEST_FACTOR = torch.finfo(torch.float32).max
 # What a layer may have between its products.
-LayerNonlinearity = Literal["soft_threshold", "relu"]
+LayerNonlinearity = Literal["soft_threshold", "hard_threshold", "relu"]
 
 
 def describe(value: Any) -> str:

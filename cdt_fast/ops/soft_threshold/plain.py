@@ -18,14 +18,16 @@ def shrink(x: Tensor, threshold: float) -> Tensor:
 
 
 def effective_nonlinearity(nonlinearity: Nonlinearity, threshold: float) -> Nonlinearity:
-    """What the implementations are told: "identity" for `S_0`, whose gradient an output of zero says nothing about."""
-    return "identity" if nonlinearity == "soft_threshold" and threshold == 0.0 else nonlinearity
+    """What the implementations are told: "identity" for `S_0` and `T_0`, of whose gradient a zero says nothing."""
+    return "identity" if nonlinearity in ("soft_threshold", "hard_threshold") and threshold == 0.0 else nonlinearity
 
 
 def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
     """An effective nonlinearity, in place."""
     if nonlinearity == "relu":
         return x.relu_()
+    if nonlinearity == "hard_threshold":
+        return x.masked_fill_(x.abs() <= threshold, 0.0)
     return x if nonlinearity == "identity" else torch.ops.aten.softshrink.out(x, _held(threshold, x.dtype), out=x)
 
 

@@ -14,7 +14,9 @@ def soft_threshold_reference(x: Tensor, threshold: float | Tensor) -> Tensor:
 
 
 def shrink_reference(x: Tensor, threshold: float, nonlinearity: str) -> Tensor:
-    """The nonlinearity of a layer: `S_θ`, ReLU in its place, or nothing at all."""
+    """The nonlinearity of a layer: `S_θ`, `T_θ(x) = x [|x| > θ]` or ReLU in its place, or nothing at all."""
     if nonlinearity == "soft_threshold":
         return soft_threshold_reference(x, threshold)
+    if nonlinearity == "hard_threshold":
+        return torch.where(torch.abs(x) <= threshold, 0.0, x) if threshold else x
     return torch.relu(x) if nonlinearity == "relu" else x

@@ -56,7 +56,7 @@ def unrolled_layer(
         step: 1/c ≥ 0; with `c ≥ ‖D‖₂²` the LISTA half-step never raises its objective.
         threshold: θ = λ₁/c ≥ 0; "relu" does not use it.
         scale: β, the factor of the attention scores.
-        nonlinearity: "soft_threshold", or "relu" for `max(v, 0)` in its place.
+        nonlinearity: "soft_threshold", or in its place "hard_threshold" for `v [|v| > θ]` or "relu" for `max(v, 0)`.
         projection: Z = `codes @ dictionary.T`, `[..., T, n]`, where the caller has it already; it is not checked. Its
             gradient flows to the tensor given.
         lengths: `[...]` integers, the number of tokens that count in each sequence; results are zero at padding.

@@ -1,9 +1,10 @@
 """Crops at full resolution: what a denoiser of whole videos is trained on.
 
 Of every `window` frames of a clip some squares are kept in red, green and blue: of a few places, which depend on the
-window's number alone, the one with most detail. Half of them are as they are, the others of frames made two and three
-times smaller, which have more detail and faster motion. A sample is one plane of one crop: the luma, or one of the
-three `opponent` planes that a color video is denoised in.
+window's number alone, the one with most detail. A third are as they are, the others of frames made two and three
+times smaller, which have more detail and faster motion, taken along a straight path, as by a camera that pans: to a
+network that has only seen what stands still, motion is noise. A sample is one plane of one crop: the luma, or one of
+the three `opponent` planes that a color video is denoised in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from cdt_fast.video.data.splits import Part, WindowName
 
-CROPS_VERSION = 1  # raise it with any change that can move a pixel
+CROPS_VERSION = 2  # raise it with any change that can move a pixel
 
 _LUMA = (0.299, 0.587, 0.114)
 # An orthonormal change of basis: white noise of red, green and blue is white noise of the same deviation in these.
@@ -31,6 +32,7 @@ _COLORS = 3
 _PLACES_SEED = 20_260_118
 _SPEED = 4.0  # of pasted pieces, in pixels a frame
 _PLACES = 3  # that a crop is the most detailed of
+_PAN = 3.0  # of smaller crops along each axis, in their pixels a frame
 
 
 def to_opponent(planes: Tensor) -> Tensor:
@@ -53,12 +55,12 @@ class Crops:
     """
 
     window: int
-    a_window: int = 8
+    a_window: int = 12
 
     @property
     def as_they_are(self) -> int:
         """How many crops of a window, the first ones, are at full resolution."""
-        return (self.a_window + 1) // 2
+        return (self.a_window + 2) // 3
 
     def _smaller(self, crop: int, shortest: int, side: int) -> int:
         """By how much the frames of a crop are made smaller, as far as they are large enough for it."""
@@ -98,7 +100,19 @@ class Crops:
                 tuple(int(places.integers(0, length - cut + 1)) for length in (height, width)) for _ in range(_PLACES)
             ]
             top, left = max(found, key=lambda place: _detail(block[0, place[0] :, place[1] :][:cut, :cut]))
-            chosen = block[:, top : top + cut, left : left + cut]
+            rows, columns = (np.full(len(block), start) for start in (top, left))
+            if crop >= self.as_they_are:
+                path = np.linspace(-0.5, 0.5, len(block)) * len(block) * factor
+                rows, columns = (
+                    np.clip(np.rint(start + path * places.uniform(-_PAN, _PAN)).astype(int), 0, length - cut)
+                    for start, length in ((top, height), (left, width))
+                )
+            chosen = np.stack(
+                [
+                    frame[row : row + cut, column : column + cut]
+                    for frame, row, column in zip(block, rows, columns, strict=True)
+                ]
+            )
             if factor > 1:
                 pooled = chosen.reshape(len(chosen), side, factor, side, factor, _COLORS).astype(np.float32)
                 chosen = np.rint(pooled.mean((2, 4))).astype(np.uint8)

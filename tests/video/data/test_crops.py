@@ -24,30 +24,45 @@ def test_a_change_of_colors_keeps_white_noise_and_has_an_inverse() -> None:
     assert to_opponent(torch.ones(3, 1))[1:].abs().max() < 1e-6  # gray has no color
 
 
-def test_full_crops_are_squares_of_the_clip_and_the_others_means_of_larger_ones() -> None:
+def test_full_crops_stand_still_and_the_others_are_means_of_larger_ones_along_a_path() -> None:
     frames = colored(11, 60, 70)
     crops = Crops(window=5, a_window=4)
     rows = np.stack(list(crops.rows(iter(frames), 16)))
     assert rows.shape == (2 * crops.rows_a_window, 16, 16)  # the eleventh frame fills no window
+    moved = []
     for window in range(2):
         block = frames[5 * window : 5 * window + 5]
         for crop, factor in enumerate((1, 1, 2, 3)):
             first = window * crops.rows_a_window + crop * 15
             found = rows[first : first + 15].reshape(3, 5, 16, 16)
-            pooled = {
-                (top, left): block[:, top : top + 16 * factor, left : left + 16 * factor]
-                for top in range(61 - 16 * factor)
-                for left in range(71 - 16 * factor)
-            }
-            matching = [
-                place
-                for place, cut in pooled.items()
-                if np.abs(
-                    cut.reshape(5, 16, factor, 16, factor, 3).mean((2, 4)).transpose(3, 0, 1, 2) - found.astype(float)
-                ).max()
-                <= 0.51
-            ]
-            assert matching, (window, crop)
+            path = np.array([place_of(found[:, time], block[time], factor) for time in range(5)])
+            steps = np.diff(path, axis=0)
+            assert ((steps >= 0).all(0) | (steps <= 0).all(0)).all()  # straight on, or stopped at the border
+            assert np.abs(steps).max() <= 3 * factor * 5 / 4 + 1
+            if factor == 1:
+                assert not steps.any()
+            moved.append(steps.any())
+    assert sum(moved) >= 2
+
+
+def place_of(crop: np.ndarray, frame: np.ndarray, factor: int) -> tuple[int, int]:
+    """Where in a frame [h, w, 3] a crop [3, side, side] is from, made smaller by `factor`."""
+    side = crop.shape[-1]
+    matching = [
+        (top, left)
+        for top in range(len(frame) + 1 - side * factor)
+        for left in range(frame.shape[1] + 1 - side * factor)
+        if np.abs(
+            frame[top : top + side * factor, left : left + side * factor]
+            .reshape(side, factor, side, factor, 3)
+            .mean((1, 3))
+            .transpose(2, 0, 1)
+            - crop
+        ).max()
+        <= 0.51
+    ]
+    assert len(matching) == 1
+    return matching[0]
 
 
 def test_frames_smaller_than_a_crop_are_continued_by_their_mirror_image() -> None:
