@@ -11,6 +11,8 @@ inputs, and every width is taken in chunks. With `values` None V is z and dZ is 
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -141,21 +143,47 @@ def _backward_work(launch: Launch) -> float:
 
 def packed_forward(attention: SymmetricAttentionArguments, blocks: Blocks | None = None) -> tuple[Tensor, Tensor]:
     """The output `[B, T, k]` and the rows' log-sum-exp `[B, T]`; T is at most `LONGEST`."""
+    z = attention.z
+    output = torch.empty_like(z if attention.values is None else attention.values)
+    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
+    written: dict[str, Tensor | None] = {"output": output, "log_sum_exp": log_sum_exp}
+    _launch(packed_forward_kernel, attention, blocks, written, _forward_work)
+    return output, log_sum_exp
+
+
+def packed_backward(
+    attention: SymmetricAttentionBackwardArguments, blocks: Blocks | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of z and of the values, those that are needed; the output and what was kept are not read."""
+    z, values = attention.z, attention.values
+    grad_z = torch.empty_like(z) if attention.needs_z else None
+    grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
+    gradients = {"grad_output": attention.grad_output, "grad_z": grad_z, "grad_values": grad_values}
+    _launch(packed_backward_kernel, attention, blocks, gradients, _backward_work, TIED=values is None)
+    return grad_z, grad_values
+
+
+def _launch(
+    kernel: object,
+    attention: SymmetricAttentionArguments,
+    blocks: Blocks | None,
+    tensors: dict[str, Tensor | None],
+    work: Callable[[Launch], float],
+    **constants: bool,
+) -> None:
+    """A launch over tiles of whole sequences."""
     z, values = attention.z, attention.z if attention.values is None else attention.values
     sequences, tokens, width = z.shape
     blocks = blocks or SYMMETRIC_ATTENTION_PACKED.blocks(z, tokens)
-    output = torch.empty_like(values)
-    log_sum_exp = z.new_empty((sequences, tokens), dtype=torch.float32)
     per_tile = blocks.rows // max(1, tokens)
     Launch(
-        packed_forward_kernel,
+        kernel,
         (ceil_div(sequences, per_tile) if tokens else 0,),
         blocks,
         {
             "z": z,
             "values": values,
-            "output": output,
-            "log_sum_exp": log_sum_exp,
+            **tensors,
             "lengths": attention.lengths,
             "sequences": sequences,
             "tokens": tokens,
@@ -167,45 +195,7 @@ def packed_forward(attention: SymmetricAttentionArguments, blocks: Blocks | None
             "VALUE_WIDTH": values.shape[-1],
             "ENERGY": attention.energy,
             "PRECISION": dot_precision(z.dtype),
+            **constants,
         },
-        work=_forward_work,
+        work=work,
     ).run()
-    return output, log_sum_exp
-
-
-def packed_backward(
-    attention: SymmetricAttentionBackwardArguments, blocks: Blocks | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of z and of the values, those that are needed; the output and what was kept are not read."""
-    z, values = attention.z, attention.values
-    sequences, tokens, width = z.shape
-    blocks = blocks or SYMMETRIC_ATTENTION_PACKED.blocks(z, tokens)
-    grad_z = torch.empty_like(z) if attention.needs_z else None
-    grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
-    per_tile = blocks.rows // max(1, tokens)
-    Launch(
-        packed_backward_kernel,
-        (ceil_div(sequences, per_tile) if tokens else 0,),
-        blocks,
-        {
-            "z": z,
-            "values": z if values is None else values,
-            "grad_output": attention.grad_output,
-            "grad_z": grad_z,
-            "grad_values": grad_values,
-            "lengths": attention.lengths,
-            "sequences": sequences,
-            "tokens": tokens,
-            "per_tile": per_tile,
-            "scale": attention.scale,
-        },
-        {
-            "WIDTH": width,
-            "VALUE_WIDTH": attention.grad_output.shape[-1],
-            "ENERGY": attention.energy,
-            "PRECISION": dot_precision(z.dtype),
-            "TIED": values is None,
-        },
-        work=_backward_work,
-    ).run()
-    return grad_z, grad_values

@@ -15,6 +15,8 @@ and the two sums: five products a pair of tiles, no second kernel and no atomics
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -226,25 +228,63 @@ def streaming_forward(
 
     The widths d and k are at most `WIDEST`.
     """
+    z = attention.z
+    output = torch.empty_like(z if attention.values is None else attention.values)
+    remainder = torch.empty_like(output) if attention.keeps and z.element_size() == 2 else None
+    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
+    blocks = blocks or SYMMETRIC_ATTENTION_STREAMING.blocks(z, _widest(attention))
+    written = {"output": output, "remainder": remainder, "log_sum_exp": log_sum_exp}
+    _launch(streaming_forward_kernel, attention, blocks, written, _forward_work)
+    return output, log_sum_exp, remainder
+
+
+def streaming_backward(
+    attention: SymmetricAttentionBackwardArguments, blocks: Blocks | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of z and of the values, those that are needed.
+
+    Where no remainder of the output was kept, an error of its rounding reaches the gradient of z.
+    """
+    z, values, grad_output = attention.z, attention.values, attention.grad_output
+    grad_z = torch.empty_like(z) if attention.needs_z else None
+    grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
+    blocks = blocks or SYMMETRIC_ATTENTION_STREAMING_BACKWARD.blocks(z, _widest(attention))
+    tensors = {
+        "grad_output": grad_output,
+        "log_sum_exp": attention.log_sum_exp,
+        "delta": row_dots(grad_output, attention.output, attention.remainder) if attention.needs_z else None,
+        "grad_z": grad_z,
+        "grad_values": grad_values,
+    }
+    _launch(streaming_backward_kernel, attention, blocks, tensors, _backward_work)
+    return grad_z, grad_values
+
+
+def _widest(attention: SymmetricAttentionArguments) -> int:
+    return max(attention.z.shape[-1], 0 if attention.values is None else attention.values.shape[-1])
+
+
+def _launch(
+    kernel: object,
+    attention: SymmetricAttentionArguments,
+    blocks: Blocks,
+    tensors: dict[str, Tensor | None],
+    work: Callable[[Launch], float],
+) -> None:
+    """A launch over the blocks of rows of every sequence."""
     z, values = attention.z, attention.values
     sequences, tokens, width = z.shape
     value_width = width if values is None else values.shape[-1]
-    blocks = blocks or SYMMETRIC_ATTENTION_STREAMING.blocks(z, max(width, value_width))
-    output = z.new_empty((sequences, tokens, value_width))
-    remainder = torch.empty_like(output) if attention.keeps and z.element_size() == 2 else None
-    log_sum_exp = z.new_empty((sequences, tokens), dtype=torch.float32)
     blocks_per_sequence = ceil_div(tokens, blocks.rows)
     Launch(
-        streaming_forward_kernel,
+        kernel,
         (sequences * blocks_per_sequence,),
         blocks,
         {
             "z": z,
             "values": values,
             "norms": row_dots(z, z) if attention.energy else None,
-            "output": output,
-            "remainder": remainder,
-            "log_sum_exp": log_sum_exp,
+            **tensors,
             "lengths": attention.lengths,
             "tokens": tokens,
             "blocks_per_sequence": blocks_per_sequence,
@@ -258,9 +298,8 @@ def streaming_forward(
             "PRECISION": dot_precision(z.dtype),
             "TIED": values is None,
         },
-        work=_forward_work,
+        work=work,
     ).run()
-    return output, log_sum_exp, remainder
 
 
 def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Tensor:
@@ -278,48 +317,3 @@ def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Te
         {"WIDTH": width, "BLOCK_WIDTH": held},
     ).run()
     return output
-
-
-def streaming_backward(
-    attention: SymmetricAttentionBackwardArguments, blocks: Blocks | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of z and of the values, those that are needed.
-
-    Where no remainder of the output was kept, an error of its rounding reaches the gradient of z.
-    """
-    z, values, grad_output = attention.z, attention.values, attention.grad_output
-    sequences, tokens, width = z.shape
-    value_width = grad_output.shape[-1]
-    blocks = blocks or SYMMETRIC_ATTENTION_STREAMING_BACKWARD.blocks(z, max(width, value_width))
-    grad_z = torch.empty_like(z) if attention.needs_z else None
-    grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
-    blocks_per_sequence = ceil_div(tokens, blocks.rows)
-    Launch(
-        streaming_backward_kernel,
-        (sequences * blocks_per_sequence,),
-        blocks,
-        {
-            "z": z,
-            "values": values,
-            "norms": row_dots(z, z) if attention.energy else None,
-            "grad_output": grad_output,
-            "log_sum_exp": attention.log_sum_exp,
-            "delta": row_dots(grad_output, attention.output, attention.remainder) if attention.needs_z else None,
-            "grad_z": grad_z,
-            "grad_values": grad_values,
-            "lengths": attention.lengths,
-            "tokens": tokens,
-            "blocks_per_sequence": blocks_per_sequence,
-            "scale": attention.scale,
-        },
-        {
-            "WIDTH": width,
-            "VALUE_WIDTH": value_width,
-            "BLOCK_WIDTH": block_width(width),
-            "BLOCK_VALUE_WIDTH": block_width(value_width),
-            "PRECISION": dot_precision(z.dtype),
-            "TIED": values is None,
-        },
-        work=_backward_work,
-    ).run()
-    return grad_z, grad_values
