@@ -290,7 +290,8 @@ def test_targets_of_depths_weights_of_tokens_and_the_kl(
     targets[0][::3] = -100
     given = targets[0] if flags else targets
     made = [*(normal(depth, 13, width) for depth in range(3)), normal(8, vocabulary, width) / 2, normal(9, 3, 13)]
-    results = []
+    results: list[list[Tensor]] = []
+    classes: Tensor | None = None
     for run_device, run_dtype in ((device, dtype), (device, dtype), (torch.device("cpu"), torch.float64)):
         leaves = [tensor.to(dtype).to(run_device, run_dtype).requires_grad_() for tensor in made]
         weights = leaves[4].to(torch.promote_types(run_dtype, torch.float32))
@@ -305,7 +306,7 @@ def test_targets_of_depths_weights_of_tokens_and_the_kl(
                 per_token=True,
                 **flags,
             )
-            total, losses, arg_max = found.total, found.token_losses, found.arg_max
+            total, losses, classes = found.total, found.token_losses, found.arg_max
         else:
             on_device = given.to(run_device) if isinstance(given, Tensor) else [y.to(run_device) for y in given]
             losses = layerwise_cross_entropy_reference(leaves[:3], leaves[3], on_device, reduction="none", **flags)
@@ -315,9 +316,9 @@ def test_targets_of_depths_weights_of_tokens_and_the_kl(
     names = ["losses", "h0", "h1", "h2", "weight", "weights"]
     for name, one, plain, exact in zip(names, *results, strict=True):
         assert_as_precise(name, one.to(dtype), plain, exact)
-    assert arg_max is not None
-    of_depths = given if isinstance(given, list) else [given] * 3
-    assert torch.equal(arg_max == -1, torch.stack([y == -100 for y in of_depths]))
+    assert classes is not None
+    ignored = torch.stack([y == -100 for y in (given if isinstance(given, list) else [given] * 3)])
+    assert torch.equal(classes == torch.full_like(classes, -1), ignored)
 
 
 @pytest.mark.parametrize("depths", [1, 2])
