@@ -128,7 +128,7 @@ class ReconstructionLossBackwardArguments(ReconstructionLossArguments):
 class UnrolledLayerArguments:
     """`H⁺ = φ(A H + step · (X − A Z) D)` with `A = softmax_rows(β Z Zᵀ)`, and `Z⁺ = H⁺ D⁺ᵀ`."""
 
-    codes: Tensor  # H, [B, T, m], contiguous
+    codes: Tensor | None  # H, [B, T, m], contiguous; None: step · X D
     signal: Tensor  # X, [B, T, n], contiguous
     dictionary: Tensor  # D, [n, m]
     projection: Tensor | None  # Z = H Dᵀ, [B, T, n], contiguous; None: it is computed

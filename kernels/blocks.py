@@ -181,37 +181,37 @@ SYMMETRIC_ATTENTION_STREAMING_BACKWARD = BlockTable(
 )
 
 # For elements of 2 bytes, by the greater width, of the signal or of the next projection. Tiles of 128 rows spill, and
-# tiles of float32 leave no shared memory for the dictionary: float32 is for torch's own products. Wide signals are
-# computed twice on Hopper: four warps spill, and so do 128 rows. Triton 3.9 spills up to 160 bytes of these, 3.6 and
-# 3.7 nothing; of Blocks(rows=64, atoms=32, columns=32, warps=8, stages=3), not timed, up to 72.
+# tiles of float32 leave no shared memory for the dictionary: float32 is for torch's own products. Of eight warps'
+# products with wide signals Hopper computes half twice.
 UNROLLED_LAYER = BlockTable(
     "rows atoms columns warps stages",
     {
         "consumer": {128: (64, 32, 32, 4, 2), 256: (64, 32, 32, 8, 2)},
         "ampere": {64: (64, 64, 32, 4, 2), 256: (64, 64, 64, 8, 2)},
-        "hopper": {64: (64, 64, 32, 4, 3), 256: (64, 64, 32, 8, 3)},
-        "blackwell": {64: (64, 64, 32, 4, 3), 256: (64, 64, 32, 8, 2)},
+        "hopper": {64: (64, 64, 32, 4, 3), 256: (64, 64, 32, 8, 2)},
     },
 )
-# With one dictionary and without lengths there is room for more atoms.
-UNROLLED_LAYER_LEAN = UNROLLED_LAYER.changed({"consumer": {128: (64, 32, 32, 4, 2), 256: (64, 64, 32, 8, 2)}})
-UNROLLED_LAYER_UPDATE = BlockTable(
-    "rows atoms warps stages",
+# With one dictionary and without lengths there is room for more atoms, and on Hopper two blocks of four warps share a
+# multiprocessor.
+UNROLLED_LAYER_LEAN = UNROLLED_LAYER.changed(
     {
-        "consumer": (64, 32, 8, 3),
-        "ampere": (64, 64, 8, 2),
-        "hopper": (128, 64, 8, 3),
-    },
+        "consumer": {128: (64, 32, 32, 4, 2), 256: (64, 64, 32, 8, 2)},
+        "hopper": {64: (64, 64, 32, 4, 3), 256: (64, 32, 64, 4, 3)},
+        "blackwell": {64: (64, 64, 32, 4, 3), 256: (64, 64, 32, 8, 2)},
+    }
 )
 UNROLLED_LAYER_BACKWARD = BlockTable(
     "rows atoms columns warps stages",
     {
-        "consumer": (64, 64, 32, 8, 2),
+        "consumer": (64, 32, 32, 8, 2),
         "ampere": (64, 64, 32, 8, 2),
-        "hopper": (64, 64, 32, 8, 3),
-        # With eight warps and lengths every other block spills.
-        "blackwell": (64, 64, 32, 16, 3),
+        "hopper": (64, 64, 32, 8, 2),
+        # With lengths 8 to 24 bytes spill; with eight warps 200 do.
+        "blackwell": (64, 64, 32, 16, 2),
     },
+)
+UNROLLED_LAYER_BACKWARD_LEAN = UNROLLED_LAYER_BACKWARD.changed(
+    {"consumer": (64, 64, 32, 8, 2), "hopper": (64, 32, 32, 4, 3), "blackwell": (64, 64, 32, 8, 2)}
 )
 
 # Columns of a row that are read together, by the vocabulary. Whole rows live in the L2 cache between the two reads,

@@ -30,10 +30,12 @@ class GpuSpec:
     Attributes:
         capability: compute capability times ten: 86 for an RTX 3090.
         shared_memory: the most bytes of shared memory that one block can ask for.
+        processors: streaming multiprocessors.
     """
 
     capability: int
     shared_memory: int
+    processors: int
 
     @property
     def family(self) -> str:
@@ -50,13 +52,13 @@ class GpuSpec:
 
 # The GPUs that the kernels are compiled for without one, by name.
 CARDS = {
-    "A100": GpuSpec(80, 166_912),
-    "RTX 3090": GpuSpec(86, 101_376),
-    "RTX 4090": GpuSpec(89, 101_376),
-    "H200": GpuSpec(90, 232_448),
-    "B200": GpuSpec(100, 232_448),
-    "B300": GpuSpec(103, 232_448),
-    "RTX 5090": GpuSpec(120, 101_376),
+    "A100": GpuSpec(80, 166_912, 108),
+    "RTX 3090": GpuSpec(86, 101_376, 82),
+    "RTX 4090": GpuSpec(89, 101_376, 128),
+    "H200": GpuSpec(90, 232_448, 132),
+    "B200": GpuSpec(100, 232_448, 148),
+    "B300": GpuSpec(103, 232_448, 148),
+    "RTX 5090": GpuSpec(120, 101_376, 170),
 }
 SMALLEST = CARDS["RTX 3090"]
 
@@ -141,7 +143,8 @@ def _too_small_reason(device: torch.device) -> str | None:
 def spec_of(device: torch.device) -> GpuSpec:
     """The GPU `device`."""
     properties = torch.cuda.get_device_properties(device)
-    return GpuSpec(10 * properties.major + properties.minor, properties.shared_memory_per_block_optin)
+    capability = 10 * properties.major + properties.minor
+    return GpuSpec(capability, properties.shared_memory_per_block_optin, properties.multi_processor_count)
 
 
 _planned: GpuSpec | None = None

@@ -10,19 +10,34 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def block_share(sequences, programs):
+    """The first sequence of this block of `programs`, and of the next one: as many as the others', or one fewer."""
+    program = tl.program_id(0).to(tl.int64)
+    begin, end = program * sequences // programs, (program + 1) * sequences // programs
+    return begin.to(tl.int32), end.to(tl.int32)
+
+
+@triton.jit
 def sequence_rows(tile, sequences, tokens, per_tile, lengths, BLOCK: tl.constexpr):
-    """Rows of `per_tile` whole sequences: their offsets, which exist, which are no padding, and who may see whom.
+    """`rows_of_sequences` of the tile of that number, of `per_tile` whole sequences."""
+    start = tile * per_tile
+    return rows_of_sequences(start, tl.minimum(start + per_tile, sequences), tokens, lengths, BLOCK)
+
+
+@triton.jit
+def rows_of_sequences(start, end, tokens, lengths, BLOCK: tl.constexpr):
+    """Rows of the whole sequences `start … end`: their offsets, which exist, which are no padding, who may see whom.
 
     Returns the tile's first row (int64), and within the tile: row (int32), exists and counts `[BLOCK]`, visible
     `[BLOCK, BLOCK]` (query, key).
     """
     local = tl.arange(0, BLOCK)
-    sequence = tile * per_tile + local // tokens
-    exists = (local < per_tile * tokens) & (sequence < sequences)
+    sequence = start + local // tokens
+    exists = sequence < end
     counts = exists
     if lengths is not None:
         counts = exists & (local % tokens < tl.load(lengths + sequence, mask=exists, other=0))
-    first = tile.to(tl.int64) * per_tile * tokens
+    first = start.to(tl.int64) * tokens
     visible = (sequence[:, None] == sequence[None, :]) & counts[:, None] & counts[None, :]
     return first, local, exists, counts, visible
 

@@ -163,7 +163,8 @@ class DUST(PretrainedModel):
         in units of σ², so that every noise level counts.
 
         Args:
-            noisy, clean: `[..., T, n]`.
+            noisy, clean: `[..., T, n]`. While gradients are formed `clean` is read in the dtype of the products: under
+                autocast it is rounded to 16 bits.
             depth_weights: L+1 numbers.
             deviation: σ of a noise-adaptive model.
             between: what the codes `[..., T, m]` of each depth l = 1..L−1 go through before layer l+1 takes them, as
@@ -174,20 +175,23 @@ class DUST(PretrainedModel):
         check_shape("clean", clean, tuple(noisy.shape), "as noisy")
         units = self._units(noisy, deviation)
         noisy, clean = _normalized(noisy, units), _normalized(clean, units)
+        if torch.is_grad_enabled():
+            clean = clean.to(compute_dtype(clean))  # once: every layer reads it, forward and backward
         weights = weights_of_depths(depth_weights, self.layers + 1)
         depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean, between=between))
-        # The first depths have no layer of their own to form their error in.
-        alone = [reconstruction for reconstruction, error in depths if error is None]
-        _, first = ops.layerwise_reconstruction_loss(alone, clean)
+        # Depth 0 has no layer of its own to form its error in.
+        _, first = ops.layerwise_reconstruction_loss([depths[0][0]], clean)
         tokens = clean.shape[:-1].numel()
-        losses = [*first, *(error / tokens for _, error in depths if error is not None)]
-        per_depth = torch.stack(losses)
+        errors = [error for _, error in depths[1:] if error is not None]
+        per_depth = torch.cat([first, torch.stack(errors) / tokens])
         if weights is None:
             return per_depth.sum(), per_depth
         if isinstance(depth_weights, Tensor):
             return (weights.to(per_depth) * per_depth).sum(), per_depth.detach()
         # Numbers of the host multiply where they are: no copy to the device, and no backward for a depth of weight 0.
-        counted = [weight * loss for weight, loss in zip(weights.tolist(), losses, strict=True) if weight]
+        losses = [first[0], *errors]
+        factors = [weight / (tokens if depth else 1) for depth, weight in enumerate(weights.tolist())]
+        counted = [factor * loss for factor, loss in zip(factors, losses, strict=True) if factor]
         return torch.stack(counted or [0 * losses[-1]]).sum(), per_depth.detach()
 
     def spectral_ratio(self) -> Tensor:
@@ -243,13 +247,16 @@ class DUST(PretrainedModel):
         projected_on = [
             readouts[level] if read_all or level == depth else following[level] for level in range(depth + 1)
         ]
-        start = self._analysis_start if self.initial_codes == "analysis" else self._zero_start
-        codes, projection = start(noisy, dictionaries[0], projected_on)
-        yield from ((reconstruction, None) for reconstruction in projection)
-        for level in range(len(projection), depth + 1):
+        codes: Tensor | None = None
+        if self.initial_codes == "zero":
+            codes, reconstruction = noisy.new_zeros(*noisy.shape[:-1], self.code_size), torch.zeros_like(noisy)
+        else:  # H_0 = (1/c) X D is linear in the signal, and never formed
+            reconstruction = noisy @ (self.step * dictionaries[0] @ projected_on[0].mT)
+        yield reconstruction, None
+        for level in range(1, depth + 1):
             dictionary = dictionaries[level - 1]
             handed_on = projected_on[level - 1] is dictionary
-            if between is not None and level > 1:
+            if between is not None and codes is not None and level > 1:
                 codes, handed_on = between(level - 1, codes), False
             codes, reconstruction, *error = ops.unrolled_layer(
                 codes,
@@ -259,40 +266,11 @@ class DUST(PretrainedModel):
                 threshold=self.thresholds[level - 1],
                 scale=self.scale,
                 nonlinearity=self.nonlinearity,
-                projection=projection[-1] if handed_on else None,
+                projection=reconstruction if handed_on else None,
                 next_dictionary=projected_on[level],
                 target=clean,
             )
-            projection = [reconstruction]
             yield reconstruction, error[0] if error else None
-
-    def _zero_start(self, noisy: Tensor, dictionary: Tensor, projected_on: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Codes of zero at depth 0."""
-        return noisy.new_zeros(*noisy.shape[:-1], self.code_size), [torch.zeros_like(noisy)]
-
-    def _analysis_start(
-        self, noisy: Tensor, dictionary: Tensor, projected_on: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Depths 0 and 1 from `H_0 = (1/c) X D`, which is never formed: it is linear in the signal.
-
-            H_0 D'ᵀ = X (1/c) D D'ᵀ        A H_0 + (1/c)(X − A Z) D = (1/c)(X + A (X − Z)) D
-
-        That saves two large products forward and three backward of a network's `2 L + 2` and `4 L + 3`.
-        """
-        analysis = self.step * dictionary
-        reconstruction = noisy @ (analysis @ projected_on[0].mT)
-        if len(projected_on) == 1:
-            return noisy, [reconstruction]
-        projection = reconstruction if projected_on[0] is dictionary else noisy @ (analysis @ dictionary.mT)
-        mixed = noisy + ops.symmetric_attention(projection, noisy - projection, scale=self.scale)
-        codes = ops.residual_linear(
-            mixed,
-            analysis,
-            analysis.new_zeros(self.code_size),
-            nonlinearity=self.nonlinearity,
-            threshold=self.threshold,
-        )
-        return codes, [reconstruction, codes @ projected_on[1].mT]
 
 
 def _of_each_layer(name: str, given: Any, layers: int, non_negative: bool = False) -> tuple[float, ...]:

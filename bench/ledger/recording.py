@@ -160,8 +160,11 @@ class _Recorder(TorchDispatchMode):
         self.take()
         result = _result(function, name, args, kwargs)
         returns = function._schema.returns
-        view = bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
         given = _on_the_card((args, kwargs))
+        view = bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+        # A schema says so also of `to`, which copies where the dtype is another one.
+        held = {tensor.untyped_storage()._cdata for tensor in given}
+        view = view and all(tensor.untyped_storage()._cdata in held for tensor in _on_the_card(result))
         if (given or _on_the_card(result)) and not view and name not in _NO_LAUNCH:
             self.entries.append(_entry(function, name, args, kwargs, result))
         return result

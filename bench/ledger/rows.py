@@ -10,6 +10,7 @@ from cdt_fast.bench.ceilings import floor_seconds
 from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES, REDUNDANCY, Card
 from cdt_fast.bench.ledger.recording import Entry, record
 from cdt_fast.bench.ledger.works import Work
+from cdt_fast.kernels.cards import GpuSpec
 
 
 class Row(TypedDict):
@@ -47,13 +48,11 @@ def predicted_seconds(entries: Sequence[Entry], card: Card, captured: bool) -> f
 def rows_of(work: Work) -> Iterator[Row]:
     """The work on every card, captured and launched."""
     for captured in (True, False):
-        recorded: dict[str, list[Entry]] = {}
+        recorded: dict[GpuSpec, list[Entry]] = {}
         for name, card in PROFILES.items():
-            entries = recorded.get(card.spec.family)
-            if entries is None:  # cards of a family have the same blocks
-                entries = recorded[card.spec.family] = record(
-                    lambda captured=captured: work.prepare(captured), card.spec
-                )
+            entries = recorded.get(card.spec)
+            if entries is None:
+                entries = recorded[card.spec] = record(lambda captured=captured: work.prepare(captured), card.spec)
             predicted = predicted_seconds(entries, card, captured)
             floor = floor_seconds(work.flop, work.moved, card.product_rate, card.copy_rate)
             yield Row(

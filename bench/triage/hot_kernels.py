@@ -21,7 +21,7 @@ from cdt_fast.kernels.cards import GpuSpec
 from cdt_fast.kernels.launch import Launch, recording
 from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward
-from cdt_fast.kernels.unrolled_layer import unrolled_backward, unrolled_forward, unrolled_update
+from cdt_fast.kernels.unrolled_layer import unrolled_backward, unrolled_forward
 
 Inputs = dict[str, Tensor]
 _MOST_CANDIDATES = {"toy": 2, "gpu": 48}
@@ -132,10 +132,6 @@ def _forward(x: Inputs, blocks: Any) -> object:
     return unrolled_forward(UnrolledLayerArguments(**_arguments(x)), blocks)
 
 
-def _update(x: Inputs, blocks: Any) -> object:
-    return unrolled_update(_differentiated(x), blocks)
-
-
 def _backward(x: Inputs, blocks: Any) -> object:
     return unrolled_backward(_differentiated(x), blocks)
 
@@ -169,7 +165,6 @@ def _attend_backward(x: Inputs, blocks: Any) -> object:
 
 
 _LAYER = {"rows": (32, 64, 128), "atoms": (32, 64, 128), "columns": (32, 64), "warps": (4, 8), "stages": (2, 3, 4)}
-_UPDATE = {"rows": (32, 64, 128, 256), **{name: _LAYER[name] for name in ("atoms", "warps", "stages")}}
 _TILES = {"rows": (32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3)}
 HOT = (
     Hot(
@@ -177,12 +172,8 @@ HOT = (
         "signals and projections up to 256 wide, one dictionary, no lengths", _LAYER, _layer, _forward,
     ),
     Hot(
-        "unrolled_backward", "unrolled_backward_kernel", "UNROLLED_LAYER_BACKWARD",
-        "every width", _LAYER, _layer, _backward,
-    ),
-    Hot(
-        "unrolled_update", "unrolled_update_kernel", "UNROLLED_LAYER_UPDATE",
-        "every width", _UPDATE, _layer, _update,
+        "unrolled_backward", "unrolled_backward_kernel", "UNROLLED_LAYER_BACKWARD_LEAN",
+        "one dictionary, no lengths", _LAYER, _layer, _backward,
     ),
     Hot(
         "cross_entropy", "cross_entropy_kernel", "LAYERWISE_CROSS_ENTROPY",

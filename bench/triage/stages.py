@@ -55,7 +55,6 @@ PLAN: tuple[tuple[Stage, ...], ...] = (
     (Stage("compile blocks", 120, "compiling:candidates"),),
     (Stage("sweep unrolled_forward", 20, "sweep:unrolled_forward"),),
     (Stage("sweep unrolled_backward", 20, "sweep:unrolled_backward"),),
-    (Stage("sweep unrolled_update", 20, "sweep:unrolled_update"),),
     (Stage("sweep cross_entropy", 20, "sweep:cross_entropy"),),
     (Stage("sweep streaming_backward", 20, "sweep:streaming_backward"),),
     (Stage("sweep streaming_forward", 20, "sweep:streaming_forward"),),

@@ -39,7 +39,6 @@ def _stage(name: str) -> Callable[[Context], Parts]:
 
 unrolled_forward = _stage("unrolled_forward")
 unrolled_backward = _stage("unrolled_backward")
-unrolled_update = _stage("unrolled_update")
 cross_entropy = _stage("cross_entropy")
 streaming_backward = _stage("streaming_backward")
 streaming_forward = _stage("streaming_forward")

@@ -267,6 +267,7 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
             continue
         error = _empty(torch.float32, 1)
         loss, padded, untied = {"target": signal}, {"lengths": lengths}, {"next_dictionary": dictionary.clone()}
+        start: dict[str, Any] = {"codes": None}  # the first layer of a network
         changes: dict[str, dict[str, Any]] = {
             "loss": loss,
             "lengths": padded,
@@ -280,8 +281,14 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
             "identity": {"nonlinearity": "identity"},
         }
         for name, change in changes.items():
+            given_error = error if "target" in change else None
             yield forward(name, **change)
-            yield backward(name, **change, **upstream, grad_error=error if "target" in change else None)
+            yield backward(name, **change, **upstream, grad_error=given_error)
+            yield forward(f"{name}, without codes", layer=layer | start, **change)
+            kept = after | start | {"needs_codes": False, "needs_signal": name == "loss"}
+            yield backward(f"{name}, without codes", layer=kept, **change, **upstream, grad_error=given_error)
+        kept = after | start | {"needs_codes": False, "needs_signal": False}
+        yield backward("loss, of an input, without codes", layer=kept, **loss, **upstream, grad_error=error)
         for name, tensor in {**upstream, "grad_error": error}.items():
             yield backward(f"only {name}", target=signal, **{name: tensor})
         for needed in itertools.product((True, False), repeat=3):

@@ -199,7 +199,7 @@ def test_a_card_of_an_unknown_family_is_told_which_rows_it_takes(
     from cdt_fast.bench.triage import machine
     from cdt_fast.kernels.cards import GpuSpec
 
-    monkeypatch.setattr(machine, "card_of", lambda tensor: GpuSpec(capability, 232_448))
+    monkeypatch.setattr(machine, "card_of", lambda tensor: GpuSpec(capability, 232_448, 132))
     (found,) = machine._block_tables(torch.device("cpu"))
     assert found["known"] == known
     family = "hopper" if known else "blackwell"

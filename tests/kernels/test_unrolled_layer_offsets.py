@@ -26,12 +26,12 @@ def far(tensor: Tensor | None) -> Tensor | None:
 def far_away(device: torch.device) -> None:
     near = Inputs.of(Shape(1, TOKENS, WIDTH, WIDTH, WIDTH), device, torch.float16, lengths=(50,))
     following = backward_inputs(near)
-    expected = forward(near, BLOCKS) | backward(near, *following, (BLOCKS, BLOCKS))
+    expected = forward(near, BLOCKS) | backward(near, *following, BLOCKS)
     moved = {name: far(tensor) for name, tensor in near.tokens().items()}
     distant = dataclasses.replace(near, **moved, lengths=torch.full((SEQUENCES,), 50, device=device))
     next_codes, next_projection = (large(tensor) for tensor in following)
     with recording(CARDS["RTX 3090"]) as launches:
-        found = forward(distant, BLOCKS) | backward(distant, next_codes, next_projection, (BLOCKS, BLOCKS))
+        found = forward(distant, BLOCKS) | backward(distant, next_codes, next_projection, BLOCKS)
     for launch in launches:
         run_last(launch, 1)
     for name, mine in found.items():

@@ -39,6 +39,7 @@ def by_the_op(inputs: Inputs, projection: bool, backend: Any) -> dict[str, Tenso
     leaves = leaves_of(inputs, projection)
     names = ("lengths", "target", "step", "threshold", "scale", "nonlinearity")
     options = {name: getattr(inputs, name) for name in names}
+    options |= {"codes": None} if inputs.codes is None else {}
     with ops.use_backend(backend):
         return differentiated(list(ops.unrolled_layer(**leaves, **options)), leaves, inputs)
 
@@ -78,7 +79,10 @@ def assert_is_the_formula(
     else:
         pytest.fail("rounding always moves a code across a kink")
     assert list(mine) == list(exact)
-    features = inputs.projection if projection else inputs.codes @ inputs.dictionary.mT
+    features = inputs.projection
+    if not projection:
+        assert inputs.codes is not None
+        features = inputs.codes @ inputs.dictionary.mT
     logit = 2 * inputs.scale * features.double().square().sum(-1).amax().cpu()
     share = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
     for name, true in exact.items():
@@ -93,14 +97,19 @@ def assert_is_the_formula(
 @pytest.mark.parametrize("next_width", [None, 21])
 @pytest.mark.parametrize("target", [False, True])
 @pytest.mark.parametrize("lengths", [None, (3, 0, 7)])
-@pytest.mark.parametrize("projection", [False, True])
+@pytest.mark.parametrize(("codes", "projection"), [(True, False), (True, True), (False, True)])
 def test_values_and_gradients(
-    projection: bool, lengths: Any, target: bool, next_width: int | None, device: torch.device, dtype: torch.dtype
+    codes: bool,
+    projection: bool,
+    lengths: Any,
+    target: bool,
+    next_width: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     # float16 is fused, float32 composed of ops.
-    shape = Shape(3, 7, next_width=next_width)
-    composed = dtype == torch.float32
-    assert_is_the_formula(shape, device, dtype, projection, composed=composed, target=target, lengths=lengths)
+    shape, given = Shape(3, 7, next_width=next_width), {"target": target, "lengths": lengths, "codes": codes}
+    assert_is_the_formula(shape, device, dtype, projection, composed=dtype == torch.float32, **given)
 
 
 @pytest.mark.parametrize("target", [False, True])
@@ -180,6 +189,7 @@ def test_a_loss_of_weight_zero_gives_no_gradient_where_it_is_infinite(device: to
     inputs = Inputs.of(Shape(), device, dtype)
     assert inputs.target is not None
     inputs.target[1, 2, 3] = float("inf")
+    assert inputs.codes is not None
     codes = inputs.codes.detach().requires_grad_()
     found = ops.unrolled_layer(codes, inputs.signal, inputs.dictionary, step=0.3, threshold=0.1, target=inputs.target)
     assert torch.isinf(found[2])

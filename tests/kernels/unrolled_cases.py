@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 class Inputs:
     """What the launchers take, in the dtype and on the device that they run in."""
 
-    codes: Tensor
+    codes: Tensor | None
     signal: Tensor
     projection: Tensor
     dictionary: Tensor
@@ -53,12 +53,21 @@ class Inputs:
     nonlinearity: Nonlinearity = "soft_threshold"
 
     @classmethod
-    def of(cls, shape: Shape, device: torch.device, dtype: torch.dtype, *, target: bool = True, **given: Any) -> Inputs:
+    def of(
+        cls,
+        shape: Shape,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        target: bool = True,
+        codes: bool = True,
+        **given: Any,
+    ) -> Inputs:
         """Logits of the order of one, so that attention is neither even nor on one token, and every gradient given."""
         tokens, m, n = shape[:2], shape.code_width, shape.width
         k = n if shape.next_width is None else shape.next_width
         tensors = {
-            "codes": normal(1, *tokens, m),
+            "codes": normal(1, *tokens, m) if codes else None,
             "signal": normal(2, *tokens, n),
             "projection": normal(3, *tokens, n) / n**0.25,
             "dictionary": normal(4, n, m) / n**0.5,
@@ -89,25 +98,33 @@ class Inputs:
 UPSTREAM = ("grad_next_codes", "grad_next_projection", "grad_error")
 
 
+def programs_of(inputs: Inputs, blocks: Blocks | None) -> int | None:
+    """As few blocks as hold all sequences; None: as many as a card takes."""
+    sequences, tokens = inputs.signal.shape[:2]
+    return None if blocks is None else -(-sequences // max(1, blocks.rows // max(1, tokens)))
+
+
 def forward(inputs: Inputs, blocks: Blocks | None = SMALL) -> Results:
     layer = UnrolledLayerArguments(**{name: value for name, value in vars(inputs).items() if name not in UPSTREAM})
-    return dict(zip(OUTPUTS, unrolled_forward(layer, blocks), strict=True))
+    return dict(zip(OUTPUTS, unrolled_forward(layer, blocks, programs_of(inputs, blocks)), strict=True))
 
 
 def backward(
-    inputs: Inputs, next_codes: Tensor, next_projection: Tensor | None, blocks: Any = (SMALL, SMALL), **needs: Any
+    inputs: Inputs, next_codes: Tensor, next_projection: Tensor | None, blocks: Blocks | None = SMALL, **needs: Any
 ) -> Results:
+    needs = {"needs_codes": inputs.codes is not None} | needs
     layer = UnrolledLayerBackwardArguments(
         **vars(inputs), next_codes=next_codes, next_projection=next_projection, **needs
     )
-    return dict(zip(GRADIENTS, unrolled_backward(layer, *blocks), strict=True))
+    programs = programs_of(inputs, blocks)
+    return dict(zip(GRADIENTS, unrolled_backward(layer, blocks, programs), strict=True))
 
 
 def written_update(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     """U, (1/c)(X − A Z) and the mask `[B, T, 1]` of the padding, attention in at least float32."""
-    i, padding = inputs, padding_mask(inputs.lengths, inputs.codes)
+    i, padding = inputs, padding_mask(inputs.lengths, inputs.signal)
     codes, signal, projection = i.codes, i.signal, i.projection
-    wide = torch.promote_types(codes.dtype, torch.float32)
+    wide = torch.promote_types(signal.dtype, torch.float32)
     scores = i.scale * (projection.to(wide) @ projection.to(wide).mT)
     if padding is not None:
         scores = scores.masked_fill(padding.unsqueeze(-2), float("-inf"))
@@ -115,9 +132,10 @@ def written_update(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
     if padding is not None:
         attention = attention.masked_fill(padding.unsqueeze(-1), 0.0)
         signal = signal.masked_fill(padding.unsqueeze(-1), 0.0)
-    attention = attention.to(codes.dtype)
-    residual = i.step * (signal - attention @ projection)
-    return attention @ codes + residual @ i.dictionary, residual, padding
+    attention = attention.to(signal.dtype)
+    residual = i.step * (signal - attention @ (projection if codes is not None else projection - signal))
+    update = residual @ i.dictionary
+    return update if codes is None else attention @ codes + update, residual, padding
 
 
 def written_forward(inputs: Inputs) -> Results:
@@ -138,16 +156,17 @@ def written_forward(inputs: Inputs) -> Results:
 def written_backward(inputs: Inputs, next_codes: Tensor, next_projection: Tensor | None) -> Results:
     """The kernels' results by the formula, in the dtype of `inputs`, of the given next codes: no kink to cross."""
     i = inputs
-    leaves = [tensor.detach().requires_grad_() for tensor in (i.codes, i.signal, i.projection)]
-    update, residual, padding = written_update(replace(i, codes=leaves[0], signal=leaves[1], projection=leaves[2]))
+    given = {"signal": i.signal, "projection": i.projection} | ({} if i.codes is None else {"codes": i.codes})
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.items()}
+    update, residual, padding = written_update(replace(i, **leaves))
     following = i.dictionary if i.next_dictionary is None else i.next_dictionary
     whole = i.grad_next_projection
     if i.target is not None and i.grad_error is not None:
         assert next_projection is not None
         wide = torch.promote_types(next_projection.dtype, torch.float32)
         error = 2 * i.grad_error.to(wide) * (next_projection.to(wide) - i.target.to(wide))
-        whole = (error if whole is None else error + whole.to(wide)).to(i.codes.dtype)
-    grad_update = torch.zeros_like(i.codes) if whole is None else whole @ following
+        whole = (error if whole is None else error + whole.to(wide)).to(i.signal.dtype)
+    grad_update = torch.zeros_like(next_codes) if whole is None else whole @ following
     if i.grad_next_codes is not None:
         grad_update = grad_update + i.grad_next_codes
     if i.nonlinearity != "identity":
@@ -156,14 +175,14 @@ def written_backward(inputs: Inputs, next_codes: Tensor, next_projection: Tensor
         grad_update = grad_update.masked_fill(padding.unsqueeze(-1), 0.0)
         if whole is not None and whole is not i.grad_next_projection:
             whole = whole.masked_fill(padding.unsqueeze(-1), 0.0)
-    codes, signal, projection = torch.autograd.grad(update, leaves, grad_update)
-    found = (grad_update, residual.detach(), whole, signal, projection, codes)
+    signal, projection, *codes = torch.autograd.grad(update, list(leaves.values()), grad_update)
+    found = (grad_update, residual.detach(), whole, signal, projection, codes[0] if codes else None)
     return dict(zip(GRADIENTS, found, strict=True))
 
 
 def assert_forward_is_the_formula(inputs: Inputs, blocks: Blocks | None = SMALL) -> Results:
     """Every result of the forward against float64, by the criterion of `precision`."""
-    dtype = inputs.codes.dtype
+    dtype = inputs.signal.dtype
     given = forward(inputs, blocks)
     plain, exact = written_forward(inputs.on_cpu(dtype)), written_forward(inputs.on_cpu(torch.float64))
     for name, terms in zip(OUTPUTS[:2], (update_terms(inputs), None), strict=True):
@@ -183,16 +202,18 @@ def assert_forward_is_the_formula(inputs: Inputs, blocks: Blocks | None = SMALL)
 def backward_inputs(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The next codes and their projection, exact but for one rounding, in memory of their own between NaN."""
     exact = written_forward(inputs.on_cpu(torch.float64))
-    codes, projection = (poisoned(exact[name].to(inputs.codes)) for name in OUTPUTS[:2])  # type: ignore[union-attr]
+    codes, projection = (poisoned(exact[name].to(inputs.signal)) for name in OUTPUTS[:2])  # type: ignore[union-attr]
     return codes, projection
 
 
 def update_terms(inputs: Inputs) -> Tensor:
     """What the criterion allows beside the size of U, two sums one after the other in float32: those of the sizes."""
-    i, share = inputs.on_cpu(torch.float64), torch.finfo(torch.float32).eps / torch.finfo(inputs.codes.dtype).eps
+    i, share = inputs.on_cpu(torch.float64), torch.finfo(torch.float32).eps / torch.finfo(inputs.signal.dtype).eps
     _, residual, _ = written_update(i)
-    attended, _, _ = written_update(replace(i, codes=i.codes.abs(), dictionary=torch.zeros_like(i.dictionary)))
-    return share * (attended + residual.abs() @ i.dictionary.abs())
+    terms = residual.abs() @ i.dictionary.abs()
+    if i.codes is not None:
+        terms += written_update(replace(i, codes=i.codes.abs(), dictionary=torch.zeros_like(i.dictionary)))[0]
+    return share * terms
 
 
 def grad_projection_terms(inputs: Inputs, exact: Results) -> Tensor:
@@ -201,19 +222,24 @@ def grad_projection_terms(inputs: Inputs, exact: Results) -> Tensor:
     It is summed in float32 whatever the inputs are. Where a token sees itself alone it is zero, and torch's softmax
     subtracts a number from itself there.
     """
-    i, share = inputs.on_cpu(torch.float64), torch.finfo(torch.float32).eps / torch.finfo(inputs.codes.dtype).eps
+    i, share = inputs.on_cpu(torch.float64), torch.finfo(torch.float32).eps / torch.finfo(inputs.signal.dtype).eps
     update, grad_signal = exact["update"], exact["signal"]
     assert update is not None
     assert grad_signal is not None
-    sums = update.abs() @ i.codes.abs().mT + grad_signal.abs() @ i.projection.abs().mT
+    if i.codes is None:
+        # dX = dR + Aᵀ dR; the values are Z − X.
+        grad_residual = i.step * update.abs() @ i.dictionary.abs().mT
+        sums = grad_residual @ (i.projection - i.signal).abs().mT
+    else:
+        sums = update.abs() @ i.codes.abs().mT + grad_signal.abs() @ i.projection.abs().mT
     return share * 4 * abs(i.scale) * sums.amax(-1, keepdim=True) * i.projection.abs()
 
 
 def assert_backward_is_the_formula(
-    inputs: Inputs, blocks: Any = (SMALL, SMALL), missing: tuple[str, ...] = (), **needs: bool
+    inputs: Inputs, blocks: Blocks | None = SMALL, missing: tuple[str, ...] = (), **needs: bool
 ) -> Results:
     """Every result of the backward against float64, by the criterion of `precision`; those `missing` are None."""
-    dtype = inputs.codes.dtype
+    dtype = inputs.signal.dtype
     following = backward_inputs(inputs)
     given = backward(inputs, *following, blocks, **needs)
     plain = written_backward(inputs.on_cpu(dtype), *(tensor.cpu() for tensor in following))
@@ -222,6 +248,8 @@ def assert_backward_is_the_formula(
         mine = given[name]
         if name in missing or exact[name] is None:
             assert mine is None, name
+            continue
+        if name == "signal" and not needs.get("needs_signal", True):
             continue
         assert mine is not None, name
         assert mine.is_contiguous()

@@ -83,6 +83,8 @@ def layer_cases(draw: st.DrawFn) -> dict[str, Any]:
         projection=draw(st.booleans()),
         next_width=draw(sizes) if following == "other" else None,
     )
+    if draw(st.integers(0, 3)) == 0:
+        del inputs["codes"]
     return {
         "inputs": inputs,
         "layouts": {name: draw(st.sampled_from(LAYOUTS)) for name in inputs},
@@ -119,8 +121,11 @@ def test_equals_the_written_out_layer_with_every_gradient(case: dict[str, Any]) 
         leaves = {name: leaf(tensor, case["layouts"][name]) for name, tensor in case["inputs"].items()}
         if function is unrolled_layer_reference and "projection" in leaves:
             continue
-        following = {"next_dictionary": leaves["dictionary"]} if case["same"] else {}
-        outputs = function(**leaves, **following, **case["options"])
+        others: dict[str, Any] = {"next_dictionary": leaves["dictionary"]} if case["same"] else {}
+        if "codes" not in leaves:
+            step, written = case["options"]["step"], function is written_layer
+            others["codes"] = step * leaves["signal"] @ leaves["dictionary"] if written else None
+        outputs = function(**leaves, **others, **case["options"])
         upstream = upstream_gradients(outputs, case["upstream_layout"], case["used"])
         results.append([*outputs, *gradients(outputs, list(leaves.values()), upstream)])
     for expected in results[1:]:
@@ -315,11 +320,14 @@ def test_mixed_dtypes_are_welcome_under_autocast() -> None:
 @pytest.mark.parametrize("threshold", [0.0, 0.1])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("projection", [False, True])
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu"])
 def test_whatever_stands_in_the_padding_reaches_nothing(
-    threshold: float, poison: float, projection: bool, nonlinearity: str
+    threshold: float, poison: float, codes: bool, projection: bool, nonlinearity: str
 ) -> None:
     inputs = layer_inputs(11, (4,), 5, 3, 6, projection=projection, next_width=3)
+    first: dict[str, Any] = {} if codes else {"codes": None}
+    inputs = {name: tensor for name, tensor in inputs.items() if name not in first}
     lengths = torch.tensor([0, 2, 5, 1])
     padding = torch.arange(5) >= lengths.unsqueeze(-1)
     options: dict[str, Any] = {**OPTIONS, "threshold": threshold, "nonlinearity": nonlinearity}
@@ -329,7 +337,7 @@ def test_whatever_stands_in_the_padding_reaches_nothing(
             name: leaf(tensor.masked_fill(padding.unsqueeze(-1), filling) if tensor.dim() == 3 else tensor)
             for name, tensor in inputs.items()
         }
-        outputs = ops.unrolled_layer(**leaves, lengths=lengths, **options)
+        outputs = ops.unrolled_layer(**leaves, **first, lengths=lengths, **options)
         found = gradients(outputs, list(leaves.values()), upstream_gradients(outputs, "contiguous", "both"))
         return [*outputs, *found]
 
@@ -576,14 +584,20 @@ def test_the_error_of_nothing_is_zero(leading: tuple[int, ...], tokens: int) -> 
 @pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu", "identity"])
 @pytest.mark.parametrize(
     "given",
-    [(), ("projection",), ("next_dictionary", "target"), ("projection", "next_dictionary", "target", "lengths")],
+    [
+        ("codes",),
+        ("codes", "projection"),
+        ("codes", "next_dictionary", "target"),
+        ("codes", "projection", "next_dictionary", "target", "lengths"),
+        ("projection", "next_dictionary", "target"),
+    ],
 )
 def test_opcheck(given: tuple[str, ...], nonlinearity: Any) -> None:
     inputs = {
         name: leaf(tensor) for name, tensor in layer_inputs(31, (2,), 3, 4, 5, projection=True, next_width=2).items()
     }
     inputs["target"], inputs["lengths"] = normal(32, 2, 3, 2), torch.tensor([3, 1])
-    optional = dict.fromkeys(("projection", "next_dictionary", "target", "lengths"))
+    optional = dict.fromkeys(("codes", "projection", "next_dictionary", "target", "lengths"))
     layer = UnrolledLayerArguments(
         **{**inputs, **optional, **{name: inputs[name] for name in given}},  # type: ignore[arg-type]
         step=0.3,
@@ -693,7 +707,7 @@ FLOATS = {"codes": (2, 3, 5), "signal": (2, 3, 4), "dictionary": (4, 5)}
         ({"target": torch.zeros(3, 4)}, r"target must have shape \(2, 3, 4\) .*got \(3, 4\)"),
         ({"target": torch.zeros(2, 3, 4, dtype=torch.uint8)}, r"target must be a floating-point tensor .*uint8"),
         ({"target": "S"}, r"target must be a floating-point tensor .* got 'S' \(str\)"),
-        ({"target": torch.zeros(2, 3, 4, device="meta")}, r"target is on meta but codes is on cpu"),
+        ({"target": torch.zeros(2, 3, 4, device="meta")}, r"target is on meta but signal is on cpu"),
         (
             {"target": torch.zeros(2, 3, 4), "next_dictionary": torch.zeros(6, 5)},
             r"target must have shape \(2, 3, 6\) .*width of the next projection.*got \(2, 3, 4\)",
@@ -733,13 +747,19 @@ def test_numbers_may_be_tensors_of_one_element() -> None:
     assert_equal(given, expected)
 
 
-def test_a_layer_whose_scores_are_too_many_to_hold_is_composed_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codes", [True, False])
+def test_a_layer_whose_scores_are_too_many_to_hold_is_composed_of_ops(
+    codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
     for panel_bytes in (2**26, 1):
         monkeypatch.setattr(composed, "HELD_SCORE_BYTES", panel_bytes)
         monkeypatch.setattr(attention_in_torch, "PANEL_BYTES", panel_bytes)
         inputs = {name: leaf(tensor) for name, tensor in layer_inputs(60, (3,), 5, 4, 6, next_width=3).items()}
         options: dict[str, Any] = {**OPTIONS, "lengths": torch.tensor([5, 0, 3]), "target": normal(61, 3, 5, 3)}
+        if not codes:
+            del inputs["codes"]
+            options["codes"] = None
         outputs = ops.unrolled_layer(**inputs, **options)
         upstream = [normal(62 + index, *output.shape) for index, output in enumerate(outputs)]
         results.append([*outputs, *gradients(outputs, list(inputs.values()), upstream)])

@@ -71,14 +71,25 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_lista_arguments(codes: Tensor, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1) -> None:
-    """The checks that `lista_step` and `unrolled_layer` share; `rank` is the least rank of codes and signal."""
+def check_lista_arguments(
+    codes: Tensor | None, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1
+) -> None:
+    """The checks that `lista_step` and `unrolled_layer` share; `rank` is the least rank of codes and signal.
+
+    Of `unrolled_layer`, of rank 2, codes may be None.
+    """
     tokens = "[..., T, " if rank == 2 else "[..., "
-    check_tensor("codes", codes, rank, f"{tokens}m]")
+    if codes is not None or rank == 1:
+        check_tensor("codes", codes, rank, f"{tokens}m]")
     check_tensor("signal", signal, rank, f"{tokens}n]")
     check_tensor("dictionary", dictionary, 2, "[n, m]")
-    check_shape("dictionary", dictionary, (signal.shape[-1], codes.shape[-1]), "width of signal by width of codes")
-    check_shape("signal", signal, (*codes.shape[:-1], signal.shape[-1]), "the tokens of codes by the signal's width")
+    if codes is None:
+        check_shape("dictionary", dictionary, (signal.shape[-1], dictionary.shape[1]), "width of signal by any width")
+    else:
+        check_shape("dictionary", dictionary, (signal.shape[-1], codes.shape[-1]), "width of signal by width of codes")
+        check_shape(
+            "signal", signal, (*codes.shape[:-1], signal.shape[-1]), "the tokens of codes by the signal's width"
+        )
     check_together(codes=codes, signal=signal, dictionary=dictionary)
     check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
 

@@ -17,7 +17,9 @@ from cdt_fast.ops.shared.checks import (
     check_together,
     compute_dtype,
     length_of_each,
+    padding_mask,
     sequences,
+    without_padding,
 )
 from cdt_fast.ops.soft_threshold.plain import effective_nonlinearity
 from cdt_fast.ops.unrolled_layer.composed import layer_of_ops, runs_as_one
@@ -28,7 +30,7 @@ __all__ = ["unrolled_layer", "unrolled_layer_reference"]
 
 
 def unrolled_layer(
-    codes: Tensor,
+    codes: Tensor | None,
     signal: Tensor,
     dictionary: Tensor,
     *,
@@ -50,7 +52,8 @@ def unrolled_layer(
     and a layer costs two large products forward and four backward, where the written-out layer costs four and eight.
 
     Args:
-        codes: H, `[..., T, m]`.
+        codes: H, `[..., T, m]`; None: `(1/c) X D`, the first codes of a network, which are then never formed: that
+            saves two large products forward and three backward.
         signal: X, `[..., T, n]`.
         dictionary: D, `[n, m]`.
         step: 1/c ≥ 0; with `c ≥ ‖D‖₂²` the LISTA half-step never raises its objective.
@@ -72,39 +75,44 @@ def unrolled_layer(
         InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
     """
     check_lista_arguments(codes, signal, dictionary, nonlinearity, rank=2)
+    dtype = compute_dtype(signal)
+    step = check_factor("step", step, non_negative=True, dtype=dtype)
     if projection is not None:
         check_tensor("projection", projection, 2, "[..., T, n]")
         check_shape("projection", projection, tuple(signal.shape), "as signal")
     if next_dictionary is dictionary:
         next_dictionary = None  # one gradient for the tied dictionary, not two to be added
+    code_width = dictionary.shape[1]
     if next_dictionary is not None:
         check_tensor("next_dictionary", next_dictionary, 2, "[k, m]")
-        check_shape("next_dictionary", next_dictionary, (next_dictionary.shape[0], codes.shape[-1]), "any by m")
-    next_shape = (*codes.shape[:-1], (dictionary if next_dictionary is None else next_dictionary).shape[0])
+        check_shape("next_dictionary", next_dictionary, (next_dictionary.shape[0], code_width), "any by m")
+    next_shape = (*signal.shape[:-1], (dictionary if next_dictionary is None else next_dictionary).shape[0])
     if target is not None:
         check_tensor("target", target, 2, "[..., T, k]")
-        check_shape("target", target, next_shape, "the tokens of codes by the width of the next projection")
-        if target.device != codes.device:
-            raise InputError(f"target is on {target.device} but codes is on {codes.device}: move one of them")
-    check_together(codes=codes, projection=projection, next_dictionary=next_dictionary)
-    check_lengths(lengths, codes)
-    dtype = compute_dtype(codes)
+        check_shape("target", target, next_shape, "the tokens of signal by the width of the next projection")
+        if target.device != signal.device:
+            raise InputError(f"target is on {target.device} but signal is on {signal.device}: move one of them")
+    check_together(codes=codes, signal=signal, projection=projection, next_dictionary=next_dictionary)
+    check_lengths(lengths, signal)
+    if codes is None and projection is None:
+        counted = without_padding(signal, padding_mask(lengths, signal))
+        projection = counted @ (step * dictionary @ dictionary.mT)
     threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
-    rows = sequences(codes, dtype)
+    rows = sequences(signal, dtype)
     layer = UnrolledLayerArguments(
-        codes=rows,
-        signal=sequences(signal, dtype),
+        codes=None if codes is None else sequences(codes, dtype),
+        signal=rows,
         dictionary=dictionary,
         projection=None if projection is None else sequences(projection, dtype),
         next_dictionary=next_dictionary,
         target=None if target is None else sequences(target.detach(), target.dtype),
         lengths=length_of_each(lengths),
-        step=check_factor("step", step, non_negative=True, dtype=dtype),
+        step=step,
         threshold=threshold,
         scale=check_factor("scale", scale, dtype=dtype),
         nonlinearity=effective_nonlinearity(nonlinearity, threshold),
         backend=choose_backend("unrolled_layer", rows, multiplies=True),
     )
     next_codes, next_projection, error = (layer_as_one if runs_as_one(layer) else layer_of_ops)(layer)
-    outputs = next_codes.view(codes.shape), next_projection.view(next_shape)
+    outputs = next_codes.view(*signal.shape[:-1], code_width), next_projection.view(next_shape)
     return outputs if error is None else (*outputs, error)

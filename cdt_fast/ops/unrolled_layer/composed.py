@@ -18,11 +18,11 @@ HELD_SCORE_BYTES = 64 * 2**20
 
 def runs_as_one(layer: UnrolledLayerArguments) -> bool:
     """Whether one operator computes the layer: where a tile of its kernel holds it, or plain torch all its scores."""
-    codes, width, following = layer.codes, layer.signal.shape[-1], layer.next_dictionary
+    (batch, tokens, width), following = layer.signal.shape, layer.next_dictionary
     if layer.backend == "torch":
-        return codes.shape[0] * codes.shape[1] ** 2 * max(4, codes.element_size()) <= HELD_SCORE_BYTES
+        return batch * tokens**2 * max(4, layer.signal.element_size()) <= HELD_SCORE_BYTES
     widest = width if following is None else max(width, following.shape[0])
-    return fused_unsupported_reason(codes.shape[1], widest, codes.dtype) is None
+    return fused_unsupported_reason(tokens, widest, layer.signal.dtype) is None
 
 
 def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> str | None:
@@ -31,7 +31,7 @@ def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> st
     Args:
         tokens: of a sequence.
         widest: the greater width, of the signal or of the next projection.
-        dtype: of the codes.
+        dtype: of the tokens.
     """
     if dtype.itemsize != 2:
         return "tiles of float32 leave no shared memory for the dictionary"
@@ -42,17 +42,22 @@ def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> st
 
 def layer_of_ops(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor | None]:
     """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]`, and the squared error (None without a target)."""
-    codes, target, lengths = layer.codes, layer.target, layer.lengths
-    padding = padding_mask(lengths, codes)
-    dictionary = layer.dictionary.to(codes.dtype)
-    next_dictionary = dictionary if layer.next_dictionary is None else layer.next_dictionary.to(codes.dtype)
-    with torch.autocast(codes.device.type, enabled=False):
-        projection = layer.projection
-        if projection is None:
-            projection = without_padding(codes, padding) @ dictionary.mT
-        mixed = symmetric_attention(projection, codes, scale=layer.scale, lengths=lengths)
-        residual = without_padding(layer.signal, padding)
-        residual = residual - symmetric_attention(projection, scale=layer.scale, lengths=lengths)
+    codes, target, lengths, dtype = layer.codes, layer.target, layer.lengths, layer.signal.dtype
+    padding = padding_mask(lengths, layer.signal)
+    dictionary = layer.dictionary.to(dtype)
+    next_dictionary = dictionary if layer.next_dictionary is None else layer.next_dictionary.to(dtype)
+    with torch.autocast(layer.signal.device.type, enabled=False):
+        projection, residual = layer.projection, without_padding(layer.signal, padding)
+        if codes is None:
+            assert projection is not None
+            values = residual - without_padding(projection, padding)
+            residual = residual + symmetric_attention(projection, values, scale=layer.scale, lengths=lengths)
+            mixed = residual.new_zeros(dictionary.shape[1])
+        else:
+            if projection is None:
+                projection = without_padding(codes, padding) @ dictionary.mT
+            mixed = symmetric_attention(projection, codes, scale=layer.scale, lengths=lengths)
+            residual = residual - symmetric_attention(projection, scale=layer.scale, lengths=lengths)
         next_codes = residual_linear(
             residual,
             dictionary,
@@ -64,11 +69,11 @@ def layer_of_ops(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor 
         next_projection = next_codes @ next_dictionary.mT
     if target is None:
         return next_codes, next_projection, None
-    tokens = codes.shape[:-1].numel()
+    tokens = next_codes.shape[:-1].numel()
     if not tokens:
-        return next_codes, next_projection, next_projection.sum(dtype=torch.promote_types(codes.dtype, torch.float32))
+        return next_codes, next_projection, next_projection.sum(dtype=torch.promote_types(dtype, torch.float32))
     target = without_padding(target, padding)
-    if target.dtype == torch.float64 and codes.dtype != torch.float64:
+    if target.dtype == torch.float64 and dtype != torch.float64:
         target = target.float()  # no kernel reads float64, and the error is not summed in it
     _, per_token = layerwise_reconstruction_loss([next_projection], target)
     return next_codes, next_projection, per_token[0] * tokens

@@ -33,11 +33,12 @@ def layer_as_one(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor 
 
 def _forward(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
-    codes, given = layer.codes, layer.projection is not None
-    with torch.autocast(codes.device.type, enabled=False):
-        layer = _with_dictionaries_of_the_codes(layer)
+    signal, given = layer.signal, layer.projection is not None
+    with torch.autocast(signal.device.type, enabled=False):
+        layer = _with_dictionaries_of_the_tokens(layer)
         if layer.projection is None:
-            tokens = without_padding(codes, padding_mask(layer.lengths, codes))
+            assert layer.codes is not None  # without them there is a projection
+            tokens = without_padding(layer.codes, padding_mask(layer.lengths, signal))
             layer = replace(layer, projection=product_of_tokens(tokens, layer.dictionary.mT))
         if layer.backend == "triton":
             from cdt_fast.kernels.unrolled_layer import unrolled_forward
@@ -45,39 +46,42 @@ def _forward(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Ten
             next_codes, next_projection, errors = unrolled_forward(layer)
         else:
             next_codes, next_projection, errors = forward_in_torch(layer)
-    error = codes.new_zeros((), dtype=torch.promote_types(codes.dtype, torch.float32))
-    projection = codes.new_empty(0) if given or layer.projection is None else layer.projection
-    return next_codes, next_projection, projection, error if errors is None else errors.sum()
+    projection = signal.new_empty(0) if given or layer.projection is None else layer.projection
+    if errors is None:
+        error = signal.new_zeros((), dtype=torch.promote_types(signal.dtype, torch.float32))
+    else:
+        error = errors.sum()
+    return next_codes, next_projection, projection, error
 
 
 def _forward_fake(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes = layer.codes
+    signal = layer.signal
     next_width = (layer.dictionary if layer.next_dictionary is None else layer.next_dictionary).shape[0]
     return (
-        torch.empty_like(codes),
-        codes.new_empty((*codes.shape[:-1], next_width)),
-        torch.empty_like(layer.signal) if layer.projection is None else codes.new_empty(0),
-        codes.new_empty((), dtype=torch.promote_types(codes.dtype, torch.float32)),
+        signal.new_empty((*signal.shape[:-1], layer.dictionary.shape[1])),
+        signal.new_empty((*signal.shape[:-1], next_width)),
+        torch.empty_like(signal) if layer.projection is None else signal.new_empty(0),
+        signal.new_empty((), dtype=torch.promote_types(signal.dtype, torch.float32)),
     )
 
 
 def _backward(layer: UnrolledLayerBackwardArguments) -> list[Tensor]:
     """The gradients that are needed, in the order of `DIFFERENTIABLE`."""
-    codes, dictionary = layer.codes, layer.dictionary
+    dictionary = layer.dictionary
     tied = layer.next_dictionary is None
     next_dictionary = dictionary if layer.next_dictionary is None else layer.next_dictionary
-    narrow = _with_dictionaries_of_the_codes(layer)
+    narrow = _with_dictionaries_of_the_tokens(layer)
     if not layer.projection_given:
         narrow = replace(narrow, needs_projection=layer.needs_codes or layer.needs_dictionary)
     # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-    with torch.autocast(codes.device.type, enabled=False):
+    with torch.autocast(layer.signal.device.type, enabled=False):
         if layer.backend == "triton":
             from cdt_fast.kernels.unrolled_layer import unrolled_backward
 
             parts = unrolled_backward(narrow)
         else:
             parts = backward_in_torch(narrow)
-        padding = padding_mask(layer.lengths, codes)
+        padding = padding_mask(layer.lengths, layer.signal)
         grad_dictionary = grad_next_dictionary = None
         if layer.needs_dictionary if tied else layer.needs_next_dictionary:
             if parts.next_projection is not None:
@@ -98,7 +102,10 @@ def _backward(layer: UnrolledLayerBackwardArguments) -> list[Tensor]:
             if parts.codes is not None:
                 rows_of(parts.codes).addmm_(rows, narrow.dictionary)
             if grad_dictionary is not None:
-                grad_dictionary += product_over_rows(rows, rows_of(without_padding(codes, padding)), dictionary.dtype)
+                assert layer.codes is not None
+                grad_dictionary += product_over_rows(
+                    rows, rows_of(without_padding(layer.codes, padding)), dictionary.dtype
+                )
     gradients = (parts.codes, parts.signal, grad_dictionary, parts.projection, grad_next_dictionary)
     needs = (getattr(layer, f"needs_{name}") for name in DIFFERENTIABLE)
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need and gradient is not None]
@@ -143,12 +150,16 @@ def _autograd(
 
 
 def _formula(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype, padding = layer.codes.dtype, padding_mask(layer.lengths, layer.codes)
+    dtype, padding = layer.signal.dtype, padding_mask(layer.lengths, layer.signal)
     wide = torch.promote_types(dtype, torch.float32)
     following = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
     dictionary, following = (matrix.to(dtype).to(wide) for matrix in (layer.dictionary, following))
-    with torch.autocast(layer.codes.device.type, enabled=False):
-        codes, signal = (without_padding(tensor.to(wide), padding) for tensor in (layer.codes, layer.signal))
+    with torch.autocast(layer.signal.device.type, enabled=False):
+        signal = without_padding(layer.signal.to(wide), padding)
+        if layer.codes is None:
+            codes = layer.step * signal @ dictionary
+        else:
+            codes = without_padding(layer.codes.to(wide), padding)
         projection = codes @ dictionary.mT if layer.projection is None else layer.projection.to(wide)
         mixed = symmetric_attention_reference(projection, codes, scale=layer.scale, lengths=layer.lengths)
         of_signal = symmetric_attention_reference(projection, scale=layer.scale, lengths=layer.lengths)
@@ -158,7 +169,7 @@ def _formula(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Ten
         error = next_projection.new_zeros(())
         if layer.target is not None:
             error = without_padding(next_projection - layer.target.to(wide), padding).square().sum()
-    return next_codes.to(dtype), next_projection.to(dtype), layer.codes.new_empty(0), error
+    return next_codes.to(dtype), next_projection.to(dtype), layer.signal.new_empty(0), error
 
 
 unrolled_layer_forward = Operator(
@@ -181,10 +192,10 @@ unrolled_layer_backward = Operator(
 )
 
 
-def _with_dictionaries_of_the_codes(layer: Layer) -> Layer:
-    """Both in the dtype of the codes and contiguous, as the kernel reads them: one may be the transpose of another
+def _with_dictionaries_of_the_tokens(layer: Layer) -> Layer:
+    """Both in the dtype of the tokens and contiguous, as the kernel reads them: one may be the transpose of another
     parameter."""
-    dtype, on_triton = layer.codes.dtype, layer.backend == "triton"
+    dtype, on_triton = layer.signal.dtype, layer.backend == "triton"
     dictionary, following = layer.dictionary.to(dtype), layer.next_dictionary
     following = None if following is None else following.to(dtype)
     if on_triton:

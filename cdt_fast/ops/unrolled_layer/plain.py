@@ -21,13 +21,15 @@ from cdt_fast.ops.soft_threshold.plain import shrink_, shrink_backward_
 def forward_in_torch(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor | None]:
     """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, its squared error `[1]`; the dictionaries are of the codes'
     dtype, and the projection is there."""
-    padding = padding_mask(layer.lengths, layer.codes)
-    codes, signal = without_padding(layer.codes, padding), without_padding(layer.signal, padding)
-    assert layer.projection is not None
-    projection = without_padding(layer.projection, padding)
-    attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection)).to(codes.dtype)
-    residual = torch.baddbmm(signal, attention, projection, alpha=-1)
-    next_codes = product_of_tokens(residual, layer.dictionary).baddbmm_(attention, codes, beta=layer.step)
+    padding = padding_mask(layer.lengths, layer.signal)
+    signal, projection, values = _signal_projection_values(layer, padding)
+    attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection)).to(signal.dtype)
+    residual = torch.baddbmm(signal, attention, values, alpha=-1)
+    if layer.codes is None:
+        next_codes = product_of_tokens(residual.mul_(layer.step), layer.dictionary)
+    else:
+        codes = without_padding(layer.codes, padding)
+        next_codes = product_of_tokens(residual, layer.dictionary).baddbmm_(attention, codes, beta=layer.step)
     shrink_(next_codes, layer.threshold, layer.nonlinearity)
     next_dictionary = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
     next_projection = product_of_tokens(next_codes, next_dictionary.mT)
@@ -42,14 +44,13 @@ def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGra
     is `next codes ≠ 0`. Sums into `[tokens, m]` run in place, inside the products where possible: on a CPU a fresh
     tensor of that size can cost as much as a product.
     """
-    padding = padding_mask(layer.lengths, layer.codes)
-    codes, signal = without_padding(layer.codes, padding), without_padding(layer.signal, padding)
-    assert layer.projection is not None
-    projection = without_padding(layer.projection, padding)
+    padding = padding_mask(layer.lengths, layer.signal)
+    codes = None if layer.codes is None else without_padding(layer.codes, padding)
+    signal, projection, values = _signal_projection_values(layer, padding)
     next_dictionary = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
     grad_next_codes, grad_next_projection = layer.grad_next_codes, _grad_next_projection(layer, padding)
     if grad_next_projection is None and grad_next_codes is None:
-        grad_next_projection = codes.new_zeros((*codes.shape[:-1], next_dictionary.shape[0]))
+        grad_next_projection = signal.new_zeros((*signal.shape[:-1], next_dictionary.shape[0]))
     if grad_next_codes is not None:
         grad_next_codes = without_padding(grad_next_codes, padding)
     if grad_next_projection is not None:
@@ -61,20 +62,33 @@ def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGra
     shrink_backward_(grad_update, layer.next_codes, layer.nonlinearity)
 
     attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection))
-    attention_low = attention.to(codes.dtype)
-    grad_signal = product_of_tokens(grad_update, layer.dictionary.mT).mul_(layer.step)
+    attention_low = attention.to(signal.dtype)
+    grad_residual = product_of_tokens(grad_update, layer.dictionary.mT).mul_(layer.step)
     residual = grad_projection = None
     if layer.needs_dictionary:
-        residual = torch.baddbmm(signal, attention_low, projection, alpha=-1).mul_(layer.step)
+        residual = torch.baddbmm(signal, attention_low, values, alpha=-1).mul_(layer.step)
     if layer.needs_projection:
         grad_projection = torch.zeros_like(projection, memory_format=torch.contiguous_format)
         if layer.scale:  # else nothing comes from the scores, whose gradient may overflow float16: 0 · ∞ = NaN
-            grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_signal, projection.mT, alpha=-1)
+            if codes is None:
+                grad_attention = (grad_residual @ values.mT).neg_()
+            else:
+                grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_residual, values.mT, alpha=-1)
             grad_scores = softmax_backward_(grad_attention, attention)
             grad_of_both_factors(grad_scores, projection, layer.scale, out=grad_projection)
-        clear_padding_(grad_projection.baddbmm_(attention_low.mT, grad_signal, alpha=-1), padding)
+        clear_padding_(grad_projection.baddbmm_(attention_low.mT, grad_residual, alpha=-1), padding)
     grad_codes = clear_padding_(attention_low.mT @ grad_update, padding) if layer.needs_codes else None
+    grad_signal = grad_residual
+    if codes is None and layer.needs_signal:
+        grad_signal = clear_padding_(torch.baddbmm(grad_residual, attention_low.mT, grad_residual), padding)
     return UnrolledLayerGradients(grad_update, residual, grad_next_projection, grad_signal, grad_projection, grad_codes)
+
+
+def _signal_projection_values(layer: UnrolledLayerArguments, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """X, Z and what the attention weighs in the residual: Z, or without codes Z − X."""
+    assert layer.projection is not None
+    signal, projection = without_padding(layer.signal, padding), without_padding(layer.projection, padding)
+    return signal, projection, projection if layer.codes is not None else projection - signal
 
 
 def _grad_next_projection(layer: UnrolledLayerBackwardArguments, padding: Tensor | None) -> Tensor | None:
@@ -93,7 +107,7 @@ def _grad_next_projection(layer: UnrolledLayerBackwardArguments, padding: Tensor
         error.masked_fill_(grad_error == 0, 0.0)
     if arrived is not None:
         error += arrived
-    return error.to(layer.codes.dtype)
+    return error.to(layer.signal.dtype)
 
 
 def product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_refer
 
 
 def unrolled_layer_reference(
-    codes: Tensor,
+    codes: Tensor | None,
     signal: Tensor,
     dictionary: Tensor,
     *,
@@ -22,6 +22,8 @@ def unrolled_layer_reference(
     next_dictionary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The layer written out, without the identity: four large products, in any dtype, differentiated by torch."""
+    if codes is None:
+        codes = step * signal @ dictionary
     padding = padding_mask(lengths, codes)
     codes, signal = without_padding(codes, padding), without_padding(signal, padding)
     mixed = symmetric_attention_reference(codes @ dictionary.mT, codes, scale=scale, lengths=lengths)
