@@ -49,7 +49,8 @@ def run(function: Function, tensors: dict[str, Tensor]) -> list[Tensor]:
 class Rounding(TorchDispatchMode):
     """Every step of torch off by one rounding: what it computes times 1 ± epsilon, with signs drawn for each number.
 
-    A softmax is exp(x − log Σ exp x), of which the sum's logarithm is a step: the number a row that a kernel keeps.
+    A softmax is exp(x − log Σ exp x), and the sum's logarithm a step: the number a row that a kernel keeps. What
+    the backward of its logarithm subtracts is one too, so that a difference of zero has the rounding of its terms.
 
     Attributes:
         longest: the most terms that a step has summed.
@@ -79,6 +80,9 @@ class Rounding(TorchDispatchMode):
             log_sums = args[0].logsumexp(args[1], keepdim=True).nan_to_num()  # of a row that is masked: −inf
             off = log_sums - self.moved(log_sums)
             result = result + off if step is aten._log_softmax else result * off.exp()
+        elif step is aten._log_softmax_backward_data:  # upstream − exp(output) Σ upstream
+            subtracted = args[1].exp() * args[0].sum(args[2], keepdim=True)
+            result = result + (subtracted - self.moved(subtracted))
         return self.moved(result)
 
 

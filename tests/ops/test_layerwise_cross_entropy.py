@@ -935,6 +935,12 @@ def test_gradcheck(weights: list[float] | None) -> None:
     )
 
 
+def test_a_flag_is_checked_before_it_is_used() -> None:
+    hidden, weight, targets, _ = tensors(4)
+    with pytest.raises(InputError, match="detach_last must be True or False"):
+        ops.layerwise_cross_entropy(hidden, weight, targets, inner_kl=0.5, detach_last=torch.ones(3))  # type: ignore[arg-type]
+
+
 def test_repeats_are_bitwise_equal() -> None:
     def run(weights: list[float] | None) -> list[Tensor | None]:
         hidden, weight, targets, bias = tensors(50)

@@ -117,9 +117,10 @@ def layerwise_cross_entropy(
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
     share = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
+    detach_last, per_token = check_flag("detach_last", detach_last), check_flag("per_token", per_token)
     if share and fraction < 1 and not detach_last:
         raise InputError(f"inner_fraction must be 1 where detach_last is false, got {inner_fraction}")
-    if fraction < 1 and check_flag("per_token", per_token):
+    if fraction < 1 and per_token:
         raise InputError(f"inner_fraction must be 1 where per_token is true, got {inner_fraction}")
     if share and len(all_targets) > 1:
         raise InputError(f"inner_kl must be 0 where each depth has targets of its own, got {inner_kl}")
@@ -142,8 +143,8 @@ def layerwise_cross_entropy(
         softcap=None if softcap is None else check_positive("softcap", softcap),
         chunk_tokens=chunk_tokens,
         inner_kl=share,
-        detach_last=check_flag("detach_last", detach_last),
-        details="all" if check_flag("per_token", per_token) else "losses" if by_token else "none",
+        detach_last=detach_last,
+        details="all" if per_token else "losses" if by_token else "none",
         mean=check_choice("reduction", reduction, REDUCTIONS) == "mean",
         backend=choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
         fused=False,
