@@ -140,6 +140,7 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
     Raises:
         InputError: it is no run, has no evaluation of this version, or was trained further since.
     """
+    from cdt_fast.training.checkpoint import saved_step
     from cdt_fast.training.task import EvaluatedRun
 
     folder, settings, entry = open_run(path)
@@ -151,7 +152,7 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
         evaluation = read_json(folder.evaluation, task.evaluation)
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from None
-    trained = folder.last_step()
+    trained = saved_step(folder.checkpoint)  # not the last that was logged, which a killed training has lost
     if trained > evaluation.trained_steps:
         raise InputError(
             f"{path}: was evaluated after step {evaluation.trained_steps} and trained to step {trained} since; {remedy}"

@@ -74,6 +74,22 @@ def load_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
     return TensorFile({name: tensor.to(device) for name, tensor in tensors.items()}, metadata, ours is not None)
 
 
+def recorded(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The metadata that `serialized` was given, of which nothing is checked; the tensors are not read.
+
+    Raises:
+        InputError: the file is missing, no safetensors file, or holds no such metadata.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            ours = (file.metadata() or {}).get(_OURS, "")
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
+    return parsed_json(ours, f"{path}: is damaged: its metadata", dict[str, dict[str, str]]).get("metadata", {})
+
+
 def _read(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Tensor]]:
     """Our entry of a file's metadata and its tensors, all of one state of the file.
 

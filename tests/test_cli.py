@@ -108,6 +108,8 @@ def test_help_tells_every_default(call: Call) -> None:
         (["train", "video", "--steps", "ten"], ["[training] steps must be a whole number, got 'ten'"]),
         (["train", "video", "--model", "vet"], ["[model] model must be 'dust', 'ut' or 'vit', got 'vet'"]),
         (["train", "video", "--gammas", ""], ["[evaluation] gammas"]),
+        (["train", "video", "--gammas", "0.1,1e20"], ["[evaluation] gammas must be at most 1e+06, got '0.1,1e20'"]),
+        (["train", "video", "--config", "no.toml"], ["cdt-fast: no.toml: cannot be read as TOML (No such file"]),
         (["train", "video", "--config", "missing.toml"], ["missing.toml"]),
         (["train", "video", "missing.mp4"], ["missing.mp4", "no such file"]),
         (["train", "video", "--resume", "missing"], ["missing: is no run folder"]),
@@ -193,6 +195,8 @@ def test_unusable_frames_are_one_line_and_leave_no_run(call: Call, tmp_path: Pat
         ({"step": 0}, "step"),
         ({"window": 61}, "61"),
         ({"lr": 1e30, "clip": "none"}, "no longer finite"),
+        ({"lr": 1e38}, "[training] lr must be at most 1e+30, got 1e+38"),
+        ({"lr": 1e10, "weight_decay": 1e25}, "[training] weight_decay times lr must be at most 1e+30, got 1e+35"),
     ],
 )
 def test_settings_that_cannot_be_used_are_one_line_and_leave_no_run(
@@ -541,6 +545,18 @@ def test_an_evaluation_from_before_more_training_is_not_compared(call: Call, cop
     line = call("compare", copied_run.path).line()
     assert "was evaluated after step 26 and trained to step 30 since" in line
     assert "cdt-fast evaluate" in line
+
+
+def test_steps_that_a_killed_training_logged_and_lost_do_not_make_an_evaluation_old(
+    call: Call, copied_run: RunFolder, tmp_path: Path
+) -> None:
+    *_, last = copied_run.read_metrics()
+    with copied_run.metrics.open("a") as file:
+        file.write(json.dumps({**last, "step": last["step"] + 3}) + "\n")
+    assert call("evaluate", copied_run.path).status == 0
+    assert call("compare", copied_run.path, "--out", tmp_path / "one").status == 0
+    copied_run.checkpoint.write_bytes(b"damaged")
+    assert call("compare", copied_run.path, "--out", tmp_path / "two").status == 0
 
 
 def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, quick_figures: None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError, printable
 from cdt_fast.files import parsed_json, replaced_atomically, shown
-from cdt_fast.tensor_file import load_tensors, serialized
+from cdt_fast.tensor_file import load_tensors, recorded, serialized
 
 _FORMAT = "cdt_fast checkpoint 2"
 
@@ -97,6 +97,16 @@ def load_checkpoint(
     if run is not None:
         _check_training_state(path, state, run)
     return state
+
+
+def saved_step(path: str | os.PathLike[str]) -> int:
+    """The step of the checkpoint at `path`, read without its tensors; 0 where there is none, or none that is whole."""
+    try:
+        state = parsed_json(recorded(path).get("state", ""), str(path), dict[str, dict[str, Any]])
+    except InputError:
+        return 0
+    step = state.get("words", {}).get("step")
+    return step if isinstance(step, int) else 0
 
 
 def run_identity(settings: Any) -> dict[str, Any]:

@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from cdt_fast.errors import InputError
+
 # Options that say how and where the update is computed, not what it is: a checkpoint's machine may have been another.
 _PLACEMENT = ("foreach", "fused", "capturable")
+
+_LARGEST = 1e30
 
 
 def build_optimizer(
@@ -32,7 +36,13 @@ def build_optimizer(
         on_device: keep the learning rate and the count of steps on the parameters' device and update in one fused
             kernel, so that the step can be captured in a CUDA graph: the schedule then writes the rate, as float32,
             into the tensor that the kernel reads. The device is a GPU (torch's fused AdamW runs on a CPU too).
+
+    Raises:
+        InputError: the rate, or its product with the decay, is beyond what an update in float32 can be made with.
     """
+    for name, factor in (("lr", lr), ("weight_decay times lr", lr * weight_decay)):
+        if not factor <= _LARGEST:
+            raise InputError(f"[training] {name} must be at most {_LARGEST:g}, got {factor:g}")
     if not on_device:
         optimizer = AdamW(parameters, lr=lr, weight_decay=weight_decay)
         return optimizer, LambdaLR(optimizer, relative_rate)

@@ -151,10 +151,6 @@ class RunFolder:
                 entries.append(entry)
         return entries
 
-    def last_step(self) -> int:
-        """The last step that was logged; 0 where none was."""
-        return max((entry["step"] for entry in self.read_metrics()), default=0)
-
     def truncate_metrics(self, step: int) -> None:
         """Drop what was logged after `step`, the checkpoint that a resumed run starts from."""
         kept = [entry for entry in self.read_metrics() if entry["step"] <= step]

@@ -36,7 +36,8 @@ Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Bounds = Annotated[dict[int, float | str], Field(min_length=1)]
 Shares = Annotated[dict[int, float], Field(min_length=1)]
-Levels = Annotated[list[NonNegative], Field(min_length=1)]
+# Beyond a million times the signal squares leave float32.
+Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
 Precision = Literal["auto", "bf16", "fp32", "ieee"]
 DepthSchedule = Literal["random", "gradual", "rotational"]
 
@@ -59,6 +60,7 @@ _EXPECTED = {
     "none_required": "'none'",
     "literal_error": "{expected}",
     "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
     "less_than": "below {lt:g}",
 }
 

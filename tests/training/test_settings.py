@@ -19,14 +19,12 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
     """Values that a field may take, as TOML has them."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        least = max(
-            (part.ge for bound in inner[1:] for part in [bound, *bound.metadata] if hasattr(part, "ge")), default=0
-        )
-        below = min(
-            (part.lt for bound in inner[1:] for part in [bound, *bound.metadata] if hasattr(part, "lt")),
-            default=float("inf"),
-        )
-        return values_of(inner[0]).filter(lambda value: isinstance(value, list | dict) or least <= value < below)
+        parts = [part for bound in inner[1:] for part in [bound, *bound.metadata]]
+        least = max((part.ge for part in parts if hasattr(part, "ge")), default=0)
+        most = min((part.le for part in parts if hasattr(part, "le")), default=1e300)
+        below = min((part.lt for part in parts if hasattr(part, "lt")), default=float("inf"))
+        values = st.floats(least, min(most, below), allow_nan=False) if inner[0] is float else values_of(inner[0])
+        return values.filter(lambda value: isinstance(value, list | dict) or least <= value < below)
     if origin is Literal:
         return st.sampled_from(inner)
     if origin is dict:
