@@ -760,10 +760,9 @@ def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
     assert options == dataclasses.asdict(DEFAULTS)
     for task, entry in TASKS.items():
         expected, settings = options_of(task), vars(entry.settings().constraints)
-        # Settings of their own: on or off, the preset, and a warm-up counted in epochs.
-        assert set(settings) - set(expected) == {"constrained", "preset", "warmup_epochs"}
-        # Shares of predictions that agree are for those who record them.
-        assert set(expected) - set(settings) == {"warmup_steps", "agreement"}
+        # Settings of their own: on or off, the preset, a factor of coefficients, and a warm-up counted in epochs.
+        assert set(settings) - set(expected) == {"constrained", "preset", "exit_scale", "warmup_epochs"}
+        assert set(expected) - set(settings) == {"warmup_steps"}
         assert entry.settings().objective == expected.pop("objective")
         for name in set(settings) & set(expected):
             assert settings[name] == (list(expected[name]) if name == "betas" else expected[name]), (task, name)
