@@ -781,7 +781,7 @@ def test_the_types_of_the_options_are_those_of_the_constructor() -> None:
         ("paper-text", 0.1, 0.9, "anchor", (0.9, 0.999), "slack", "chain"),
         ("paper-lm", 0.05, 12.0, "anchor", (0.9, 0.999), "slack", "chain"),
         ("safe", 0.1, "auto", "constraint", (0.0, 0.999), "decay", "detach"),
-        ("video", 0.01, "auto", "constraint", (0.0, 0.9), "slack", "detach"),
+        ("video", 0.01, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
         ("text", 0.1, 0.9, "anchor", (0.0, 0.9), "slack", "detach"),
         ("lm", 0.05, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
     ],
