@@ -51,6 +51,8 @@ class DescentCallback(_Callback):
         constraints: a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before.
         taps: the depths to read, as for `attach_layer_losses`; None: all.
         inner_fraction: the share of a language model's tokens that the inner depths are estimated from, as there.
+        inner_kl: the share of the KL to the last depth in the training losses of those before it, as there; the
+            constraints then judge none of these.
         model: the name of the transformers model inside of the LightningModule.
 
     Raises:
@@ -65,12 +67,13 @@ class DescentCallback(_Callback):
         *,
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
+        inner_kl: float = 0.0,
         model: str = "model",
     ) -> None:
         require("lightning.pytorch", "lightning", "DescentCallback")
         super().__init__()
         self._given = constraints
-        self._reads: dict[str, Any] = {"taps": taps, "inner_fraction": inner_fraction}
+        self._reads: dict[str, Any] = {"taps": taps, "inner_fraction": inner_fraction, "inner_kl": inner_kl}
         self._model_name = model
         self._constraints: DescentConstraints | None = None
         self._layer_losses: LayerLosses | None = None

@@ -38,12 +38,13 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
 
 
 def check_layers(constraints: DescentConstraints, layer_losses: LayerLosses) -> None:
-    """Require one loss a depth that is read."""
+    """Require one loss a depth that is read, and that it is the same in training and evaluation where it is judged."""
     if constraints.layers != layer_losses.num_constraints:
         raise InputError(
             f"constraints has layers = {constraints.layers}; expected {layer_losses.num_constraints}, as losses are "
             f"read at {layer_losses.num_constraints + 1} depths ({', '.join(map(str, layer_losses.taps))})"
         )
+    constraints.check_inner_kl(layer_losses.inner_kl)
 
 
 def items_in(layer_losses: LayerLosses, batch: Mapping[str, Any]) -> Tensor:

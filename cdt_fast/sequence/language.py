@@ -40,6 +40,7 @@ from cdt_fast.sequence.tokenizers import (
     load_tokenizer,
     pretrained_library,
 )
+from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Table
 
@@ -69,12 +70,13 @@ class LanguageTask(SequenceTask):
         chosen, max_tokens = settings.model, settings.data.max_tokens
         tokenizer = _load_tokenizer(chosen, data.train)
         model = _small_llama(chosen, tokenizer, max_tokens) if chosen.model == SMALL else _load(chosen)
-        overhead = predicted_overhead(model, chosen.taps, chosen.inner_fraction)
+        overhead = predicted_overhead(model, chosen.taps, chosen.inner_fraction, chosen.inner_kl)
         if chosen.lora_rank is not None:
             model = _adapted(model, chosen.lora_rank)
         network = _network(model, tokenizer, chosen)
         if settings.constrained:
             network.measure_agreement(settings.constraints.agreement or ())
+            build_constraints(settings, data, "cpu", network.layers).check_inner_kl(chosen.inner_kl)
         add_layer_dropout(network.layers_of_model, chosen.layer_dropout)
         train, validation = (
             encoded_instructions(getattr(data, part), tokenizer, max_tokens, part) for part in ("train", "validation")

@@ -65,7 +65,8 @@ class LayerLosses(DecodingMethods):
     Attributes:
         taps: the depths that are read, as numbers of 0..L.
         num_constraints: their number less one, the `layers` of a `DescentConstraints`.
-        keep_logits: as in `attach_layer_losses`; may be changed at any time.
+        inner_kl: as in `attach_layer_losses`.
+        keep_logits: as there; may be changed at any time.
         agreement_taps: those of `taps` whose agreement with the last depth a language model's forward with labels
             returns as `layer_agreement` `[depths]`: the share of the tokens that both name alike, over at most
             512 tokens, spread evenly over those with a label; 1 at the other depths. Empty: no such output.
@@ -87,7 +88,7 @@ class LayerLosses(DecodingMethods):
         self.keep_logits = keep_logits
         self.agreement_taps: Sequence[int] = ()
         self._parts = parts
-        self._inner_fraction, self._inner_kl = inner_fraction, inner_kl
+        self._inner_fraction, self.inner_kl = inner_fraction, inner_kl
         self._generator = generator
         self._weights: Tensor | None = None
         self._pass: _Pass | None = None
@@ -379,7 +380,7 @@ class LayerLosses(DecodingMethods):
             reduction="sum",
             softcap=parts.softcap,
             inner_fraction=self._inner_fraction if training else 1.0,
-            inner_kl=self._inner_kl if training else 0.0,
+            inner_kl=self.inner_kl if training else 0.0,
             generator=self._generator,
         )
         return sums[-1] if weights is None else total, sums[:tapped]

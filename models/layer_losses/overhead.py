@@ -11,23 +11,27 @@ from cdt_fast.models.layer_losses.heads import in_use, size_of_linear
 from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, check_taps, find_parts
 
 
-def predicted_overhead(model: Any, taps: Sequence[int] | None = None, inner_fraction: float = 1.0) -> float:
+def predicted_overhead(
+    model: Any, taps: Sequence[int] | None = None, inner_fraction: float = 1.0, inner_kl: float = 0.0
+) -> float:
     """Training FLOP of a causal language model with layer losses, over those without: 1.3 is 30 % more.
 
     A matrix of P entries costs 6 P FLOP a token, forward and backward; so does the head `[V, d]` at each inner depth,
-    for the tokens read there. Attention's own products are left out, so that for long sequences the overhead is
-    less. Where most matrices are frozen, as under LoRA, their gradients are not computed and it is more.
+    for the tokens read there; with `inner_kl` and a fraction of the tokens the last depth's logits at those are a
+    forward product more. Attention's own products are left out, so that for long sequences the overhead is less.
+    Where most matrices are frozen, as under LoRA, their gradients are not computed and it is more.
     A mixture of experts counts all of its experts, and its overhead is more than predicted.
 
     Args:
         model: as for `attach_layer_losses`; it may be on the meta device.
         taps: as there.
-        inner_fraction: as there.
+        inner_fraction, inner_kl: as there.
 
     Raises:
         InputError: the model is no causal language model that `attach_layer_losses` takes, or a value is out of range.
     """
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
+    share = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     parts = find_parts(model)
     if parts.kind != LANGUAGE_MODEL:
         raise InputError(
@@ -43,7 +47,8 @@ def predicted_overhead(model: Any, taps: Sequence[int] | None = None, inner_frac
         if parameter.dim() >= 2
     }
     inner = sum(depth < len(parts.layers) for depth in check_taps(taps, len(parts.layers)))
-    return 1.0 + inner * fraction * head / (sum(layers.values()) + head)
+    teacher = 1 / 3 if share and inner and fraction < 1 else 0.0
+    return 1.0 + (inner + teacher) * fraction * head / (sum(layers.values()) + head)
 
 
 def predicted_speedup(

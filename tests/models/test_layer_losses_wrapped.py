@@ -111,7 +111,14 @@ def test_predicted_overhead_of_llama_8b() -> None:
     assert round(predicted_overhead(model), 1) == 3.2
     assert round(predicted_overhead(model, inner_fraction=1 / 8), 1) == 1.3
     assert round(predicted_overhead(model, range(0, 33, 4), 1 / 8), 2) == 1.07
-    assert predicted_overhead(model, [-1]) == 1.0
+    assert predicted_overhead(model, [-1]) == predicted_overhead(model, [-1], 1 / 8, inner_kl=1.0) == 1.0
+    # The last depth's logits at the tokens of the sample: a forward product, a third of what a tap costs.
+    one, two = (predicted_overhead(model, [*range(taps), 32], 1 / 8) for taps in (1, 2))
+    of_kl = predicted_overhead(model, [0, 32], 1 / 8, inner_kl=0.5) - one
+    assert of_kl == pytest.approx((two - one) / 3)
+    assert predicted_overhead(model, inner_kl=1.0) == predicted_overhead(model)  # which are at hand for all tokens
+    with pytest.raises(InputError, match="inner_kl must be"):
+        predicted_overhead(model, inner_kl=2.0)
     with pytest.raises(InputError, match="causal language model"):
         predicted_overhead(classifier())
 

@@ -166,6 +166,7 @@ BAD = [
     ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be depths between 0 and 2"]),
     ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction must be in (0, 1]"]),
     ("lm", ["INSTRUCTIONS", "--inner-kl", "2"], ["inner_kl", "at most 1"]),
+    ("lm", ["INSTRUCTIONS", "--inner-kl", "0.5"], ["inner_kl is 0.5, and the constraints judge", "agreement alone"]),
     ("lm", ["INSTRUCTIONS", "--width", "18", "--heads", "4"], ["width must be a multiple"]),
     ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
 ]

@@ -255,7 +255,12 @@ def test_a_decoder_is_tuned_on_validation_prompts_and_kept_with_the_model(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"inner_fraction": 0.5, "taps": [0, 2], "inner_kl": 0.5}, {"model": "qwen", "gamma": 0.2}]
+    "changes",
+    [
+        {},
+        {"inner_fraction": 0.5, "taps": [0, 2], "inner_kl": 0.5, "constrained": False, "objective": "depths"},
+        {"model": "qwen", "gamma": 0.2},
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
