@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cdt_fast import experiments
 from cdt_fast.cli import commands
 from cdt_fast.experiments import study
 from cdt_fast.files import read_json
+from cdt_fast.tasks import open_evaluated
 from cdt_fast.training import loop
 from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.video.settings import VideoSettings
@@ -130,13 +132,20 @@ def test_a_study_takes_the_best_learning_rate_and_pairs_by_source_and_seed(
     for source in (clip, other):
         folders = sorted(path.name for path in (out / source.stem).iterdir())
         assert folders == sorted(f"{run}-{name}" for run in ("plain", "constrained") for name in runs)
-    paired, means = read_json(tmp_path / "study.json")["tables"]
+    paired, exits, means = read_json(tmp_path / "study.json")["tables"]
     assert paired[0][:2] == ["% against plain", "pairs"]
     assert [row[:2] for row in paired[1:]] == [["plain", "4"], ["constrained", "4"]]
     places = [(out / source.stem, seed) for source in (clip, other) for seed in (0, 1)]
     losses = [[loss_of(folder / f"{run}-lr0.01-{seed}") for run in ("constrained", "plain")] for folder, seed in places]
     logs = [math.log(constrained / plain) for constrained, plain in losses]
     assert paired[2][2] == study.difference(logs)
+    assert exits[0] == ["RMSE at γ 0.15 after", "layer 1", "layer 2"]
+    for name, row in zip(("plain", "constrained"), exits[1:], strict=True):
+        rmse = [
+            read_json(folder / f"{name}-lr0.01-{seed}" / "evaluation.json")["depth_rmse"] for folder, seed in places
+        ]
+        mean = math.prod(depths[0][1] for depths in rmse) ** (1 / len(rmse))
+        assert row[:2] == [name, f"{mean:.4g}"]
     assert [row[:3] for row in means[1:]] == [
         [f"{source.stem}: {run}", "0.01", "2"] for source in (clip, other) for run in ("plain", "constrained")
     ]
@@ -145,6 +154,32 @@ def test_a_study_takes_the_best_learning_rate_and_pairs_by_source_and_seed(
 
 def loss_of(run: Path) -> float:
     return read_json(run / "evaluation.json")["layer_loss"][-1]
+
+
+def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+
+    def train(run: RunFolder, config: VideoSettings, *_: Any, **__: Any) -> None:
+        trained.append((run.name, config.training.steps))
+        raise loop.Interrupted(2, 3)
+
+    monkeypatch.setattr(loop, "train", train)
+    out = ("--out", tmp_path / "out")
+    assert call("reproduce", "descent", "clip", "--runs", "anchor,deep", "--steps", 7, *out).status == 130
+    assert trained == [("plain-lr0.003-0", 7)]
+    chosen = experiments.Experiment.load("descent").narrowed(["anchor", "deep"], None)
+    assert list(chosen.runs) == ["plain", "deep", "anchor"], "the baseline too, in the experiment's order"
+    assert chosen.settings("deep", 0, "clip", None).training.steps == 300
+
+
+def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any) -> None:
+    plain = open_evaluated(trained.plain)
+    values = plain.evaluation.model_copy(update={"training_gamma": 0.5})
+    table = study.paired_table({"clip": {"plain": [plain], "range": [replace(plain, evaluation=values)]}}, "plain")
+    assert dict(zip(*table[::2], strict=True))["ℓ_L"] == ""
+    assert dict(zip(*table[::2], strict=True))["mean RMSE"] == "+0.0"
+    exits = study.exit_table({"clip": {"plain": [plain], "range": [replace(plain, evaluation=values)]}}, "plain")
+    assert [row[0] for row in exits[1:]] == ["plain"]
 
 
 def test_what_another_process_trains_is_left_to_it(
@@ -205,6 +240,8 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
         (["encoder", "reviews"], "--model is missing: encoder needs the folder of a pretrained encoder"),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
         (["video", "clip", "--seeds", "0,a"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '0,a'"),
+        (["video", "clip", "--runs", "tied,deep"], "--runs must be some of tied, untied, constrained, got 'deep'"),
+        (["video", "clip", "--steps", "0"], "[training] steps must be at least 1, got 0"),
         (["video", "clip", "--seeds", "-1"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '-1'"),
     ],
 )

@@ -59,7 +59,8 @@ def reproduce(options: argparse.Namespace) -> int:
 
     again = "the same command"
     launch.check_single_process("reproduce trains one run after the other; launch each with cdt-fast train")
-    experiment = experiments.Experiment.load(options.name)
+    only = None if options.runs is None else options.runs.split(",")
+    experiment = experiments.Experiment.load(options.name).narrowed(only, options.steps)
     seeds = None if options.seeds is None else experiments.parse_seeds(options.seeds)
     out = Path(options.out or Path("runs") / experiment.name)
     shown: set[Path] = set()
@@ -114,7 +115,9 @@ def _summarize(
     for run in runs:
         evaluated = tasks.open_evaluated(run.path)
         cells.setdefault(Path(run.source).stem, {}).setdefault(run.run, []).append(evaluated)
-    command = shlex.join(["cdt-fast", "reproduce", experiment.name, *options.source, "--out", str(out)])
+    given = [(f"--{name}", getattr(options, name)) for name in ("runs", "steps", "seeds")]
+    words = [word for name, value in given if value is not None for word in (name, str(value))]
+    command = shlex.join(["cdt-fast", "reproduce", experiment.name, *options.source, *words, "--out", str(out)])
     print(f"study: {study.write_study(out, experiment.title, cells, experiment.baseline, command)}")
     if options.json is not None:
         write_json(options.json, {"tables": study.tables(cells, experiment.baseline)})

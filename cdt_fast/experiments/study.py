@@ -48,9 +48,27 @@ def paired_table(cells: Cells, baseline: str) -> Table:
                 _log_ratio(column, run, other)
                 for runs in cells.values()
                 for run, other in zip(runs[name], runs[baseline], strict=True)
+                if column not in _LOSSES or run.evaluation.training_gamma == other.evaluation.training_gamma
             ]
             row.append("" if name == baseline else difference([pair for pair in pairs if pair is not None]))
         rows.append([*row, f"{sum(run.evaluation.feasible for run in every)} of {len(every)}"])
+    return rows
+
+
+def exit_table(cells: Cells, baseline: str) -> Table:
+    """What every depth reaches, beside networks of that depth: geometric means over sources and seeds.
+
+    Runs that were trained at another noise level than the baseline have no row: what is read is at the training's.
+    """
+    every = {name: [run for runs in cells.values() for run in runs[name]] for name in next(iter(cells.values()))}
+    readings = {name: [run.task.reading(run) for run in runs] for name, runs in every.items()}
+    measure, depths = readings[baseline][0].measure, max(len(group[0].depths) for group in readings.values())
+    rows = [[f"{measure} after", *(f"layer {depth}" for depth in range(1, depths))]]
+    for name, group in readings.items():
+        if group[0].measure == measure:
+            means = [_geometric_mean(values) for values in zip(*(reading.depths for reading in group), strict=True)]
+            words = ["" if mean is None else f"{mean:.4g}" for mean in means[1:]]
+            rows.append([name, *words, *[""] * (depths - len(means))])
     return rows
 
 
@@ -70,7 +88,7 @@ def source_table(cells: Cells) -> Table:
 
 def tables(cells: Cells, baseline: str) -> list[Table]:
     """All tables of a study."""
-    return [paired_table(cells, baseline), source_table(cells)]
+    return [paired_table(cells, baseline), exit_table(cells, baseline), source_table(cells)]
 
 
 def write_study(folder: Path, title: str, cells: Cells, baseline: str, command: str) -> Path:
@@ -94,9 +112,9 @@ def write_study(folder: Path, title: str, cells: Cells, baseline: str, command: 
 
 _READING = (
     "Held-out data, at the training noise where nothing else is said. ℓ_L: the last depth; exits: the geometric mean "
-    "of the losses of depths 1 to L−1; largest ratio: of a depth's loss to that of the depth before. The learning rate "
-    "of a run is the one of the grid with the lowest validation loss at the last depth with the first seed; the grid "
-    "is the same for all."
+    "of the losses of depths 1 to L−1 (neither is set beside that of a training at other noise); largest ratio: of a "
+    "depth's loss to that of the depth before. The learning rate of a run is the one of the grid with the lowest "
+    "validation loss at the last depth with the first seed; the grid is the same for all."
 )
 
 
@@ -128,19 +146,21 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def _columns(run: EvaluatedRun) -> list[Summary]:
-    return [
-        Summary("ℓ_L", lambda run: run.evaluation.layer_loss[-1]),
-        Summary("exits", lambda run: _exits(run.evaluation.layer_loss)),
-        *run.task.summaries([run]),
-        Summary("largest ratio", lambda run: _largest(run.evaluation.layer_ratio)),
-    ]
+    ratio = Summary("largest ratio", lambda run: _largest(run.evaluation.layer_ratio))
+    return [*_LOSSES, *run.task.summaries([run]), ratio]
 
 
-def _exits(losses: Sequence[float]) -> float | None:
-    inner = losses[1:-1]
-    if not inner or min(inner) <= 0:
+# At the noise that a run was trained at.
+_LOSSES = (
+    Summary("ℓ_L", lambda run: run.evaluation.layer_loss[-1]),
+    Summary("exits", lambda run: _geometric_mean(run.evaluation.layer_loss[1:-1])),
+)
+
+
+def _geometric_mean(values: Sequence[float]) -> float | None:
+    if not values or min(values) <= 0:
         return None
-    return math.exp(sum(map(math.log, inner)) / len(inner))
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def _largest(ratios: Sequence[Any]) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from cdt_fast.training.figures import (
     GRAY,
@@ -16,7 +16,10 @@ from cdt_fast.training.figures import (
     set_log_scale,
 )
 from cdt_fast.training.task import Drawing, EvaluatedRun
+from cdt_fast.video.compute import exit_flops
 from cdt_fast.video.frames import read_frames
+from cdt_fast.video.networks import load_network
+from cdt_fast.video.settings import VideoSettings
 
 _STYLES = {"blur": (0, (1, 3)), "dct": "--", "dct3d": "-.", "dct3d_shifted": (0, (3, 1, 1, 1))}
 
@@ -25,7 +28,7 @@ def drawings() -> list[Drawing]:
     """All of them."""
     return [
         Drawing("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
-        Drawing("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
+        Drawing("early_exit.png", "RMSE of an early exit after each depth, over what it costs", _early_exit),
         Drawing("frames.png", "A held-out frame: clean, noisy and denoised", _frames),
     ]
 
@@ -67,10 +70,18 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
     def add_identity(axis: Any, index: int) -> None:
         axis.axhline(identity[index], linestyle=":", color=GRAY, label="identity")
 
-    figure, axes = early_exits(runs, "depth_rmse", add_identity)
+    figure, axes = early_exits(runs, "depth_rmse", add_identity, _cost)
+    for axis in axes:
+        axis.set(xlabel="FLOP a pixel")
     set_log_scale(axes[0], "RMSE (0..255)")
     add_legend(axes[0], middle=1.1)
     return figure
+
+
+def _cost(run: EvaluatedRun) -> list[float]:
+    settings = cast("VideoSettings", run.settings)
+    grids = None if settings.data.frames == "crops" else 1  # as it was measured
+    return exit_flops(load_network(run.folder.model, "cpu"), settings, grids)
 
 
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:

@@ -208,10 +208,11 @@ class VideoTask(Task):
         return [error_table(runs), quality_table(runs)]
 
     def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
-        largest = f"{figures.level_sign(runs[0])} {runs[0].evaluation.gamma[-1]:g}"
+        gammas, sign = runs[0].evaluation.gamma, figures.level_sign(runs[0])
         return [
             Summary("mean RMSE", lambda run: run.evaluation.mean_rmse),
-            Summary(f"RMSE, {largest}", lambda run: run.evaluation.rmse[-1]),
+            Summary(f"RMSE, {sign} {gammas[0]:g}", lambda run: run.evaluation.rmse[0]),
+            Summary(f"RMSE, {sign} {gammas[-1]:g}", lambda run: run.evaluation.rmse[-1]),
         ]
 
     def drawings(self) -> list[Drawing]:

@@ -38,8 +38,9 @@ def test_mean_and_range_over_seeds() -> None:
         run("c", 0, 9.0, True, [0.5, 0.6], layers=3),
     ]
     head, row = seed_table(runs)
-    assert head[3] == "RMSE, γ 1"
-    assert row == ["constrained, untied", "2", "5 (4..6)", "10 (8..12)", "0.5 (0.4..0.6)", "0.9 (0.7..1.1)", "1 of 2"]
+    assert head[3:5] == ["RMSE, γ 0.1", "RMSE, γ 1"]
+    numbers = ["5 (4..6)", "5 (4..6)", "10 (8..12)", "0.5 (0.4..0.6)", "0.9 (0.7..1.1)"]
+    assert row == ["constrained, untied", "2", *numbers, "1 of 2"]
 
 
 def test_no_table_where_no_two_runs_differ_in_the_seed_alone() -> None:

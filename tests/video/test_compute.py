@@ -1,0 +1,55 @@
+"""The FLOP of exits: those of the products that plain torch forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from cdt_fast.models import DUST
+from cdt_fast.ops.unrolled_layer import operator
+from cdt_fast.video.compute import exit_flops
+from cdt_fast.video.networks import build_network
+from cdt_fast.video.settings import VideoSettings
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("readout", ["own", "next"])
+def test_the_flop_of_a_layer_are_those_of_plain_torch(
+    tiny_config: Callable[..., VideoSettings], monkeypatch: pytest.MonkeyPatch, tied: bool, readout: Any
+) -> None:
+    """The operator hides its products from the counter: what it computes is counted where it computes it."""
+    settings = tiny_config(tied=tied, readout=readout)
+    model = build_network(settings)
+    found = exit_flops(model, settings, 1)
+    counted, original = [], operator.forward_in_torch
+
+    def product(_: Any, left: Any, right: Any, **__: Any) -> int:  # which torch does not count
+        return 2 * math.prod(left) * right[-1]
+
+    def forward(layer: Any) -> Any:
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: product}) as counter:
+            result = original(layer)
+        counted.append(counter.get_total_flops())
+        return result
+
+    monkeypatch.setattr(operator, "forward_in_torch", forward)
+    tokens = torch.zeros(1, settings.data.window, settings.data.patch**2)
+    with torch.no_grad():
+        model(tokens)
+    assert [after - before for before, after in pairwise(found)] == [flop / tokens.numel() for flop in counted]
+    assert len(counted) == model.layers
+
+
+def test_every_grid_counts(tiny_config: Callable[..., VideoSettings]) -> None:
+    settings = tiny_config()
+    model = DUST(settings.data.patch**2, 32, 2)
+    one, four = (exit_flops(model, settings, grids) for grids in (1, 2))
+    assert four == [4 * flop for flop in one]
+    # Depth 0 is one product of the signal with a matrix of n x n.
+    assert one[0] == 2 * settings.data.patch**2
