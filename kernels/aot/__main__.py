@@ -39,7 +39,8 @@ def rows(
 ) -> list[Row]:
     """Every configuration that the cases reach, not yet compiled: one row a case, launch and card.
 
-    Flags do not meet alignment, nor the numbers: beside bfloat16 the cases that stand for a size are enough.
+    Flags do not meet alignment, nor the numbers: beside bfloat16 the cases that stand for a size are enough, and
+    without divisibility bfloat16 is.
     """
     collected = []
     for family, precision, card in itertools.product(families, precisions, cards):
@@ -50,7 +51,7 @@ def rows(
                 configuration = Configuration.of(launch, CARDS[card])
                 row = Row(family, case.name, precision, card, case.aligned, True, configuration)
                 collected.append(row)
-                if without_divisibility and case.is_size:
+                if without_divisibility and case.is_size and precision == "bfloat16":
                     collected.append(replace(row, divisible=False, configuration=configuration.without_divisibility()))
     return collected
 
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--without-divisibility",
         action="store_true",
-        help="also compile the cases that stand for a size for pointers and sizes of any alignment",
+        help="also compile the cases that stand for a size for pointers and sizes of any alignment, in bfloat16",
     )
     parser.add_argument("--processes", type=int, default=PROCESSES, help=f"default: {PROCESSES}")
     parser.add_argument(
