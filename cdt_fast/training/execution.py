@@ -40,13 +40,14 @@ class Execution:
         return torch.bfloat16 if self.precision == "bf16" else None
 
     def describe(self, workload: Workload) -> str:
-        """What runs, and why, in a line."""
+        """What runs, and why, in a line; on a GPU, in a second one, what the first steps wait for."""
         on_gpu = self.device.type == "cuda"
         place = f"cuda, {torch.cuda.get_device_name(self.device)}" if on_gpu else str(self.device)
         products = "float32 (TF32 products)" if on_gpu and self.precision == "fp32" else _PRODUCTS[self.precision]
         kernels = workload.kernels(self.device, self.autocast or torch.float32)
         step = "; a step is one CUDA graph" if self.captured else "; each kernel is launched" if on_gpu else ""
-        return f"computes on {place}: {products}; {kernels}{step}"
+        compiling = "\nthe first steps compile the kernels that were not compiled here before: minutes, once" * on_gpu
+        return f"computes on {place}: {products}; {kernels}{step}{compiling}"
 
 
 def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Task) -> Execution:
