@@ -206,8 +206,8 @@ UNROLLED_LAYER_BACKWARD = BlockTable(
         "consumer": (64, 32, 32, 8, 2),
         "ampere": (64, 64, 32, 8, 2),
         "hopper": (64, 64, 32, 8, 2),
-        # With lengths 8 to 24 bytes spill; with eight warps 200 do.
-        "blackwell": (64, 64, 32, 16, 2),
+        # A second stage spills 200 bytes with lengths, or 8 with sixteen warps.
+        "blackwell": (64, 64, 64, 8, 1),
     },
 )
 UNROLLED_LAYER_BACKWARD_LEAN = UNROLLED_LAYER_BACKWARD.changed(
