@@ -65,27 +65,24 @@ gpu-triage: gpu-install
 	$(GPU) -m cdt_fast.bench.triage
 
 # The tests of the kernels, compiled: some 1,800 specializations, which take one core a quarter of an hour or more. With
-# pytest-xdist they are compiled side by side, a worker for every two cores; none of pyproject's options, which need
-# pytest-benchmark.
+# pytest-xdist they are compiled side by side, a worker for every two cores.
 gpu-tests: gpu-install
-	OMP_NUM_THREADS=2 $(PYTHON) -m pytest -o addopts= -ra -p no:cacheprovider --confcutdir=tests/kernels \
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest --confcutdir=tests/kernels \
 		$$($(PYTHON) -c 'import importlib.util as u; print("--numprocesses=auto" if u.find_spec("xdist") else "")') \
 		tests/kernels
 
 # Less than nine minutes: each suite for so many seconds at most. A case's figures are added to its suite's results file
 # as soon as they are there, first those of the ways that need no compiler; cases that were not reached keep what an
-# earlier run found. The first four suites are measured in GPU_CASE alone, a part of a case's name: then
-# `make gpu-bench GPU_CASE=float32`.
+# earlier run found. They are measured in GPU_CASE alone, a part of a case's name: then `make gpu-bench
+# GPU_CASE=float32`.
 GPU_CASE ?= bfloat16
 GPU_SECONDS ?= step:180 attention:110 cross_entropy:90 ops:60
 gpu-bench: gpu-install
 	status=0; \
-	measure() { \
-		timeout --signal=INT --kill-after=15 "$$1" env $(GPU) -m cdt_fast.bench --device cuda --no-pictures \
-			--out "$${OUT:-bench/results}" --suite "$$2" --case "$$3" || case $$? in 124|130) ;; *) status=1 ;; esac; \
-	}; \
-	for part in $(GPU_SECONDS); do measure $${part#*:} $${part%:*} '$(GPU_CASE)'; done; \
-	for suite in scaling quality; do measure 40 $$suite ''; done; \
+	for part in $(GPU_SECONDS); do \
+		timeout --signal=INT --kill-after=15 $${part#*:} env $(GPU) -m cdt_fast.bench --device cuda --case '$(GPU_CASE)' \
+			--out "$${OUT:-bench/results}" --suite $${part%:*} || case $$? in 124|130) ;; *) status=1 ;; esac; \
+	done; \
 	exit $$status
 
 gpu-install:

@@ -15,8 +15,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, help="shapes: for a CPU, for a GPU, or tiny (as the device)")
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (as many as fit into some seconds)")
     parser.add_argument(
-        "--no-pictures", action="store_true", help="write results files alone (python -m cdt_fast.bench.document draws)"
-    )
-    parser.add_argument(
         "--out", default="benchmarks", metavar="DIR", help="folder of results files, to which runs add (benchmarks)"
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 # Computes and differentiates once; returns losses or outputs first, then every gradient, for the correctness gate. A
-# step that trains on keeps its state: the gate looks at its first call. One that is an object with a mapping `facts`
-# (of numbers, such as the steps that a training took) has those reported beside its time.
+# step that trains on keeps its state: the gate looks at its first call.
 Step = Callable[[], list[Tensor]]
 
 ROLES = ("eager", "peer", "ours")
@@ -47,7 +46,7 @@ class Case:
     Attributes:
         suite: the suite it belongs to.
         name: unique within the suite; says work and shape.
-        shape: the sizes by name, such as {"B": 400, "T": 20}; a scaling suite fits exponents over them.
+        shape: the sizes by name, such as {"B": 400, "T": 20}.
         dtype: "float32", "bfloat16", …
         implementations: the first of role "eager" is what the others are compared with.
         expected: the step of the formula in the best precision that fits; what every implementation must agree with.
@@ -55,9 +54,7 @@ class Case:
         flop: of the cheapest known implementation, forward and backward; 0 where no floor is given.
         moved: bytes of every input and output, once.
         note: shown with the table, such as "scaled down from V 128,256".
-        varied: the size that this case varies, of those in `shape`; empty outside a series.
-        series: what the cases have in common that differ in `varied` alone.
-        with_memory: whether peak memory is measured; no where the case is many steps of one that is measured.
+        with_memory: whether peak memory is measured.
     """
 
     suite: str
@@ -69,7 +66,5 @@ class Case:
     tolerance: float
     flop: float = 0.0
     moved: float = 0.0
-    note: str = field(default="")
-    varied: str = ""
-    series: str = ""
+    note: str = ""
     with_memory: bool = True

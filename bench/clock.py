@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,13 +47,11 @@ class Rounds:
     Attributes:
         least, most: the bounds.
         budget: seconds for the rounds of a case, beside what `least` rounds need.
-        of_slow: rounds that a slow implementation takes part in (`is_slow`); None: in all.
     """
 
     least: int
     most: int
     budget: float
-    of_slow: int | None = None
 
     @classmethod
     def exactly(cls, count: int) -> Rounds:
@@ -64,23 +62,12 @@ class Rounds:
         """Rounds that fit, where one takes so long."""
         return min(self.most, max(self.least, int(self.budget / max(round_seconds, 1e-9))))
 
-    def is_slow(self, turn: float, eager_turn: float) -> bool:
-        """Whether a turn takes so long that it would spend the case's time on what a few rounds show as well: more than
-        four times eager's, and in all rounds more than the budget."""
-        return self.of_slow is not None and turn > 4 * eager_turn and self.least * turn > self.budget
 
-
-def round_robin(names: Sequence[Name], rounds: int, few: Mapping[Name, int] | None = None) -> Iterator[list[Name]]:
+def round_robin(names: Sequence[Name], rounds: int) -> Iterator[list[Name]]:
     """The order of each round: every name once, each round begins one further on.
 
     A drift of the machine's speed then cancels in the ratios of a round, and no implementation is always the first.
-
-    Args:
-        names: what takes turns.
-        rounds: how many.
-        few: names that take part in the first so many rounds alone.
     """
     for number in range(rounds):
-        here = [name for name in names if few is None or number < few.get(name, rounds)]
-        first = number % len(here) if here else 0
-        yield [*here[first:], *here[:first]]
+        first = number % len(names)
+        yield [*names[first:], *names[:first]]

@@ -133,8 +133,6 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
         "shape": dict(case.shape),
         "dtype": case.dtype,
         "note": case.note,
-        "varied": case.varied,
-        "series": case.series,
         "flop": case.flop,
         "moved_bytes": case.moved,
         "tolerance": case.tolerance,
@@ -161,7 +159,7 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
         if one.status == "timed":
             figures |= _times(one, eager, best)
             if probes:
-                beside = {name: (probes[name].work, probed[name][: len(one.seconds)]) for name in probes}
+                beside = {name: (probes[name].work, probed[name]) for name in probes}
                 shares = shares_of_floor(one.seconds, case.flop, case.moved, beside["product"], beside["copy"])
                 figures["share_of_floor"] = statistics.median(shares)
             figures |= peaks[one.implementation.name]
@@ -193,14 +191,10 @@ def _time_round_robin(
 ) -> dict[str, list[float]]:
     """Fill in the seconds of every implementation; the seconds of the probes, by name."""
     candidates = {f"implementation {number}": one for number, one in enumerate(taken) if one.step is not None}
-    eager = next((one.turn for one in candidates.values() if one.implementation.role == "eager"), math.inf)
-    peers = {name: one for name, one in candidates.items() if one.implementation.role == "peer"}
-    slow = [name for name, one in peers.items() if rounds.is_slow(one.turn, eager)]
-    round_seconds = sum(one.turn for name, one in candidates.items() if name not in slow)
+    round_seconds = sum(one.turn for one in candidates.values())
     round_seconds += sum(probe.calls * probe.work / probe.rate for probe in probes.values())
-    few = {name: rounds.of_slow for name in slow if rounds.of_slow is not None}
     probed: dict[str, list[float]] = {name: [] for name in probes}
-    for order in round_robin([*candidates, *probes], rounds.fitting(round_seconds) if candidates else 0, few):
+    for order in round_robin([*candidates, *probes], rounds.fitting(round_seconds) if candidates else 0):
         for name in order:
             if name in probed:
                 probed[name].append(seconds(probes[name].step, device, probes[name].calls))
@@ -225,16 +219,12 @@ def _times(one: _Taken, eager: _Taken | None, best: _Taken | None) -> dict[str, 
     for name, other in (("over_eager", eager), ("over_best_peer", best)):
         known = other is not None and other.status == "timed"
         figures[name] = median_ratio(other.seconds, one.seconds) if other is not None and known else None
-    facts = getattr(one.step, "facts", None)
-    return figures if facts is None else figures | {"facts": dict(facts)}
+    return figures
 
 
 def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
-    """The median over the rounds of another implementation's time over this one's: above 1, this one is faster.
-
-    Over the rounds that both took part in, which are the first ones.
-    """
-    return statistics.median(other / one for other, one in zip(others, own, strict=False))
+    """The median over the rounds of another implementation's time over this one's: above 1, this one is faster."""
+    return statistics.median(other / one for other, one in zip(others, own, strict=True))
 
 
 def _peaks(case: Case, timed: Sequence[_Taken], peak: PeakMemory, at_once: int) -> dict[str, dict[str, Any]]:

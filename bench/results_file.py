@@ -1,7 +1,7 @@
 """Results files: one for each card or processor and suite, to which every run adds its cases.
 
 A case is replaced when it is measured again; the others stay, each with the run that measured it: its machine, its
-versions, its date and its command. Nothing is averaged over runs; no exponent is fitted across machines or versions.
+versions, its date and its command. Nothing is averaged over runs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.bench.fits import fit_series
 from cdt_fast.bench.machine import file_stem
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, write_json
 
-_KEYS = ("name", "device", "suite", "size", "runs", "cases", "fits")
-# What of a run may differ from one to the next without its figures being of something else.
-_OF_THE_RUN = ("command",)
+_KEYS = ("name", "device", "suite", "size", "runs", "cases")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -57,7 +54,7 @@ class ResultsFile:
         own = {"cpu": "cpu", "cuda": "gpu"}[device]
         self.path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
         head = {"name": name, "device": device, "suite": suite, "size": size}
-        self.contents: dict[str, Any] = {**head, "runs": {}, "cases": [], "fits": []}
+        self.contents: dict[str, Any] = {**head, "runs": {}, "cases": []}
         if self.path.exists():
             self.contents = read(self.path)
         for key, value in head.items():
@@ -81,19 +78,4 @@ class ResultsFile:
         self.contents["cases"] = [known[name] for name in self._order if name in known]
         used = {one["run"] for one in self.contents["cases"]}
         self.contents["runs"] = {key: run for key, run in self.contents["runs"].items() if key in used}
-        self.contents["fits"] = fits_of(self.contents)
         write_json(self.path, self.contents)
-
-
-def fits_of(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fits over the series of a file, each over cases of one machine and one set of versions."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for case in contents["cases"]:
-        groups.setdefault(setting_of(contents["runs"][case["run"]]), []).append(case)
-    return [fit for cases in groups.values() for fit in fit_series(cases)]
-
-
-def setting_of(run: Mapping[str, Any]) -> str:
-    """Machine and versions of a run in words: runs of the same ones may be compared."""
-    machine = {key: value for key, value in run["machine"].items() if key not in _OF_THE_RUN}
-    return "; ".join(f"{key} {value}" for key, value in sorted(machine.items()))

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from cdt_fast.bench import pictures, tables
+from cdt_fast.bench import tables
 from cdt_fast.bench.case import Case
 from cdt_fast.bench.ceilings import Ceilings
 from cdt_fast.bench.clock import Rounds
-from cdt_fast.bench.fits import fit_series
 from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.memory import peak_memory
@@ -30,7 +29,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.training.allocator import disable_malloc_trim
 
 # On two cores the whole bench then takes less than an hour, most of which are preparation, compilation and memory.
-ROUNDS = {"cpu": Rounds(5, 15, 8.0, of_slow=3), "cuda": Rounds(10, 50, 5.0, of_slow=5)}
+ROUNDS = {"cpu": Rounds(5, 15, 8.0), "cuda": Rounds(10, 50, 5.0)}
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -65,8 +64,6 @@ def run_command(options: argparse.Namespace) -> int:
     options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
     _measure(device, size, chosen, missing, rounds, files)
     written = [files[name] for name in suites if chosen[name]]
-    if not options.no_pictures:
-        print(_drawn(written))
     print(f"written to {', '.join(str(file.path) for file in written)}")
     return 0
 
@@ -97,17 +94,7 @@ def _measure(
             now = time.perf_counter()
             left = f", about {(now - begun) / done * (count - done) / 60:.0f} min left" if done < count else ""
             print(f"{name}: {case.name}: {now - started:.1f} s; {done} of {count}{left}", file=sys.stderr, flush=True)
-        suite = {"reason": missing.get(name, ""), "cases": measured, "fits": fit_series(measured)}
-        print(tables.suite_as_text(name, suite), flush=True)
-
-
-def _drawn(written: Sequence[ResultsFile]) -> str:
-    """Draw the pictures of results files; which ones, in words."""
-    try:
-        drawn = [pictures.write_picture(file.path.with_suffix(".png"), file.contents) for file in written]
-    except ImportError as error:
-        return f"no pictures: {error}"
-    return f"pictures: {', '.join(str(path) for path in drawn if path) or 'none, as nothing was timed'}"
+        print(tables.suite_as_text(name, missing.get(name, ""), measured), flush=True)
 
 
 def _cases(suites: Sequence[str], device: torch.device, size: str) -> tuple[dict[str, list[Case]], dict[str, str]]:

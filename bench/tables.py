@@ -18,10 +18,15 @@ CASE_HEAD = (
 Case = Mapping[str, Any]
 
 
-def suite_as_text(name: str, suite: Mapping[str, Any]) -> str:
-    """One table of all implementations of all cases, each case under its name, with what was not timed and why."""
-    lines = ["", f"== {name} ==", *([suite["reason"]] if suite["reason"] else [])]
-    cases = suite["cases"]
+def suite_as_text(name: str, reason: str, cases: Sequence[Case]) -> str:
+    """One table of all implementations of all cases, each case under its name, with what was not timed and why.
+
+    Args:
+        name: of the suite.
+        reason: why it has no cases; empty where it has.
+        cases: as they were measured.
+    """
+    lines = ["", f"== {name} ==", *([reason] if reason else [])]
     rows = [[name, *_cells(one)] for case in cases for name, one in case["implementations"].items()]
     if cases:
         head, rule, *table = as_text([HEAD, *rows]).splitlines()
@@ -34,8 +39,6 @@ def suite_as_text(name: str, suite: Mapping[str, Any]) -> str:
             for name, remark in [*_remarks(case), *_without_peak(case)]:
                 groups[remark].append(name)
             lines += [f"  {', '.join(names)}: {remark}" for remark, names in groups.items()]
-    if suite["fits"]:
-        lines += ["", as_text(fit_table(suite["fits"]))]
     return "\n".join(lines)
 
 
@@ -46,15 +49,10 @@ def _title(case: Case) -> str:
 
 
 def _remarks(case: Case) -> Iterator[tuple[str, str]]:
-    """Names of implementations, with why one was not timed, or seldom, and what it says about itself."""
-    rounds = max((len(one.get("seconds", ())) for one in case["implementations"].values()), default=0)
+    """Names of implementations that were not timed, with the reason."""
     for name, one in case["implementations"].items():
         if one["status"] != "timed":
             yield name, f"{one['status']}: {one['reason']}"
-        elif len(one["seconds"]) < rounds:
-            yield name, f"timed in the first {len(one['seconds'])} rounds alone, as it is slow"
-        if one.get("facts"):
-            yield name, ", ".join(f"{fact} {value:g}" for fact, value in one["facts"].items())
 
 
 def _without_peak(case: Case) -> Iterator[tuple[str, str]]:
@@ -102,34 +100,6 @@ def case_table(cases: Sequence[Case], runs: Mapping[str, str], notes: Sequence[s
         cells = [_median(own), spread, *ratios, peak + (f" ({other})" if other else ""), _share(own)]
         rows.append([title, *others, *cells, runs[case["run"]]])
     return rows
-
-
-def fit_table(fits: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row a series and implementation: the exponents of time and of peak memory."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for fit in fits:
-        sizes = "…".join(f"{size:,}" for size in (fit["sizes"][0], fit["sizes"][-1]))
-        named = (fit["series"], sizes, fit["implementation"])
-        row = rows.setdefault(named, [*named, "", "", ""])
-        if fit["figure"] == "median_seconds":
-            row[3:5] = [f"{fit['exponent']:.2f}", f"{fit['explained']:.3f}"]
-        else:
-            row[5] = f"{fit['exponent']:.2f}"
-    head = ["series", "sizes", "implementation", "exponent of time", "r²", "exponent of peak memory"]
-    return [head, *rows.values()] if rows else []
-
-
-def series_table(cases: Sequence[Case], runs: Mapping[str, str]) -> list[list[str]]:
-    """A row a series and implementation: the median at each size."""
-    rows: dict[tuple[str, str], tuple[list[str], dict[str, None]]] = defaultdict(lambda: ([], {}))
-    for case in cases:
-        for name, one in case["implementations"].items():
-            if one["status"] == "timed":
-                medians, of_runs = rows[case["series"], name]
-                medians.append(f"{case['shape'][case['varied']]:,}: {_median(one)}")
-                of_runs[runs[case["run"]]] = None
-    head = ["series", "implementation", "median at each size", "run"]
-    return [head, *([*named, ", ".join(medians), ", ".join(of)] for named, (medians, of) in rows.items())]
 
 
 def _cells(one: Mapping[str, Any]) -> list[str]:

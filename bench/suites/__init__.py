@@ -16,13 +16,11 @@ Suite = Callable[["torch.device", str], Iterator["Case"]]
 
 
 def _suite(name: str) -> Suite:
-    # Imported when its cases are asked for: what one suite needs (data, a peer library) does not keep the others away.
+    # Imported when its cases are asked for: what one suite needs (a peer library) does not keep the others away.
     def cases(device: torch.device, size: str) -> Iterator[Case]:
         return importlib.import_module(f"cdt_fast.bench.suites.{name}").cases(device, size)
 
     return cases
 
 
-SUITES: dict[str, Suite] = {
-    name: _suite(name) for name in ("attention", "ops", "step", "cross_entropy", "quality", "scaling")
-}
+SUITES: dict[str, Suite] = {name: _suite(name) for name in ("attention", "ops", "step", "cross_entropy")}

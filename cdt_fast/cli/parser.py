@@ -109,7 +109,7 @@ def build_parser() -> Parser:
     command = _command(
         shown, "bench", commands.bench, "measure ops and training steps against other ways to do the same"
     )
-    command.epilog = "example: cdt-fast bench --suite step quality --repeats 9 --out benchmarks"
+    command.epilog = "example: cdt-fast bench --suite step ops --repeats 9 --out benchmarks"
     add_arguments(command)
 
     command = _command(shown, "info", commands.info, "say what is installed, which device is used, and why")

@@ -84,8 +84,8 @@ def test_at_toy_size_there_is_a_reason_and_no_figure() -> None:
 
 
 def test_a_case_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["memory", "quality", "three ones", "eager", "cpu"])
-    with pytest.raises(SystemExit, match="suite quality has no case 'three ones' with 'eager' at size cpu"):
+    monkeypatch.setattr(sys, "argv", ["memory", "ops", "three ones", "eager", "cpu"])
+    with pytest.raises(SystemExit, match="suite ops has no case 'three ones' with 'eager' at size cpu"):
         memory.main()
 
 
@@ -145,5 +145,5 @@ def test_why_there_is_no_figure_is_in_its_place(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(memory, "peak_in_a_process", none)
     candidate = Implementation("eager", "eager", steady(1.0))
     take = memory.peak_memory("cpu", torch.device("cpu"))
-    found = take(case_of(candidate, suite="quality"), candidate, candidate.prepare())
-    assert found == "cdt_fast.bench.memory quality three ones eager cpu"
+    found = take(case_of(candidate, suite="ops"), candidate, candidate.prepare())
+    assert found == "cdt_fast.bench.memory ops three ones eager cpu"
