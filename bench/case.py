@@ -20,51 +20,32 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation of a piece of work.
+    """One implementation of a piece of work."""
 
-    Attributes:
-        name: as it is printed: "eager", "SDPA", "cdt_fast".
-        role: "eager" (the baseline of the ratios), "peer" (another library or compiler) or "ours".
-        prepare: imports, compiles and allocates, and returns the step; raises `Unavailable` with the reason where a
-            package, a GPU or an instruction set is missing.
-        expected: what it must agree with, where it computes something else than the case's formula on purpose: the
-            unconstrained step beside the constrained one.
-        late: whether it takes so long to prepare that on a GPU the case is measured, and saved, without it first.
-    """
-
-    name: str
-    role: str
+    name: str  # as it is printed: "eager", "SDPA", "cdt_fast"
+    role: str  # "eager" (the baseline of the ratios), "peer" (another library or compiler) or "ours"
+    # imports, compiles and allocates, and returns the step; raises `Unavailable` with the reason where a package, a GPU
+    # or an instruction set is missing
     prepare: Callable[[], Step]
+    # what it must agree with, where it computes something else than the case's formula on purpose: the unconstrained
+    # step beside the constrained one
     expected: Step | None = None
+    # whether it takes so long to prepare that on a GPU the case is measured, and saved, without it first
     late: bool = False
 
 
 @dataclass(frozen=True)
 class Case:
-    """One piece of work at one shape.
+    """One piece of work at one shape."""
 
-    Attributes:
-        suite: the suite it belongs to.
-        name: unique within the suite; says work and shape.
-        shape: the sizes by name, such as {"B": 400, "T": 20}.
-        dtype: "float32", "bfloat16", …
-        implementations: the first of role "eager" is what the others are compared with.
-        expected: the step of the formula in the best precision that fits; what every implementation must agree with.
-        tolerance: the largest relative root mean square difference from `expected` that is rounding at this dtype.
-        flop: of the cheapest known implementation, forward and backward; 0 where no floor is given.
-        moved: bytes of every input and output, once.
-        note: shown with the table, such as "scaled down from V 128,256".
-        with_memory: whether peak memory is measured.
-    """
-
-    suite: str
-    name: str
-    shape: Mapping[str, int]
-    dtype: str
-    implementations: tuple[Implementation, ...]
-    expected: Step
-    tolerance: float
-    flop: float = 0.0
-    moved: float = 0.0
-    note: str = ""
-    with_memory: bool = True
+    suite: str  # the suite it belongs to
+    name: str  # unique within the suite; says work and shape
+    shape: Mapping[str, int]  # the sizes by name, such as {"B": 400, "T": 20}
+    dtype: str  # "float32", "bfloat16", …
+    implementations: tuple[Implementation, ...]  # the first of role "eager" is what the others are compared with
+    expected: Step  # the step of the formula in the best precision that fits; what every implementation must agree with
+    tolerance: float  # the largest relative root mean square difference from `expected` that is rounding at this dtype
+    flop: float = 0.0  # of the cheapest known implementation, forward and backward; 0 where no floor is given
+    moved: float = 0.0  # bytes of every input and output, once
+    note: str = ""  # shown with the table, such as "scaled down from V 128,256"
+    with_memory: bool = True  # whether peak memory is measured

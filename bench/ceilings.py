@@ -23,21 +23,13 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Probe:
-    """A piece of work that nothing but one ceiling bounds.
-
-    Attributes:
-        name: what it does.
-        step: does it once.
-        work: its FLOP or bytes.
-        rate: the best FLOP/s or bytes/s at the start of the run.
-        calls: how often it is done for one reading.
-    """
+    """A piece of work that nothing but one ceiling bounds."""
 
     name: str
     step: Callable[[], object]
-    work: float
-    rate: float
-    calls: int
+    work: float  # its FLOP or bytes
+    rate: float  # the best FLOP/s or bytes/s at the start of the run
+    calls: int  # how often it is done for one reading
 
 
 def floor_seconds(flop: float, moved: float, flop_rate: float, byte_rate: float) -> float:
@@ -46,12 +38,7 @@ def floor_seconds(flop: float, moved: float, flop_rate: float, byte_rate: float)
 
 
 class Ceilings:
-    """The probes of one device, each chosen and measured when it is first asked for.
-
-    Args:
-        device: what is measured.
-        size: "toy", "cpu" or "gpu".
-    """
+    """The probes of one device at one of the suites' sizes, each chosen and measured when it is first asked for."""
 
     def __init__(self, device: torch.device, size: str) -> None:
         self._device, self._size = device, size
@@ -64,7 +51,7 @@ class Ceilings:
         if dtype not in self._products:
             rows, square = _ROWS[self._size], _SQUARE[self._size]
             shapes = [(rows, 256, 1024), (rows, 1024, 256), (256, rows, 1024), (square, square, square)]
-            self._products[dtype] = [self._measured_product(getattr(torch, dtype), *shape) for shape in shapes]
+            self._products[dtype] = [self._product(getattr(torch, dtype), *shape) for shape in shapes]
         return max(self._products[dtype], key=lambda probe: probe.rate)
 
     def copy(self) -> Probe:
@@ -87,7 +74,7 @@ class Ceilings:
             "bytes_per_second": {} if self._copy is None else {self._copy.name: self._copy.rate},
         }
 
-    def _measured_product(self, dtype: torch.dtype, rows: int, inner: int, columns: int) -> Probe:
+    def _product(self, dtype: torch.dtype, rows: int, inner: int, columns: int) -> Probe:
         left = torch.randn(rows, inner, device=self._device).to(dtype)
         right = torch.randn(inner, columns, device=self._device).to(dtype)
         out = torch.empty(rows, columns, dtype=dtype, device=self._device)  # a fresh one a call would be page faults

@@ -42,16 +42,12 @@ def calls_a_reading(once: float, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How many rounds of a case are timed: as many as fit into a time, within bounds.
+    """How many rounds of a case are timed: as many as fit into a time, within bounds."""
 
-    Attributes:
-        least, most: the bounds.
-        budget: seconds for the rounds of a case, beside what `least` rounds need.
-    """
-
+    # least, most: the bounds
     least: int
     most: int
-    budget: float
+    budget: float  # seconds for the rounds of a case, beside what `least` rounds need
 
     @classmethod
     def exactly(cls, count: int) -> Rounds:

@@ -8,6 +8,7 @@ The same files give the same text. A figure that no file holds is an empty cell.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import string
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.bench import tables
-from cdt_fast.bench.goals import GOALS, Goal
+from cdt_fast.bench.goals import GOALS
 from cdt_fast.bench.results_file import read
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.errors import InputError
@@ -93,7 +94,7 @@ def _goals(device: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
     """How many of the goals are met by each machine, and a row a goal."""
     goals = [goal for goal in GOALS if goal.device == device]
     names = dict.fromkeys(result["name"] for result in results)
-    worst = {name: [_worst(goal, [one for one in results if one["name"] == name]) for goal in goals] for name in names}
+    worst = {name: [goal.worst([one for one in results if one["name"] == name]) for goal in goals] for name in names}
     lines = []
     for machine, figures in worst.items():
         reached = [goal.reached(figure) for goal, figure in zip(goals, figures, strict=True) if figure is not None]
@@ -102,23 +103,9 @@ def _goals(device: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
             lines[-1] += f" Not measured: {len(goals) - len(reached)}."
     rows = [["work", "goal", *(worst or ["measured"])]]
     for number, goal in enumerate(goals):
-        cells = [_goal_cell(goal, figures[number]) for figures in worst.values()]
+        cells = [goal.cell(figures[number]) for figures in worst.values()]
         rows.append([goal.work, goal.wanted, *(cells or [""])])
     return [*(lines or ["Nothing has been measured."]), "", as_markdown(rows), ""]
-
-
-def _goal_cell(goal: Goal, figure: float | None) -> str:
-    if figure is None:
-        return ""
-    return f"{goal.shown(figure)}, {'met' if goal.reached(figure) else '**missed**'}"
-
-
-def _worst(goal: Goal, results: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of the cases that the goal concerns, the figure farthest from it; None where none has one."""
-    cases = [case for result in results if result["suite"] == goal.suite for case in result["cases"]]
-    figures = [goal.figure(case) for case in cases if goal.concerns(case)]
-    known = [figure for figure in figures if figure is not None]
-    return goal.worst(known) if known else None
 
 
 def _machine(machine: str, files: Results, links: Mapping[str, str]) -> list[str]:
@@ -127,25 +114,18 @@ def _machine(machine: str, files: Results, links: Mapping[str, str]) -> list[str
     one_run: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(runs, key=lambda key: (runs[key]["date"], key)):
         one_run.setdefault(json.dumps([runs[key]["date"], runs[key]["machine"]], sort_keys=True), []).append(key)
-    letters = {key: _letter(number) for number, keys in enumerate(one_run.values()) for key in keys}
+    names = (f"{letter}{turn or ''}" for turn in itertools.count() for letter in string.ascii_lowercase)  # a … z, a1 …
+    letters = {key: name for keys, name in zip(one_run.values(), names, strict=False) for key in keys}
     fullest = {letters[keys[0]]: max((runs[key] for key in keys), key=_rates_known) for keys in one_run.values()}
     lines = [f"## {machine}", "", as_markdown(_run_rows(fullest)), ""]
     settings: dict[str, list[str]] = {}
     for letter, run in fullest.items():
         settings.setdefault(_setting(run["machine"]), []).append(letter)
-    if len(settings) == 1:
-        lines += [f"All runs: {next(iter(settings))}.", ""]
-    else:
-        lines += [*(f"- Run {', '.join(of)}: {setting}." for setting, of in settings.items()), ""]
+    lines += [*(f"- Run {', '.join(of)}: {setting}." for setting, of in settings.items()), ""]
     for name, file in files.items():
         called = {key: letters[name, key] for key in file["runs"]}
         lines += _suite(name, file, called, links)
     return lines
-
-
-def _letter(number: int) -> str:
-    """a, b, …, z, a1, b1, …"""
-    return string.ascii_lowercase[number % 26] + (str(number // 26) if number >= 26 else "")
 
 
 def _rates_known(run: Mapping[str, Any]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,26 +14,17 @@ Case = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Goal:
-    """One goal.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        suite: where its cases are.
-        cases: which of them it is about, a regular expression that is looked for in their names.
-        work: what is measured, in words.
-        figure: what is compared, of one case; None where it was not measured.
-        sign, bound: what a figure has to be.
-        unit: "×" times as fast, "%" a share, or "" a ratio.
-    """
+    """One goal."""
 
     device: Literal["cpu", "cuda"]
-    suite: str
-    cases: str
-    work: str
-    figure: Callable[[Case], float | None]
+    suite: str  # where its cases are
+    cases: str  # which of them it is about, a regular expression that is looked for in their names
+    work: str  # what is measured, in words
+    figure: Callable[[Case], float | None]  # what is compared, of one case; None where it was not measured
+    # sign, bound: what a figure has to be
     sign: Literal["≥", ">", "≤"]
     bound: float
-    unit: Literal["×", "%", ""]
+    unit: Literal["×", "%", ""]  # "×" times as fast, "%" a share, or "" a ratio
 
     @property
     def wanted(self) -> str:
@@ -48,13 +39,18 @@ class Goal:
         """Whether a figure reaches it."""
         return {"≥": figure >= self.bound, ">": figure > self.bound, "≤": figure <= self.bound}[self.sign]
 
-    def worst(self, figures: list[float]) -> float:
-        """The figure farthest from it."""
-        return max(figures) if self.sign == "≤" else min(figures)
+    def worst(self, results: Sequence[Mapping[str, Any]]) -> float | None:
+        """Of the cases of these files that it is about the figure farthest from it; None where none has one."""
+        cases = [case for result in results if result["suite"] == self.suite for case in result["cases"]]
+        known = [figure for case in cases if self.concerns(case) and (figure := self.figure(case)) is not None]
+        return (max if self.sign == "≤" else min)(known, default=None)
 
-    def shown(self, figure: float) -> str:
-        """A figure in words."""
-        return {"×": f"{figure:.2f} ×", "%": f"{figure:.0%}", "": f"{figure:.3f}"}[self.unit]
+    def cell(self, figure: float | None) -> str:
+        """A figure in words, and whether it is met; empty where there is none."""
+        if figure is None:
+            return ""
+        shown = {"×": f"{figure:.2f} ×", "%": f"{figure:.0%}", "": f"{figure:.3f}"}[self.unit]
+        return f"{shown}, {'met' if self.reached(figure) else '**missed**'}"
 
 
 def timed(case: Case, role: str) -> Mapping[str, Any]:
@@ -63,16 +59,11 @@ def timed(case: Case, role: str) -> Mapping[str, Any]:
     return next(matching, {})
 
 
-def _over_eager(case: Case) -> float | None:
-    return timed(case, "ours").get("over_eager")
+def _own(figure: str) -> Callable[[Case], float | None]:
+    return lambda case: timed(case, "ours").get(figure)
 
 
-def _over_best_peer(case: Case) -> float | None:
-    return timed(case, "ours").get("over_best_peer")
-
-
-def _share_of_floor(case: Case) -> float | None:
-    return timed(case, "ours").get("share_of_floor")
+_over_eager, _over_best_peer, _share_of_floor = map(_own, ("over_eager", "over_best_peer", "share_of_floor"))
 
 
 def _over_unconstrained(case: Case) -> float | None:
@@ -81,14 +72,16 @@ def _over_unconstrained(case: Case) -> float | None:
     return None if speed_up is None else 1 / speed_up
 
 
-def _memory_over_eager(case: Case) -> float | None:
-    own, eager = (timed(case, role).get("peak_bytes") for role in ("ours", "eager"))
-    return own / eager if own is not None and eager else None
+def _memory_over(other: Callable[[Case], Mapping[str, Any]]) -> Callable[[Case], float | None]:
+    def ratio(case: Case) -> float | None:
+        own, others = timed(case, "ours").get("peak_bytes"), other(case).get("peak_bytes")
+        return own / others if own is not None and others else None
+
+    return ratio
 
 
-def _memory_over_alive(case: Case) -> float | None:
-    own, other = timed(case, "ours").get("peak_bytes"), case["implementations"].get(ALL_ALIVE, {}).get("peak_bytes")
-    return own / other if own is not None and other else None
+_memory_over_eager = _memory_over(lambda case: timed(case, "eager"))
+_memory_over_alive = _memory_over(lambda case: case["implementations"].get(ALL_ALIVE, {}))
 
 
 def _over_compiled(case: Case) -> float | None:

@@ -45,7 +45,7 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
         "allocator": allocator,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "cdt_fast": cdt_fast.__version__,
         "source": source_digest(),
     }
@@ -78,7 +78,8 @@ def source_digest() -> str:
     return digest.hexdigest()[:8]
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

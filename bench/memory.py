@@ -8,8 +8,7 @@ there before it begins, whatever computes it. What a step allocates on top, at i
 On a GPU the CUDA allocator says it. On a CPU each implementation has a process of its own, with freed memory kept as in
 the training loop. It runs one step (libraries are loaded, kernels compiled, state allocated), gives the freed memory
 back to the system, notes what is resident, resets the system's mark of the largest resident size, and runs one step
-more: the growth of the mark is the figure. Where the mark cannot be reset, no step goes before; the figure is then by
-how much the process outgrew its earlier peak, and counts also what only a first step allocates.
+more: the growth of the mark is the figure.
 """
 
 from __future__ import annotations
@@ -53,48 +52,29 @@ def resident_peak(step: Callable[[], object]) -> int:
     """Bytes by which the resident memory of this process grows at the peak of `step`. Call it once in a process.
 
     Raises:
-        NotMeasured: the system does not say, or the peak of `step` is below an earlier one that cannot be reset.
+        NotMeasured: the system does not say (it is Linux that does), or its mark cannot be reset.
     """
-    if _reset_mark():
-        step()
-        gc.collect()
-        _return_freed_memory()
-        before = _resident("VmRSS")
-        if not _reset_mark():
-            raise NotMeasured("the mark of the largest resident size could not be reset a second time")
-        step()
-        return max(0, _resident("VmHWM") - before)
-    earlier = _resident("VmHWM")
     step()
-    if _resident("VmHWM") <= earlier:
-        raise NotMeasured("the peak of the step is below that of its preparation, and the mark cannot be reset here")
-    return _resident("VmHWM") - earlier
-
-
-def _reset_mark() -> bool:
-    try:
-        _MARK.write_text(_RESET_MARK, encoding="ascii")
-        # A system that takes the number and does nothing with it is found out here.
-        return _resident("VmHWM") - _resident("VmRSS") < 2**22
-    except (OSError, NotMeasured):
-        return False
-
-
-def _resident(entry: str) -> int:
-    if not _STATUS.exists():
-        raise NotMeasured("this system reports no largest resident size")
-    for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-        name, _, value = line.partition(":")
-        if name == entry:
-            return int(value.split()[0]) * 1024
-    raise NotMeasured(f"the system's process status has no {entry}")
-
-
-def _return_freed_memory() -> None:
+    gc.collect()
     # glibc keeps what was freed in the middle of its heap; a second step would fill it without growing the process.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+    try:
+        before = _resident("VmRSS")
+        _MARK.write_text(_RESET_MARK, encoding="ascii")
+        # A system that takes the number and does nothing with it is found out here.
+        if _resident("VmHWM") - _resident("VmRSS") >= 2**22:
+            raise OSError("it stays where it was")
+    except OSError as error:
+        raise NotMeasured(f"the mark of the largest resident size cannot be reset here ({error})") from error
+    step()
+    return max(0, _resident("VmHWM") - before)
+
+
+def _resident(entry: str) -> int:
+    (line,) = (line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(f"{entry}:"))
+    return int(line.split()[1]) * 1024
 
 
 def find(suite: str, case: str, name: str, size: str, device: torch.device) -> Implementation:

@@ -33,19 +33,15 @@ def suite_as_text(name: str, reason: str, cases: Sequence[Case]) -> str:
         lines += [head, rule]
         for case in cases:
             count = len(case["implementations"])
-            lines += ["", _title(case), *table[:count]]
+            shape = ", ".join(f"{name} {value:,}" for name, value in case["shape"].items())
+            note = f"; {case['note']}" if case["note"] else ""
+            lines += ["", f"{case['case']} ({shape}{note})", *table[:count]]
             del table[:count]
             groups: dict[str, list[str]] = defaultdict(list)
             for name, remark in [*_remarks(case), *_without_peak(case)]:
                 groups[remark].append(name)
             lines += [f"  {', '.join(names)}: {remark}" for remark, names in groups.items()]
     return "\n".join(lines)
-
-
-def _title(case: Case) -> str:
-    shape = ", ".join(f"{name} {value:,}" for name, value in case["shape"].items())
-    note = f"; {case['note']}" if case["note"] else ""
-    return f"{case['case']} ({shape}{note})"
 
 
 def _remarks(case: Case) -> Iterator[tuple[str, str]]:

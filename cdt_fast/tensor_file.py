@@ -55,8 +55,8 @@ def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
     return save(stored, {_OURS: json.dumps({"metadata": words, "checksums": _checksums(stored, words)})})
 
 
-def load_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TensorFile:
-    """Read a safetensors file, and check it where its content is from `serialized`.
+def load_tensors(path: str | os.PathLike[str]) -> TensorFile:
+    """Read a safetensors file to the CPU, and check it where its content is from `serialized`.
 
     Raises:
         InputError: the file is missing, cut short, no safetensors file, or damaged: it does not have its checksums.
@@ -71,7 +71,7 @@ def load_tensors(path: str | os.PathLike[str], device: torch.device | str = "cpu
         if wrong:
             which = ", ".join(name or "the metadata" for name in wrong[:3])
             raise InputError(f"{path}: is damaged: {len(wrong)} checksum(s) are wrong, of {which}")
-    return TensorFile({name: tensor.to(device) for name, tensor in tensors.items()}, metadata, ours is not None)
+    return TensorFile(tensors, metadata, ours is not None)
 
 
 def recorded(path: str | os.PathLike[str]) -> dict[str, str]:

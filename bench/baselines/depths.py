@@ -20,19 +20,12 @@ Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 @dataclass
 class Depths:
-    """What a layerwise cross-entropy reads.
+    """What a layerwise cross-entropy reads."""
 
-    Attributes:
-        hidden: `[N, d]` each, L+1 of them, with gradients.
-        head: `[V, d]`, with a gradient.
-        targets: `[N]` int64.
-        weights: `[L+1]` float32.
-    """
-
-    hidden: list[Tensor]
-    head: Tensor
-    targets: Tensor
-    weights: Tensor
+    hidden: list[Tensor]  # `[N, d]` each, L+1 of them, with gradients
+    head: Tensor  # `[V, d]`, with a gradient
+    targets: Tensor  # `[N]` int64
+    weights: Tensor  # `[L+1]` float32
 
 
 def a_depth_at_a_time(loss: Loss, depths: Depths, draw: Callable[[], Tensor | None] = lambda: None) -> Step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +13,7 @@ from cdt_fast import ops
 from cdt_fast.bench.baselines import attention as others
 from cdt_fast.bench.baselines import compiled
 from cdt_fast.bench.baselines.attention import Attend, Prepare
-from cdt_fast.bench.baselines.support import tried
-from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
+from cdt_fast.bench.case import Case, Implementation, Step
 from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, compilers, formula_dtype, name_of, normal, peer, seeded
 
 
@@ -107,8 +105,7 @@ def case_of(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, m
             Implementation("eager", "eager", lambda: step(others.eager)),
             *compilers(modes, lambda mode: step(others.torch_compiled(mode))),
             *(peer(name, lambda prepare=prepare: step(prepare)) for name, prepare in sdpa.items()),
-            peer("FlexAttention", lambda: _flex_step(inputs()), late=True),
-            peer("xformers", lambda: step(others.xformers)),
+            peer("FlexAttention", lambda: compiled.first_run(step(others.flex)), late=True),
             Implementation("cdt_fast", "ours", lambda: step(_fused)),
         ),
         expected=lambda: _step(others.eager, inputs().to(formula_dtype(size)))(),
@@ -173,22 +170,3 @@ def _step(prepare: Prepare, inputs: Inputs) -> Step:
 
 def _fused(z: Tensor, lengths: Tensor | None) -> Attend:
     return lambda z, values: ops.symmetric_attention(z, values, lengths=lengths)
-
-
-@functools.cache
-def _flex_reason_on_cpu() -> str:
-    """What FlexAttention says where it has no backward on a CPU, asked once: each answer takes seconds of compilation;
-    empty where it has one."""
-    tokens = torch.zeros(1, 16, 16, requires_grad=True)
-    attend = others.flex(tokens, None)
-    try:
-        tried(lambda: [*torch.autograd.grad(attend(tokens, None).sum(), tokens)])
-    except Unavailable as reason:
-        return str(reason)
-    return ""
-
-
-def _flex_step(inputs: Inputs) -> Step:
-    if inputs.z.device.type == "cpu" and (reason := _flex_reason_on_cpu()):
-        raise Unavailable(reason)
-    return compiled.first_run(_step(others.flex, inputs))

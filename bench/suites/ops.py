@@ -38,19 +38,12 @@ THRESHOLD = 2.0**-4
 
 @dataclass
 class Inputs:
-    """What an op reads.
+    """What an op reads."""
 
-    Attributes:
-        leaves: with gradients, in the order in which the op takes them.
-        others: without a gradient.
-        upstream: gradients of the outputs.
-        step: 1/c of the dictionary among the leaves.
-    """
-
-    leaves: list[Tensor]
-    others: list[Tensor]
-    upstream: list[Tensor]
-    step: float = 0.0
+    leaves: list[Tensor]  # with gradients, in the order in which the op takes them
+    others: list[Tensor]  # without a gradient
+    upstream: list[Tensor]  # gradients of the outputs
+    step: float = 0.0  # 1/c of the dictionary among the leaves
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same numbers as leaves of another dtype."""
@@ -66,25 +59,19 @@ Apply = Callable[[Inputs], Sequence[Tensor]]
 
 
 class Work(NamedTuple):
-    """An op at one shape, and the implementations to do it.
+    """An op at one shape, and the implementations to do it."""
 
-    Attributes:
-        name, sizes: as the case has them.
-        make: draws leaves, others and upstream gradients, in float32, from a generator.
-        eager: the formula, which is also compiled.
-        ours: the op.
-        flop, numbers: of the cheapest known implementation; how many numbers it reads and writes.
-        peers: other implementations in eager torch, by name.
-    """
-
+    # name, sizes: as the case has them
     name: str
     sizes: Mapping[str, int]
+    # draws leaves, others and upstream gradients, in float32, from a generator
     make: Callable[[torch.Generator], Inputs]
-    eager: Apply
-    ours: Apply
+    eager: Apply  # the formula, which is also compiled
+    ours: Apply  # the op
+    # flop, numbers: of the cheapest known implementation; how many numbers it reads and writes
     flop: float
     numbers: float
-    peers: Mapping[str, Apply] = {}
+    peers: Mapping[str, Apply] = {}  # other implementations in eager torch, by name
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:

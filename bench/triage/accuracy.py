@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from cdt_fast.bench.case import Case
+from cdt_fast.bench.case import Case, Step
+from cdt_fast.bench.clock import seconds
 from cdt_fast.bench.measure import disagreement
 from cdt_fast.bench.triage import works
 from cdt_fast.bench.triage.stages import Context, Parts
@@ -52,20 +53,11 @@ def _checked(case: Case) -> Iterator[dict[str, Any]]:
 
 def once(context: Context) -> Parts:
     """Every kernel of the checks once, on few sequences: for a sanitizer, under which all else is slow, too."""
-    for name, prepare in _small(context):
+    for name, prepare in works.own_steps(context.device, context.size, small=True):
 
-        def work(prepare: Any = prepare) -> Iterator[dict[str, Any]]:
+        def work(prepare: Callable[[], Step] = prepare) -> Iterator[dict[str, Any]]:
             prepare()()
-            if context.device.type == "cuda":
-                torch.cuda.synchronize(context.device)
+            seconds(lambda: None, context.device)  # waits for the card
             return iter(())
 
         yield name, work
-
-
-def _small(context: Context) -> Iterator[tuple[str, Callable[[], Any]]]:
-    device, size = context.device, context.size
-    yield "step", functools.partial(works.launched_step, 3, device, size)
-    for cases in (works.checked_losses, works.checked_attention):
-        for case in cases(device, size):
-            yield case.name, works.way_of(case, "ours").prepare

@@ -35,7 +35,7 @@ def candidates(context: Context) -> Parts:
 def _defaults(context: Context) -> Iterator[dict[str, Any]]:
     card = _card(context)
     wanted: dict[Configuration, dict[str, Any]] = {}
-    for name, prepare in works.recorded_steps(context.device, context.size):
+    for name, prepare in works.own_steps(context.device, context.size):
         step = works.on_kernels(prepare())
         with recording(card) as launches:
             step()

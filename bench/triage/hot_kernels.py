@@ -37,27 +37,16 @@ _GPU = {
 
 @dataclass(frozen=True)
 class Hot:
-    """A kernel of which a table of blocks has one row for the shape at hand.
+    """A kernel of which a table of blocks has one row for the shape at hand."""
 
-    Attributes:
-        name: of the launcher.
-        function: of the kernel.
-        table: name of the table in `cdt_fast.kernels.blocks`.
-        row: what chooses its row, beside the card and the numbers.
-        choices: what is tried of each size of the blocks.
-        make: `(device, sizes)` → the tensors that are read.
-        apply: `(tensors, blocks)` calls the launcher; None: the blocks of its table.
-        overwritten: the tensor that the kernel reads and then writes over.
-    """
-
-    name: str
-    function: str
-    table: str
-    row: str
-    choices: Mapping[str, Sequence[int]]
-    make: Callable[[torch.device, Mapping[str, int]], Inputs]
-    apply: Callable[[Inputs, Any], object]
-    overwritten: str | None = None
+    name: str  # of the launcher
+    function: str  # of the kernel
+    table: str  # name of the table in `cdt_fast.kernels.blocks`
+    row: str  # what chooses its row, beside the card and the numbers
+    choices: Mapping[str, Sequence[int]]  # what is tried of each size of the blocks
+    make: Callable[[torch.device, Mapping[str, int]], Inputs]  # `(device, sizes)` → the tensors that are read
+    apply: Callable[[Inputs, Any], object]  # `(tensors, blocks)` calls the launcher; None: the blocks of its table
+    overwritten: str | None = None  # the tensor that the kernel reads and then writes over
 
     def inputs(self, device: torch.device, size: str) -> Inputs:
         """The tensors that are read, on this device."""

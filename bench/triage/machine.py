@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import shutil
 import subprocess
 import time
@@ -16,7 +15,7 @@ from cdt_fast import ops
 from cdt_fast.bench.case import Unavailable
 from cdt_fast.bench.ceilings import Ceilings
 from cdt_fast.bench.clock import seconds
-from cdt_fast.bench.machine import describe
+from cdt_fast.bench.machine import describe, version_of
 from cdt_fast.bench.measure import disagreement
 from cdt_fast.bench.triage.stages import Context, Parts
 from cdt_fast.kernels.cards import CARDS, card_of
@@ -40,7 +39,7 @@ _ASKED = (
     "mig.mode.current",
     "memory.used",
 )
-_PEERS = ("liger-kernel", "cut-cross-entropy", "xformers")
+_PEERS = ("liger-kernel", "cut-cross-entropy")
 TOOLS = ("ncu", "compute-sanitizer", "nvcc", "cuobjdump")
 _CALLS = {"toy": 3, "gpu": 200}
 
@@ -64,16 +63,9 @@ def _versions(device: torch.device) -> Iterator[dict[str, Any]]:
         **describe(device, "as it comes"),
         **{name: getattr(properties, name) for name in _LIMITS if hasattr(properties, name)},
         "cudnn": torch.backends.cudnn.version(),
-        "peers": {name: _version(name) for name in _PEERS},
+        "peers": {name: version_of(name) for name in _PEERS},
         "tools": {name: shutil.which(name) is not None for name in TOOLS},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _asked_of_the_driver() -> Iterator[dict[str, Any]]:

@@ -10,10 +10,11 @@ from typing import Any
 from cdt_fast.bench.ceilings import floor_seconds
 from cdt_fast.bench.triage.lines import Lines
 from cdt_fast.files import write_text
+from cdt_fast.tables import as_text as tables_as_text
 
 Line = Mapping[str, Any]
+Table = list[list[str]]
 _MOST_KERNELS = 12
-_WIDE = 118
 
 
 def write_blocks(lines: Lines, path: Path) -> Path | None:
@@ -36,112 +37,91 @@ def write_blocks(lines: Lines, path: Path) -> Path | None:
 
 
 def as_text(lines: Sequence[Line]) -> list[str]:
-    """The lines of the text."""
-    sections = (_machine, _checks, _times, _by_kernel, _winners, _counters, _failures)
-    return [text for section in sections for text in section(lines)]
+    """The lines of the text: what the card is, and a table for each kind of result that there is."""
+    sections = (_checks, _times, _by_kernel, _winners, _counters, _failures)
+    tables = [rows for section in sections if len(rows := section(lines)) > 1]
+    return [*_machine(lines), *(text for rows in tables for text in ("", *tables_as_text(rows).splitlines()))]
 
 
 def _machine(lines: Sequence[Line]) -> Iterator[str]:
-    versions = _first(lines, part="versions and limits")
+    versions, blocks = _first(lines, part="versions and limits"), _first(lines, part="block tables")
     if versions:
-        yield ""
         yield f"{versions['name']}: torch {versions['torch']}, Triton {versions['triton']}, source {versions['source']}"
-    tables = _first(lines, part="block tables")
-    if tables:
-        yield tables["note"]
-    launch = _first(lines, part="one launch")
+    if blocks:
+        yield blocks["note"]
     products, copied = _ceilings(lines)
     ceilings = [f"{dtype} products {rate / 1e12:.0f} TFLOP/s" for dtype, rate in products.items()]
     if copied:
         ceilings.append(f"copy {copied / 1e12:.2f} TB/s")
+    launch = _first(lines, part="one launch")
     if launch and "passed" in launch:
         ceilings.append(f"a launch keeps the host {launch['host_microseconds_a_call']:.0f} us")
     if ceilings:
         yield "; ".join(ceilings)
 
 
-def _checks(lines: Sequence[Line]) -> Iterator[str]:
-    checks = [line for line in lines if "relative_error_of_torch" in line]
-    if checks:
-        yield ""
-        yield f"{'against float64: error, of torch, twice the same':<90}"
-    for line in checks:
-        verdict = "" if line["passed"] else "   WRONG"
-        error, own = _short(line["relative_error"]), _short(line["relative_error_of_torch"])
-        yield f"  {line['part'][:80]:<80} {error:>8} {own:>8} {'yes' if line['bitwise_repeat'] else 'NO':>4}{verdict}"
+def _checks(lines: Sequence[Line]) -> Table:
+    rows = [["against float64", "error", "of torch", "twice the same", ""]]
     for line in lines:
-        if "tool" in line and "summary" in line:
-            yield f"  {line['tool']}: {line['summary']}"
+        if "relative_error_of_torch" in line:
+            errors = [_short(line[name]) for name in ("relative_error", "relative_error_of_torch")]
+            same, verdict = "yes" if line["bitwise_repeat"] else "NO", "" if line["passed"] else "WRONG"
+            rows.append([line["part"][:80], *errors, same, verdict])
+        elif "tool" in line and "summary" in line:
+            rows.append([f"{line['tool']}: {line['summary']}", "", "", "", "" if line["passed"] else "WRONG"])
+    return rows
 
 
-def _times(lines: Sequence[Line]) -> Iterator[str]:
+def _times(lines: Sequence[Line]) -> Table:
     products, copied = _ceilings(lines)
-    cases: dict[str, list[Line]] = {}
+    rows = [["milliseconds", "median", "of the floor"]]
     for line in lines:
         if line.get("status") == "timed" and "median_ms" in line:
-            cases.setdefault(line["case"], []).append(line)
-    if cases:
-        yield ""
-        yield "milliseconds (share of the floor)"
-    for case, ways in cases.items():
-        yield f"  {case}"
-        told = []
-        for line in sorted(ways, key=lambda line: line["median_ms"]):
-            share, rate = "", products.get(line["dtype"])
-            if rate and copied and (line["flop"] or line["moved_bytes"]):
-                floor = 1e3 * floor_seconds(line["flop"], line["moved_bytes"], rate, copied)
-                share = f" ({100 * floor / line['median_ms']:.0f}%)"
-            told.append(f"{line['way']} {line['median_ms']:.3g}{share}")
-        yield from _wrapped(told)
+            rate = products.get(line["dtype"])
+            floor = 1e3 * floor_seconds(line["flop"], line["moved_bytes"], rate, copied) if rate and copied else 0.0
+            share = f"{floor / line['median_ms']:.0%}" if floor else ""
+            rows.append([line["part"], f"{line['median_ms']:.3g}", share])
+    return rows
 
 
-def _by_kernel(lines: Sequence[Line]) -> Iterator[str]:
+def _by_kernel(lines: Sequence[Line]) -> Table:
+    rows = [["microseconds a step", "", "launches"]]
     for line in lines:
         if "kernels" in line:
-            yield ""
-            total, count = line["microseconds_a_step"], line["launches_a_step"]
-            yield f"{line['part'][:80]}: {total:.0f} us, {count:.0f} launches a step"
-            for kernel in line["kernels"][:_MOST_KERNELS]:
-                spent, launches = kernel["microseconds_a_step"], kernel["launches_a_step"]
-                yield f"  {spent:9.1f} us  {launches:6.1f} x  {kernel['kernel'][:80]}"
+            whole = {**line, "kernel": line["part"]}
+            for one in (whole, *line["kernels"][:_MOST_KERNELS]):
+                spent, launches = one["microseconds_a_step"], one["launches_a_step"]
+                rows.append([one["kernel"][:80], f"{spent:.1f}", f"{launches:.1f}"])
+    return rows
 
 
-def _winners(lines: Sequence[Line]) -> Iterator[str]:
-    winners = [line for line in lines if line.get("result") == "winner"]
-    if winners:
-        yield ""
-        yield "fastest blocks (microseconds, before)"
-    for line in winners:
-        tried = f"{line['candidates_timed']} of {line['candidates_compiled']}"
-        took = f"{line['microseconds']:.1f} {line['before_microseconds']:.1f}"
-        yield f"  {line['part']:<20} {line['code']}: {took}; {tried} timed"
-
-
-def _counters(lines: Sequence[Line]) -> Iterator[str]:
+def _winners(lines: Sequence[Line]) -> Table:
+    rows = [["fastest blocks", "", "microseconds", "before", "timed"]]
     for line in lines:
-        if "metrics" in line:
-            yield ""
-            yield f"ncu: {line['kernel'][:80]}"
-            yield from _wrapped([f"{name} {value}" for name, value in line["metrics"].items()])
+        if line.get("result") == "winner":
+            tried = f"{line['candidates_timed']} of {line['candidates_compiled']}"
+            took = [f"{line[name]:.1f}" for name in ("microseconds", "before_microseconds")]
+            rows.append([line["part"], line["code"], *took, tried])
+    return rows
 
 
-def _failures(lines: Sequence[Line]) -> Iterator[str]:
-    told = []
+def _counters(lines: Sequence[Line]) -> Table:
+    rows = [["ncu", ""]]
+    for line in lines:
+        rows += [[f"{line['kernel'][:60]}: {name}", value] for name, value in line.get("metrics", {}).items()]
+    return rows
+
+
+def _failures(lines: Sequence[Line]) -> Table:
+    rows = [["not measured"]]
     for line in lines:
         if line.get("result") == "stage" and line["status"] != "done":
-            told.append(f"  {line['stage']}: {line['status']} after {line['seconds']:g} s of {line['limit_seconds']:g}")
+            rows.append([f"{line['stage']}: {line['status']} after {line['seconds']:g} s of {line['limit_seconds']:g}"])
         elif line.get("status") in ("failed", "wrong") and "blocks" not in line:
-            told.append(f"  {line['stage']}: {line['part']}: {line['status']}: {line['reason']}"[: 2 * _WIDE])
+            rows.append([f"{line['stage']}: {line['part']}: {line['status']}: {line['reason']}"[:240]])
     # A peer that is not installed is missing in every case: once is enough.
-    told += [f"  {reason}" for reason in dict.fromkeys(_reason(line) for line in lines) if reason]
-    if told:
-        yield ""
-        yield "not measured"
-        yield from told
-
-
-def _reason(line: Line) -> str | None:
-    return line["reason"][:_WIDE] if line.get("status") == "unavailable" else None
+    reasons = dict.fromkeys(line["reason"][:120] for line in lines if line.get("status") == "unavailable")
+    return [*rows, *([reason] for reason in reasons)]
 
 
 def _ceilings(lines: Sequence[Line]) -> tuple[dict[str, float], float | None]:
@@ -156,14 +136,3 @@ def _first(lines: Sequence[Line], part: str) -> Line | None:
 
 def _short(number: Any) -> str:
     return f"{number:.1e}" if isinstance(number, float) else str(number)
-
-
-def _wrapped(told: Sequence[str]) -> Iterator[str]:
-    line = "   "
-    for one in told:
-        if len(line) + len(one) > _WIDE and line.strip():
-            yield line
-            line = "   "
-        line += f" {one};"
-    if line.strip():
-        yield line.rstrip(";")

@@ -24,19 +24,15 @@ Parts = Iterator[tuple[str, Work]]
 
 @dataclass(frozen=True)
 class Stage:
-    """A process of the triage.
+    """A process of the triage."""
 
-    Attributes:
-        name: unique.
-        limit: the seconds after which it is killed.
-        where: module and function in this package that give its parts.
-    """
-
-    name: str
-    limit: float
-    where: str
+    name: str  # unique
+    limit: float  # the seconds after which it is killed
+    where: str  # module and function in this package that give its parts
 
 
+# The launchers of the kernels whose blocks are swept (`hot_kernels.HOT`).
+SWEPT = ("unrolled_forward", "unrolled_backward", "cross_entropy", "streaming_backward", "streaming_forward")
 # Those of one row run side by side: nothing is timed in them, or they are alone.
 PLAN: tuple[tuple[Stage, ...], ...] = (
     (Stage("machine", 20, "machine:parts"),),
@@ -53,11 +49,7 @@ PLAN: tuple[tuple[Stage, ...], ...] = (
     (Stage("attention", 20, "speed:attention"),),
     (Stage("torch.compile", 30, "speed:compiler"),),
     (Stage("compile blocks", 120, "compiling:candidates"),),
-    (Stage("sweep unrolled_forward", 20, "sweep:unrolled_forward"),),
-    (Stage("sweep unrolled_backward", 20, "sweep:unrolled_backward"),),
-    (Stage("sweep cross_entropy", 20, "sweep:cross_entropy"),),
-    (Stage("sweep streaming_backward", 20, "sweep:streaming_backward"),),
-    (Stage("sweep streaming_forward", 20, "sweep:streaming_forward"),),
+    *((Stage(f"sweep {kernel}", 20, f"sweep:{kernel}"),) for kernel in SWEPT),
     (Stage("ncu", 60, "tools:ncu"),),
 )
 # Started by tools, under a sanitizer or profiler.
@@ -72,21 +64,13 @@ _BEGINS = "part "
 
 @dataclass(frozen=True)
 class Context:
-    """What a part may need to know.
+    """What a part may need to know."""
 
-    Attributes:
-        device: where it computes.
-        size: "gpu" or "toy": which shapes.
-        lines: where results go, and those of earlier stages are.
-        command: starts this program again.
-        deadline: when this process is killed, by the monotonic clock.
-    """
-
-    device: torch.device
-    size: str
-    lines: Lines
-    command: Sequence[str]
-    deadline: float = math.inf
+    device: torch.device  # where it computes
+    size: str  # "gpu" or "toy": which shapes
+    lines: Lines  # where results go, and those of earlier stages are
+    command: Sequence[str]  # starts this program again
+    deadline: float = math.inf  # when this process is killed, by the monotonic clock
 
     def left(self) -> float:
         """The seconds until then."""

@@ -28,34 +28,18 @@ _GAIN = 1.02
 _PROFILED = ("unrolled_forward", "unrolled_backward", "cross_entropy")
 
 
-def _stage(name: str) -> Callable[[Context], Parts]:
-    hot = next(hot for hot in HOT if hot.name == name)
-
-    def parts(context: Context) -> Parts:
-        yield name, functools.partial(_Sweep(hot, context).run)
-
-    return parts
+def _stage(hot: Hot) -> Callable[[Context], Parts]:
+    return lambda context: iter([(hot.name, _Sweep(hot, context).run)])
 
 
-unrolled_forward = _stage("unrolled_forward")
-unrolled_backward = _stage("unrolled_backward")
-cross_entropy = _stage("cross_entropy")
-streaming_backward = _stage("streaming_backward")
-streaming_forward = _stage("streaming_forward")
+unrolled_forward, unrolled_backward, cross_entropy, streaming_backward, streaming_forward = map(_stage, HOT)
 
 
 def hot(context: Context) -> Parts:
     """Some of the kernels once, with the blocks of their tables: for a profiler."""
     for one in HOT:
         if one.name in _PROFILED:
-            yield one.name, functools.partial(_once, one, context)
-
-
-def _once(hot: Hot, context: Context) -> Iterator[dict[str, Any]]:
-    sweep = _Sweep(hot, context)
-    sweep.prepared(None)[0]()
-    seconds(lambda: None, context.device)  # waits for the card
-    return iter(())
+            yield one.name, _Sweep(one, context).once
 
 
 class _Sweep:
@@ -96,6 +80,12 @@ class _Sweep:
             launch.run()
 
         return restored, launch.arguments
+
+    def once(self) -> Iterator[dict[str, Any]]:
+        """Launch it, with the blocks of its table; no line."""
+        self.prepared(None)[0]()
+        seconds(lambda: None, self._device)  # waits for the card
+        return iter(())
 
     def run(self) -> Iterator[dict[str, Any]]:
         """A line for each candidate, and the winner's."""

@@ -160,11 +160,12 @@ def _timed(case: Case, way: Implementation, gate: Gate, device: torch.device) ->
     yield {**named, "status": "timed", "relative_error": difference, "dtype": case.dtype, **readings(step, device)}
 
 
-def recorded_steps(device: torch.device, size: str) -> Iterator[tuple[str, Callable[[], Step]]]:
-    """Every step of ours that later stages launch: what they launch has to be compiled before."""
-    for sequences in _CHECKED_SEQUENCES[size]:
+def own_steps(device: torch.device, size: str, small: bool = False) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """Every step of ours that the stages launch, by name; or those of few tokens, which launch every kernel too."""
+    for sequences in (3,) if small else _CHECKED_SEQUENCES[size]:
         yield f"{sequences} sequences", functools.partial(launched_step, sequences, device, size)
-    for many in (checked_losses, checked_attention, timed_attention, timed_losses):
+    timed = () if small else (timed_attention, timed_losses)
+    for many in (checked_losses, checked_attention, *timed):
         for case in many(device, size):
             yield case.name, way_of(case, "ours").prepare
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError, printable
@@ -65,17 +64,11 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
             _keep(path)
 
 
-def load_checkpoint(
-    path: str | os.PathLike[str],
-    device: torch.device | str = "cpu",
-    *,
-    run: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote; where that is damaged the one before it, with a warning on stderr.
+def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read what `save_checkpoint` wrote, on the CPU; where that is damaged the one before it, with a warning on stderr.
 
     Args:
         path: the file.
-        device: where the tensors are to be.
         run: the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
 
     Raises:
@@ -86,10 +79,10 @@ def load_checkpoint(
     if not os.path.exists(path) and not previous.exists():
         raise InputError(f"{path}: there is no checkpoint yet")
     try:
-        state = _load(path, device)
+        state = _load(path)
     except InputError as error:
         try:
-            state = _load(previous, device)
+            state = _load(previous)
         except InputError:
             raise error from None
         line = f"cdt-fast: warning: {error}; the checkpoint before it is used, {previous.name}"
@@ -154,8 +147,8 @@ def _keep(path: str | os.PathLike[str]) -> None:
         shutil.copyfile(path, previous)
 
 
-def _load(path: str | os.PathLike[str], device: torch.device | str) -> dict[str, Any]:
-    file = load_tensors(path, device)
+def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    file = load_tensors(path)
     if file.metadata.get("format") != _FORMAT or not file.checked:
         raise InputError(
             f"{path}: is no checkpoint of this version of cdt_fast; resume with the version that wrote it, or train "

@@ -55,9 +55,9 @@ def pyplot() -> Any:
     return pyplot
 
 
-def axes_of(width: float = 6.4, height: float = 4.0, columns: int = 1, *, together: bool = False) -> tuple[Any, Any]:
+def axes_of(width: float = 6.4, columns: int = 1, *, together: bool = False) -> tuple[Any, Any]:
     """A figure with axes side by side; `together`: with the same y, so that they can be compared."""
-    figure, axes = pyplot().subplots(1, columns, figsize=(width * columns, height), squeeze=False, sharey=together)
+    figure, axes = pyplot().subplots(1, columns, figsize=(width * columns, 4.0), squeeze=False, sharey=together)
     for axis in axes[0]:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)

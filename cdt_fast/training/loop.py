@@ -15,7 +15,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cdt_fast.constraints.duals import DualAction
-from cdt_fast.constraints.feasibility import FeasibilityReport
 from cdt_fast.errors import InputError
 from cdt_fast.progress import SECONDS_BETWEEN_LINES
 from cdt_fast.training.allocator import disable_malloc_trim
@@ -238,7 +237,8 @@ class Trainer:
         action = self.constraints.count_step() if self._measured else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         batches = (
-            self._batch(share or micro_batch[:1]) for share, micro_batch in zip(shares, micro_batches, strict=True)
+            self.workload.batch(share or micro_batch[:1], self.device)
+            for share, micro_batch in zip(shares, micro_batches, strict=True)
         )
         if self._captured is None:
             self._device_step().run(batches, counts, items, known, action)
@@ -290,10 +290,6 @@ class Trainer:
         batch = self.settings.training.batch
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
 
-    def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        """The tensors of samples with their seeds, on the device."""
-        return self.workload.batch(chosen, self.device)
-
     def _log_entry(self, seconds: float) -> dict[str, Any]:
         sums = self.accelerator.reduce(self._logged_sums, reduction="sum")
         losses = (sums[:-1] / sums[-1]).tolist()
@@ -342,7 +338,8 @@ class Trainer:
             self.model.train()
         self._check_finite("validation losses", losses)
         report = self.constraints.report(losses)
-        entry = {"loss": losses, "feasible": report.feasible, **_worst(report)}
+        verdict = report.as_dict()  # JSON cannot represent infinity, where a depth is exact and the next is not
+        entry = {"loss": losses, **{name: verdict[name] for name in ("feasible", "worst_layer", "worst_violation")}}
         if self.best is None or self._merit(losses) < self._merit(self.best["loss"]):
             self.best = {"step": self.step, **entry}
             if self.accelerator.is_main_process:
@@ -414,8 +411,3 @@ class Trainer:
             self.step, self.best = state["step"], state["best"]
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise InputError(f"{self.folder.checkpoint}: does not fit config.toml ({error})") from error
-
-
-def _worst(report: FeasibilityReport) -> dict[str, Any]:
-    verdict = report.as_dict()  # JSON cannot represent infinity, where a depth is exact and the next is not
-    return {name: verdict[name] for name in ("worst_layer", "worst_violation")}

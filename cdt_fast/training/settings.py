@@ -98,7 +98,8 @@ class Section(BaseModel):
         if any(value in typing.get_args(option) for option in options if typing.get_origin(option) is Literal):
             return value
         if list in kinds and not (str in options and not all(map(_is_number, value.split(",")))):
-            return value.split(",") if "," in value or not _takes_one(options) else value
+            takes_one = float in options or int in options
+            return value.split(",") if "," in value or not takes_one else value
         return value
 
     @classmethod
@@ -124,10 +125,6 @@ def _options(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (list, dict):
         return (annotation,)
     return tuple(option for part in typing.get_args(annotation) for option in _options(part))
-
-
-def _takes_one(options: Iterable[Any]) -> bool:
-    return float in options or int in options
 
 
 def _is_number(word: str) -> bool:
@@ -333,8 +330,8 @@ class RunSettings(BaseModel):
         """Write the settings as TOML, None as the word "none"."""
         document: dict[str, Any] = {"task": self.task}
         for section in SECTIONS:
-            values = getattr(self, section).model_dump()
-            document[section] = {name: _for_toml(value) for name, value in values.items()}
+            values = getattr(self, section).model_dump(mode="json")  # keys are words
+            document[section] = {name: "none" if value is None else value for name, value in values.items()}
         write_text(path, tomli_w.dumps(document))
 
     @classmethod
@@ -356,12 +353,6 @@ class RunSettings(BaseModel):
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         return settings
-
-
-def _for_toml(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): entry for key, entry in value.items()}
-    return "none" if value is None else value
 
 
 def _expectation(error: ValidationError) -> str:

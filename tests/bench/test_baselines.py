@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,43 +41,19 @@ def gradients(prepare: Prepare, z: Tensor, values: Tensor | None, lengths: Tenso
     return [output, *torch.autograd.grad(output, [z] if values is None else [z, values], upstream)]
 
 
-def no_gpu_needed(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
-    for module in modules:
-        monkeypatch.setattr(module, "require_gpu", lambda what, device: None)
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "require_gpu", lambda what, device: None)
 
 
-def packed_by_hand(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, scale: float = 0.0) -> Tensor:
-    """What xformers documents: `[B, T, heads, width]`, and blocks of sequences that follow each other in one."""
-    if attn_bias is not None:
-        parts = [tensor[0].split(attn_bias.sizes) for tensor in (query, key, value)]
-        found = [packed_by_hand(*(part[None] for part in own), scale=scale)[0] for own in zip(*parts, strict=True)]
-        return torch.cat(found)[None]
-    scores = scale * torch.einsum("bthw,bshw->bhts", query, key)
-    return torch.einsum("bhts,bshw->bthw", scores.softmax(-1), value)
-
-
-def install_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = ModuleType("xformers.ops")
-    vars(package)["memory_efficient_attention"] = packed_by_hand
-    bias = ModuleType("xformers.ops.fmha.attn_bias")
-    vars(bias)["BlockDiagonalMask"] = SimpleNamespace(from_seqlens=lambda sizes: SimpleNamespace(sizes=sizes))
-    for name in ("xformers", "xformers.ops.fmha"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "xformers.ops", package)
-    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", bias)
-
-
-@pytest.mark.parametrize("baseline", ["eager", "SDPA", "xformers"])
+@pytest.mark.parametrize("baseline", ["eager", "SDPA"])
 @pytest.mark.parametrize("width", [None, 5])
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention(baseline: str, width: int | None, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention(baseline: str, width: int | None, padded: bool) -> None:
     torch.manual_seed(0)
     z = torch.randn(3, 6, 4, dtype=torch.float64, requires_grad=True)
     values = None if width is None else torch.randn(3, 6, width, dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor([6, 1, 4]) if padded else None
-    no_gpu_needed(monkeypatch, attention)
-    install_xformers(monkeypatch)
-    prepare = {"eager": attention.eager, "SDPA": attention.sdpa(), "xformers": attention.xformers}[baseline]
+    prepare = {"eager": attention.eager, "SDPA": attention.sdpa()}[baseline]
     found, expected = (gradients(one, z, values, lengths) for one in (prepare, attention_written_out))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -90,14 +66,6 @@ def test_an_implementation_of_sdpa_runs_or_says_that_it_cannot() -> None:
         torch.testing.assert_close(one, other)
     with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):  # there is none on a CPU
         gradients(attention.sdpa("cuDNN"), z, None, None)
-
-
-def test_flex_attention_says_what_it_lacks_on_a_cpu() -> None:
-    z, lengths = torch.randn(2, 16, 16, requires_grad=True), torch.tensor([16, 3])
-    attend = attention.flex(z, lengths)
-    # Such a torch whose FlexAttention has a backward there would not raise: then compare it with the formula here.
-    with pytest.raises(Unavailable, match=r"^NotImplementedError: .*CPU[^\n]*$"):
-        support.tried(lambda: [*torch.autograd.grad(attend(z, None).sum(), z)])
 
 
 def setting() -> depths.Depths:
@@ -154,7 +122,7 @@ def install_cce(monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
 
 
 def loss_of(baseline: str, monkeypatch: pytest.MonkeyPatch) -> depths.Loss:
-    no_gpu_needed(monkeypatch, cross_entropy)
+    no_gpu_needed(monkeypatch)
     install_liger(monkeypatch)
     install_cce(monkeypatch, [])
     if baseline == "eager":
@@ -188,7 +156,7 @@ def test_inner_depths_are_estimated_from_a_sample() -> None:
 
 def test_cce_filters_by_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    no_gpu_needed(monkeypatch, cross_entropy)
+    no_gpu_needed(monkeypatch)
     install_cce(monkeypatch, seen)
     given = setting()
     for filtered in (True, False):
@@ -200,7 +168,6 @@ def test_cce_filters_by_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PREPARED: dict[str, Callable[[], object]] = {
-    "xformers": lambda: attention.xformers(torch.zeros(1, 2, 3), None),
     "liger_kernel": lambda: cross_entropy.liger(CPU, torch.bfloat16),
     "cut_cross_entropy": lambda: cross_entropy.cce(CPU, torch.bfloat16, filtered=True),
 }
@@ -210,7 +177,9 @@ PREPARED: dict[str, Callable[[], object]] = {
 def test_a_missing_gpu_or_package_is_the_reason(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=r"^\w+ needs an NVIDIA GPU$"):
         PREPARED[package]()
-    no_gpu_needed(monkeypatch, attention, cross_entropy)
+    with pytest.raises(Unavailable, match=r"^FlexAttention's backward needs an NVIDIA GPU$"):
+        attention.flex(torch.zeros(1, 2, 3), None)
+    no_gpu_needed(monkeypatch)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(Unavailable, match=rf"^{package} is not installed$"):
         PREPARED[package]()

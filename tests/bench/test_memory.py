@@ -32,11 +32,7 @@ def known(mebibytes):
         return torch.ones(2**20)  # 4 MiB, after the peak
     return memory.resident_peak(step)
 
-def without_reset():
-    memory._reset_mark = lambda: False
-    return known(512)
-
-measured = {"known": lambda: known(256), "without reset": without_reset}
+measured = {"known": lambda: known(256)}
 for name in loss_memory.IMPLEMENTATIONS:
     measured[name] = lambda name=name: memory.report_peak(lambda: loss_memory.step_of(name, 2, 4096))
 for name, take in measured.items():
@@ -64,16 +60,14 @@ def test_a_known_buffer_is_measured_to_a_few_percent(figures: dict[str, str]) ->
     assert int(figures["known"]) == pytest.approx(256 * 2**20, rel=0.02)
 
 
-def test_the_growth_of_the_maximum_where_the_mark_cannot_be_reset(figures: dict[str, str]) -> None:
-    # An earlier peak hides a part of it; nothing is added.
-    assert 128 * 2**20 < int(figures["without reset"]) < 516 * 2**20
-
-
-def test_a_peak_below_an_earlier_one_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_reset_mark", lambda: False)
-    earlier = b"x" * 2**27  # the peak that hides the step's
+def test_without_a_mark_that_can_be_reset_there_is_no_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_MARK", tmp_path / "no such folder" / "clear_refs")
+    with pytest.raises(memory.NotMeasured, match=r"cannot be reset here .*No such file"):
+        memory.resident_peak(lambda: None)
+    monkeypatch.setattr(memory, "_MARK", tmp_path / "clear_refs")  # takes the number and does nothing with it
+    earlier = b"x" * 2**27
     del earlier
-    with pytest.raises(memory.NotMeasured, match="below that of its preparation"):
+    with pytest.raises(memory.NotMeasured, match=r"cannot be reset here \(it stays where it was\)"):
         memory.resident_peak(lambda: None)
 
 
