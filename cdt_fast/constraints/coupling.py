@@ -102,7 +102,7 @@ class DescentCoupling:
         if self._tighten_steps:
             self.tensors["constrained_steps"] = torch.zeros((), dtype=torch.int64)
         else:
-            self.constants["upstream"] = self._upstream()
+            self.constants |= {"factors": self._factors(1.0, self.margin), "upstream": self._upstream()}
 
     @property
     def rates(self) -> Tensor:
@@ -121,6 +121,11 @@ class DescentCoupling:
             return self.constants["exists"]
         fixed = self.tensors["reference_measurements"] >= REFERENCE_MEASUREMENTS
         return self.constants["exists"] & (fixed | ~self.constants["uses_reference"])
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a loss is bounded by a constant times the one before, or times the reference."""
+        return self.coupling != "absolute" and not self._tighten_steps
 
     @property
     def chained(self) -> list[bool]:
@@ -152,7 +157,7 @@ class DescentCoupling:
             return losses - (1 - margin) * bound, bound.abs()
         uses_reference = self.constants["uses_reference"]
         before = torch.where(uses_reference, reference, losses.roll(1))
-        factors = self._factors(strength, margin)
+        factors = self.constants["factors"] if training and self.is_steady else self._factors(strength, margin)
         violation = losses - factors * before
         if measured.ratios is not None:
             sampled = (measured.ratios - factors[1:]) * before[1:]

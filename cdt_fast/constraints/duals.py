@@ -58,7 +58,8 @@ class DualVariables:
         tensors: by name, "multipliers", "slacks" and the rule's state, each (size,), and the scalar "skipped_updates".
             `update` writes them in place.
         settings: the settings that took effect, plain numbers and strings.
-        slack_cost: β.
+        rule, resilience: as chosen.
+        slack_cost, slack_lr: β and η_u.
 
     Raises:
         InputError: a setting is not valid.
@@ -98,13 +99,13 @@ class DualVariables:
             "pi": controller if growth == 1 else ScheduledProportionalIntegral(**vars(controller), **schedule),
             "barrier": PenaltyBarrier(dual_lr, width),
         }
-        self._rule = rules[check_choice("dual", dual, tuple(rules))]
-        self._resilience = check_choice("resilience", resilience, (*get_args(Resilience), None))
+        self.rule = rules[check_choice("dual", dual, tuple(rules))]
+        self.resilience = check_choice("resilience", resilience, (*get_args(Resilience), None))
         self.slack_cost = check_positive("slack_cost", slack_cost)
         if slack_lr is None:
             slack_lr = SLACK_RELAXATION / self.slack_cost
-        self._slack_lr = check_positive("slack_lr", slack_lr)
-        if self._slack_lr * self.slack_cost >= 2:
+        self.slack_lr = check_positive("slack_lr", slack_lr)
+        if self.slack_lr * self.slack_cost >= 2:
             raise InputError(
                 f"slack_lr is {slack_lr!r}; expected less than 2 / slack_cost = {2 / self.slack_cost:g}, "
                 "or each step of a slack overshoots by more than the last"
@@ -118,12 +119,12 @@ class DualVariables:
             )
         self.settings: dict[str, int | float | str] = {
             "dual": dual,
-            **asdict(self._rule),  # pyright: ignore[reportArgumentType]  # every rule is a dataclass
+            **asdict(self.rule),  # pyright: ignore[reportArgumentType]  # every rule is a dataclass
             "resilience": resilience or "none",
             "slack_cost": self.slack_cost,
-            "slack_lr": self._slack_lr,
+            "slack_lr": self.slack_lr,
         }
-        names = ("multipliers", "slacks", *self._rule.state_names)
+        names = ("multipliers", "slacks", *self.rule.state_names)
         self.tensors = {name: torch.zeros(size, dtype=dtype) for name in names}
         self.tensors["skipped_updates"] = torch.zeros((), dtype=torch.int64)
 
@@ -137,14 +138,14 @@ class DualVariables:
                 nothing moves and "skipped_updates" grows by one.
         """
         multipliers, slacks = self.tensors["multipliers"], self.tensors["slacks"]
-        error = violation - slacks if self._resilience == "slack" else violation
-        decay = multipliers / self.slack_cost if self._resilience == "decay" else 0.0
+        error = violation - slacks if self.resilience == "slack" else violation
+        decay = multipliers / self.slack_cost if self.resilience == "decay" else 0.0
 
-        rule_state = {name: self.tensors[name] for name in self._rule.state_names}
-        proposed_multipliers, proposals = self._rule.propose(multipliers, error, decay, rule_state)
+        rule_state = {name: self.tensors[name] for name in self.rule.state_names}
+        proposed_multipliers, proposals = self.rule.propose(multipliers, error, decay, rule_state)
         proposals["multipliers"] = proposed_multipliers
-        if self._resilience == "slack":
-            proposals["slacks"] = slacks - self._slack_lr * (self.slack_cost * slacks - multipliers)
+        if self.resilience == "slack":
+            proposals["slacks"] = slacks - self.slack_lr * (self.slack_cost * slacks - multipliers)
 
         # Judged before the projection, which would turn −∞ into a plausible zero, as a rule may turn infinity into one.
         accepted = finite & (torch.stack([error, *proposals.values()]).isfinite() | ~active).all()

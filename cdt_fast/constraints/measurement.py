@@ -60,11 +60,12 @@ class Measurement:
         agreement: whether agreement is recorded.
 
     Attributes:
+        ratio: as given.
         tensors: "accumulated", the sums and counts of this rank, and with "cvar" "thresholds" `[L]`.
     """
 
     def __init__(self, layers: int, dtype: torch.dtype, ratio: Ratio, tail: float, agreement: bool) -> None:
-        self._ratio, self._tail = ratio, tail
+        self.ratio, self._tail = ratio, tail
         sizes = {"losses": layers + 1, "count": 1}
         if ratio != "mean":
             sizes |= {"ratios": layers, "samples": 1}
@@ -85,44 +86,45 @@ class Measurement:
     def add(self, losses: Tensor, count: float | Tensor, agreement: Tensor | None) -> None:
         """Add means with their count; see `DescentConstraints.record`. What has a count of 0 adds nothing."""
         parts = self._parts()
-        losses = losses.to(parts["losses"].dtype)
         if not isinstance(count, Tensor):
             if not count:
                 return
             if losses.dim() == 1 and len(parts) == 2:  # the usual case, in as few kernels as can be
-                parts["losses"].add_(losses * count)
+                parts["losses"].add_(losses, alpha=count)
                 parts["count"].add_(count)
                 return
-            count = torch.full((), count, dtype=losses.dtype, device=losses.device)
+            count = torch.full((), count, dtype=parts["losses"].dtype, device=losses.device)
+        losses = losses.to(parts["losses"].dtype)
         columns = losses.reshape(len(losses), -1)
         counts = count.to(losses.dtype).expand(columns.shape[1])
         counted = counts > 0  # the mean of nothing may be NaN
         parts["losses"].add_(torch.where(counted, columns * counts, 0.0).sum(1))
         parts["count"].add_(counts.sum())
-        if self._ratio != "mean":
+        if self.ratio != "mean":
             self._add_ratios(parts, columns[1:] / columns[:-1], counted)
         if agreement is not None:
             parts["agreement"].add_(torch.where(counted.any(), agreement.to(losses.dtype) * counts.sum(), 0.0))
 
     def _add_ratios(self, parts: dict[str, Tensor], ratios: Tensor, counted: Tensor) -> None:
-        if self._ratio == "cvar":
+        if self.ratio == "cvar":
             excess = ratios - self.tensors["thresholds"].unsqueeze(1)
             parts["above"].add_((counted & (excess > 0)).sum(1))
             ratios = torch.where(excess <= 0, 0.0, excess)  # NaN stays NaN
         parts["ratios"].add_(torch.where(counted, ratios, 0.0).sum(1))
         parts["samples"].add_(counted.sum())
 
-    def take(self) -> Measured:
-        """The means over all ranks, after which each rank's buffer holds the sums of all; moves the thresholds.
-
-        One all-reduce on the default group where torch.distributed is initialized; every rank must call this.
-        """
+    def reduce(self) -> None:
+        """Add up the sums of all ranks: one all-reduce on the default group where torch.distributed is initialized;
+        every rank must call this."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.tensors["accumulated"])
+
+    def means(self) -> Measured:
+        """What the sums come to; moves the thresholds."""
         parts = self._parts()
         losses = parts["losses"] / parts["count"]
-        ratios = parts["ratios"] / parts["samples"] if self._ratio != "mean" else None
-        if self._ratio == "cvar" and ratios is not None:
+        ratios = parts["ratios"] / parts["samples"] if self.ratio != "mean" else None
+        if self.ratio == "cvar" and ratios is not None:
             thresholds = self.tensors["thresholds"]
             ratios = thresholds + ratios / self._tail
             moved = thresholds + THRESHOLD_STEP * (parts["above"] / parts["samples"] - self._tail)
@@ -166,13 +168,18 @@ class AverageLosses:
         return self.tensors[self._losses]
 
     @property
+    def updates(self) -> Tensor:
+        """How many measurements there were, `[]`, live."""
+        return self.tensors[self._updates]
+
+    @property
     def known(self) -> Tensor:
         """Whether there has been a measurement, `[]` bool."""
-        return self.tensors[self._updates] > 0
+        return self.updates > 0
 
     def update(self, losses: Tensor) -> None:
         """Take in one measurement, `[L+1]`."""
-        average, updates = self.tensors[self._losses], self.tensors[self._updates]
+        average, updates = self.losses, self.updates
         finite = losses.isfinite().all()
         updates += finite
         moved = average + (losses - average) / updates.clamp(min=1, max=AVERAGED)

@@ -17,6 +17,8 @@ from torch import Tensor
 from cdt_fast.kernels import layerwise_cross_entropy as cross_entropy
 from cdt_fast.kernels.aot.case import Case
 from cdt_fast.kernels.arguments import (
+    DepthWeightsArguments,
+    DualUpdateArguments,
     ListaStepArguments,
     ListaStepBackwardArguments,
     Nonlinearity,
@@ -28,6 +30,7 @@ from cdt_fast.kernels.arguments import (
     UnrolledLayerArguments,
     UnrolledLayerBackwardArguments,
 )
+from cdt_fast.kernels.dual_update import depth_weights, dual_update
 from cdt_fast.kernels.layerwise_reconstruction_loss import reconstruction_backward, reconstruction_forward
 from cdt_fast.kernels.lista_step import lista_step_backward, lista_step_forward
 from cdt_fast.kernels.residual_linear import residual_linear_forward
@@ -297,6 +300,39 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
                 yield backward(f"of {', '.join(names)}", **upstream, **needs)
 
 
+def dual_update_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Of few and of many depths, with every flag; the state is float64 whatever the tokens are."""
+    if dtype != torch.bfloat16:
+        return
+
+    def numbers(*shape: int) -> Tensor:
+        return _empty(torch.float64, *shape)
+
+    count = _empty(torch.int64)
+    for depths, flags in (
+        *((depths, {}) for depths in (6, 33, 200)),
+        (6, {"resilience": "decay", "relative": False}),
+        (6, {"resilience": None, "average": None, "average_updates": None, "reference_measurements": None}),
+        (6, {"moves": False}),
+    ):
+        state = ("factors", "multipliers", "slacks", "first_moment", "second_moment", "updates")
+        flag = _empty(torch.bool, depths)
+        average: dict[str, Any] = {"average": numbers(depths), "average_updates": count}
+        given: dict[str, Any] = {name: numbers(depths) for name in state} | average
+        given |= {"accumulated": numbers(depths + 1), "settings": numbers(7), "exists": flag, "uses_reference": flag}
+        given |= {"reference": numbers(), "reference_measurements": count, "skipped_updates": count}
+        given |= {"measurements": 20, "averaged": 10, "epsilon": 1e-8}
+        given |= {"resilience": "slack", "relative": True, "moves": True, **flags}
+        named = ", ".join(f"{name} {value}" for name, value in flags.items())
+        name, is_size = f"{depths} depths{named and ', '}{named}", not flags
+        yield Case(f"update, {name}", functools.partial(dual_update, DualUpdateArguments(**given)), is_size)
+        if "moves" in flags or "relative" in flags:
+            continue
+        of_weights = {"multipliers": numbers(depths), "coefficients": numbers(depths), "upstream": numbers(depths - 1)}
+        arguments = DepthWeightsArguments(**of_weights, **{name: given[name] for name in average})
+        yield Case(f"weights, {name}", functools.partial(depth_weights, arguments), is_size)
+
+
 # A family, and the function that lists its cases: the first case of a kernel is the one that the tests compile.
 FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "symmetric_attention_packed": packed_attention_cases,
@@ -306,4 +342,5 @@ FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "residual_linear": residual_linear_cases,
     "layerwise_cross_entropy": cross_entropy_cases,
     "layerwise_reconstruction_loss": reconstruction_cases,
+    "dual_update": dual_update_cases,
 }

@@ -157,7 +157,7 @@ class Measurement:
             is needed: several warps compute the same where a tile is smaller than what they cover together.
         serialized: whether `ptxas` has each wgmma wait for the one before (its remarks C7510 to C7515).
         expects_tensor_core: whether a product in the source can only be fast there: 16-bit factors, or TF32.
-        double_instructions: lines of the intermediate code that compute in double precision.
+        double_instructions: lines of the intermediate code that compute in double precision, where no argument has it.
         seconds: what compiling and reading took.
         error: the compiler's message where it failed; everything else is then zero.
     """
@@ -203,6 +203,7 @@ def measure(configuration: Configuration) -> Measurement:
         return Measurement(
             error=f"{type(error).__name__}: {message.strip()}"[:300], seconds=time.perf_counter() - begin
         )
+    wide = any(kind == "*fp64" for _, kind in configuration.signature)
     return Measurement(
         registers=registers,
         local_bytes=local_bytes,
@@ -212,7 +213,7 @@ def measure(configuration: Configuration) -> Measurement:
         redundancy=_redundancy(compiled.asm["ttgir"]),
         serialized=_serialized(compiled.asm["ptx"]),
         expects_tensor_core=_expects_tensor_core(compiled.asm["ttir"], compiled.asm["ttgir"]),
-        double_instructions=sum(".f64" in line for line in compiled.asm["ptx"].splitlines()),
+        double_instructions=0 if wide else sum(".f64" in line for line in compiled.asm["ptx"].splitlines()),
         seconds=time.perf_counter() - begin,
     )
 

@@ -144,6 +144,7 @@ def floats() -> Tensor:
         ("fma.rn.f32 %r3, %r2, %r2, 0fBF800000;", lambda x: (x.double() ** 2 - 1).float()),
         ("div.full.f32 %r3, 0f3F800000, %r2;", lambda x: 1 / x),
         ("ex2.approx.f32 %r3, %r2;", lambda x: torch.exp2(x)),
+        ("sqrt.rn.f32 %r3, %r2;", lambda x: x.sqrt()),
         ("neg.f32 %r3, %r2;", lambda x: -x),
         ("abs.f32 %r3, %r2;", abs),
         # Beside NaN the other one.
@@ -166,6 +167,16 @@ def test_floats(instruction: str, formula: Callable[[Tensor], Tensor]) -> None:
     numbers = floats()
     found = run(instruction, numbers)
     torch.testing.assert_close(found, formula(numbers), rtol=3e-7, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["s32", "u32"])
+def test_a_float_becomes_a_whole_number_towards_zero(kind: str) -> None:
+    numbers = floats()
+    numbers[6:10] = torch.tensor([-1.99, 1.99, 3e9, -3e9])
+    low, high = (-(2**31), 2**31 - 1) if kind == "s32" else (0, 2**32 - 1)
+    expected = numbers.double().nan_to_num(0.0).trunc().clamp(low, high).to(torch.int64)
+    found = run(f"cvt.rzi.{kind}.f32 %r3, %r2;", numbers).view(torch.int32).to(torch.int64)
+    assert torch.equal(found if kind == "s32" else found % 2**32, expected)
 
 
 @pytest.mark.parametrize(("name", "narrow"), [("f16", torch.float16), ("bf16", torch.bfloat16)])

@@ -31,7 +31,7 @@ COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
 }  # fmt: skip
 ARITHMETIC: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fused, "mad": lambda x, y, z: x * y + z,
-    "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "div": np.divide, "rem": truncated_remainder,
+    "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "sqrt": np.sqrt, "div": np.divide, "rem": truncated_remainder,
     # Of a number and NaN the number.
     "max": lambda *of: of[0] if len(of) == 1 else np.fmax(of[0], ARITHMETIC["max"](*of[1:])),
     "min": lambda *of: of[0] if len(of) == 1 else np.fmin(of[0], ARITHMETIC["min"](*of[1:])),
@@ -189,9 +189,19 @@ def convert(instruction: Instruction) -> Step:
             lambda high, low: np.stack(np.broadcast_arrays(low, high), 1), instruction, to, [source, source]
         )
     if result[0] in "us" and given[0] not in "us":
-        raise unknown(instruction)
+        if "rzi" not in instruction.parts:
+            raise unknown(instruction)
+        return _elementwise(lambda x: _whole(x, _kind(to)), instruction, to, [source])
     kind = np.dtype(np.float32) if result in ("f16", "bf16") else _kind(to)
     return _elementwise(lambda x: x.astype(kind), instruction, to, [source])
+
+
+def _whole(x: Array, kind: Any) -> Array:
+    """Towards zero; of NaN zero, and beyond the range its end."""
+    limits, number = np.iinfo(kind), np.trunc(np.nan_to_num(x, nan=0.0))
+    low, high = number <= float(limits.min), number >= float(limits.max)
+    inside = np.where(low | high, 0.0, number).astype(kind)
+    return np.where(low, kind.type(limits.min), np.where(high, kind.type(limits.max), inside))
 
 
 def move(instruction: Instruction) -> Step:
