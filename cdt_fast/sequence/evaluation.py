@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from cdt_fast.models.early_exit import confidence_of, exits_taken, least_threshold
 from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.losses import EVALUATION_SEED, perturbation_arguments
 from cdt_fast.sequence.networks import Network
-from cdt_fast.sequence.perturbation import evaluate_classifier
+from cdt_fast.sequence.perturbation import evaluate_classifier, perturbed
 from cdt_fast.sequence.samples import IGNORED, EncodedSamples
-from cdt_fast.sequence.settings import SequenceSettings
+from cdt_fast.sequence.settings import SequenceSettings, TextSettings
 from cdt_fast.training.results import Evaluation
 
 _LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
@@ -44,10 +45,30 @@ class SequenceEvaluation(Evaluation):
         return {**dict.fromkeys(names, len(self.gamma)), "depth_agreement": self.layers + 1}
 
 
+class ConfidentExit(BaseModel):
+    """Leaving at the first depth whose largest probability passes a threshold, at the least γ of the evaluation.
+
+    Attributes:
+        asked: the agreement with the last depth that the threshold was calibrated to, on the validation texts.
+        threshold: see `calibrate_confidence`; 1: none keeps that agreement, and all texts run to the end.
+        accuracy, agreement: with the labels and with the last depth, of the test texts.
+        mean_depth: of the test texts, in layers.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    asked: float
+    threshold: float
+    accuracy: float
+    agreement: float
+    mean_depth: float
+
+
 class TextEvaluation(SequenceEvaluation):
     """The `evaluation.json` of a run on labeled texts."""
 
     classes: list[str]
+    confident_exits: tuple[ConfidentExit, ...] = ()
 
 
 class DecodingRow(BaseModel):
@@ -109,6 +130,52 @@ def measure(
         )
     parameters = sum(parameter.numel() for parameter in network.model.parameters())
     return {**measured, "perturbation": settings.data.perturbation, "parameters": parameters}
+
+
+def confident_exits(
+    network: Network,
+    validation: EncodedSamples,
+    test: EncodedSamples,
+    depths: Sequence[int],
+    settings: TextSettings,
+    device: torch.device,
+) -> list[dict[str, float]]:
+    """A `ConfidentExit` for each agreement of the settings; `depths` are those that are read, in layers."""
+    confidence, answers, _ = _confidences(network, validation, settings, device)
+    tested, given, labels = _confidences(network, test, settings, device)
+    layers, found = torch.tensor(depths, dtype=torch.float64), []
+    for asked in settings.evaluation.exit_agreements:
+        chosen = least_threshold(confidence[:, :-1], answers[:, :-1] == answers[:, -1:], asked)
+        exits = exits_taken(tested, chosen.threshold)
+        taken = given.gather(1, exits.unsqueeze(1)).squeeze(1)
+        found.append(
+            {
+                "asked": asked,
+                "threshold": chosen.threshold,
+                "accuracy": _share(taken == labels),
+                "agreement": _share(taken == given[:, -1]),
+                "mean_depth": layers[exits].mean().item(),
+            }
+        )
+    return found
+
+
+@torch.no_grad()
+def _confidences(
+    network: Network, samples: EncodedSamples, settings: SequenceSettings, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all samples at the least γ: confidence and answer of each depth, `[samples, depths]`, and the labels."""
+    network.model.eval()
+    gamma, arguments = settings.evaluation.gammas[0], perturbation_arguments(settings, network)
+    with perturbed(network.model, gamma=gamma, seed=EVALUATION_SEED, **arguments):
+        batches = samples.batches(settings.training.batch, network.padding_id, device)
+        read = [(*confidence_of(network.depth_logits(inputs, labels)), labels) for inputs, labels, _ in batches]
+    confidence, answers, labels = (torch.cat(parts).cpu() for parts in zip(*read, strict=True))
+    return confidence, answers, labels
+
+
+def _share(which: Tensor) -> float:
+    return which.double().mean().item()
 
 
 def perplexities(measured: dict[str, Any]) -> list[float]:

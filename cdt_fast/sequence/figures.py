@@ -25,6 +25,12 @@ def agreement_drawing() -> Drawing:
     return Drawing("agreement.png", caption, _agreement)
 
 
+def confident_exit_drawing() -> Drawing:
+    """The picture of what classifiers reach for how many layers."""
+    caption = "Accuracy over the layers run, at the least γ: exits after a fixed depth, and by confidence (stars)"
+    return Drawing("confident_exit.png", caption, _confident_exit)
+
+
 def depths_of(run: EvaluatedRun) -> list[int]:
     """The depths of the model that are read."""
     return getattr(run.settings.model, "taps", None) or list(range(run.evaluation.layers + 1))
@@ -40,6 +46,17 @@ def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
             for accuracy, (low, high) in zip(values.accuracy, values.accuracy_interval, strict=True)
         ]
         rows.append([run.label, f"{values.parameters:,}", *numbers, formatted(values.auc, ".3f")])
+    return rows
+
+
+def confident_exit_table(runs: Sequence[EvaluatedRun]) -> Table:
+    """Classifiers that leave at the first depth that is sure, at thresholds calibrated on the validation texts."""
+    gamma = runs[0].evaluation.gamma[0]
+    rows = [[f"exit by confidence, γ {gamma:g}", "agreement asked", "threshold", "agreement", "accuracy", "mean depth"]]
+    for run in runs:
+        for row in run.evaluation.confident_exits:
+            numbers = f"{row.threshold:.3f}", f"{row.agreement:.3f}", f"{row.accuracy:.3f}", f"{row.mean_depth:.2f}"
+            rows.append([run.label, f"{row.asked:g}", *numbers])
     return rows
 
 
@@ -85,6 +102,19 @@ def _agreement(runs: Sequence[EvaluatedRun]) -> Any:
             axis.plot(depths_of(run), getattr(run.evaluation, name), "o-", color=color, label=run.label)
         axis.set(xlabel="layers run", ylabel=label)
     add_legend(axes[0], middle=1.1)
+    return figure
+
+
+def _confident_exit(runs: Sequence[EvaluatedRun]) -> Any:
+    figure, (axis,) = axes_of()
+    for run, color in colored(runs):
+        axis.plot(depths_of(run), run.evaluation.depth_accuracy[0], "o-", color=color, label=run.label)
+        exits = run.evaluation.confident_exits
+        points = [exit.mean_depth for exit in exits], [exit.accuracy for exit in exits]
+        axis.plot(*points, "*", color=color, markersize=11, markeredgecolor="white")
+    axis.set(xlabel="layers run, in the mean", ylabel="accuracy")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    add_legend(axis)
     return figure
 
 

@@ -107,19 +107,23 @@ class LanguageTask(SequenceTask):
 
     def load_model(
         self, folder: RunFolder, settings: LanguageSettings, data: InstructionSplits
-    ) -> tuple[Network, EncodedSamples, dict[str, Any]]:
+    ) -> tuple[Network, tuple[EncodedSamples, EncodedSamples], dict[str, Any]]:
         tokenizer, network = _load_network(folder.model, settings.model)
-        test = encoded_instructions(data.test, tokenizer, settings.data.max_tokens, "test")
+        validation, test = (
+            encoded_instructions(getattr(data, part), tokenizer, settings.data.max_tokens, part)
+            for part in ("validation", "test")
+        )
         facts = {
             "vocabulary": vocabulary_size(network.model),
             "test_texts": len(test),
             "test_digest": corpus.digest(data.test),
         }
-        return network, test, facts
+        return network, (validation, test), facts
 
     def further(
         self,
         network: Network,
+        validation: EncodedSamples,
         test: EncodedSamples,
         settings: LanguageSettings,
         measured: dict[str, Any],

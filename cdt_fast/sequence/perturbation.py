@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from cdt_fast.checks import check_choice, check_integer, check_non_negative, check_number
 from cdt_fast.constraints.presets import DISTRIBUTIONS, GAMMAS, KINDS, TOKEN_KINDS
 from cdt_fast.errors import InputError
+from cdt_fast.models.early_exit import wilson_interval
 from cdt_fast.ops.shared.checks import describe
 from cdt_fast.sequence.counter_based_rng import hashed, unit_interval, unit_noise
 from cdt_fast.training.per_sample import per_sample_statistics
 
 _IGNORED = -100  # the label of what does not count
-_NORMAL_QUANTILE = 1.959963984540054  # of 97.5 %
 
 
 class Perturbation:
@@ -288,17 +287,6 @@ def evaluate_classifier(
         "layer_ratio": [after / before if before else None for before, after in pairwise(losses)],
         "per_sample": per_sample_statistics(measured[trained].sums / measured[trained].counts),
     }
-
-
-def wilson_interval(correct: int, answers: int) -> tuple[float, float]:
-    """The 95 % interval of Wilson for a fraction of `correct` in `answers` ≥ 1 independent answers."""
-    square = _NORMAL_QUANTILE**2
-    fraction = correct / answers
-    center = fraction + square / (2 * answers)
-    half = _NORMAL_QUANTILE * math.sqrt(fraction * (1 - fraction) / answers + square / (4 * answers**2))
-    low, high = ((center + sign * half) / (1 + square / answers) for sign in (-1, 1))
-    # At the ends rounding would leave [0, 1] by a unit in the last place.
-    return (0.0 if correct == 0 else low), (1.0 if correct == answers else high)
 
 
 def area_under_curve(x: Sequence[float], y: Sequence[float]) -> float:

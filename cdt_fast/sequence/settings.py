@@ -99,9 +99,17 @@ class TextTrainingSettings(_EpochSettings):
 
 
 class SequenceEvaluationSettings(EvaluationSettings):
-    """[evaluation] of labeled texts and of language models."""
+    """[evaluation] of both tasks."""
 
     gammas: Levels = setting(list(GAMMAS), "ascending noise levels of the evaluation")
+
+
+class TextEvaluationSettings(SequenceEvaluationSettings):
+    """[evaluation] of labeled texts."""
+
+    exit_agreements: list[Annotated[float, Field(gt=0, lt=1)]] = setting(
+        [0.9, 0.95], "shares of the texts on which exits by confidence are to answer as the last depth does"
+    )
 
 
 class LanguageEvaluationSettings(SequenceEvaluationSettings):
@@ -178,7 +186,7 @@ class TextSettings(SequenceSettings):
     model: TextModelSettings = Field(default_factory=TextModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["text"]))
     training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
-    evaluation: SequenceEvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
+    evaluation: TextEvaluationSettings = Field(default_factory=TextEvaluationSettings)
 
 
 class LanguageSettings(SequenceSettings):

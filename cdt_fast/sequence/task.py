@@ -125,8 +125,10 @@ class SequenceTask(Task):
             require("tensorboard", "tensorboard", "--tensorboard")
 
     @abstractmethod
-    def load_model(self, folder: RunFolder, settings: Any, data: Any) -> tuple[Network, EncodedSamples, dict[str, Any]]:
-        """The network that a run kept, the test samples, and the entries of the evaluation that tell of both.
+    def load_model(
+        self, folder: RunFolder, settings: Any, data: Any
+    ) -> tuple[Network, tuple[EncodedSamples, EncodedSamples], dict[str, Any]]:
+        """The network that a run kept, validation and test samples, and the evaluation's entries that tell of them.
 
         Raises:
             InputError: a file of the model is missing or not whole.
@@ -140,15 +142,21 @@ class SequenceTask(Task):
         constraints: DescentConstraints,
         progress: bool = True,
     ) -> dict[str, Any]:
-        network, test, facts = self.load_model(folder, settings, data)
+        network, (validation, test), facts = self.load_model(folder, settings, data)
         use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if use_cuda else "cpu")
         network.model.to(device)
         measured = {**measure(network, test, settings, device, progress), **facts}
-        return {**measured, **self.further(network, test, settings, measured, progress)}
+        return {**measured, **self.further(network, validation, test, settings, measured, progress)}
 
     def further(
-        self, network: Network, test: EncodedSamples, settings: Any, measured: dict[str, Any], progress: bool
+        self,
+        network: Network,
+        validation: EncodedSamples,
+        test: EncodedSamples,
+        settings: Any,
+        measured: dict[str, Any],
+        progress: bool,
     ) -> dict[str, Any]:
         """What the task measures besides, on the device that the network is on."""
         return {}

@@ -15,8 +15,8 @@ from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.data.text import TextData, TextSplits
 from cdt_fast.sequence.data.vocabulary import Vocabulary
-from cdt_fast.sequence.evaluation import TextEvaluation
-from cdt_fast.sequence.figures import accuracy_table
+from cdt_fast.sequence.evaluation import TextEvaluation, confident_exits
+from cdt_fast.sequence.figures import accuracy_table, confident_exit_drawing, confident_exit_table
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork
 from cdt_fast.sequence.samples import EncodedSamples
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
@@ -30,7 +30,7 @@ from cdt_fast.sequence.tokenizers import (
     pretrained_library,
 )
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import EvaluatedRun, Table
+from cdt_fast.training.task import Drawing, EvaluatedRun, Table
 
 _WIDTH = 128  # of learned embeddings
 _LR = {True: 1e-3, False: 5e-5}  # new weights, and pretrained ones
@@ -63,13 +63,33 @@ class TextTask(SequenceTask):
 
     def load_model(
         self, folder: RunFolder, settings: TextSettings, data: TextSplits
-    ) -> tuple[Network, EncodedSamples, dict[str, Any]]:
+    ) -> tuple[Network, tuple[EncodedSamples, EncodedSamples], dict[str, Any]]:
         tokenizer, network, names = load_text_network(folder.model, settings, data.train.names)
         facts = {"classes": names, "test_texts": len(data.test), "test_digest": corpus.digest(data.test)}
-        return network, encoded_texts(data.test.with_names(names), tokenizer, settings.data.max_tokens), facts
+        validation, test = (
+            encoded_texts(part.with_names(names), tokenizer, settings.data.max_tokens)
+            for part in (data.validation, data.test)
+        )
+        return network, (validation, test), facts
+
+    def further(
+        self,
+        network: Network,
+        validation: EncodedSamples,
+        test: EncodedSamples,
+        settings: TextSettings,
+        measured: dict[str, Any],
+        progress: bool,
+    ) -> dict[str, Any]:
+        device = next(network.model.parameters()).device
+        depths = getattr(network, "taps", range(network.layers + 1))
+        return {"confident_exits": confident_exits(network, validation, test, depths, settings, device)}
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        return [accuracy_table(runs, "accuracy")]
+        return [accuracy_table(runs, "accuracy"), confident_exit_table(runs)]
+
+    def drawings(self) -> list[Drawing]:
+        return [*super().drawings(), confident_exit_drawing()]
 
     def choices(self, run: EvaluatedRun) -> int:
         return len(run.evaluation.classes)

@@ -92,7 +92,7 @@ def test_train_evaluate_and_compare(call: Call, task: str, table: Path, instruct
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", report)
     assert set(pictures) == {
         *("loss_over_depth.png", "accuracy_over_noise.png", "early_exit.png", "sample_ratios.png", "multipliers.png"),
-        *(["agreement.png"] if task == "lm" else []),
+        "agreement.png" if task == "lm" else "confident_exit.png",
     }
     for picture in pictures:
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
@@ -141,6 +141,7 @@ BAD = [
     ("text", ["TABLE", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
     ("text", ["TABLE", "--embedding", "no-such-folder"], ["no-such-folder", "local folder"]),
     ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
+    ("text", ["TABLE", "--exit-agreements", "0.9,1"], ["exit_agreements", "below 1"]),
     ("text", ["TABLE", "--perturbation", "salt"], ["perturbation must be 'gaussian', 'laplace'"]),
     ("text", ["TABLE", "--perturbation", "drop", "--perturbation-rate", "1.5"], ["perturbation_rate"]),
     ("text", ["TABLE", "--no-header"], ["no column 'label' and no 'text'; there are 0, 1"]),

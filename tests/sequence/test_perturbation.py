@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cdt_fast import models
 from cdt_fast.errors import InputError
+from cdt_fast.models.early_exit import wilson_interval
 from cdt_fast.sequence.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
 from cdt_fast.sequence.perturbation import (
     GAMMAS,
@@ -20,7 +21,6 @@ from cdt_fast.sequence.perturbation import (
     embedding_std,
     evaluate_classifier,
     perturbed,
-    wilson_interval,
 )
 from cdt_fast.training.per_sample import HISTOGRAM_EDGES, per_sample_statistics
 

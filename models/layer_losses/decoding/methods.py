@@ -8,7 +8,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses.decoding.calibration import Calibration, calibrate_exit
+from cdt_fast.models.early_exit import Calibration
+from cdt_fast.models.layer_losses.decoding.calibration import calibrate_exit
 from cdt_fast.models.layer_losses.decoding.decoder import ConfidentExitDecoder, SpeculativeDecoder, check_exit
 from cdt_fast.models.layer_losses.decoding.split import check_split
 from cdt_fast.models.layer_losses.decoding.tuning import EARLY_EXIT, Tuning, keep_settings, tune_decoder
