@@ -65,9 +65,10 @@ gpu-triage: gpu-install
 	$(GPU) -m cdt_fast.bench.triage
 
 # The tests of the kernels, compiled: some 1,800 specializations, which take one core a quarter of an hour or more. With
-# pytest-xdist they are compiled side by side, a worker for every two cores.
+# pytest-xdist they are compiled side by side, a worker for every two cores; none of pyproject's options, which need
+# pytest-benchmark.
 gpu-tests: gpu-install
-	OMP_NUM_THREADS=2 $(PYTHON) -m pytest --confcutdir=tests/kernels \
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest -o addopts= -ra -p no:cacheprovider --confcutdir=tests/kernels \
 		$$($(PYTHON) -c 'import importlib.util as u; print("--numprocesses=auto" if u.find_spec("xdist") else "")') \
 		tests/kernels
 

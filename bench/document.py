@@ -1,4 +1,4 @@
-"""Generates docs/benchmarks.md from the results files.
+"""Generates docs/benchmarks.md from the results files, and draws their pictures.
 
     python -m cdt_fast.bench.document [--results bench/results] [--out docs/benchmarks.md]
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from cdt_fast.bench import tables
 from cdt_fast.bench.goals import GOALS
+from cdt_fast.bench.pictures import write_picture
 from cdt_fast.bench.results_file import read
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.errors import InputError
@@ -75,7 +76,7 @@ def document(results: Results, links: Mapping[str, str] | None = None) -> str:
 
     Args:
         results: contents of the results files by the name of the file; of the shapes of a CPU or a GPU.
-        links: where each results file is, by its name.
+        links: where each results file and each picture is, by the name of the file.
     """
     order = list(SUITES)
     files = sorted(results.items(), key=lambda item: (item[1]["name"], order.index(item[1]["suite"]), item[0]))
@@ -154,7 +155,11 @@ def _setting(machine: Mapping[str, Any]) -> str:
 def _suite(name: str, file: Mapping[str, Any], runs: Mapping[str, str], links: Mapping[str, str]) -> list[str]:
     cases = file["cases"]
     notes = list(dict.fromkeys(case["note"] for case in cases if case["note"]))
-    lines = [f"### {file['suite']}", "", as_markdown(tables.case_table(cases, runs, notes)), ""]
+    lines = [f"### {file['suite']}", ""]
+    picture = Path(name).with_suffix(".png").name
+    if picture in links:
+        lines += [f"![{file['suite']} on {file['name']}]({links[picture]})", ""]
+    lines += [as_markdown(tables.case_table(cases, runs, notes)), ""]
     lines += [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""] if notes else []
     lines += [f"- {reason}" for reason in tables.grouped_remarks(cases)]
     where = f"[{name}]({links[name]})" if name in links else name
@@ -171,18 +176,24 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def find_links(folder: Path, out: Path) -> dict[str, str]:
-    """The results files of a folder, as they are linked from the file `out`."""
-    return {path.name: Path(os.path.relpath(path, out.parent)).as_posix() for path in sorted(folder.glob("*.json"))}
+    """The results files and pictures of a folder, as they are linked from the file `out`."""
+    paths = sorted([*folder.glob("*.json"), *folder.glob("*.png")])
+    return {path.name: Path(os.path.relpath(path, out.parent)).as_posix() for path in paths}
 
 
 def main() -> None:
-    """Write the document."""
+    """Draw the pictures and write the document."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=Path("bench/results"), help="folder (bench/results)")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"), help="file (docs/benchmarks.md)")
     options = parser.parse_args()
     try:
         results = read_results(options.results)
+        try:
+            for name, file in results.items():
+                write_picture((options.results / name).with_suffix(".png"), file)
+        except ImportError as error:
+            print(f"the pictures stay as they are: {error}")
         write_text(options.out, document(results, find_links(options.results, options.out)))
     except InputError as error:
         sys.exit(str(error))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cdt_fast.bench import tables
+from cdt_fast.bench import pictures, tables
 from cdt_fast.bench.case import Case
 from cdt_fast.bench.ceilings import Ceilings
 from cdt_fast.bench.clock import Rounds
@@ -64,6 +64,11 @@ def run_command(options: argparse.Namespace) -> int:
     options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
     _measure(device, size, chosen, missing, rounds, files)
     written = [files[name] for name in suites if chosen[name]]
+    try:
+        for file in written:
+            pictures.write_picture(file.path.with_suffix(".png"), file.contents)
+    except ImportError as error:
+        print(f"no pictures: {error}")
     print(f"written to {', '.join(str(file.path) for file in written)}")
     return 0
 

@@ -40,7 +40,7 @@ INTERPRETED = (("TRITON_INTERPRET", "1"),)
 OF_OLD_TRANSFORMERS = ("-k", "not decod and not no_cross_entropy")
 KERNELS = ("tests/kernels/test_unrolled_layer_op.py", "tests/kernels/test_layerwise_reconstruction_loss.py")
 WITHOUT_TORCH = ("tests/test_files.py", "tests/test_checksums.py")
-TESTERS = ("pytest", "pytest-xdist", "hypothesis", "psutil", "shtab")
+TESTERS = ("pytest", "pytest-xdist", "pytest-benchmark", "hypothesis", "psutil", "shtab")
 
 
 class NotToBeHad(Exception):

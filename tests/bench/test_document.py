@@ -220,14 +220,16 @@ def test_every_goal_is_about_a_case_that_exists() -> None:
         assert any(goal.concerns(case) for case in names[goal.suite]), goal.work
 
 
-def test_the_document_links_the_files_that_there_are(tmp_path: Path, result: Results) -> None:
+def test_the_document_links_the_files_and_pictures_that_there_are(tmp_path: Path, result: Results) -> None:
     folder, out = tmp_path / "results", tmp_path / "docs" / "benchmarks.md"
     folder.mkdir()
     assert find_links(folder, out) == {}
-    (folder / "a.json").touch()
+    for name in ("a.json", "a.png"):
+        (folder / name).touch()
     links = find_links(folder, out)
-    assert links == {"a.json": "../results/a.json"}
-    assert document({"a.json": result}, links).count("(../results/a.json)") == 1
+    assert links == {"a.json": "../results/a.json", "a.png": "../results/a.png"}
+    text = document({"a.json": result}, links)
+    assert text.count("(../results/a.png)") == text.count("(../results/a.json)") == 1
 
 
 def test_toy_results_are_not_in_the_document(result: Results) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def test_a_suite_at_toy_size(suite: str, call: Call, tmp_path: Path) -> None:
                 )
     assert f"1 of {len(cases)}, about " in answer.err or len(cases) == 1
     assert f"{len(cases)} of {len(cases)}\n" in answer.err
+    assert len(list(tmp_path.glob(f"*-{suite}-toy.png"))) == 1
 
 
 def test_only_the_cases_that_are_asked_for(call: Call, tmp_path: Path) -> None:
@@ -142,6 +144,17 @@ def test_a_suite_whose_package_is_missing_leaves_the_others(
     answer = call("bench", "--suite", "ops", "step", "--device=cpu", "--size=toy", f"--out={tmp_path}")
     assert answer.status == 0
     assert "ModuleNotFoundError: No module named 'tqdm'" in answer.out
+    assert results_of(tmp_path, "step")["cases"]
+
+
+def test_without_matplotlib_only_the_pictures_are_missing(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(Implementation("eager", "eager", steady(1.0)), suite="step")))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    answer = run_step(call, tmp_path)
+    assert answer.status == 0
+    assert "no pictures: drawing the bench needs the package 'matplotlib'" in answer.out
     assert results_of(tmp_path, "step")["cases"]
 
 
