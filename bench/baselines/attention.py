@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cdt_fast.bench.baselines.compiled import compiled
-from cdt_fast.bench.baselines.support import require_gpu
+from cdt_fast.bench.baselines.support import imported, require_gpu
 from cdt_fast.ops.shared.checks import padding_mask
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 
@@ -88,6 +88,36 @@ def flex(z: Tensor, lengths: Tensor | None) -> Attend:
         return _without_padding(output.squeeze(1), padding)
 
     return attend
+
+
+def xformers(z: Tensor, lengths: Tensor | None) -> Attend:
+    """xformers' memory-efficient attention; sequences of several lengths are packed into one.
+
+    Raises:
+        Unavailable: no GPU, or no xformers.
+    """
+    require_gpu("xformers", z.device)
+    attention = imported("xformers.ops").memory_efficient_attention
+    if lengths is None:
+
+        def attend(z: Tensor, values: Tensor | None) -> Tensor:
+            heads, read = z.unsqueeze(2), (z if values is None else values).unsqueeze(2)
+            return attention(heads, heads, read, scale=1.0).squeeze(2)
+
+        return attend
+    padding = padding_mask(lengths, z)
+    assert padding is not None
+    # Where the tokens stand is known to whoever pads them: it is no part of a step.
+    kept = (~padding).flatten().nonzero().squeeze(1)
+    blocks = imported("xformers.ops.fmha.attn_bias").BlockDiagonalMask.from_seqlens(lengths.tolist())
+
+    def attend_packed(z: Tensor, values: Tensor | None) -> Tensor:
+        heads, read = (tokens.flatten(0, 1)[kept][None, :, None] for tokens in (z, z if values is None else values))
+        packed = attention(heads, heads, read, attn_bias=blocks, scale=1.0)[0, :, 0]
+        output = packed.new_zeros(z.shape[:-1].numel(), packed.shape[-1]).index_copy(0, kept, packed)
+        return output.view(*z.shape[:-1], -1)
+
+    return attend_packed
 
 
 def _without_padding(output: Tensor, padding: Tensor | None) -> Tensor:

@@ -106,6 +106,7 @@ def case_of(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, m
             *compilers(modes, lambda mode: step(others.torch_compiled(mode))),
             *(peer(name, lambda prepare=prepare: step(prepare)) for name, prepare in sdpa.items()),
             peer("FlexAttention", lambda: compiled.first_run(step(others.flex)), late=True),
+            peer("xformers", lambda: step(others.xformers)),
             Implementation("cdt_fast", "ours", lambda: step(_fused)),
         ),
         expected=lambda: _step(others.eager, inputs().to(formula_dtype(size)))(),

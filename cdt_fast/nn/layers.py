@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -245,8 +245,27 @@ class UnrolledLayer(_Dictionary):
         InputError: an argument is out of its range.
     """
 
-    def __init__(self, patch_size: int, code_size: int, *, scale: float = 1.0, **options: Any) -> None:
-        super().__init__(patch_size, code_size, **options)
+    def __init__(
+        self,
+        patch_size: int,
+        code_size: int,
+        *,
+        sparsity: float = 0.2,
+        step: float | None = None,
+        nonlinearity: LayerNonlinearity = "soft_threshold",
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            patch_size,
+            code_size,
+            sparsity=sparsity,
+            step=step,
+            nonlinearity=nonlinearity,
+            device=device,
+            dtype=dtype,
+        )
         self.scale = check_factor("scale", scale)
 
     def forward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,18 +42,42 @@ def gradients(prepare: Prepare, z: Tensor, values: Tensor | None, lengths: Tenso
 
 
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "require_gpu", lambda what, device: None)
+    for module in (attention, cross_entropy):
+        monkeypatch.setattr(module, "require_gpu", lambda what, device: None)
 
 
-@pytest.mark.parametrize("baseline", ["eager", "SDPA"])
+def packed_by_hand(query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, scale: float = 0.0) -> Tensor:
+    """What xformers documents: `[B, T, heads, width]`, and blocks of sequences that follow each other in one."""
+    if attn_bias is not None:
+        parts = [tensor[0].split(attn_bias.sizes) for tensor in (query, key, value)]
+        found = [packed_by_hand(*(part[None] for part in own), scale=scale)[0] for own in zip(*parts, strict=True)]
+        return torch.cat(found)[None]
+    scores = scale * torch.einsum("bthw,bshw->bhts", query, key)
+    return torch.einsum("bhts,bshw->bthw", scores.softmax(-1), value)
+
+
+def install_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("xformers.ops")
+    vars(package)["memory_efficient_attention"] = packed_by_hand
+    bias = ModuleType("xformers.ops.fmha.attn_bias")
+    vars(bias)["BlockDiagonalMask"] = SimpleNamespace(from_seqlens=lambda sizes: SimpleNamespace(sizes=sizes))
+    for name in ("xformers", "xformers.ops.fmha"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "xformers.ops", package)
+    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", bias)
+
+
+@pytest.mark.parametrize("baseline", ["eager", "SDPA", "xformers"])
 @pytest.mark.parametrize("width", [None, 5])
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention(baseline: str, width: int | None, padded: bool) -> None:
+def test_attention(baseline: str, width: int | None, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     z = torch.randn(3, 6, 4, dtype=torch.float64, requires_grad=True)
     values = None if width is None else torch.randn(3, 6, width, dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor([6, 1, 4]) if padded else None
-    prepare = {"eager": attention.eager, "SDPA": attention.sdpa()}[baseline]
+    no_gpu_needed(monkeypatch)
+    install_xformers(monkeypatch)
+    prepare = {"eager": attention.eager, "SDPA": attention.sdpa(), "xformers": attention.xformers}[baseline]
     found, expected = (gradients(one, z, values, lengths) for one in (prepare, attention_written_out))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -168,6 +192,7 @@ def test_cce_filters_by_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PREPARED: dict[str, Callable[[], object]] = {
+    "xformers": lambda: attention.xformers(torch.zeros(1, 2, 3), None),
     "liger_kernel": lambda: cross_entropy.liger(CPU, torch.bfloat16),
     "cut_cross_entropy": lambda: cross_entropy.cce(CPU, torch.bfloat16, filtered=True),
 }

@@ -18,7 +18,7 @@ from cdt_fast.bench.suites.inputs import TOLERANCE
 CPU = torch.device("cpu")
 SUITES = {"attention": attention, "ops": ops, "cross_entropy": cross_entropy}
 CASES = [case for suite in SUITES.values() for case in suite.cases(CPU, "toy")]
-OPTIONAL = ("FlexAttention", "Liger", "CCE", "torch linear_cross_entropy")
+OPTIONAL = ("FlexAttention", "xformers", "Liger", "CCE", "torch linear_cross_entropy")
 
 
 def relative(found: list[Tensor], expected: list[Tensor]) -> float:
