@@ -237,8 +237,7 @@ class Trainer:
         action = self.constraints.count_step() if self._measured else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         batches = (
-            self.workload.batch(share or micro_batch[:1], self.device)
-            for share, micro_batch in zip(shares, micro_batches, strict=True)
+            self._batch(share or micro_batch[:1]) for share, micro_batch in zip(shares, micro_batches, strict=True)
         )
         if self._captured is None:
             self._device_step().run(batches, counts, items, known, action)
@@ -289,6 +288,10 @@ class Trainer:
         ]
         batch = self.settings.training.batch
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
+
+    def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        """The tensors of samples with their seeds, on the device."""
+        return self.workload.batch(chosen, self.device)
 
     def _log_entry(self, seconds: float) -> dict[str, Any]:
         sums = self.accelerator.reduce(self._logged_sums, reduction="sum")
