@@ -230,14 +230,6 @@ def test_gradcheck(weights: list[float] | None, lengths: Tensor | None) -> None:
     )
 
 
-def test_a_second_derivative_is_an_error() -> None:
-    depths, target = tensors(2, 3)
-    total, _ = ops.layerwise_reconstruction_loss(depths, target)
-    gradients = torch.autograd.grad(total, [*depths, target], create_graph=True)
-    with pytest.raises(InputError, match="differentiated once"):
-        torch.autograd.grad(gradients[0].square().sum(), depths)
-
-
 @pytest.mark.parametrize("trained", [(True, True), (False, True), (True, False), (False, False)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_opcheck(trained: tuple[bool, bool], padded: bool) -> None:
@@ -270,16 +262,6 @@ def test_compiles_without_a_graph_break(dynamic: bool, kind: str) -> None:
             found = [leaf.grad for leaf in (*depths, target)]
             results.append([total, *(torch.zeros_like(depths[0]) if grad is None else grad for grad in found)])
         assert_close(*results)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any) -> None:
-    depths, target = tensors(2, 3)
-    expected = ops.layerwise_reconstruction_loss(depths, target, depth_weights=[1, 2, 0, -1])
-    with mode():
-        given = ops.layerwise_reconstruction_loss(depths, target, depth_weights=[1, 2, 0, -1])
-    assert not any(result.requires_grad for result in given)
-    assert_equal(given, expected)
 
 
 def test_repeats_are_bitwise_equal() -> None:

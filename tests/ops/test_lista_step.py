@@ -97,21 +97,6 @@ def test_gradcheck(nonlinearity: Any) -> None:
     assert torch.autograd.gradcheck(lambda *given: ops.lista_step(*given, **options), inputs)
 
 
-def test_frozen_inputs_get_no_gradient_and_change_no_other() -> None:
-    inputs = [normal(7, 2, 3, 4), normal(8, 2, 3, 3), normal(9, 3, 4)]
-    full = None
-    for trained in itertools.product([True, False], repeat=3):
-        leaves = [tensor.clone().requires_grad_(wanted) for tensor, wanted in zip(inputs, trained, strict=True)]
-        output = ops.lista_step(*leaves, step=0.2, threshold=0.1)
-        assert output.requires_grad == any(trained)
-        if any(trained):
-            output.backward(normal(10, *output.shape))
-        found = [tensor.grad for tensor in leaves]
-        full = full or found
-        assert [gradient is not None for gradient in found] == list(trained)
-        assert_close([g for g in found if g is not None], [g for g, w in zip(full, trained, strict=True) if w])
-
-
 def lista_precision_cases(seeds: range) -> tuple[list[dict[str, Any]], float]:
     dictionary = overcomplete_dct(64, 128)
     step = 1 / squared_spectral_norm(dictionary).item()
@@ -264,22 +249,6 @@ def test_torch_compile_sees_one_graph() -> None:
         assert_close(*results)
 
 
-def test_no_upstream_gradient_is_no_gradient() -> None:
-    inputs = step_inputs(6)
-
-    class Drop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Tensor) -> Tensor:
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, _: Tensor) -> None:
-            return None
-
-    Drop.apply(ops.lista_step(*inputs, **STEP)).sum().backward()
-    assert [tensor.grad for tensor in inputs] == [None] * 3
-
-
 def test_a_frozen_dictionary_keeps_neither_codes_nor_residual() -> None:
     kept: list[tuple[int, ...]] = []
 
@@ -308,23 +277,6 @@ def test_autocast_sums_the_dictionarys_gradient_in_float32() -> None:
     assert not torch.equal(gradient, gradient.bfloat16().float())
 
 
-def test_a_second_derivative_is_refused() -> None:
-    inputs = step_inputs(3)
-    (gradient,) = torch.autograd.grad(ops.lista_step(*inputs, **STEP).square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(InputError, match="differentiated once"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any) -> None:
-    inputs = step_inputs(2, 3)
-    expected, before = ops.lista_step(*inputs, **STEP), [tensor.detach().clone() for tensor in inputs]
-    with mode():
-        output = ops.lista_step(*inputs, **STEP)
-    assert not output.requires_grad
-    assert_equal([output, *inputs], [expected, *before])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
 def test_repeats_are_bitwise_equal_and_a_second_backward_too(dtype: torch.dtype) -> None:
     cases, step = lista_precision_cases(range(1))
@@ -338,15 +290,6 @@ def test_repeats_are_bitwise_equal_and_a_second_backward_too(dtype: torch.dtype)
         again = ops.lista_step(*inputs, step=step, threshold=0.2 * step)
         assert_equal([again, *torch.autograd.grad(again, inputs, upstream)], [output, *first])
     assert_equal([upstream], [kept])
-
-
-def test_backward_called_inside_autocast_gives_the_gradients_of_the_forward() -> None:
-    inputs = [leaf(tensor.detach().float()) for tensor in step_inputs(2, 3)]
-    output = ops.lista_step(*inputs, **STEP)
-    upstream = torch.ones_like(output)
-    expected = torch.autograd.grad(output, inputs, upstream, retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_equal(torch.autograd.grad(output, inputs, upstream), expected)
 
 
 @pytest.mark.parametrize("poisoned", [0, 1])

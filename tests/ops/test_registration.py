@@ -1,7 +1,8 @@
-"""What all operators share: with the dispatcher and without it, the backend of the forward, compiled functions."""
+"""What all operators share: autograd's contract, with the dispatcher and without it, the backend of the forward."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.kernels import cards
 from cdt_fast.kernels.cards import CARDS
 from cdt_fast.ops.shared.registration import OPERATORS
-from tests.ops.ops_cases import assert_equal, leaf, normal
+from tests.ops.ops_cases import assert_close, assert_equal, leaf, normal
 
 STEP: dict[str, Any] = {"step": 0.2, "threshold": 0.1}
 
@@ -100,6 +101,58 @@ def test_a_second_derivative_is_refused(name: str, dispatched: bool) -> None:
         gradients = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
     with pytest.raises(InputError, match=rf"^{name} can be differentiated once"):
         torch.autograd.grad(gradients[0].square().sum(), leaves, allow_unused=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frozen_inputs_get_no_gradient_and_change_no_other(name: str) -> None:
+    full = None
+    for trained in itertools.product([True, False], repeat=len(CASES[name][1])):
+        leaves = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(inputs(name), trained, strict=True)]
+        output = CASES[name][0](*leaves)
+        assert output.requires_grad == any(trained)
+        if any(trained):
+            output.float().square().sum().backward()
+        found = [tensor.grad for tensor in leaves]
+        full = full or found
+        assert [gradient is not None for gradient in found] == list(trained)
+        assert_close([g for g in found if g is not None], [g for g, w in zip(full, trained, strict=True) if w])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_upstream_gradient_is_no_gradient(name: str) -> None:
+    class Drop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx: Any, _: Tensor) -> None:
+            return None
+
+    leaves = inputs(name)
+    Drop.apply(CASES[name][0](*leaves)).sum().backward()
+    assert [tensor.grad for tensor in leaves] == [None] * len(leaves)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", CASES)
+def test_without_gradients(name: str, mode: Any) -> None:
+    leaves = inputs(name)
+    expected, before = CASES[name][0](*leaves), [tensor.detach().clone() for tensor in leaves]
+    with mode():
+        output = CASES[name][0](*leaves)
+    assert not output.requires_grad
+    assert_equal([output, *leaves], [expected, *before])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backward_called_inside_autocast_gives_the_gradients_of_the_forward(name: str) -> None:
+    leaves = inputs(name)
+    output = CASES[name][0](*leaves)
+    upstream = torch.ones_like(output)
+    expected = torch.autograd.grad(output, leaves, upstream, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal(torch.autograd.grad(output, leaves, upstream), expected)
 
 
 @pytest.fixture

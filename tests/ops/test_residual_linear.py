@@ -238,39 +238,6 @@ def test_torch_compile_sees_one_graph() -> None:
         assert_close(*results)
 
 
-def test_no_upstream_gradient_is_no_gradient() -> None:
-    leaves = inputs(6)
-
-    class Drop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Tensor) -> Tensor:
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, _: Tensor) -> None:
-            return None
-
-    Drop.apply(ops.residual_linear(*leaves)).sum().backward()
-    assert [tensor.grad for tensor in leaves] == [None] * 3
-
-
-def test_a_second_derivative_is_refused() -> None:
-    leaves = inputs(3)
-    (gradient,) = torch.autograd.grad(ops.residual_linear(*leaves).square().sum(), leaves[0], create_graph=True)
-    with pytest.raises(InputError, match="differentiated once"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any) -> None:
-    leaves = inputs(2, 3)
-    expected, before = ops.residual_linear(*leaves), [tensor.detach().clone() for tensor in leaves]
-    with mode():
-        output = ops.residual_linear(*leaves)
-    assert not output.requires_grad
-    assert_equal([output, *leaves], [expected, *before])
-
-
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
 def test_repeats_are_bitwise_equal_and_a_second_backward_too(dtype: torch.dtype, nonlinearity: Any) -> None:
@@ -295,15 +262,6 @@ def test_autocast_rounds_no_gradient_of_a_parameter_in_between() -> None:
     # Sums of thousands of small integers, which float32 holds and bfloat16 does not.
     assert grad_bias.dtype == torch.float32
     assert_equal([grad_bias], [upstream.float().sum(0)])
-
-
-def test_backward_called_inside_autocast_gives_the_gradients_of_the_forward() -> None:
-    leaves = [leaf(tensor.detach().float()) for tensor in inputs(2, 3)]
-    output = ops.residual_linear(*leaves)
-    upstream = torch.ones_like(output)
-    expected = torch.autograd.grad(output, leaves, upstream, retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_equal(torch.autograd.grad(output, leaves, upstream), expected)
 
 
 @pytest.mark.parametrize("poisoned", [0, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -99,21 +98,6 @@ def test_gradcheck(energy: bool, lengths: Tensor | None, with_values: bool) -> N
     assert torch.autograd.gradcheck(
         lambda *given: ops.symmetric_attention(*given, scale=0.7, lengths=lengths, energy=energy), inputs
     )
-
-
-def test_frozen_inputs_get_no_gradient_and_change_no_other() -> None:
-    inputs = [normal(2, 2, 3, 4), normal(3, 2, 3, 5)]
-    full = None
-    for trained in itertools.product([True, False], repeat=2):
-        leaves = [tensor.clone().requires_grad_(wanted) for tensor, wanted in zip(inputs, trained, strict=True)]
-        output = ops.symmetric_attention(*leaves)
-        assert output.requires_grad == any(trained)
-        if any(trained):
-            output.backward(normal(4, 2, 3, 5))
-        found = [tensor.grad for tensor in leaves]
-        full = full or found
-        assert [gradient is not None for gradient in found] == list(trained)
-        assert_close([g for g in found if g is not None], [g for g, w in zip(full, trained, strict=True) if w])
 
 
 def test_values_that_are_the_projection_itself_get_both_gradients() -> None:
@@ -350,23 +334,6 @@ def test_a_nan_token_stays_in_its_sequence(poisoned: int) -> None:
 # Autograd's contract, repeats, empty inputs, errors
 
 
-def test_a_second_derivative_is_refused() -> None:
-    z = leaf(normal(16, 3, 4))
-    (gradient,) = torch.autograd.grad(ops.symmetric_attention(z).square().sum(), z, create_graph=True)
-    with pytest.raises(InputError, match="symmetric_attention can be differentiated once"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any) -> None:
-    z, values = leaf(normal(17, 3, 4)), normal(18, 3, 2)
-    expected, before = ops.symmetric_attention(z, values), z.detach().clone()
-    with mode():
-        output = ops.symmetric_attention(z, values)
-    assert not output.requires_grad
-    assert_equal([output, z], [expected, before])
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
 def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
     def run() -> list[Tensor | None]:
@@ -377,15 +344,6 @@ def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
     first = run()
     for _ in range(3):
         assert_equal(run(), first)
-
-
-def test_backward_called_inside_autocast_gives_the_gradients_of_the_forward() -> None:
-    z, values = leaf(normal(19, 2, 4, 3).float()), leaf(normal(20, 2, 4, 5).float())
-    output = ops.symmetric_attention(z, values)
-    upstream = torch.ones_like(output)
-    expected = torch.autograd.grad(output, [z, values], upstream, retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_equal(torch.autograd.grad(output, [z, values], upstream), expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (0, 4), (3, 0), (0, 0, 0)])

@@ -294,15 +294,6 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_that_of_the_param
     )
 
 
-def test_backward_called_inside_autocast_gives_the_gradients_of_the_forward() -> None:
-    inputs = {name: leaf(tensor.float()) for name, tensor in layer_inputs(9, (2,), 4, 3, 6, next_width=3).items()}
-    outputs = ops.unrolled_layer(**inputs, **OPTIONS)
-    upstream = upstream_gradients(outputs, "contiguous", "both")
-    expected = torch.autograd.grad(outputs, list(inputs.values()), upstream, retain_graph=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_equal(torch.autograd.grad(outputs, list(inputs.values()), upstream), expected)
-
-
 def test_mixed_dtypes_are_welcome_under_autocast() -> None:
     inputs = {name: tensor.float() for name, tensor in layer_inputs(9, (2,), 4, 3, 6).items()}
     inputs["codes"] = inputs["codes"].bfloat16()
@@ -381,15 +372,6 @@ def test_a_nan_token_stays_in_its_sequence(poisoned_name: str) -> None:
 # Autograd's contract, repeats, empty inputs
 
 
-def test_a_second_derivative_is_refused() -> None:
-    inputs: dict[str, Any] = {name: leaf(tensor) for name, tensor in layer_inputs(14, (2,), 3, 3, 4).items()}
-    next_codes, projection = ops.unrolled_layer(**inputs, **OPTIONS)
-    total = next_codes.square().sum() + projection.square().sum()
-    (gradient,) = torch.autograd.grad(total, inputs["codes"], create_graph=True)
-    with pytest.raises(InputError, match="unrolled_layer can be differentiated once"):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize("used", ["both", "codes", "projection"])
 def test_backward_twice_with_the_graph_kept_gives_the_same(used: str) -> None:
     inputs: dict[str, Any] = {name: leaf(tensor) for name, tensor in layer_inputs(14, (2,), 3, 3, 4).items()}
@@ -401,20 +383,6 @@ def test_backward_twice_with_the_graph_kept_gives_the_same(used: str) -> None:
     first = torch.autograd.grad(kept, list(inputs.values()), grads, retain_graph=True)
     assert_equal(torch.autograd.grad(kept, list(inputs.values()), grads), first)
     assert_equal(grads, copies)  # the incoming gradients belong to someone else
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any) -> None:
-    inputs: dict[str, Any] = {
-        name: leaf(tensor) for name, tensor in layer_inputs(15, (2,), 3, 3, 4, projection=True).items()
-    }
-    expected = ops.unrolled_layer(**inputs, **OPTIONS)
-    before = {name: tensor.detach().clone() for name, tensor in inputs.items()}
-    with mode():
-        outputs = ops.unrolled_layer(**inputs, **OPTIONS)
-    assert not any(output.requires_grad for output in outputs)
-    assert_equal(outputs, expected)
-    assert_equal(inputs.values(), before.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
