@@ -33,7 +33,8 @@ from PIL import Image
 from cdt_fast import cli
 from cdt_fast.errors import InputError
 from cdt_fast.fetch.unpack import unpack_archive
-from cdt_fast.sequence.data.instructions import read_alpaca
+from cdt_fast.sequence.data.instructions import instructions_of
+from cdt_fast.sequence.data.rows import read_rows
 from cdt_fast.sequence.data.text import read_table
 from cdt_fast.sequence.settings import LanguageSettings, TextSettings
 from cdt_fast.video.settings import VideoSettings
@@ -167,7 +168,10 @@ def _read_picture(path: Path) -> None:
 
 
 def _read_table(path: Path) -> None:
-    (read_alpaca if path.stem.startswith("e") else read_table)(path)
+    if path.stem.startswith("e"):
+        instructions_of(path, read_rows(path))
+    else:
+        read_table(path)
 
 
 def _read_settings(path: Path) -> None:

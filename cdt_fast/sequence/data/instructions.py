@@ -11,7 +11,7 @@ from typing import Any
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import shown
-from cdt_fast.sequence.data.rows import Row, column, read_rows
+from cdt_fast.sequence.data.rows import Row, column
 
 _TASK = "Below is an instruction that describes a task"
 _REQUEST = "Write a response that appropriately completes the request."
@@ -36,26 +36,22 @@ class Instruction:
         return f"{_TASK}. {_REQUEST}\n\n### Instruction:\n{self.instruction}\n\n### Response:\n"
 
 
-def read_alpaca(path: str | os.PathLike[str], *, seed: int | None = 0) -> tuple[list[Instruction], int]:
-    """Instructions from a JSON list (or JSONL) of objects with `instruction`, `output` and maybe `input`.
+def instructions_of(
+    source: str | os.PathLike[str], rows: Iterable[Row], *, seed: int | None = 0
+) -> tuple[list[Instruction], int]:
+    """Instructions from rows with `instruction`, `output` and maybe `input`.
 
     Args:
-        path: the file.
-        seed: of the order; None: as in the file.
+        source: what messages call them by.
+        rows: as `read_rows` gives them.
+        seed: of the order; None: that of the rows.
 
     Returns:
         The instructions, and how many were dropped for want of an answer: the original file has some.
 
     Raises:
-        InputError: the file cannot be read, an entry is broken or asks nothing, or none has an answer.
+        InputError: the rows cannot be read, one is broken or asks nothing, or none has an answer.
     """
-    return instructions_of(path, read_rows(Path(path)), seed=seed)
-
-
-def instructions_of(
-    source: str | os.PathLike[str], rows: Iterable[Row], *, seed: int | None = 0
-) -> tuple[list[Instruction], int]:
-    """Instructions from rows; `source` is what messages call them by, the rest as for `read_alpaca`."""
     path = Path(source)
     instructions: list[Instruction] = []
     num_dropped = 0

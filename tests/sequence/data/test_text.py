@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cdt_fast.errors import InputError
-from cdt_fast.sequence.data.instructions import Instruction, read_alpaca
+from cdt_fast.sequence.data.instructions import Instruction, instructions_of
+from cdt_fast.sequence.data.rows import read_rows
 from cdt_fast.sequence.data.text import NLI_LABELS, TextData, read_imdb, read_mnli, read_table, split_text
 from cdt_fast.sequence.data.vocabulary import Vocabulary, words_of
 
@@ -254,7 +255,7 @@ ALPACA: list[dict[str, Any]] = [
 
 def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     path = write(tmp_path / "alpaca.json", json.dumps(ALPACA))
-    read, num_dropped = read_alpaca(path, seed=None)
+    read, num_dropped = instructions_of(path, read_rows(path), seed=None)
     assert num_dropped == 1
     assert read == [
         Instruction("Add.", "1 and 2", "3 <br />"),
@@ -264,10 +265,10 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     assert read[0].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
     assert "Input" not in read[1].prompt
     assert read[1].prompt.endswith("### Instruction:\nSing.\n\n### Response:\n")
-    shuffled = read_alpaca(path, seed=3)[0]
+    shuffled, again, *others = (instructions_of(path, read_rows(path), seed=seed)[0] for seed in (3, 3, 0, 1, 2))
     assert sorted(map(repr, shuffled)) == sorted(map(repr, read))
-    assert read_alpaca(path, seed=3)[0] == shuffled
-    assert any(read_alpaca(path, seed=seed)[0] != read for seed in range(4))
+    assert again == shuffled
+    assert any(other != read for other in (shuffled, *others))
 
 
 @pytest.mark.parametrize(
@@ -281,8 +282,9 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     ],
 )
 def test_broken_instructions_are_named(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "a.json", json.dumps([entry]))
     with pytest.raises(InputError, match=message):
-        read_alpaca(write(tmp_path / "a.json", json.dumps([entry])))
+        instructions_of(path, read_rows(path))
 
 
 def test_words_and_their_ids(tmp_path: Path) -> None:
