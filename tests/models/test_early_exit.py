@@ -60,6 +60,8 @@ def test_the_threshold_is_the_least_of_all_that_keep_the_agreement(exits: int, a
             kept[threshold] = right / 200, wilson_interval(right, 200)[0], left / 200
     assert found.threshold == min(kept)
     assert (found.agreement, found.least_agreement, found.exit_share) == kept[found.threshold]
+    rounded = least_threshold(torch.ones(200, exits).double(), torch.ones(200, exits).bool(), agreement)
+    assert (rounded.threshold, rounded.exit_share) == (1.0, 0.0)
     none = least_threshold(confidence[:50], agrees[:50], 0.99)  # too few to know
     assert (none.threshold, none.agreement, none.exit_share) == (1.0, 1.0, 0.0)
 
@@ -136,6 +138,13 @@ def test_what_does_not_fit_is_refused() -> None:
         calibrate_confidence([[logits[0], logits[1][:, :2]]])
     with pytest.raises(InputError, match="must be finite"):
         calibrate_confidence([[logits[0], logits[1] * float("nan")]])
+
+
+def test_at_a_threshold_of_one_nobody_leaves_however_sure() -> None:
+    logits = torch.tensor([[200.0, 0.0, 0.0]])
+    answers = leave_early(range(3), 1.0, lambda depth, kept: logits * (depth + 1))
+    assert answers.depths.tolist() == [2]
+    assert exits_taken(torch.ones(1, 3).double(), 1.0).tolist() == [2]
 
 
 def test_a_depth_that_is_not_a_number_is_never_sure() -> None:
