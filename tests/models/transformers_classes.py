@@ -2,7 +2,8 @@
 
     python -m tests.models.transformers_classes [NAME ...] [--out build/transformers_classes.md]
 
-A language model whose losses are right decodes with an exit, too: the tokens that it generates alone, or refused.
+A model whose losses are right leaves early, too: a language model decodes the tokens that it generates alone, a classifier
+answers each row with the logits of the depth at which it leaves; or it is refused.
 
 Each class is built from a small configuration with random weights. The truth for depth l is the loss that a copy
 whose layers behind l are cut off returns itself; where the copy cannot run, the model whose layers behind l hand their
@@ -27,11 +28,12 @@ import transformers
 from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
+from cdt_fast.models.early_exit import exits_taken
 from cdt_fast.models.layer_losses import attach_layer_losses
 
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "ForImageClassification")
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not built"
-SAME, DIFFERENT = "same tokens", "other tokens"
+SAME, DIFFERENT = "the same", "another"
 LAYERS, CLASSES, VOCABULARY, WIDTH, HEADS = 4, 4, 120, 32, 4
 TOLERANCE = 2e-5  # of float32 losses of a few nats, whose sums are taken in another order
 
@@ -93,14 +95,14 @@ _OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a class: RIGHT, REFUSED, WRONG or NOT_BUILT; why, in a line; the largest relative error; and, of a
-    language model, whether an early exit decodes what it does alone: SAME, DIFFERENT, or why not."""
+    """What became of a class: RIGHT, REFUSED, WRONG or NOT_BUILT; why, in a line; the largest relative error; and
+    whether what it answers with an early exit is what it would without: SAME, DIFFERENT, or why not."""
 
     name: str
     kind: str
     reason: str = ""
     error: float = 0.0
-    decoding: str = ""
+    early: str = ""
 
 
 def class_names() -> list[str]:
@@ -235,8 +237,9 @@ def judge(name: str) -> Verdict:
     truth = true_losses(model, inputs)
     error = max(abs(loss / true - 1) for loss, true in zip([*losses, losses[-1]], [*truth, own], strict=True))
     if error <= TOLERANCE:
-        decoding = decoded(model, inputs["input_ids"][:1, :7]) if name.endswith(ENDINGS[:2]) else ""
-        return Verdict(name, RIGHT, error=error, decoding=decoding)
+        generates = name.endswith(ENDINGS[:2])
+        early = decoded(model, inputs["input_ids"][:1, :7]) if generates else left_early(model, inputs)
+        return Verdict(name, RIGHT, error=error, early=early)
     return Verdict(name, WRONG, f"losses {losses}, truth {truth}, its own {own}", error)
 
 
@@ -260,6 +263,28 @@ def decoded(model: Any, ids: Tensor) -> str:
     return SAME if tokens.shape == own.shape and torch.equal(tokens, own) else DIFFERENT
 
 
+def left_early(model: Any, inputs: dict[str, Tensor]) -> str:
+    """Whether rows leave a classifier with the logits of their depth: SAME, DIFFERENT, or why none leaves it early."""
+    handle = attach_layer_losses(model)
+    try:
+        with torch.no_grad():
+            logits = torch.stack(handle.depth_logits(**inputs))
+        sure = logits.double().softmax(-1).amax(-1)
+        for threshold in (0.0, *sure[:-1].quantile(torch.tensor([0.5, 0.8], dtype=torch.float64)).tolist(), 1.0):
+            answers = handle.classify(threshold, **inputs)
+            expected = logits[answers.depths, torch.arange(len(answers.depths))]
+            depths = exits_taken(sure.T, threshold)
+            if not torch.equal(answers.depths, depths) or not torch.allclose(answers.logits, expected, 1e-4, 1e-5):
+                return f"{DIFFERENT} (depths {answers.depths.tolist()} for {depths.tolist()})"
+    except InputError as error:
+        return _line(error)
+    except Exception as error:
+        return f"{DIFFERENT} ({_line(error)})"
+    finally:
+        handle.remove()
+    return SAME
+
+
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text[:160]}"
@@ -276,14 +301,14 @@ def table(verdicts: list[Verdict]) -> str:
         + f". Right: every depth's loss to {TOLERANCE:g} of the loss of a copy without the layers behind it, and the "
         "last one's of the model's own.",
         "",
-        "| class | | largest error, or the reason | decoding with an exit |",
+        "| class | | largest error, or the reason | with an early exit |",
         "|---|---|---|---|",
     ]
     for verdict in verdicts:
         said = f"{verdict.error:.1e}" if verdict.kind == RIGHT else verdict.reason.replace("|", "\\|")
         lines.append(
             f"| {verdict.name} | {verdict.kind} | {said.removeprefix(f'no layer losses for a {verdict.name}: ')} | "
-            f"{verdict.decoding.removeprefix(f'no decoding with an exit for a {verdict.name}: ')} |"
+            f"{verdict.early.removeprefix(f'no decoding with an exit for a {verdict.name}: ')} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -303,15 +328,18 @@ def main() -> int:
             end="",
             flush=True,
         )
-        print(verdicts[-1].decoding[:200], flush=True)
+        print(verdicts[-1].early[:200], flush=True)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(table(verdicts), encoding="utf-8")
     counts = Counter(verdict.kind for verdict in verdicts)
     print(", ".join(f"{counts[kind]} {kind}" for kind in (RIGHT, REFUSED, WRONG, NOT_BUILT)))
-    decoding = Counter(verdict.decoding.split(" (")[0] for verdict in verdicts)
-    print(f"decoding with an exit: {decoding[SAME]} {SAME}, {decoding[DIFFERENT]} {DIFFERENT}")
-    return int(counts[WRONG] > 0 or decoding[DIFFERENT] > 0)
+    wrong = 0
+    for what, endings in (("decoding", ENDINGS[:2]), ("classifying", ENDINGS[2:])):
+        early = Counter(verdict.early.split(" (")[0] for verdict in verdicts if verdict.name.endswith(endings))
+        print(f"{what} with an early exit: {early[SAME]} {SAME}, {early[DIFFERENT]} {DIFFERENT}")
+        wrong += early[DIFFERENT]
+    return int(counts[WRONG] > 0 or wrong > 0)
 
 
 if __name__ == "__main__":
