@@ -2,8 +2,8 @@
 
     python -m tests.models.transformers_classes [NAME ...] [--out build/transformers_classes.md]
 
-A model whose losses are right leaves early, too: a language model decodes the tokens that it generates alone, a classifier
-answers each row with the logits of the depth at which it leaves; or it is refused.
+A model whose losses are right leaves early, too: a language model decodes the tokens that it generates alone, a
+classifier answers each row with the logits of the depth at which it leaves; or it is refused.
 
 Each class is built from a small configuration with random weights. The truth for depth l is the loss that a copy
 whose layers behind l are cut off returns itself; where the copy cannot run, the model whose layers behind l hand their
