@@ -344,7 +344,7 @@ def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: C
     whole = RunFolder.create(tmp_path / "whole", config)
     train(whole, config, progress=False)
     run = RunFolder.create(tmp_path / "run", config)
-    command = [sys.executable, "-m", "cdt_fast.cli", "train", "video", "--resume", str(run.path)]
+    command = [sys.executable, "-m", "cdt_fast", "train", "video", "--resume", str(run.path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def stop_after(earlier: int, number: signal.Signals) -> tuple[int, str, int]:

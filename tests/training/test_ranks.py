@@ -110,7 +110,7 @@ def test_torchrun_starts_the_command_line_on_two_ranks(call: Any, tmp_path: Path
     assert call("train", "lm", source, *words, "--out", tmp_path / "alone").status == 0
     together = tmp_path / "together"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, "-m", "cdt_fast.cli", "train", "lm", str(source), *words, "--out", str(together)]
+    command = [*launch, "-m", "cdt_fast", "train", "lm", str(source), *words, "--out", str(together)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert answer.returncode == 0, answer.stderr
