@@ -14,6 +14,7 @@ from torch import Tensor
 
 Backend = Literal["torch", "triton"]
 # "identity" is what S_0 is: an output of zero says nothing about its gradient.
+Reduction = Literal["mean", "sum"]
 Nonlinearity = Literal["soft_threshold", "hard_threshold", "relu", "identity"]
 
 
@@ -107,11 +108,12 @@ class SymmetricAttentionBackwardArguments(SymmetricAttentionArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructionLossArguments:
-    """`mean over tokens of ‖s − x̂_l‖²` of every depth l."""
+    """`mean over tokens of ‖s − x̂_l‖²` of every depth l, or the sum."""
 
     reconstructions: list[Tensor]  # x̂_l, [..., n]
     target: Tensor  # s, [..., n]
     padding: Tensor | None = None  # [...], true at the tokens that do not count
+    reduction: Reduction = "mean"  # over the tokens that count
     backend: Backend = "triton"
 
 
@@ -135,6 +137,8 @@ class UnrolledLayerArguments:
     next_dictionary: Tensor | None = None  # D⁺, [k, m]; None: D
     target: Tensor | None = None  # S, [B, T, k], for the squared error of Z⁺
     lengths: Tensor | None = None  # [B], the tokens that count
+    narrow_dictionary: Tensor | None = None  # D as it is multiplied, in the dtype of the tokens and contiguous
+    narrow_next_dictionary: Tensor | None = None  # D⁺ likewise
     step: float
     threshold: float
     scale: float = 1.0  # β

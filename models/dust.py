@@ -180,19 +180,17 @@ class DUST(PretrainedModel):
         weights = weights_of_depths(depth_weights, self.layers + 1)
         depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean, between=between))
         # Depth 0 has no layer of its own to form its error in.
-        _, first = ops.layerwise_reconstruction_loss([depths[0][0]], clean)
+        _, first = ops.layerwise_reconstruction_loss([depths[0][0]], clean, reduction="sum")
         tokens = clean.shape[:-1].numel()
-        errors = [error for _, error in depths[1:] if error is not None]
-        per_depth = torch.cat([first, torch.stack(errors) / tokens])
+        errors = [first.squeeze(0), *(error for _, error in depths[1:] if error is not None)]
+        per_depth = torch.stack(errors) / tokens
         if weights is None:
             return per_depth.sum(), per_depth
         if isinstance(depth_weights, Tensor):
-            return (weights.to(per_depth) * per_depth).sum(), per_depth.detach()
+            return torch.dot(weights.to(per_depth), per_depth), per_depth.detach()
         # Numbers of the host multiply where they are: no copy to the device, and no backward for a depth of weight 0.
-        losses = [first[0], *errors]
-        factors = [weight / (tokens if depth else 1) for depth, weight in enumerate(weights.tolist())]
-        counted = [factor * loss for factor, loss in zip(factors, losses, strict=True) if factor]
-        return torch.stack(counted or [0 * losses[-1]]).sum(), per_depth.detach()
+        counted = [weight / tokens * error for weight, error in zip(weights.tolist(), errors, strict=True) if weight]
+        return torch.stack(counted or [0 * errors[-1]]).sum(), per_depth.detach()
 
     def spectral_ratio(self) -> Tensor:
         """`‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`): above 1 the LISTA step may overshoot."""
@@ -236,14 +234,25 @@ class DUST(PretrainedModel):
         """
         self._check(noisy)
         noisy = noisy.to(compute_dtype(noisy))  # once, not in every layer
-        dictionaries = [self.dictionary] * self.layers if self.tied else list(self.dictionary.unbind())
+        # Each with its cast, which is made once for all layers; they form the gradient in the parameter's own dtype.
+        if self.tied:
+            # As rows of one tensor, so that their gradients are added up at once.
+            rows = self.dictionary.expand(self.layers, -1, -1).unbind()
+            tied = self.dictionary.to(noisy.dtype)
+            casts = [tied.detach()] * self.layers
+        else:
+            rows, tied = self.dictionary.unbind(), None
+            casts = self.dictionary.detach().to(noisy.dtype).unbind()
+        dictionaries = [*zip(rows, casts, strict=True)]
         # The tensor of each depth's readout. Where it is the very dictionary of the next layer, its projection is
         # handed on; otherwise the layer computes the one it needs.
-        following = [*dictionaries, dictionaries[-1]]
+        own = [dictionaries[0], *dictionaries]
+        following = own if self.tied else [*dictionaries, dictionaries[-1]]
         if self.readout_dictionary is not None:
-            readouts = [self.readout_dictionary] * (self.layers + 1)
+            shared = self.readout_dictionary, self.readout_dictionary.detach().to(noisy.dtype)
+            readouts = [shared] * (self.layers + 1)
         else:
-            readouts = [dictionaries[0], *dictionaries] if self.readout == "own" else following
+            readouts = own if self.readout == "own" else following
         projected_on = [
             readouts[level] if read_all or level == depth else following[level] for level in range(depth + 1)
         ]
@@ -251,11 +260,13 @@ class DUST(PretrainedModel):
         if self.initial_codes == "zero":
             codes, reconstruction = noisy.new_zeros(*noisy.shape[:-1], self.code_size), torch.zeros_like(noisy)
         else:  # H_0 = (1/c) X D is linear in the signal, and never formed
-            reconstruction = noisy @ (self.step * dictionaries[0] @ projected_on[0].mT)
+            first = dictionaries[0][0].to(noisy.dtype) if tied is None else tied
+            read = first if projected_on[0] is dictionaries[0] else projected_on[0][0].to(noisy.dtype)
+            reconstruction = noisy @ (self.step * (first @ read.mT))
         yield reconstruction, None
         for level in range(1, depth + 1):
-            dictionary = dictionaries[level - 1]
-            handed_on = projected_on[level - 1] is dictionary
+            dictionary, cast = dictionaries[level - 1]
+            handed_on = projected_on[level - 1][1] is cast
             if between is not None and codes is not None and level > 1:
                 codes, handed_on = between(level - 1, codes), False
             codes, reconstruction, *error = ops.unrolled_layer(
@@ -267,8 +278,9 @@ class DUST(PretrainedModel):
                 scale=self.scale,
                 nonlinearity=self.nonlinearity,
                 projection=reconstruction if handed_on else None,
-                next_dictionary=projected_on[level],
+                next_dictionary=projected_on[level][0],
                 target=clean,
+                casts=(cast, projected_on[level][1]),
             )
             yield reconstruction, error[0] if error else None
 

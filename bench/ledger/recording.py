@@ -27,7 +27,7 @@ _NO_LAUNCH = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view
 _OVERWRITE = ("copy_", "fill_", "zero_")
 # Nor do these: they take its shape.
 _LIKE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "mv": 0, "dot": 0, "_addmm_activation": 1}
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "mv": 0, "_addmm_activation": 1}
 _CAST = {
     *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.nn.functional.linear),
     *(Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm, Tensor.__matmul__, Tensor.__rmatmul__),

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -68,9 +67,10 @@ class TrainingStep:
             with alone:
                 total, per_depth, *agreement = self.losses(*batch, weights)
                 # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
-                (total * (count * self.ranks / items)).backward()
-            self.logged_sums[:-1] += per_depth.to(torch.float64) * count
-            self.logged_sums[-1] += count
+                share = count * self.ranks / items
+                (total if share == 1 else total * share).backward()
+            self.logged_sums[:-1].add_(per_depth, alpha=count)
+            self.logged_sums[-1].add_(count)
             if self.constraints is not None:
                 self.constraints.accumulate(per_depth, count, *agreement)
         if self.clip is not None:

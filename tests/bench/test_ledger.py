@@ -89,6 +89,12 @@ def test_products_of_a_library_are_those_counted_by_hand(step: list[Entry]) -> N
     )
 
 
+def test_a_launched_step_is_sixty_kernels_or_fewer() -> None:
+    step = record(lambda: work("DUST, training", TOKENS).prepare(False), H100.spec)
+    assert len(step) <= 60
+    assert len(named(step, "dual_update_kernel")) == len(named(step, "depth_weights_kernel")) == 1
+
+
 def test_a_default_training_multiplies_nothing_in_float32(step: list[Entry]) -> None:
     assert {entry.dtype for entry in step if entry.flop} == {torch.bfloat16}
 

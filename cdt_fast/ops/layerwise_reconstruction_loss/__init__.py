@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from torch import Tensor
 
+from cdt_fast.checks import check_choice
 from cdt_fast.errors import InputError
-from cdt_fast.kernels.arguments import ReconstructionLossArguments
+from cdt_fast.kernels.arguments import ReconstructionLossArguments, Reduction
 from cdt_fast.ops.layerwise_reconstruction_loss.operator import layerwise_reconstruction_loss_forward
 from cdt_fast.ops.layerwise_reconstruction_loss.reference import layerwise_reconstruction_loss_reference
 from cdt_fast.ops.shared.backend import choose_backend
@@ -23,6 +25,7 @@ def layerwise_reconstruction_loss(
     *,
     depth_weights: Tensor | Sequence[float] | None = None,
     lengths: Tensor | None = None,
+    reduction: Reduction = "mean",
 ) -> tuple[Tensor, Tensor]:
     """Squared error of every depth, summed over the width and averaged over the tokens, and their weighted sum.
 
@@ -35,6 +38,7 @@ def layerwise_reconstruction_loss(
             the weights are numbers or a tensor on the CPU, else a gradient of zeros, as under torch.compile). A tensor
             that requires a gradient gets one.
         lengths: for `[..., T, n]`: `[...]` integers, the number of tokens that count in each sequence.
+        reduction: "sum" leaves out the division by the number of tokens.
 
     Returns:
         `(total, per_layer)`. `per_layer` is `[L+1]`, in units of the squared signal summed over the width. With
@@ -61,9 +65,10 @@ def layerwise_reconstruction_loss(
         padding=padding_mask(lengths, target),
         # The tensors may differ in dtype: all of them have to be one that the kernel can load.
         backend=choose_backend("layerwise_reconstruction_loss", *reconstructions, target),
+        reduction=check_choice("reduction", reduction, get_args(Reduction)),
     )
     per_layer = layerwise_reconstruction_loss_forward(loss)
     if weights is None:
-        return per_layer.sum(), per_layer
+        return per_layer.sum() if len(per_layer) > 1 else per_layer.squeeze(0), per_layer
     weights = weights.to(per_layer.device, per_layer.dtype, non_blocking=True)
     return (weights * per_layer).sum(), per_layer.detach()

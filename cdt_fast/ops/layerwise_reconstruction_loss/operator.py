@@ -29,7 +29,8 @@ def _forward(loss: ReconstructionLossArguments) -> Tensor:
         errors = reconstruction_forward(_contiguous(loss))
     else:
         errors = errors_in_torch(loss.reconstructions, loss.target, loss.padding)
-    return errors.to(widest(loss.reconstructions)).div_(tokens)
+    errors = errors.to(widest(loss.reconstructions))
+    return errors if loss.reduction == "sum" else errors.div_(tokens)
 
 
 def _forward_fake(loss: ReconstructionLossArguments) -> Tensor:
@@ -38,7 +39,9 @@ def _forward_fake(loss: ReconstructionLossArguments) -> Tensor:
 
 def _backward(loss: ReconstructionLossBackwardArguments) -> list[Tensor]:
     """The gradients of the depths that are needed, and after them that of the target where it is needed."""
-    factors = 2.0 * loss.grad / _tokens(loss)
+    factors = 2.0 * loss.grad
+    if loss.reduction == "mean":
+        factors /= _tokens(loss)
     if loss.backend == "triton":
         from cdt_fast.kernels.layerwise_reconstruction_loss import reconstruction_backward
 
@@ -77,7 +80,7 @@ def _formula(loss: ReconstructionLossArguments) -> Tensor:
         wide = torch.promote_types(depth.dtype, torch.float32)
         error = without_padding(loss.target.to(wide) - depth.to(wide), loss.padding)
         sums.append(error.square().sum().to(dtype))
-    return torch.stack(sums) / tokens
+    return torch.stack(sums) if loss.reduction == "sum" else torch.stack(sums) / tokens
 
 
 layerwise_reconstruction_loss_forward = Operator(

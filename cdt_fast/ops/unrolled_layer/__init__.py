@@ -42,6 +42,7 @@ def unrolled_layer(
     lengths: Tensor | None = None,
     next_dictionary: Tensor | None = None,
     target: Tensor | None = None,
+    casts: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """One layer of DUST (or of UT for video), and the projection of its codes that the next layer starts from.
 
@@ -65,6 +66,8 @@ def unrolled_layer(
         lengths: `[...]` integers, the number of tokens that count in each sequence; results are zero at padding.
         next_dictionary: D⁺, `[k, m]`, default `dictionary`.
         target: S, `[..., T, k]` in any dtype, what `Z⁺` is to reconstruct. It gets no gradient.
+        casts: `dictionary` and `next_dictionary` in the dtype of the products, contiguous, where the caller has them
+            already (a network casts each once, not in every layer); they are not checked, and get no gradient.
 
     Returns:
         The next codes `[..., T, m]` and their projection `[..., T, k]`, in the dtype of the arguments (under autocast:
@@ -105,6 +108,8 @@ def unrolled_layer(
         dictionary=dictionary,
         projection=None if projection is None else sequences(projection, dtype),
         next_dictionary=next_dictionary,
+        narrow_dictionary=None if casts is None else casts[0],
+        narrow_next_dictionary=None if casts is None or next_dictionary is None else casts[1],
         target=None if target is None else sequences(target.detach(), target.dtype),
         lengths=length_of_each(lengths),
         step=step,

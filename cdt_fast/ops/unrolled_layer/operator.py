@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBackwardArguments
 from cdt_fast.ops.shared.checks import padding_mask, without_padding
-from cdt_fast.ops.shared.products import product_over_rows, rows_of
-from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+from cdt_fast.ops.shared.products import add_product, product_over_rows, rows_of
+from cdt_fast.ops.shared.registration import Operator, changed, refuse_second_derivative, save, saved
 from cdt_fast.ops.soft_threshold.reference import shrink_reference
 from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
 from cdt_fast.ops.unrolled_layer.plain import backward_in_torch, forward_in_torch, product_of_tokens
@@ -27,6 +26,13 @@ def layer_as_one(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor 
 
     The layer keeps codes, signal, projection and next codes, all of which the network holds anyway.
     """
+    dtype = layer.signal.dtype
+    if layer.narrow_dictionary is None and layer.dictionary.dtype != dtype:  # once, for both directions
+        casts = [
+            None if matrix is None else matrix.detach().to(dtype, memory_format=torch.contiguous_format)
+            for matrix in (layer.dictionary, layer.next_dictionary)
+        ]
+        layer = changed(layer, narrow_dictionary=casts[0], narrow_next_dictionary=casts[1])
     next_codes, next_projection, _, error = unrolled_layer_forward(layer)
     return next_codes, next_projection, None if layer.target is None else error
 
@@ -39,7 +45,7 @@ def _forward(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Ten
         if layer.projection is None:
             assert layer.codes is not None  # without them there is a projection
             tokens = without_padding(layer.codes, padding_mask(layer.lengths, signal))
-            layer = replace(layer, projection=product_of_tokens(tokens, layer.dictionary.mT))
+            layer = changed(layer, projection=product_of_tokens(tokens, layer.dictionary.mT))
         if layer.backend == "triton":
             from cdt_fast.kernels.unrolled_layer import unrolled_forward
 
@@ -72,7 +78,7 @@ def _backward(layer: UnrolledLayerBackwardArguments) -> list[Tensor]:
     next_dictionary = dictionary if layer.next_dictionary is None else layer.next_dictionary
     narrow = _with_dictionaries_of_the_tokens(layer)
     if not layer.projection_given:
-        narrow = replace(narrow, needs_projection=layer.needs_codes or layer.needs_dictionary)
+        narrow = changed(narrow, needs_projection=layer.needs_codes or layer.needs_dictionary)
     # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
     with torch.autocast(layer.signal.device.type, enabled=False):
         if layer.backend == "triton":
@@ -83,29 +89,25 @@ def _backward(layer: UnrolledLayerBackwardArguments) -> list[Tensor]:
             parts = backward_in_torch(narrow)
         padding = padding_mask(layer.lengths, layer.signal)
         grad_dictionary = grad_next_dictionary = None
-        if layer.needs_dictionary if tied else layer.needs_next_dictionary:
-            if parts.next_projection is not None:
-                grad_next_dictionary = product_over_rows(
-                    rows_of(without_padding(parts.next_projection, padding)),
-                    rows_of(layer.next_codes),
-                    next_dictionary.dtype,
-                )
-            elif not tied:
-                grad_next_dictionary = next_dictionary.new_zeros(next_dictionary.shape)  # a loss of known weight zero
         if layer.needs_dictionary:
             assert parts.residual is not None
             grad_dictionary = product_over_rows(rows_of(parts.residual), rows_of(parts.update), dictionary.dtype)
-            if tied and grad_next_dictionary is not None:
-                grad_dictionary += grad_next_dictionary
+        if layer.needs_dictionary if tied else layer.needs_next_dictionary:
+            if parts.next_projection is not None:
+                rows = rows_of(without_padding(parts.next_projection, padding))
+                if tied and grad_dictionary is not None:
+                    _add_product(grad_dictionary, rows, rows_of(layer.next_codes))
+                else:
+                    grad_next_dictionary = product_over_rows(rows, rows_of(layer.next_codes), next_dictionary.dtype)
+            elif not tied:
+                grad_next_dictionary = next_dictionary.new_zeros(next_dictionary.shape)  # a loss of known weight zero
         if not layer.projection_given and parts.projection is not None:
             rows = rows_of(parts.projection)
             if parts.codes is not None:
                 rows_of(parts.codes).addmm_(rows, narrow.dictionary)
             if grad_dictionary is not None:
                 assert layer.codes is not None
-                grad_dictionary += product_over_rows(
-                    rows, rows_of(without_padding(layer.codes, padding)), dictionary.dtype
-                )
+                _add_product(grad_dictionary, rows, rows_of(without_padding(layer.codes, padding)))
     gradients = (parts.codes, parts.signal, grad_dictionary, parts.projection, grad_next_dictionary)
     needs = (getattr(layer, f"needs_{name}") for name in DIFFERENTIABLE)
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need and gradient is not None]
@@ -195,9 +197,19 @@ unrolled_layer_backward = Operator(
 def _with_dictionaries_of_the_tokens(layer: Layer) -> Layer:
     """Both in the dtype of the tokens and contiguous, as the kernel reads them: one may be the transpose of another
     parameter."""
+    if layer.narrow_dictionary is not None:
+        return changed(layer, dictionary=layer.narrow_dictionary, next_dictionary=layer.narrow_next_dictionary)
     dtype, on_triton = layer.signal.dtype, layer.backend == "triton"
     dictionary, following = layer.dictionary.to(dtype), layer.next_dictionary
     following = None if following is None else following.to(dtype)
     if on_triton:
         dictionary, following = dictionary.contiguous(), None if following is None else following.contiguous()
-    return replace(layer, dictionary=dictionary, next_dictionary=following)
+    return changed(layer, dictionary=dictionary, next_dictionary=following)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += leftᵀ right`, in one launch where the total is wide enough to be summed in."""
+    if total.element_size() < 4:
+        total += product_over_rows(left, right, total.dtype)
+    else:
+        add_product(total, left, right)
