@@ -10,12 +10,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from tqdm import tqdm
 
 from cdt_fast.errors import InputError, printable
-from cdt_fast.files import read_json, write_json
 
 MOST_BYTES = 100 << 30
 """More than any archive here has: a server that sends without end must not fill the disk."""
@@ -35,9 +34,9 @@ class _Interrupted(Exception):
 def download_file(url: str, target: Path, sha256: str, *, progress: bool = True) -> None:
     """Download `url` to `target`.
 
-    The bytes gather in `<target>.part`, from where a later call resumes: it asks for the rest only, and begins anew if
-    the server's file has changed in the meantime (If-Range with the ETag or date, kept in `<target>.part.json`). The
-    part becomes `target` once its sum is right. No other process may download to the same place.
+    The bytes gather in `<target>.part`, from where a later call resumes: it asks for the rest only. The part becomes
+    `target` once its sum is right; where that of a resumed one is wrong, as the server's file is another one by now,
+    the download begins anew. No other process may download to the same place.
 
     Args:
         url: http or https.
@@ -51,31 +50,37 @@ def download_file(url: str, target: Path, sha256: str, *, progress: bool = True)
     """
     if not url.lower().startswith(("http://", "https://")):
         raise InputError(f"{url}: expected an address that begins with http:// or https://")
-    part = _PartFile(target)
-    furthest = part.size()
-    failures = 0
-    with tqdm(desc=printable(target.name), unit="B", unit_scale=True, disable=not progress) as bar:
-        while True:
-            try:
-                _request_rest(url, part, bar)
-                break
-            except _Interrupted as error:
-                failures = 0 if part.size() > furthest else failures + 1
-                furthest = max(furthest, part.size())
-                if failures == ATTEMPTS_WITHOUT_PROGRESS:
-                    raise InputError(
-                        f"{url}: the download stopped after {part.size()} bytes ({error}); run it again to resume there"
-                    ) from error
-                time.sleep(FIRST_PAUSE_SECONDS * 2**failures)
-    actual = file_sha256(part.path)
+    part = target.with_name(f"{target.name}.part")
+    resumed = _size(part) > 0
+    actual = _downloaded(url, part, progress)
+    if resumed and actual != sha256.lower():
+        part.unlink()
+        actual = _downloaded(url, part, progress)
     if actual != sha256.lower():
-        part.remove()
+        part.unlink()
         raise InputError(
             f"{url}: the download has sha256 {actual}, expected {sha256.lower()}; it was removed: the file on the "
             "server was altered or is another one"
         )
-    part.forget_version()  # first: whoever is killed between the two finds the part, and that nothing is missing
-    part.path.replace(target)
+    part.replace(target)
+
+
+def _downloaded(url: str, part: Path, progress: bool) -> str:
+    """Download what is missing of a part; the sum of all of it."""
+    furthest, failures = _size(part), 0
+    with tqdm(desc=printable(part.stem), unit="B", unit_scale=True, disable=not progress) as bar:
+        while True:
+            try:
+                _request_rest(url, part, bar)
+                return file_sha256(part)
+            except _Interrupted as error:
+                failures = 0 if _size(part) > furthest else failures + 1
+                furthest = max(furthest, _size(part))
+                if failures == ATTEMPTS_WITHOUT_PROGRESS:
+                    raise InputError(
+                        f"{url}: the download stopped after {_size(part)} bytes ({error}); run it again to resume there"
+                    ) from error
+                time.sleep(FIRST_PAUSE_SECONDS * 2**failures)
 
 
 def file_sha256(path: Path) -> str:
@@ -94,46 +99,22 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-class _PartFile:
-    """What has arrived so far, and which version of the server's file it is a part of."""
-
-    def __init__(self, target: Path) -> None:
-        self.path = target.with_name(f"{target.name}.part")
-        self._validator_path = target.with_name(f"{target.name}.part.json")
-
-    def size(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def validator(self) -> str | None:
-        try:
-            validator = read_json(self._validator_path, dict[str, Any]).get("validator")
-        except InputError:
-            return None
-        return validator if isinstance(validator, str) and validator.isascii() and validator.isprintable() else None
-
-    def open(self, start: int, validator: str | None) -> BinaryIO:
-        """Open the part to write from byte `start` on; what lies beyond it is cut off."""
-        write_json(self._validator_path, {"validator": validator})
-        file = self.path.open("ab")
-        file.truncate(start)
-        return file
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.forget_version()
-
-    def forget_version(self) -> None:
-        self._validator_path.unlink(missing_ok=True)
+def _size(part: Path) -> int:
+    return part.stat().st_size if part.exists() else 0
 
 
-def _request_rest(url: str, part: _PartFile, bar: tqdm) -> None:
-    start = part.size()
+def _opened(part: Path, start: int) -> BinaryIO:
+    """The part, to be written from byte `start` on; what lies beyond it is cut off."""
+    file = part.open("ab")
+    file.truncate(start)
+    return file
+
+
+def _request_rest(url: str, part: Path, bar: tqdm) -> None:
+    start = _size(part)
     headers = {"User-Agent": "cdt-fast", "Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
-        validator = part.validator()
-        if validator is not None:
-            headers["If-Range"] = validator
     try:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
@@ -152,19 +133,19 @@ def _request_rest(url: str, part: _PartFile, bar: tqdm) -> None:
         _receive(response, part, bar, start)
 
 
-def _settle_unsatisfiable(response: urllib.error.HTTPError, part: _PartFile, start: int) -> None:
+def _settle_unsatisfiable(response: urllib.error.HTTPError, part: Path, start: int) -> None:
     """416: nothing lies beyond the part. It is whole if the server's file has its length, and of no use otherwise."""
     if response.headers.get("Content-Range", "") != f"bytes */{start}":
-        part.remove()
+        part.unlink()
         raise _Interrupted("the part was longer than the file on the server")
 
 
-def _receive(response: http.client.HTTPResponse, part: _PartFile, bar: tqdm, start: int) -> None:
+def _receive(response: http.client.HTTPResponse, part: Path, bar: tqdm, start: int) -> None:
     if response.status != 206:
-        # The server ignores ranges, or its file has changed: this is the whole file.
+        # The server ignores ranges: this is the whole file.
         start = 0
     elif not re.match(rf"bytes {start}-", response.headers.get("Content-Range", "")):
-        part.remove()
+        part.unlink(missing_ok=True)
         raise _Interrupted("the server sent another part of the file than it was asked for")
     length = response.headers.get("Content-Length")
     total = start + int(length) if length and length.isdecimal() else None
@@ -173,7 +154,7 @@ def _receive(response: http.client.HTTPResponse, part: _PartFile, bar: tqdm, sta
     bar.reset(total)
     bar.update(start)
     try:
-        with part.open(start, _validator(response)) as file:
+        with _opened(part, start) as file:
             for block in _blocks(response):
                 if start + len(block) > MOST_BYTES:
                     raise _too_large(part)
@@ -182,16 +163,16 @@ def _receive(response: http.client.HTTPResponse, part: _PartFile, bar: tqdm, sta
                 bar.update(len(block))
     except OSError as error:
         raise InputError(
-            f"{part.path}: cannot be written after {part.size()} bytes ({error.strerror}); free some room and run it "
+            f"{part}: cannot be written after {_size(part)} bytes ({error.strerror}); free some room and run it "
             "again to resume there"
         ) from error
-    if total is not None and part.size() < total:
-        raise _Interrupted(f"the connection ended {total - part.size()} bytes early")
+    if total is not None and _size(part) < total:
+        raise _Interrupted(f"the connection ended {total - _size(part)} bytes early")
 
 
-def _too_large(part: _PartFile) -> InputError:
-    part.remove()
-    return InputError(f"{part.path}: the file on the server is larger than {MOST_BYTES >> 30} GiB; it was removed")
+def _too_large(part: Path) -> InputError:
+    part.unlink(missing_ok=True)
+    return InputError(f"{part}: the file on the server is larger than {MOST_BYTES >> 30} GiB; it was removed")
 
 
 def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
@@ -200,12 +181,6 @@ def _blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
             yield block
     except (OSError, http.client.HTTPException) as error:
         raise _Interrupted(_reason(error)) from error
-
-
-def _validator(response: http.client.HTTPResponse) -> str | None:
-    """What If-Range may name: a strong ETag, else the date of the last change."""
-    etag = response.headers.get("ETag")
-    return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified")
 
 
 def _reason(error: Exception) -> str:
