@@ -152,12 +152,24 @@ def check_cache(model: Any, cache: Any) -> None:
     """Require a cache from which tokens can be removed.
 
     Raises:
-        InputError: there is none, or one of its layers keeps a state that cannot be taken back.
+        InputError: there is none, it or one of its layers keeps a state that cannot be taken back.
     """
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+    from transformers.cache_utils import (
+        DynamicCache,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        EncoderDecoderCache,
+        StaticCache,
+        StaticLayer,
+    )
 
     if cache is None:
         raise no_decoding(model, "it returned no cache: use_cache must be True, and the model must have one")
+    # A model's own class may keep more than its layers do: that of MiniMax has the states of linear attention.
+    if type(cache) not in (DynamicCache, StaticCache, EncoderDecoderCache):
+        raise no_decoding(
+            model, f"from its cache, a {type(cache).__name__}, drafted tokens cannot be removed: it is not transformers'"
+        )
     known = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
     for number, layer in enumerate(cache.layers):
         if type(layer) not in known:
