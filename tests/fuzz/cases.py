@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class Case:
         options: the other arguments of the public function, for what is broken on purpose.
         call: the public function.
         kinks: the gradient jumps where a number of the first result becomes zero.
+        decided: where the result itself jumps there (`T_θ`): θ, and the formula with the choice made, which is given
+            by what of the first result is kept.
+        limits: other values, in this case, of the sizes from which on an op computes otherwise.
         samples: the tensors, and `outputs` the number of results, whose first dimension counts samples.
         padding: `[...]`, true at tokens that count nowhere.
     """
@@ -42,6 +46,8 @@ class Case:
     tensors: dict[str, Tensor]
     options: dict[str, Any]
     kinks: bool = False
+    decided: tuple[float, Callable[[Tensor], Function]] | None = None
+    limits: dict[str, int] = field(default_factory=dict)
     samples: tuple[str, ...] = ()
     outputs: int = 0
     padding: Tensor | None = None
@@ -56,6 +62,14 @@ class Chance(random.Random):
 
     def tokens(self) -> int:
         return self.choice([self.randint(1, 7), self.randint(1, 7), 0, self.choice([16, 31, 70])])
+
+    def long(self) -> int:
+        """Tokens of an attention; once in a thousand so many that its scores take two panels."""
+        return 2050 if self.random() < 0.001 else self.tokens()
+
+    def limits(self, *names: str) -> dict[str, int]:
+        """In a third of the cases sizes are judged as if all of them were large."""
+        return {name: self.choice([1, 300]) for name in names if self.random() < 0.7} if self.random() < 0.3 else {}
 
     def leading(self) -> tuple[int, ...]:
         return self.choice([(), (self.randint(1, 3),), (2, self.randint(0, 2))])
@@ -110,8 +124,12 @@ def _padding(lengths: Tensor | None, tokens: tuple[int, ...]) -> Tensor | None:
     return None if lengths is None else torch.arange(tokens[-1]) >= lengths.long().unsqueeze(-1)
 
 
+PLAIN = "cdt_fast.ops.symmetric_attention.plain"
+ATTENTION_LIMITS = (f"{PLAIN}.PANEL_BYTES", f"{PLAIN}.KEPT_BYTES", f"{PLAIN}.COST_OF_A_LENGTH")
+
+
 def attention(chance: Chance, dtype: torch.dtype) -> Case:
-    shape = (*chance.leading(), chance.tokens())
+    shape = (*chance.leading(), chance.long())
     options = {
         "scale": chance.choice([1.0, 0.0, -0.3, chance.uniform(0, 1), 5.0]),
         "energy": chance.random() < 0.3,
@@ -126,6 +144,7 @@ def attention(chance: Chance, dtype: torch.dtype) -> Case:
         lambda **given: [symmetric_attention_reference(**given, **options)],
         tensors,
         options,
+        limits=chance.limits(*ATTENTION_LIMITS),
         samples=tuple(tensors),
         outputs=1,
         padding=_padding(options["lengths"], shape),
@@ -137,8 +156,19 @@ def _lista(chance: Chance) -> dict[str, Any]:
     return {
         "step": chance.choice([0.1, 0.0, chance.uniform(0, 1)]),
         "threshold": chance.choice([0.1, 0.0, chance.uniform(0, 1), 1e5]),
-        "nonlinearity": chance.choice(["soft_threshold", "relu"]),
+        "nonlinearity": chance.choice(["soft_threshold", "hard_threshold", "relu"]),
     }
+
+
+def _decided(options: dict[str, Any], without: Callable[..., Tensor]) -> dict[str, Any]:
+    """Of a case with one result: what it says of kinks; `without` is its formula without a nonlinearity."""
+    if options["nonlinearity"] != "hard_threshold" or not options["threshold"]:
+        return {"kinks": True}  # T_0 is the identity
+
+    def formula(kept: Tensor) -> Function:
+        return lambda **given: [without(**given).masked_fill(~kept, 0.0)]
+
+    return {"decided": (options["threshold"], formula)}
 
 
 def lista_step(chance: Chance, dtype: torch.dtype) -> Case:
@@ -150,7 +180,7 @@ def lista_step(chance: Chance, dtype: torch.dtype) -> Case:
         lambda **given: [lista_step_reference(**given, **options)],
         {name: chance.tensor(dtype, *size) for name, size in tensors.items()},
         options,
-        kinks=True,
+        **_decided(options, partial(lista_step_reference, **options | {"threshold": 0.0})),
         samples=("codes", "signal"),
         outputs=1,
     )
@@ -160,7 +190,7 @@ def residual_linear(chance: Chance, dtype: torch.dtype) -> Case:
     shape, n, m = (*chance.leading(), chance.tokens()), chance.width(), chance.width()
     options = {
         "alpha": chance.choice([1.0, 0.0, chance.uniform(-2, 2)]),
-        "nonlinearity": chance.choice(["relu", "soft_threshold", "identity"]),
+        "nonlinearity": chance.choice(["relu", "soft_threshold", "hard_threshold", "identity"]),
         "threshold": chance.choice([0.0, chance.uniform(0, 1), 1e5]),
     }
     bias = chance.random() < 0.4
@@ -171,7 +201,7 @@ def residual_linear(chance: Chance, dtype: torch.dtype) -> Case:
         lambda **given: [residual_linear_reference(**given, **options)],
         {name: chance.tensor(dtype, *size) for name, size in tensors.items()},
         options,
-        kinks=True,
+        **_decided(options, partial(residual_linear_reference, **options | {"threshold": 0.0})),
         samples=("x",) if bias else ("x", "residual"),
         outputs=1,
     )
@@ -192,19 +222,36 @@ def soft_threshold(chance: Chance, dtype: torch.dtype) -> Case:
 
 
 def unrolled_layer(chance: Chance, dtype: torch.dtype) -> Case:
-    shape, n, m, k = (*chance.leading(), chance.tokens()), chance.width(), chance.width(), chance.width()
+    shape, n, m, k = (*chance.leading(), chance.long()), chance.width(), chance.width(), chance.width()
     options = {**_lista(chance), "scale": chance.choice([1.0, 0.0, chance.uniform(0, 0.5)])}
     options["lengths"] = chance.lengths(shape)
     tensors = {"codes": (*shape, m), "signal": (*shape, n), "dictionary": (n, m)}
     if chance.random() < 0.5:
         tensors["next_dictionary"] = (k, m)
+
+    def without(**given: Any) -> Tensor:
+        linear: dict[str, Any] = {**given, **options, "threshold": 0.0}
+        return unrolled_layer_reference(**linear)[0]
+
+    def with_projection(codes: Function) -> Function:
+        def formula(**given: Tensor) -> Sequence[Tensor]:
+            (kept,) = codes(**given)
+            return [kept, kept @ given.get("next_dictionary", given["dictionary"]).mT]
+
+        return formula
+
+    kinks = _decided(options, without)
+    if "decided" in kinks:
+        threshold, formula = kinks["decided"]
+        kinks["decided"] = threshold, lambda kept: with_projection(formula(kept))
     return Case(
         ops.unrolled_layer,
         lambda **given: ops.unrolled_layer(**given, **options),
         lambda **given: unrolled_layer_reference(**given, **options),
         {name: chance.tensor(dtype, *size) for name, size in tensors.items()},
         options,
-        kinks=True,
+        **kinks,
+        limits=chance.limits(*ATTENTION_LIMITS, "cdt_fast.ops.unrolled_layer.composed.HELD_SCORE_BYTES"),
         samples=("codes", "signal"),
         outputs=2,
         padding=_padding(options["lengths"], shape),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 from cdt_fast.errors import InputError
 from tests.fuzz.cases import CASES, Case, Chance
+from tests.fuzz.wide import nearest
 from tests.fuzz.yardstick import Yardstick, run
 
 # In place of an argument: what is no number, no tensor, not finite, or of another kind.
@@ -28,6 +33,13 @@ def judge(op: str, seed: int, backend: str) -> str:
     chance = Chance(f"{op} {seed}")
     dtype = chance.dtype(backend)
     case = CASES[op](chance, dtype)
+    with contextlib.ExitStack() as limits:
+        for name, size in case.limits.items():
+            limits.enter_context(mock.patch(name, size))
+        return _judge(case, chance, dtype)
+
+
+def _judge(case: Case, chance: Chance, dtype: torch.dtype) -> str:
     kind = chance.random()
     if kind < 0.1:
         return _odd(case, chance)
@@ -81,6 +93,8 @@ def _compared(case: Case, dtype: torch.dtype) -> str:
         return "refused"
     names = [f"result {number}" for number in range(len(found) - len(case.tensors))]
     names += [f"gradient of {name}" for name in case.tensors]
+    if case.decided is not None and found[0].isfinite().all():
+        case = _decided(case, found[0], dtype)
     yardstick = Yardstick(case, dtype)
     if yardstick.out_of_range():
         return "out of range"
@@ -97,3 +111,22 @@ def _compared(case: Case, dtype: torch.dtype) -> str:
                 return "at a kink"
             raise Disagreement(f"{name} is {excess}, {dtype}")
     return "compared"
+
+
+def _decided(case: Case, result: Tensor, dtype: torch.dtype) -> Case:
+    """The case with the result's own choice of what is kept in the formula.
+
+    Raises:
+        Disagreement: a choice that rounding does not explain: the number that the threshold was compared with would
+            have to be off by more than the criterion allows.
+    """
+    assert case.decided is not None
+    threshold, formula = case.decided
+    kept = result != 0
+    before = Yardstick(replace(case, formula=lambda **given: formula(torch.ones_like(kept))(**given)[:1]), dtype)
+    value = nearest(before.truth[0])
+    other = kept != (value.abs() > threshold)
+    excess = before.excess(0, torch.where(other, value.sign() * threshold, value))
+    if excess is not None and not before.out_of_range():
+        raise Disagreement(f"the choice of what is above the threshold is {excess}, {dtype}")
+    return replace(case, formula=formula(kept))

@@ -40,6 +40,27 @@ def test_a_wrong_number_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert found > 5
 
 
+def test_a_wrong_choice_at_the_threshold_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hard threshold that keeps a number which rounding does not bring above it."""
+    make = CASES["lista_step"]
+
+    def wrong(chance: Chance, dtype: torch.dtype) -> Case:
+        case = make(chance, dtype)
+        options = case.options | {"threshold": 1.3 * case.options["threshold"]}
+        hard = options["nonlinearity"] == "hard_threshold"
+        return replace(case, op=lambda **given: [case.call(**given, **options)]) if hard else case
+
+    monkeypatch.setitem(CASES, "lista_step", wrong)
+    found = []
+    for seed in range(120):
+        try:
+            judge.judge("lista_step", seed, "torch")
+        except judge.Disagreement as error:
+            found.append(str(error))
+    assert found
+    assert all("the choice of what is above the threshold" in line for line in found)
+
+
 def test_extended_precision_knows_more_than_float64() -> None:
     leaf = widen(torch.tensor([1.0, 2.0**-60, -1.0], dtype=torch.float64)).requires_grad_()
     (gradient,) = torch.autograd.grad([(leaf.exp() + leaf).sum()], [leaf], [widen(torch.ones(()).double())])

@@ -307,7 +307,7 @@ def test_what_cannot_be_decoded_with_an_exit_is_refused(attached: tuple[Any, Lay
         generated(windows, attach_layer_losses(windows).decoder(2), cache_implementation="static")
     # Half of its layers are linear attention, whose states its own cache keeps beside those of the others.
     recurrent = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**_SIZES, block_size=4))
-    with pytest.raises(InputError, match="from its cache, a MiniMaxCache, drafted tokens cannot be removed"):
+    with pytest.raises(InputError, match="cannot be removed from its cache, a MiniMaxCache"):
         generated(recurrent, attach_layer_losses(recurrent).decoder(2))
     config = transformers.LlamaConfig(**_SIZES, num_labels=3, pad_token_id=0)
     classifier = transformers.LlamaForSequenceClassification(config)

@@ -251,7 +251,7 @@ class Gradients:
     """The gradients that are needed, which chunks are added to.
 
     `G W` of the hidden states of each depth; `Gᵀ x` and `Σ G` of the head, in at least float32: in bfloat16 a long sum
-    stops growing.
+    stops growing. `Σ G` is added up over the chunks, which may be many, in float64.
 
     Args:
         loss: with hidden states `[tokens, d]`, and the head in the dtype of the products.
@@ -267,7 +267,8 @@ class Gradients:
             for depth, need, one in zip(loss.hidden, loss.needs_hidden, on, strict=True)
         ]
         self.weight = weight.new_zeros(weight.shape, dtype=loss.wide) if loss.needs_weight else None
-        self.bias = weight.new_zeros(weight.shape[0], dtype=loss.wide) if loss.needs_bias else None
+        self.bias = weight.new_zeros(weight.shape[0], dtype=torch.float64) if loss.needs_bias else None
+        self._wide = loss.wide
 
     def add(self, chunk: Chunk, gradient: Tensor, x: Tensor, factors: Tensor | None = None) -> None:
         """Add a chunk: the gradient of its logits `[rows, V]`, its states `[rows, d]`, and a factor of each depth."""
@@ -280,10 +281,10 @@ class Gradients:
         if self.weight is not None:
             add_product(self.weight, gradient, x, factor)
         if self.bias is not None and (factors is None or column is None):
-            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype), alpha=factor)
+            self.bias.add_(gradient.sum(0, dtype=self._wide), alpha=factor)
         elif self.bias is not None and factors is not None:
-            of_depths = gradient.view(len(chunk.depths), -1, gradient.shape[1]).sum(1, dtype=self.bias.dtype)
-            self.bias.addmv_(of_depths.mT, factors)
+            of_depths = gradient.view(len(chunk.depths), -1, gradient.shape[1]).sum(1, dtype=self._wide)
+            self.bias.add_(of_depths.mT @ factors)
         rooms, index = [self.hidden[depth] for depth in chunk.depths], chunk.rows.index
         if all(room is None for room in rooms):
             return

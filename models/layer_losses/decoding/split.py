@@ -167,9 +167,7 @@ def check_cache(model: Any, cache: Any) -> None:
         raise no_decoding(model, "it returned no cache: use_cache must be True, and the model must have one")
     # A model's own class may keep more than its layers do: that of MiniMax has the states of linear attention.
     if type(cache) not in (DynamicCache, StaticCache, EncoderDecoderCache):
-        raise no_decoding(
-            model, f"from its cache, a {type(cache).__name__}, drafted tokens cannot be removed: it is not transformers'"
-        )
+        raise no_decoding(model, f"drafted tokens cannot be removed from its cache, a {type(cache).__name__}")
     known = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
     for number, layer in enumerate(cache.layers):
         if type(layer) not in known:
