@@ -1114,3 +1114,14 @@ def test_errors_name_the_argument_what_was_given_and_what_is_expected(changed: d
     }
     with pytest.raises(InputError, match=message):
         ops.layerwise_cross_entropy(**{**arguments, **changed})
+
+
+def test_the_gradient_of_a_bias_is_exact_over_thousands_of_chunks() -> None:
+    """Its sum over the chunks would lose a digit in float32."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(3000, 2, generator=generator), torch.randn(3, 2, generator=generator)
+    bias, targets = torch.zeros(3, requires_grad=True), torch.zeros(3000, dtype=torch.int64)
+    total, *_ = ops.layerwise_cross_entropy([hidden], weight, targets, bias, reduction="sum", chunk_tokens=1)
+    (gradient,) = torch.autograd.grad(total, bias)
+    expected = torch.softmax(hidden.double() @ weight.double().mT, 1).sum(0) - torch.tensor([3000.0, 0, 0])
+    torch.testing.assert_close(gradient.double(), expected, rtol=torch.finfo(torch.float32).eps, atol=0)
