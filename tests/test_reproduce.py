@@ -167,8 +167,9 @@ def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatc
     out = ("--out", tmp_path / "out")
     assert call("reproduce", "descent", "clip", "--runs", "anchor,deep", "--steps", 7, *out).status == 130
     assert trained == [("plain-lr0.003-0", 7)]
-    chosen = experiments.Experiment.load("descent").narrowed(["anchor", "deep"], None)
+    chosen = experiments.Experiment.load("descent").narrowed(["anchor", "deep"])
     assert list(chosen.runs) == ["plain", "deep", "anchor"], "the baseline too, in the experiment's order"
+    assert list(chosen.narrowed(["deep"], baseline="anchor").runs) == ["deep", "anchor"]
     assert chosen.settings("deep", 0, "clip", None).training.steps == 300
 
 
@@ -240,7 +241,8 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
         (["encoder", "reviews"], "--model is missing: encoder needs the folder of a pretrained encoder"),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
         (["video", "clip", "--seeds", "0,a"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '0,a'"),
-        (["video", "clip", "--runs", "tied,deep"], "--runs must be some of tied, untied, constrained, got 'deep'"),
+        (["video", "clip", "--runs", "tied,deep"], "--runs must be of tied, untied, constrained, got 'deep'"),
+        (["video", "clip", "--baseline", "deep"], "--baseline must be of tied, untied, constrained, got 'deep'"),
         (["video", "clip", "--steps", "0"], "[training] steps must be at least 1, got 0"),
         (["video", "clip", "--seeds", "-1"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '-1'"),
     ],

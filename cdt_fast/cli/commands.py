@@ -60,7 +60,7 @@ def reproduce(options: argparse.Namespace) -> int:
     again = "the same command"
     launch.check_single_process("reproduce trains one run after the other; launch each with cdt-fast train")
     only = None if options.runs is None else options.runs.split(",")
-    experiment = experiments.Experiment.load(options.name).narrowed(only, options.steps)
+    experiment = experiments.Experiment.load(options.name).narrowed(only, options.steps, options.baseline)
     seeds = None if options.seeds is None else experiments.parse_seeds(options.seeds)
     out = Path(options.out or Path("runs") / experiment.name)
     shown: set[Path] = set()
@@ -115,7 +115,7 @@ def _summarize(
     for run in runs:
         evaluated = tasks.open_evaluated(run.path)
         cells.setdefault(Path(run.source).stem, {}).setdefault(run.run, []).append(evaluated)
-    given = [(f"--{name}", getattr(options, name)) for name in ("runs", "steps", "seeds")]
+    given = [(f"--{name}", getattr(options, name)) for name in ("runs", "baseline", "steps", "seeds")]
     words = [word for name, value in given if value is not None for word in (name, str(value))]
     command = shlex.join(["cdt-fast", "reproduce", experiment.name, *options.source, *words, "--out", str(out)])
     print(f"study: {study.write_study(out, experiment.title, cells, experiment.baseline, command)}")

@@ -164,6 +164,7 @@ def _add_reproduce(shown: Any) -> None:
     command.add_argument("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
     command.add_argument("--seeds", metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     command.add_argument("--runs", metavar="LIST", help="some of its runs by name; the baseline is always there (all)")
+    command.add_argument("--baseline", metavar="RUN", help="which run the others are paired with (the experiment's)")
     command.add_argument("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     command.add_argument("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
     _add_json(command)

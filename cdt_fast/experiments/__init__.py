@@ -60,21 +60,25 @@ class Experiment:
             raise InputError(f"NAME must be one of {', '.join(names())}, got {name!r}")
         return cls(name=name, **read_toml(FOLDER / f"{name}.toml"))
 
-    def narrowed(self, runs: Sequence[str] | None, steps: int | None) -> Experiment:
-        """The same experiment with these of its runs alone, and its baseline (None: all), in its order; and with
-        trainings of so many optimizer steps (None: its own).
+    def narrowed(
+        self, runs: Sequence[str] | None = None, steps: int | None = None, baseline: str | None = None
+    ) -> Experiment:
+        """The same experiment with these of its runs alone, and the baseline (None: all), in its order; with trainings
+        of so many optimizer steps, and with another baseline (None: its own).
 
         Raises:
             InputError: it has no such run.
         """
-        for name in runs or ():
-            if name not in self.runs:
-                raise InputError(f"--runs must be some of {', '.join(self.runs)}, got {name!r}")
-        kept = {name: run for name, run in self.runs.items() if runs is None or name in (*runs, self.baseline)}
+        for option, names in (("--runs", runs or ()), ("--baseline", () if baseline is None else [baseline])):
+            for name in names:
+                if name not in self.runs:
+                    raise InputError(f"{option} must be of {', '.join(self.runs)}, got {name!r}")
+        baseline = self.baseline if baseline is None else baseline
+        kept = {name: run for name, run in self.runs.items() if runs is None or name in (*runs, baseline)}
         shared = dict(self.shared)
         if steps is not None:
             shared["training"] = {**shared.get("training", {}), "steps": steps}
-        return replace(self, runs=kept, shared=shared)
+        return replace(self, runs=kept, shared=shared, baseline=baseline)
 
     def settings(
         self, run: str, seed: int, source: str, model: str | None, learning_rate: float | None = None
