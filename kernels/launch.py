@@ -15,6 +15,8 @@ from torch import Tensor
 from cdt_fast.kernels.blocks import Blocks
 from cdt_fast.kernels.cards import GpuSpec, interpreting, planning_for
 
+_SIZES = tuple(size.upper() for size in Blocks._fields)
+
 
 class KernelError(RuntimeError):
     """A kernel that the compiler refuses for the card, or that asks for more than the card has: it has not run."""
@@ -63,9 +65,9 @@ class Launch:
                     raise ValueError(
                         f"{self.kernel.__name__} takes a contiguous {name}, got shape {shape} with strides {steps}"
                     )
-        for size, number in self.blocks._asdict().items():
-            if size.upper() in taken:
-                constants[size.upper()] = number
+        for size, number in zip(_SIZES, self.blocks, strict=True):
+            if size in taken:
+                constants[size] = number
         object.__setattr__(self, "arguments", arguments)
         object.__setattr__(self, "constants", constants)
 

@@ -3,6 +3,7 @@
 python -m cdt_fast.bench.ledger                                     # the table of all cards
 python -m cdt_fast.bench.ledger --json FILE --markdown FILE         # the rows; the document
 python -m cdt_fast.bench.ledger --work "DUST, training" --kernels H100        # what it consists of, by kernel
+python -m cdt_fast.bench.ledger --host                              # the host's time for a step, without the launches
 """
 
 from __future__ import annotations
@@ -83,7 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, help="write the document to this file")
     parser.add_argument("--work", default="", help='a part of the name of the works to count, such as "DUST, training"')
     parser.add_argument("--kernels", choices=PROFILES, help="print the kernels of the works on this card instead")
+    parser.add_argument("--host", action="store_true", help="time what the host does for a launched step of DUST")
     options = parser.parse_args(arguments)
+    if options.host:
+        from cdt_fast.bench.ledger.host import host_milliseconds
+
+        print(f"{host_milliseconds():.2f} ms of a processor for a launched step of DUST, its launches stubbed out")
+        return 0
     wanted = [work for work in works() if options.work in work.name]
     if not wanted:
         parser.error(f"--work: no work is named like {options.work!r}; there are {', '.join(_names(works()))}")

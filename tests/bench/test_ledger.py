@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cdt_fast import ops
+from cdt_fast.bench.ledger import host
 from cdt_fast.bench.ledger.__main__ import document, main
 from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES, REDUNDANCY
 from cdt_fast.bench.ledger.recording import Entry, record
@@ -126,6 +127,15 @@ def test_a_launch_takes_the_longer_of_its_bytes_and_its_products() -> None:
 def test_launched_a_step_takes_no_less_than_the_host(step: list[Entry]) -> None:
     assert predicted_seconds(step, H100, captured=False) == len(step) * LAUNCH_SECONDS
     assert predicted_seconds(step, H100, captured=True) == pytest.approx(sum(seconds(one, H100) for one in step))
+
+
+def test_the_host_s_time_is_that_of_a_step_whose_kernels_do_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "ROUNDS", 2)
+    monkeypatch.setattr(host, "STEPS", 1)
+    assert main(["--host"]) == 0
+    assert float(capsys.readouterr().out.split(" ms")[0]) > 0
 
 
 @pytest.mark.slow

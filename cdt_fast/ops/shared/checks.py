@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from cdt_fast.ops.shared.transforms import inside_transform
 LARGEST_FACTOR = torch.finfo(torch.float32).max
 # What a layer may have between its products.
 LayerNonlinearity = Literal["soft_threshold", "hard_threshold", "relu"]
+_LAYER_NONLINEARITIES = get_args(LayerNonlinearity)
 
 
 def describe(value: Any) -> str:
@@ -91,7 +93,7 @@ def check_lista_arguments(
             "signal", signal, (*codes.shape[:-1], signal.shape[-1]), "the tokens of codes by the signal's width"
         )
     check_together(codes=codes, signal=signal, dictionary=dictionary)
-    check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
+    check_choice("nonlinearity", nonlinearity, _LAYER_NONLINEARITIES)
 
 
 def check_lengths(lengths: Tensor | None, tokens: Tensor) -> None:
@@ -146,6 +148,12 @@ def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
     return tokens.masked_fill_(padding.unsqueeze(-1), 0.0)
 
 
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off for the device of the tensor; where it is off already that costs nothing."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype the products run in: autocast's where it is on, else that of `tensor`."""
     device = tensor.device.type
@@ -156,5 +164,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 def sequences(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """`[..., T, width]` → contiguous `[B, T, width]` of `dtype`, also where a size is 0 (and -1 is ambiguous)."""
+    if tokens.dim() == 3 and tokens.dtype == dtype and tokens.is_contiguous():
+        return tokens
     *leading, count, width = tokens.shape
     return tokens.to(dtype).reshape(torch.Size(leading).numel(), count, width).contiguous()

@@ -37,6 +37,8 @@ _TYPES: dict[Any, str] = {
     torch.dtype: "ScalarType",
 }
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 # By name, for tests that change what an operator does.
 OPERATORS: dict[str, Operator[Any, Any]] = {}
 
@@ -96,7 +98,7 @@ class Operator(Generic[Arguments, Output]):
     def __call__(self, arguments: Arguments) -> Output:
         if torch.compiler.is_compiling():
             return self._transformed(arguments) if inside_transform() else self.overload(*self.flat(arguments))
-        tensors = _flat(getattr(arguments, name) for name in self._tensors)
+        tensors = _flat([getattr(arguments, name) for name in self._tensors])
         if inside_transform() and any(map(is_transformed, tensors)):
             return self._transformed(arguments)
         if not _nobody_looks_on(tensors):
@@ -235,7 +237,7 @@ def _nobody_looks_on(tensors: list[Tensor]) -> bool:
     return (
         not torch._C._len_torch_dispatch_stack()
         and _functorch.peek_interpreter_stack() is None
-        and all(type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta for tensor in tensors)
+        and all(type(tensor) in _PLAIN and not tensor.is_meta for tensor in tensors)
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBackwardArguments
-from cdt_fast.ops.shared.checks import padding_mask, without_padding
+from cdt_fast.ops.shared.checks import padding_mask, without_autocast, without_padding
 from cdt_fast.ops.shared.products import add_product, product_over_rows, rows_of
 from cdt_fast.ops.shared.registration import Operator, changed, refuse_second_derivative, save, saved
 from cdt_fast.ops.soft_threshold.reference import shrink_reference
@@ -40,7 +40,7 @@ def layer_as_one(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor 
 def _forward(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
     signal, given = layer.signal, layer.projection is not None
-    with torch.autocast(signal.device.type, enabled=False):
+    with without_autocast(signal):
         layer = _with_dictionaries_of_the_tokens(layer)
         if layer.projection is None:
             assert layer.codes is not None  # without them there is a projection
@@ -80,7 +80,7 @@ def _backward(layer: UnrolledLayerBackwardArguments) -> list[Tensor]:
     if not layer.projection_given:
         narrow = changed(narrow, needs_projection=layer.needs_codes or layer.needs_dictionary)
     # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-    with torch.autocast(layer.signal.device.type, enabled=False):
+    with without_autocast(layer.signal):
         if layer.backend == "triton":
             from cdt_fast.kernels.unrolled_layer import unrolled_backward
 
