@@ -68,19 +68,19 @@ a tensor of codes (131 MB at 64,000 tokens), N for one of signals (33 MB).
 - Tried, and given up: a persistent grid, a loop over tiles in each block. The compiler keeps what is the same for all
   tiles in registers, and 8 to 450 bytes a thread spill, also with the motion of invariants switched off. In its place
   the sequences are shared out over whole waves of blocks.
-- Launches of a launched step: ten of the layers, fifteen products and two of the optimizer; the multipliers take two, for
-  their update and for the weights of the depths. The rest are the casts of inputs and dictionary (four), the sums of
-  the layers' errors and what makes losses of them, autograd's sums, and the sums for the log. A captured step is one
+- Launches of a launched step: ten of the layers, fifteen products and two of the optimizer; the multipliers take two,
+  for their update and for the weights of the depths. The rest are the casts of inputs and dictionary (four), the sums
+  of the layers' errors and what makes losses of them, autograd's sums, and the sums for the log. A captured step is one
   launch. The host's own time for a launched step, with its launches stubbed out, was to fall to a third and fell to
-  three quarters: `python -m cdt_fast.bench.ledger --host`, 1.9 ms of a processor where it was 2.5. What is left is spread
-  over the checks, records and autograd of five layers, none of which is a tenth.
+  three quarters: `python -m cdt_fast.bench.ledger --host`, 1.9 ms of a processor where it was 2.5. What is left is
+  spread over the checks, records and autograd of five layers, none of which is a tenth.
 - Inference by one kernel for the whole network, which would keep the codes on chip and write reconstructions alone, is
   not built: on every card, at 8,000 and 64,000 tokens, the products of each layer take longer than its bytes (on an
   H100, where it is closest, 0.65 ms of products and 0.56 ms of bytes at 64,000), so that bytes saved are no time saved.
-  A measurement that contradicts this opens the question again. All that is not a layer
-  takes 3 to 8 % of the time, which is the most that such a kernel could save, were it free. What keeps the
-  share below 100 % are tiles of 64 rows with 60 tokens, products among the rows of a tile that belong to other
-  sequences, and the last wave; keeping the codes on chip changes none of them.
+  A measurement that contradicts this opens the question again. All that is not a layer takes 3 to 8 % of the time,
+  which is the most that such a kernel could save, were it free. What keeps the share below 100 % are tiles of 64 rows
+  with 60 tokens, products among the rows of a tile that belong to other sequences, and the last wave; keeping the codes
+  on chip changes none of them.
 """
 
 
