@@ -105,3 +105,9 @@ def test_a_growing_gain_solves_the_toy_and_a_growth_of_one_is_the_controller() -
         run_toy(constraints, 50, feasible=True)
     assert torch.equal(same[0].multipliers, same[1].multipliers)
     assert "gain_growths" not in same[1].state_dict()
+
+
+def test_a_gain_may_be_at_its_limit() -> None:
+    constraints = plain(1, 0.0, 1.0, dual="pi", proportional_gain=0.5, gain_growth=2.0, gain_limit=0.5)
+    feed(constraints, *[[2.0, 2.0]] * 120)
+    assert constraints.state_dict()["gain_growths"].max() == 0
