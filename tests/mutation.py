@@ -56,7 +56,7 @@ TESTS = {
 }
 # A mutant meets the tests that took no more seconds, and those that compare with a model or formula of their own.
 FAST = 0.2
-ALWAYS = ("tests/constraints/test_descent_machine.py", "tests/fuzz/")
+ALWAYS = ("tests/constraints/test_descent_machine.py", "tests/constraints/test_rules.py", "tests/fuzz/")
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

@@ -439,6 +439,7 @@ def test_the_report_judges_samples_by_samples() -> None:
         ([1.0, 0.5, 0.6], {"rate": 0.1}, "layer 2 multiplies the loss by 1.2, so that no rate would be met there"),
         ([9.0, 0.5, 0.2], {"rate": 0.1, "reference": 1.0}, "a reference of 9 would be met"),
         ([1.0, 0.5, 0.5], {"rate": 0.6, "reference": 1.0, "coupling": "absolute"}, "lower the rate, or raise the refe"),
+        ([1.0, 0.9, 0.1], {"rate": 0.6, "reference": 1.0, "coupling": "absolute"}, "lower the rate, or raise the refe"),
     ],
 )
 def test_a_verdict_says_what_to_change(losses: list[float], options: dict[str, Any], advice: str) -> None:
@@ -473,6 +474,17 @@ def test_the_merit_of_logarithms_is_in_units_of_the_last_loss() -> None:
     assert constraints.merit([3.0, 0.0]) == -math.inf
 
 
+def test_a_bound_that_is_no_factor_is_judged_before_the_warm_up_has_ended() -> None:
+    report = plain(2, bounds={1: 0.5, 2: "1.5x"}, warmup_steps=2).report([1.0, 0.7, 0.6])
+    assert report.bound_violation[1] == pytest.approx(0.2)
+    assert report.bound_violation[2] is None
+
+
+def test_what_agreement_was_asked_for_is_saved() -> None:
+    assert plain(2, agreement={1: 0.9, 0: 0.5}).state_dict()["agreement"] == "0: 0.5, 1: 0.9"
+    assert plain(2).state_dict()["agreement"] == "none"
+
+
 # Wrong input
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -494,6 +506,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bounds": {3: "1x"}, "reference_losses": [1.0]}, r"reference_losses must be 4 losses, one a depth, or None"),
     ({"bounds": {3: "1x"}, "reference_losses": [1, 1, 0, 1]}, r"reference_losses\[2\] must be a finite number > 0"),
     ({"agreement": {3: 0.9}}, "agreement holds depth 3, the last, which always agrees with itself"),
+    ({"bounds": {3: "0x"}}, r"bounds\[3\] must be a finite number > 0, or a factor"),
+    ({"agreement": {1: 0}}, r"agreement\[1\] must be a number in \(0, 1\], got 0"),
     ({"agreement": {1: 1.5}}, r"agreement\[1\] must be a number in \(0, 1\], got 1.5"),
     ({"ratio": "median"}, "ratio must be one of 'mean', 'sample', 'cvar', got 'median'"),
     (
@@ -501,6 +515,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         'ratio="cvar" compares a layer with the one before',
     ),
     ({"tail": 0.0}, r"tail must be a number in \(0, 1\], got 0.0"),
+    ({"tail": 1.5}, r"tail must be a number in \(0, 1\], got 1.5"),
     ({"tighten_steps": -1}, "tighten_steps must be an integer >= 0, got -1"),
     ({"gain_growth": 0.5}, "gain_growth must be a finite number >= 1, got 0.5"),
     ({"gain_limit": 0.1}, "gain_limit must be a finite number >= 0.2, got 0.1"),
