@@ -211,5 +211,4 @@ class DepthWeightsArguments:
     multipliers: Tensor  # [L+1]
     coefficients: Tensor  # [L+1], of the objective
     upstream: Tensor  # [L], the share of the multiplier of layer l that depth l−1 carries
-    average: Tensor | None  # [L+1], of the objective "log"
-    average_updates: Tensor | None  # []
+    average: Tensor | None  # [L+1], of the objective "log", zeros before the first

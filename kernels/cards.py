@@ -130,6 +130,11 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @_constant
 def _too_small_reason(device: torch.device) -> str | None:
+    return _refusal(device)
+
+
+@functools.cache
+def _refusal(device: torch.device) -> str | None:
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 is needed"

@@ -142,8 +142,7 @@ def depth_weights_kernel(
     multipliers,  # [depths]
     coefficients,  # [depths], of the objective
     upstream,  # [depths - 1], the share of a multiplier that the depth before carries
-    average,  # [depths], of the losses, or None
-    average_updates,  # [] int64
+    average,  # [depths], of the losses, zeros before the first; or None
     weights,  # [depths]
     depths,
     COLUMNS: tl.constexpr,
@@ -153,7 +152,7 @@ def depth_weights_kernel(
     objective = tl.load(coefficients + depth, mask=inside, other=0.0)
     if average is not None:
         ratio = tl.load(average + depths - 1) / tl.load(average + depth, mask=inside, other=1.0)
-        objective *= tl.where(_is_finite(ratio) & (tl.load(average_updates) > 0), ratio, 1.0)
+        objective *= tl.where(_is_finite(ratio), ratio, 1.0)
     carried = tl.load(upstream + depth, mask=has_next, other=0.0)
     carried *= tl.load(multipliers + depth + 1, mask=has_next, other=0.0)
     own = tl.load(multipliers + depth, mask=inside, other=0.0) - carried

@@ -8,7 +8,6 @@ they are held to.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,10 +65,11 @@ class FusedDuals:
             return False
         from cdt_fast.kernels.dual_update import dual_update
 
-        constants = self.coupling.constants
+        constants, average = self.coupling.constants, self.objective.average
         arguments = DualUpdateArguments(
             **self.duals.tensors,
-            **self._average(),
+            average=None if average is None else average.losses,
+            average_updates=None if average is None else average.updates,
             accumulated=self.measurement.tensors["accumulated"],
             factors=constants["factors"],
             exists=constants["exists"],
@@ -99,8 +99,9 @@ class FusedDuals:
             return None
         from cdt_fast.kernels.dual_update import depth_weights
 
+        average = self.objective.average
         arguments = DepthWeightsArguments(
-            **self._average(),
+            average=None if average is None else average.losses,
             multipliers=multipliers,
             coefficients=self.objective.constants["coefficients"],
             upstream=self.coupling.constants["upstream"],
@@ -111,9 +112,3 @@ class FusedDuals:
             if not give_up(NAME, error):
                 raise
             return None
-
-    def _average(self) -> dict[str, Any]:
-        average = self.objective.average
-        if average is None:
-            return {"average": None, "average_updates": None}
-        return {"average": average.losses, "average_updates": average.updates}

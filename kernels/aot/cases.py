@@ -329,7 +329,7 @@ def dual_update_cases(dtype: torch.dtype) -> Iterator[Case]:
         if "moves" in flags or "relative" in flags:
             continue
         of_weights = {"multipliers": numbers(depths), "coefficients": numbers(depths), "upstream": numbers(depths - 1)}
-        arguments = DepthWeightsArguments(**of_weights, **{name: given[name] for name in average})
+        arguments = DepthWeightsArguments(**of_weights, average=given["average"])
         yield Case(f"weights, {name}", functools.partial(depth_weights, arguments), is_size)
 
 
