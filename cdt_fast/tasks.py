@@ -177,8 +177,12 @@ def open_all(paths: Sequence[str | os.PathLike[str]]) -> list[EvaluatedRun]:
     ]
 
 
-def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
+def check_comparable(runs: Sequence[EvaluatedRun], *, of_one_noise: bool = True) -> None:
     """Require that all runs were measured on the same data with the same noise, see `Task.comparable`.
+
+    Args:
+        runs: at least one.
+        of_one_noise: also trained at the same noise.
 
     Raises:
         InputError: two runs differ; the message says in what.
@@ -187,7 +191,7 @@ def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
     for run in runs[1:]:
         for key, here in _data_of(run).items():
             there = reference.get(key)
-            if here != there:
+            if here != there and (of_one_noise or key != "training_gamma"):
                 raise InputError(
                     f"{run.folder.path} and {runs[0].folder.path} were evaluated on different data: {key} is "
                     f"{shown(here)} and {shown(there)}"

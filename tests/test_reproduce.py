@@ -14,9 +14,10 @@ import tomli_w
 
 from cdt_fast import experiments
 from cdt_fast.cli import commands
+from cdt_fast.errors import InputError
 from cdt_fast.experiments import study
 from cdt_fast.files import read_json
-from cdt_fast.tasks import open_evaluated
+from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training import loop
 from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.video.settings import VideoSettings
@@ -173,14 +174,17 @@ def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatc
     assert chosen.settings("deep", 0, "clip", None).training.steps == 300
 
 
-def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any) -> None:
+def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any, tmp_path: Path) -> None:
     plain = open_evaluated(trained.plain)
     values = plain.evaluation.model_copy(update={"training_gamma": 0.5})
-    table = study.paired_table({"clip": {"plain": [plain], "range": [replace(plain, evaluation=values)]}}, "plain")
+    cells = {"clip": {"plain": [plain], "range": [replace(plain, evaluation=values)]}}
+    table = study.paired_table(cells, "plain")
     assert dict(zip(*table[::2], strict=True))["ℓ_L"] == ""
     assert dict(zip(*table[::2], strict=True))["mean RMSE"] == "+0.0"
-    exits = study.exit_table({"clip": {"plain": [plain], "range": [replace(plain, evaluation=values)]}}, "plain")
-    assert [row[0] for row in exits[1:]] == ["plain"]
+    assert [row[0] for row in study.exit_table(cells, "plain")[1:]] == ["plain"]
+    assert study.write_study(tmp_path, "a study", cells, "plain", "again").exists()
+    with pytest.raises(InputError, match=r"training_gamma is 0\.5 and 0\.15"):
+        check_comparable([run for group in cells["clip"].values() for run in group])
 
 
 def test_what_another_process_trains_is_left_to_it(
