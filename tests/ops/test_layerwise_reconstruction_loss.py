@@ -322,3 +322,23 @@ def test_lengths_need_tokens() -> None:
 def test_no_tokens_have_no_mean(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match=r"at least one token that counts, got shape \("):
         ops.layerwise_reconstruction_loss([torch.zeros(shape)], torch.zeros(shape))
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 1]])
+def test_a_sum_is_the_mean_times_the_tokens_that_count(lengths: list[int] | None) -> None:
+    results = []
+    for reduction in ("mean", "sum"):
+        depths, target = tensors(2, 4, 3)
+        leaves = [depth.detach().requires_grad_() for depth in depths]
+        counted = None if lengths is None else torch.tensor(lengths)
+        total, losses = ops.layerwise_reconstruction_loss(leaves, target, lengths=counted, reduction=reduction)  # type: ignore[arg-type]
+        results.append([losses, *torch.autograd.grad(total, leaves)])
+    tokens = 8 if lengths is None else sum(lengths)
+    for mean, summed in zip(*results, strict=True):
+        torch.testing.assert_close(summed, mean * tokens)
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    depths, target = tensors(2, 3)
+    with pytest.raises(InputError, match="reduction"):
+        ops.layerwise_reconstruction_loss(depths, target, reduction="median")  # type: ignore[arg-type]

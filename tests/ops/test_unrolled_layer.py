@@ -495,6 +495,23 @@ def test_a_target_in_another_dtype(dtype: torch.dtype, target_dtype: torch.dtype
         assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("untied", [False, True])
+def test_casts_of_the_caller_take_the_place_of_the_layer_s_own(untied: bool) -> None:
+    made = layer_inputs(41, (2,), 5, 6, 8, projection=True, **({"next_width": 6} if untied else {}))
+    results = []
+    for cast_before in (False, True):
+        inputs = {name: tensor.float().requires_grad_() for name, tensor in made.items()}
+        following = inputs.get("next_dictionary")
+        casts = inputs["dictionary"].detach().bfloat16(), None if following is None else following.detach().bfloat16()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = ops.unrolled_layer(**inputs, step=0.3, threshold=0.1, casts=casts if cast_before else None)
+        total = outputs[0].float().sum() + outputs[1].float().sum()
+        gradients = torch.autograd.grad(total, list(inputs.values()))
+        assert all(gradient.dtype == torch.float32 for gradient in gradients)
+        results.append([*outputs, *gradients])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_the_error_under_autocast_is_summed_in_float32() -> None:
     inputs = {name: leaf(tensor.float()) for name, tensor in layer_inputs(25, (3,), 4, 3, 6).items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
