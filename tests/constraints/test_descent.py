@@ -833,6 +833,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"resilience": "slacks"}, "resilience must be one of 'slack', 'decay', None, got 'slacks'"),
     ({"slack_cost": 0.0}, "slack_cost must be a finite number > 0, got 0.0"),
     ({"slack_lr": -1.0}, "slack_lr must be a finite number > 0, got -1.0"),
+    ({"slack_lr": 0.5, "slack_cost": 5.0}, "slack_lr is 0.5; expected less than 2 / slack_cost = 0.4"),
     ({"slack_lr": 4.0, "slack_cost": 0.5}, "slack_lr is 4.0; expected less than 2 / slack_cost = 4"),
     (
         {"dual": "ascent", "resilience": "decay", "dual_lr": 1.0, "slack_cost": 0.5},

@@ -436,6 +436,7 @@ def test_the_report_judges_samples_by_samples() -> None:
     ("losses", "options", "advice"),
     [
         ([1.0, 0.963, 0.2], {"rate": 0.1}, "a rate of 0.037 would be met at layer 1"),
+        ([1.0, 1.0, 0.5], {"rate": 0.1}, "a rate of 0 would be met at layer 1"),
         ([1.0, 0.5, 0.6], {"rate": 0.1}, "layer 2 multiplies the loss by 1.2, so that no rate would be met there"),
         ([9.0, 0.5, 0.2], {"rate": 0.1, "reference": 1.0}, "a reference of 9 would be met"),
         ([1.0, 0.5, 0.5], {"rate": 0.6, "reference": 1.0, "coupling": "absolute"}, "lower the rate, or raise the refe"),
@@ -472,6 +473,11 @@ def test_the_merit_of_logarithms_is_in_units_of_the_last_loss() -> None:
     feed(constraints, [4.0, 2.0])
     assert constraints.merit([3.0, 2.5]) == pytest.approx(2 * math.log(3 * 2.5) + 10 / 2 * (2.5 - 2.4) ** 2 / 3.0)
     assert constraints.merit([3.0, 0.0]) == -math.inf
+
+
+def test_a_constraint_at_the_tolerance_is_not_counted_as_violated() -> None:
+    report = plain(2, 0.0).report([1.0, 1.5, 4.0], 0.5)
+    assert str(report).startswith("Infeasible: 1 of 2 constraints is violated")
 
 
 def test_a_bound_that_is_no_factor_is_judged_before_the_warm_up_has_ended() -> None:
