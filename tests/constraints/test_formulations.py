@@ -486,9 +486,16 @@ def test_a_bound_that_is_no_factor_is_judged_before_the_warm_up_has_ended() -> N
     assert report.bound_violation[2] is None
 
 
-def test_what_agreement_was_asked_for_is_saved() -> None:
-    assert plain(2, agreement={1: 0.9, 0: 0.5}).state_dict()["agreement"] == "0: 0.5, 1: 0.9"
-    assert plain(2).state_dict()["agreement"] == "none"
+def test_what_was_asked_for_is_saved() -> None:
+    asked = plain(2, agreement={1: 0.9, 0: 0.5}, objective="depths", coefficients=[0.0, 0.5, 1.0]).state_dict()
+    assert asked["agreement"] == "0: 0.5, 1: 0.9"
+    assert asked["coefficients"] == "0.0, 0.5, 1.0"
+    assert {plain(2).state_dict()[name] for name in ("agreement", "coefficients")} == {"none"}
+
+
+def test_a_loss_of_zero_at_a_depth_without_weight_has_no_logarithm() -> None:
+    constraints = plain(1, objective="log", coefficients=[0.0, 1.0])
+    assert constraints.merit([0.0, 2.0], priced=False) == pytest.approx(math.log(2.0))
 
 
 # Wrong input
