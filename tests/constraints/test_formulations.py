@@ -490,7 +490,8 @@ def test_what_was_asked_for_is_saved() -> None:
     asked = plain(2, agreement={1: 0.9, 0: 0.5}, objective="depths", coefficients=[0.0, 0.5, 1.0]).state_dict()
     assert asked["agreement"] == "0: 0.5, 1: 0.9"
     assert asked["coefficients"] == "0.0, 0.5, 1.0"
-    assert {plain(2).state_dict()[name] for name in ("agreement", "coefficients")} == {"none"}
+    assert plain(2, bounds={1: 0.9}).state_dict()["bounds"] == "1: 0.9"
+    assert {plain(2).state_dict()[name] for name in ("agreement", "bounds", "coefficients")} == {"none"}
 
 
 def test_a_loss_of_zero_at_a_depth_without_weight_has_no_logarithm() -> None:

@@ -107,7 +107,15 @@ def test_a_growing_gain_solves_the_toy_and_a_growth_of_one_is_the_controller() -
     assert "gain_growths" not in same[1].state_dict()
 
 
+def test_the_gain_grows_with_a_small_violation_too() -> None:
+    constraints = plain(1, 0.0, 1.0, dual="pi", proportional_gain=0.5, gain_growth=2.0, gain_limit=9.0, resilience=None)
+    feed(constraints, *[[1.001, 1.001]] * 100)
+    assert constraints.state_dict()["gain_growths"].tolist() == [1.0, 0.0]
+    feed(constraints, *[[1.0001, 1.0001]] * 50)
+    assert constraints.state_dict()["gain_growths"].tolist() == [1.0, 0.0]
+
+
 def test_a_gain_may_be_at_its_limit() -> None:
-    constraints = plain(1, 0.0, 1.0, dual="pi", proportional_gain=0.5, gain_growth=2.0, gain_limit=0.5)
+    constraints = plain(1, 0.0, 1.0, dual="pi", proportional_gain=0.5, gain_growth=2.0, gain_limit=0.5, resilience=None)
     feed(constraints, *[[2.0, 2.0]] * 120)
     assert constraints.state_dict()["gain_growths"].max() == 0
