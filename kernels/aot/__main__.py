@@ -30,6 +30,8 @@ from cdt_fast.kernels.cards import CARDS
 # One of each two that take the same blocks: the machine code of an RTX 4090 is that of an RTX 3090 to the register, and
 # of B200 and B300 likewise.
 REPORTED = [name for name in CARDS if name not in ("RTX 4090", "B300")]
+# Where bfloat16 is compiled too, these are compiled in it alone: their other dtypes take the blocks of an older card.
+BFLOAT16_ALONE = ("B200", "RTX 5090")
 PROCESSES = 2
 SAVED_TOGETHER = 100  # configurations that a run which is cut off loses at most
 
@@ -45,7 +47,7 @@ def rows(
     collected = []
     for family, precision, card in itertools.product(families, precisions, cards):
         for case in FAMILIES[family](PRECISIONS[precision].dtype):
-            if not case.is_size and precision != "bfloat16" and "bfloat16" in precisions:
+            if precision != "bfloat16" and "bfloat16" in precisions and (not case.is_size or card in BFLOAT16_ALONE):
                 continue
             for launch in case.launches(PRECISIONS[precision], CARDS[card]):
                 configuration = Configuration.of(launch, CARDS[card])

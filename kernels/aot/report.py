@@ -101,7 +101,7 @@ def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -
         "# The kernels, compiled for every card",
         f"Made by `{command}` with Triton {triton.__version__}, without a GPU: do not edit. `make kernels-report` "
         "makes it, and `build/kernels.csv` with a line a configuration. An RTX 4090 takes the blocks of an RTX 3090, a "
-        "B300 those of a B200. "
+        "B300 those of a B200; those two and the RTX 5090 are compiled in bfloat16 alone. "
         "The launchers are called with tensors that have a shape and no memory, and what they would launch is "
         "compiled for the card; the figures are read from the machine code. They say that a kernel fits, not how "
         "fast it is.",
