@@ -127,22 +127,26 @@ LISTA_STEP = BlockTable(
     },
 )
 
-# By the tokens of a sequence. With four warps 16-bit tiles of 64 rows spill on cards without wgmma, with eight they do
-# not. 128 rows spill on consumer cards, and IEEE float32 does at 64 rows: longer sequences are for the streaming
-# kernels. A third stage makes sm_80 spill.
+# By the tokens of a sequence: the forward, and the gradient of the values alone. With four warps 16-bit tiles of 64
+# rows spill, with eight they do not. 128 rows spill on consumer cards, and IEEE float32 does at 64 rows: longer
+# sequences are for the streaming kernels. Without wgmma 32 columns at a time spill 8 to 16 bytes here, and 16 do with dz.
 SYMMETRIC_ATTENTION_PACKED = BlockTable(
     "rows columns warps stages",
     {
-        ("consumer", "16 bits"): {64: (64, 32, 8, 3)},
+        ("consumer", "16 bits"): {64: (64, 16, 8, 2)},
         ("consumer", "tf32"): {32: (32, 64, 4, 2), 64: (64, 16, 4, 2)},
         ("consumer", "ieee"): {32: (32, 32, 4, 2), 64: (64, 32, 16, 2)},
-        ("ampere", "16 bits"): {64: (64, 32, 8, 2)},
+        ("ampere", "16 bits"): {64: (64, 16, 8, 2)},
         ("ampere", "tf32"): {32: (32, 64, 4, 2), 64: (64, 16, 4, 2)},
         ("ampere", "ieee"): {32: (32, 32, 4, 3), 64: (64, 32, 16, 2)},
-        ("hopper", "16 bits"): {64: (64, 64, 4, 3)},
+        ("hopper", "16 bits"): {64: (64, 64, 8, 3)},
         ("hopper", "tf32"): {32: (32, 64, 4, 2), 64: (64, 32, 4, 2)},
         ("hopper", "ieee"): {32: (32, 32, 4, 3), 64: (64, 32, 16, 2)},
     },
+)
+
+SYMMETRIC_ATTENTION_PACKED_BACKWARD = SYMMETRIC_ATTENTION_PACKED.changed(
+    {("consumer", "16 bits"): {64: (64, 32, 8, 3)}, ("ampere", "16 bits"): {64: (64, 32, 8, 2)}}
 )
 
 # By the greater width, of z or of the values. No two warps compute the same products, but where what avoids it spills
@@ -186,13 +190,13 @@ SYMMETRIC_ATTENTION_STREAMING_BACKWARD = BlockTable(
 UNROLLED_LAYER = BlockTable(
     "rows atoms columns warps stages",
     {
-        "consumer": {128: (64, 32, 32, 4, 2), 256: (64, 32, 32, 8, 2)},
+        "consumer": {128: (64, 32, 32, 4, 2), 256: (64, 32, 64, 8, 2)},
         "ampere": {64: (64, 64, 32, 4, 2), 256: (64, 64, 64, 8, 2)},
         "hopper": {64: (64, 64, 32, 4, 3), 256: (64, 64, 32, 8, 2)},
     },
 )
-# With one dictionary and without lengths there is room for more atoms, and on Hopper two blocks of four warps share a
-# multiprocessor.
+# With one dictionary, without lengths and with aligned rows there is room for more atoms, and on Hopper two blocks of
+# four warps share a multiprocessor.
 UNROLLED_LAYER_LEAN = UNROLLED_LAYER.changed(
     {
         "consumer": {128: (64, 32, 32, 4, 2), 256: (64, 64, 32, 8, 2)},

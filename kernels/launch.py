@@ -164,15 +164,28 @@ def block_width(width: int) -> int:
 
 
 _recorded: list[Launch] | None = None
+_recorded_aligned = True
 
 
 @contextlib.contextmanager
-def recording(card: GpuSpec) -> Iterator[list[Launch]]:
-    """Collect the launches that the launchers would make on `card`, and make none: call them with meta tensors."""
-    global _recorded
-    before, _recorded = _recorded, []
+def recording(card: GpuSpec, aligned: bool = True) -> Iterator[list[Launch]]:
+    """Collect the launches that the launchers would make on `card`, and make none: call them with meta tensors.
+
+    Not `aligned`, the launchers take the tensors for views that start anywhere.
+    """
+    global _recorded, _recorded_aligned
+    before = _recorded, _recorded_aligned
+    _recorded, _recorded_aligned = launches, _ = [], aligned
     try:
         with planning_for(card):
-            yield _recorded
+            yield launches
     finally:
-        _recorded = before
+        _recorded, _recorded_aligned = before
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Whether rows of the contiguous tensors start on multiples of 16 bytes: else loads are narrow, and the compiler
+    passes what they load through more shared memory."""
+    return _recorded_aligned and all(
+        tensor.storage_offset() * tensor.element_size() % 16 == 0 and tensor.shape[-1] % 16 == 0 for tensor in tensors
+    )

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
-from cdt_fast.kernels.blocks import SYMMETRIC_ATTENTION_PACKED, Blocks
+from cdt_fast.kernels.blocks import SYMMETRIC_ATTENTION_PACKED, SYMMETRIC_ATTENTION_PACKED_BACKWARD, Blocks
 from cdt_fast.kernels.cards import dot_precision
 from cdt_fast.kernels.launch import Launch, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import (
@@ -174,7 +174,9 @@ def _launch(
     """A launch over tiles of whole sequences."""
     z, values = attention.z, attention.z if attention.values is None else attention.values
     sequences, tokens, width = z.shape
-    blocks = blocks or SYMMETRIC_ATTENTION_PACKED.blocks(z, tokens)
+    of_z = tensors.get("grad_z") is not None
+    table = SYMMETRIC_ATTENTION_PACKED_BACKWARD if of_z else SYMMETRIC_ATTENTION_PACKED
+    blocks = blocks or table.blocks(z, tokens)
     per_tile = blocks.rows // max(1, tokens)
     Launch(
         kernel,

@@ -31,7 +31,7 @@ from cdt_fast.kernels.blocks import (
     Blocks,
 )
 from cdt_fast.kernels.cards import card_of, dot_precision
-from cdt_fast.kernels.launch import Launch, block_width, ceil_div, whole_tiles
+from cdt_fast.kernels.launch import Launch, block_width, ceil_div, is_aligned, whole_tiles
 from cdt_fast.kernels.tiles import (
     bad_rows,
     block_share,
@@ -373,8 +373,8 @@ def unrolled_forward(
     signal, next_dictionary = layer.signal, layer.next_dictionary
     (sequences, tokens, width), code_width = signal.shape, layer.dictionary.shape[1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
-    table = UNROLLED_LAYER_LEAN if next_dictionary is None and layer.lengths is None else UNROLLED_LAYER
-    blocks = blocks or table.blocks(signal, max(width, next_width))
+    lean = next_dictionary is None and layer.lengths is None and is_aligned(signal, layer.dictionary)
+    blocks = blocks or (UNROLLED_LAYER_LEAN if lean else UNROLLED_LAYER).blocks(signal, max(width, next_width))
     share = _shared_out(sequences, tokens, blocks, signal, programs)
     next_codes = signal.new_empty((sequences, tokens, code_width))
     next_projection = signal.new_empty((sequences, tokens, next_width))

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,14 @@ def rows(
         for case in FAMILIES[family](PRECISIONS[precision].dtype):
             if precision != "bfloat16" and "bfloat16" in precisions and (not case.is_size or card in BFLOAT16_ALONE):
                 continue
-            for launch in case.launches(PRECISIONS[precision], CARDS[card]):
-                configuration = Configuration.of(launch, CARDS[card])
-                row = Row(family, case.name, precision, card, case.aligned, True, configuration)
-                collected.append(row)
-                if without_divisibility and case.is_size and precision == "bfloat16":
-                    collected.append(replace(row, divisible=False, configuration=configuration.without_divisibility()))
+            for divisible in (True, False):
+                if not divisible and not (without_divisibility and case.is_size and precision == "bfloat16"):
+                    continue
+                for launch in case.launches(PRECISIONS[precision], CARDS[card], divisible):
+                    configuration = Configuration.of(launch, CARDS[card])
+                    if not divisible:
+                        configuration = configuration.without_divisibility()
+                    collected.append(Row(family, case.name, precision, card, case.aligned, divisible, configuration))
     return collected
 
 

@@ -44,9 +44,9 @@ class Case:
     is_size: bool = False
     aligned: bool = True
 
-    def launches(self, precision: Precision, card: GpuSpec) -> list[Launch]:
-        """The launches that the call makes on the card."""
-        with float32_products(precision.tf32), recording(card) as launches:
+    def launches(self, precision: Precision, card: GpuSpec, divisible: bool = True) -> list[Launch]:
+        """The launches that the call makes on the card; not `divisible`, of views that start anywhere."""
+        with float32_products(precision.tf32), recording(card, aligned=divisible) as launches:
             self.call()
         return launches
 

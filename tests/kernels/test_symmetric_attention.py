@@ -129,8 +129,9 @@ def families(device: torch.device) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["16 bits", "ieee"])
 def test_every_block_that_packs(mode: str, device: torch.device) -> None:
-    table = tables.SYMMETRIC_ATTENTION_PACKED
-    for tokens, blocks in distinct([row for family in families(device) for row in table.choices(family, mode)]):
+    both = (tables.SYMMETRIC_ATTENTION_PACKED, tables.SYMMETRIC_ATTENTION_PACKED_BACKWARD)
+    rows = [row for table in both for family in families(device) for row in table.choices(family, mode)]
+    for tokens, blocks in distinct(rows):
         for count in distinct([tokens, 20]):
             shape = Shape(blocks.rows // count + 1, count, 40, 2 * blocks.columns + 3)
             inputs = Inputs.of(shape, device, DTYPES[mode], energy=True)
@@ -153,7 +154,8 @@ def test_every_block_that_streams(mode: str, device: torch.device) -> None:
 def test_every_table_holds_the_longest_and_the_widest() -> None:
     for family in tables.FAMILIES:
         for mode in tables.MODES:
-            assert tables.SYMMETRIC_ATTENTION_PACKED.choices(family, mode)[-1][0] == LONGEST
+            for table in (tables.SYMMETRIC_ATTENTION_PACKED, tables.SYMMETRIC_ATTENTION_PACKED_BACKWARD):
+                assert table.choices(family, mode)[-1][0] == LONGEST
             for table in (tables.SYMMETRIC_ATTENTION_STREAMING, tables.SYMMETRIC_ATTENTION_STREAMING_BACKWARD):
                 assert table.choices(family, mode)[-1][0] == tables.WIDEST
 

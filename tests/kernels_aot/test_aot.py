@@ -36,8 +36,10 @@ from cdt_fast.kernels.aot.stand_ins import compiling_for  # noqa: E402
 from cdt_fast.kernels.arguments import (  # noqa: E402
     SymmetricAttentionArguments,
     SymmetricAttentionBackwardArguments,
+    UnrolledLayerArguments,
 )
 from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward  # noqa: E402
+from cdt_fast.kernels.unrolled_layer import unrolled_forward  # noqa: E402
 
 RTX_3090 = CARDS["RTX 3090"]
 BLOCKS = Blocks(warps=4, stages=2)
@@ -452,3 +454,23 @@ class TestKernels:
     def test_cases_differ_in_name(self, family: str) -> None:
         names = [case.name for case in FAMILIES[family](torch.bfloat16)]
         assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("width", "offset", "aligned"), [(256, 0, True), (225, 0, False), (256, 1, False)])
+def test_a_layer_of_views_that_start_anywhere_takes_blocks_that_fit(width: int, offset: int, aligned: bool) -> None:
+    """Its narrow loads pass more shared memory than aligned ones: on an RTX 3090 64 atoms do not fit (`faults`)."""
+
+    def rows(columns: int) -> Tensor:
+        whole = torch.empty(3 * 20 * columns + offset, dtype=torch.bfloat16, device="meta")
+        return whole[offset:].view(3, 20, columns)
+
+    signal, dictionary = rows(width), torch.empty(width, 1024, dtype=torch.bfloat16, device="meta")
+    layer = UnrolledLayerArguments(
+        codes=rows(1024), signal=signal, projection=signal, dictionary=dictionary, step=0.1, threshold=0.1
+    )
+    with recording(RTX_3090) as launches:
+        unrolled_forward(layer)
+    assert launches[0].blocks.atoms == (64 if aligned else 32)
+    with recording(RTX_3090, aligned=False) as launches:
+        unrolled_forward(layer)
+    assert launches[0].blocks.atoms == 32
