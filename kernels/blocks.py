@@ -129,7 +129,8 @@ LISTA_STEP = BlockTable(
 
 # By the tokens of a sequence: the forward, and the gradient of the values alone. With four warps 16-bit tiles of 64
 # rows spill, with eight they do not. 128 rows spill on consumer cards, and IEEE float32 does at 64 rows: longer
-# sequences are for the streaming kernels. Without wgmma 32 columns at a time spill 8 to 16 bytes here, and 16 do with dz.
+# sequences are for the streaming kernels. Without wgmma 32 columns at a time spill 8 to 16 bytes here, and 16 columns
+# do with dz.
 SYMMETRIC_ATTENTION_PACKED = BlockTable(
     "rows columns warps stages",
     {
