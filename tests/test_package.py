@@ -135,7 +135,7 @@ def test_public_names_and_arguments() -> None:
     assert parameters(ops.lista_step) == ["codes", "signal", "dictionary", "step", "threshold", "nonlinearity"]
     assert parameters(ops.unrolled_layer) == [
         *("codes", "signal", "dictionary", "step", "threshold", "scale"),
-        *("nonlinearity", "projection", "lengths", "next_dictionary", "target"),
+        *("nonlinearity", "projection", "lengths", "next_dictionary", "target", "casts"),
     ]
     assert parameters(ops.residual_linear) == ["x", "weight", "residual", "alpha", "nonlinearity", "threshold"]
     assert parameters(ops.layerwise_cross_entropy) == [
