@@ -187,5 +187,6 @@ def is_aligned(*tensors: Tensor) -> bool:
     """Whether rows of the contiguous tensors start on multiples of 16 bytes: else loads are narrow, and the compiler
     passes what they load through more shared memory."""
     return _recorded_aligned and all(
-        tensor.storage_offset() * tensor.element_size() % 16 == 0 and tensor.shape[-1] % 16 == 0 for tensor in tensors
+        tensor.storage_offset() * tensor.element_size() % 16 == 0 and tensor.shape[-1] * tensor.element_size() % 16 == 0
+        for tensor in tensors
     )
