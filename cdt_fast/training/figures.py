@@ -107,6 +107,7 @@ def early_exits(
     name: str,
     also: Callable[[Any, int], None] | None = None,
     cost: Callable[[EvaluatedRun], Sequence[float]] | None = None,
+    sign: str = "γ",
 ) -> tuple[Any, Any]:
     """What every depth reaches, at the noise level next to the training's and at the largest.
 
@@ -115,6 +116,7 @@ def early_exits(
         name: the entry of an evaluation, a row a noise level with a number a depth.
         also: draws more into the axis of a noise level, by its index.
         cost: of a run's depths 0..L; None: the number of layers.
+        sign: the letter that a noise level goes by.
     """
     costs = [range(run.evaluation.layers + 1) if cost is None else cost(run) for run in runs]
     reference = runs[0].evaluation
@@ -126,7 +128,7 @@ def early_exits(
             axis.plot(x, getattr(run.evaluation, name)[index], "o-", color=color, label=run.label)
         if also is not None:
             also(axis, index)
-        axis.set(title=f"γ = {gammas[index]:g}", xlabel="layers run")
+        axis.set(title=f"{sign} = {gammas[index]:g}", xlabel="layers run")
         axis.xaxis.get_major_locator().set_params(integer=cost is None)
     return figure, axes
 

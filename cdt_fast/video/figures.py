@@ -70,7 +70,7 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
     def add_identity(axis: Any, index: int) -> None:
         axis.axhline(identity[index], linestyle=":", color=GRAY, label="identity")
 
-    figure, axes = early_exits(runs, "depth_rmse", add_identity, _cost)
+    figure, axes = early_exits(runs, "depth_rmse", add_identity, _cost, level_sign(runs[0]))
     for axis in axes:
         axis.set(xlabel="FLOP a pixel")
     set_log_scale(axes[0], "RMSE (0..255)")
