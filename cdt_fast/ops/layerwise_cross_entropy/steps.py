@@ -267,7 +267,8 @@ class Gradients:
             for depth, need, one in zip(loss.hidden, loss.needs_hidden, on, strict=True)
         ]
         self.weight = weight.new_zeros(weight.shape, dtype=loss.wide) if loss.needs_weight else None
-        self.bias = weight.new_zeros(weight.shape[0], dtype=torch.float64) if loss.needs_bias else None
+        summed = loss.wide if weight.device.type == "mps" else torch.float64  # which mps does not have
+        self.bias = weight.new_zeros(weight.shape[0], dtype=summed) if loss.needs_bias else None
         self._wide = loss.wide
 
     def add(self, chunk: Chunk, gradient: Tensor, x: Tensor, factors: Tensor | None = None) -> None:
