@@ -117,14 +117,14 @@ def measure(
 ) -> dict[str, Any]:
     """What `evaluate_classifier` measures of a network on `device`, and how many parameters it has."""
     gammas = settings.evaluation.gammas
-    passes = len({*gammas, settings.data.gamma})
+    passes = len({*gammas, settings.typical_noise})
     with progress_bar(total=passes * len(test), desc="evaluate", unit="sample", shown=progress) as bar:
         measured = evaluate_classifier(
             network.model,
             _Batches(network, test, settings.training.batch, device, bar),  # pyright: ignore[reportArgumentType]
             lambda inputs: network.depth_logits(*inputs),
             gammas=gammas,
-            training_gamma=settings.data.gamma,
+            training_gamma=settings.typical_noise,
             seed=EVALUATION_SEED,
             **perturbation_arguments(settings, network),
         )

@@ -39,7 +39,7 @@ class SequenceLosses(nn.Module):
             return self._network.losses(inputs, targets, weights)
 
     def _perturbed(self, seeds: Tensor) -> AbstractContextManager[Any]:
-        if self._settings.data.gamma == 0:
+        if self._settings.noise == (0, 0):
             return nullcontext()
         # One seed for all: the numbers of the samples, which no two steps share, hold the run's.
         return _numbered(perturbation_of(self._settings, self._network, 0, self._embedding_std()), seeds)
@@ -64,7 +64,7 @@ def perturbation_of(
 ) -> AbstractContextManager[Perturbation]:
     """`perturbed` by the settings, at the training noise."""
     return perturbed(
-        network.model, gamma=settings.data.gamma, seed=seed, std=std, **perturbation_arguments(settings, network)
+        network.model, gamma=settings.noise, seed=seed, std=std, **perturbation_arguments(settings, network)
     )
 
 

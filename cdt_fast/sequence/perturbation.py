@@ -32,7 +32,7 @@ class Perturbation:
     and at every γ.
 
     Attributes:
-        gamma: γ.
+        gamma: γ, its least and its greatest value; between them it is drawn for each text.
         next_sample: the number of the next text; set it to draw again, or to go on where a training stopped.
         stride: by how much the number rises from one text to the next. Where R ranks take every R-th text of a batch,
             rank r starts at r and has a stride of R: all of them draw what one process would.
@@ -41,7 +41,14 @@ class Perturbation:
     """
 
     def __init__(
-        self, kind: str, gamma: float, seed: int, rate: float, special_ids: Tensor, padding_id: int | None, std: Any
+        self,
+        kind: str,
+        gamma: tuple[float, float],
+        seed: int,
+        rate: float,
+        special_ids: Tensor,
+        padding_id: int | None,
+        std: Any,
     ) -> None:
         self.kind, self.gamma, self.seed, self.rate = kind, gamma, seed, rate
         self.special_ids, self.padding_id, self.std = special_ids, padding_id, std
@@ -52,17 +59,20 @@ class Perturbation:
         """The perturbed word embeddings `[..., T, width]` of the texts `ids` `[..., T]`; the numbering goes on."""
         tokens = ids.reshape(-1, ids.shape[-1])
         samples = self._numbers(len(tokens), ids.device).unsqueeze(-1)
-        if self.gamma == 0.0:
+        least, greatest = self.gamma
+        if greatest == 0.0:
             return embedded
         start = torch.full_like(samples, self.seed)
+        # `seed` is below 2⁶²: what is drawn for a whole text is a stream of its own.
+        gamma = least + (greatest - least) * unit_interval(hashed(start + 2**62, samples))  # `[texts, 1]`
         keys = hashed(hashed(start, samples), self._places(tokens))  # a stream a token
         if self.kind in DISTRIBUTIONS:
             components = torch.arange(embedded.shape[-1], device=ids.device)
             noise = unit_noise(hashed(keys.unsqueeze(-1), components), self.kind).view(embedded.shape)
             std = self.std.to(embedded.device, torch.promote_types(embedded.dtype, torch.float32))
-            return embedded + (self.gamma * std * noise).to(embedded.dtype)
-        probability = min(1.0, self.rate * self.gamma)
-        chosen = unit_interval(hashed(keys, torch.zeros_like(keys))) < probability
+            amount = (gamma.to(std.dtype) * std).view(*ids.shape[:-1], 1, 1)
+            return embedded + (amount * noise).to(embedded.dtype)
+        chosen = unit_interval(hashed(keys, torch.zeros_like(keys))) < self.rate * gamma
         chosen &= ~torch.isin(tokens, self.special_ids.to(ids.device))
         if self.kind == "drop":
             return embedded.masked_fill(chosen.view(ids.shape).unsqueeze(-1), 0.0)
@@ -89,7 +99,7 @@ class Perturbation:
 def perturbed(
     model: nn.Module,
     kind: str = "gaussian",
-    gamma: float = 1.0,
+    gamma: float | tuple[float, float] = 1.0,
     *,
     seed: int = 0,
     std: float | Tensor | None = None,
@@ -109,7 +119,7 @@ def perturbed(
         kind: "gaussian", "laplace" or "uniform": `e + γ std(e) ε` with ε of mean 0 and variance 1, on all tokens.
             "drop": the vector of a chosen word becomes zero. "swap": the chosen words of a text take each other's
             places, in a cycle drawn at random (which a model without positions does not notice).
-        gamma: γ ≥ 0; 0 changes nothing.
+        gamma: γ ≥ 0; 0 changes nothing. Two numbers: the range that it is drawn from, evenly, for each text.
         seed: of the draws.
         std: std(e), one number; None: that of the whole embedding table, taken once, at the start of the block. Give
             it where that is not the table's that trains (`embedding_std` has that of the words in use), where the
@@ -127,7 +137,10 @@ def perturbed(
     """
     embedding = word_embeddings(model)
     check_choice("kind", kind, KINDS)
-    check_non_negative("gamma", gamma)
+    levels = gamma if isinstance(gamma, tuple) and len(gamma) == 2 else (gamma, gamma)
+    least, greatest = (check_non_negative("gamma", level) for level in levels)
+    if least > greatest:
+        raise InputError(f"gamma must be one level, or the least and the greatest of a range, got {gamma}")
     check_integer("seed", seed, 0)
     check_number("rate", rate, "a number in (0, 1]", lambda number: 0 < number <= 1)
     if padding_id is None:
@@ -143,7 +156,7 @@ def perturbed(
         assert isinstance(table, Tensor)  # or `word_embeddings` would have refused it
         scale = embedding_std(table) if std is None else _check_std(std)
     perturbation = Perturbation(
-        kind, float(gamma), seed % 2**62, rate, torch.tensor(special, dtype=torch.int64), padding_id, scale
+        kind, (least, greatest), seed % 2**62, rate, torch.tensor(special, dtype=torch.int64), padding_id, scale
     )
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:

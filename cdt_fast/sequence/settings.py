@@ -11,6 +11,7 @@ from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
     Levels,
+    NoiseLevels,
     NonNegative,
     Positive,
     RunSettings,
@@ -21,6 +22,7 @@ from cdt_fast.training.settings import (
 
 UNROLLED, SMALL = "text-ut", "llama-small"  # the networks of this package; any other name is a pretrained model's
 _PRETRAINED = "a pretrained model"
+_GAMMA = "training noise as a multiple of the standard deviation of the embeddings: one level, or LOW,HIGH of a range"
 
 Depths = Annotated[list[int], Field(min_length=1)]
 
@@ -28,7 +30,7 @@ Depths = Annotated[list[int], Field(min_length=1)]
 class PerturbationSettings(Section):
     """What happens to the word embeddings."""
 
-    gamma: NonNegative = setting(0.0, "training noise as a multiple of the standard deviation of the embeddings")
+    gamma: NoiseLevels = setting(0.0, _GAMMA)
     perturbation: Literal["gaussian", "laplace", "uniform", "drop", "swap"] = setting(
         "gaussian", "what is done to the words' embeddings"
     )
@@ -38,7 +40,7 @@ class PerturbationSettings(Section):
 class TextDataSettings(PerturbationSettings):
     """[data] of labeled texts."""
 
-    gamma: NonNegative = setting(1.0, "training noise as a multiple of the standard deviation of the embeddings")
+    gamma: NoiseLevels = setting(1.0, _GAMMA)
     source: str | None = setting(
         None,
         "a file, a folder with train, dev and test files, the folder of IMDb or MNLI, or a hub name owner/name:subset",

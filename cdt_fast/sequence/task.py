@@ -119,6 +119,7 @@ class SequenceTask(Task):
         gammas = settings.evaluation.gammas
         if any(first >= second for first, second in pairwise(gammas)):
             raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
+        _ = settings.noise  # which refuses what is no range
         if not 0 < settings.data.perturbation_rate <= 1:
             raise InputError(f"[data] perturbation_rate must be in (0, 1], got {settings.data.perturbation_rate}")
         if settings.training.tensorboard:
@@ -181,9 +182,9 @@ class SequenceTask(Task):
         values = run.evaluation
         return (
             f"Test texts: {values.test_texts:,}{self.answers(run)}, none of them seen in training; perturbation of the "
-            f"word embeddings: {values.perturbation}, in training γ = {values.training_gamma:g}. Accuracy with half of "
-            "its 95 % interval; area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, at "
-            "the training γ."
+            f"word embeddings: {values.perturbation}, in training γ = {run.settings.shown_noise}. Accuracy with half "
+            "of its 95 % interval; area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, "
+            f"at γ = {values.training_gamma:g}."
         )
 
     @abstractmethod

@@ -37,6 +37,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Bounds = Annotated[dict[int, float | str], Field(min_length=1)]
 Shares = Annotated[dict[int, float], Field(min_length=1)]
 # Beyond a million times the signal squares leave float32.
+NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a range
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
 Precision = Literal["auto", "bf16", "fp32", "ieee"]
 DepthSchedule = Literal["random", "gradual", "rotational"]
@@ -262,6 +263,31 @@ class RunSettings(BaseModel):
     def sample_length(self) -> tuple[str, int, int]:
         """The setting that a sample's memory grows with: its name, its value and the least it can be."""
         raise NotImplementedError
+
+    @property
+    def noise(self) -> tuple[float, float]:
+        """The least and the greatest noise level of the training, in the unit of the settings.
+
+        Raises:
+            InputError: [data] gamma is neither one level nor a range.
+        """
+        gamma = self.data.gamma
+        if not isinstance(gamma, list):
+            return gamma, gamma
+        if len(gamma) != 2 or gamma[0] >= gamma[1]:
+            raise InputError(f"[data] gamma must be one level, or LOW,HIGH with LOW below HIGH, got {gamma}")
+        return gamma[0], gamma[1]
+
+    @property
+    def shown_noise(self) -> str:
+        """The noise levels of the training, in words."""
+        least, greatest = self.noise
+        return f"{least:g}" if least == greatest else f"{least:g} to {greatest:g}"
+
+    @property
+    def typical_noise(self) -> float:
+        """The level in the middle of the training's."""
+        return sum(self.noise) / 2
 
     @property
     def constrained(self) -> bool:

@@ -12,6 +12,7 @@ from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
     Levels,
+    NoiseLevels,
     NonNegative,
     Positive,
     RunSettings,
@@ -45,7 +46,7 @@ class VideoDataSettings(Section):
     patch_frames: Positive = setting(4, "frames of a patch; window is a multiple of it (vit: 1)")
     overlap: Positive = setting(2, "train on the mean over so many shifted grids of patches along each side")
     sequence: Literal["time", "space", "spacetime"] = setting("time", "what one sequence runs over (vit: space)")
-    gamma: NonNegative | list[NonNegative] = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
+    gamma: NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
     unit: Literal["level", "deviation"] = setting(
         "level", "what noise levels are multiples of: gray levels of 0..255, or the training frames' standard deviation"
     )
@@ -164,12 +165,6 @@ class VideoSettings(RunSettings):
         super().update(section, {name: value for name, value in values.items() if name != "setup"})
 
     @property
-    def noise(self) -> tuple[float, float]:
-        """The least and the greatest noise level of the training, in the unit of the settings."""
-        gamma = self.data.gamma
-        return (gamma[0], gamma[-1]) if isinstance(gamma, list) else (gamma, gamma)
-
-    @property
     def objective(self) -> ObjectiveName:
         """As `RunSettings.objective`; a denoiser under constraints minimizes all depths on a relative scale."""
         if self.constraints.objective is None and self.constrained and self.data.setup == "denoiser":
@@ -204,11 +199,6 @@ class VideoSettings(RunSettings):
         """Noise on the codes and dropout of layers, None where there is neither."""
         both = (self.training.code_noise, self.training.layer_dropout)
         return both if any(both) else None
-
-    @property
-    def typical_noise(self) -> float:
-        """The level in the middle of the training's."""
-        return sum(self.noise) / 2
 
     @property
     def adaptive(self) -> bool:

@@ -184,14 +184,13 @@ class VideoTask(Task):
 
     def conditions(self, run: EvaluatedRun) -> str:
         values, settings = run.evaluation, cast("VideoSettings", run.settings)
-        least, greatest = settings.noise
-        trained = f"{least:g}" if least == greatest else f"{least:g} to {greatest:g}"
         unit = "gray levels" if settings.data.unit == "level" else f"γ, times σ = {values.sigma:.4f}"
         losses = " in units of the noise's variance" if settings.adaptive else " with values in [0, 1]"
         return (
             f"Test windows: {len(values.test_windows)} of {run.settings.data.window} frames, none of them "
-            f"seen in training; training noise {trained} ({unit}). RMSE on 0..255 over all pixels of a noise level, "
-            f"then the plain mean over the levels. Losses: squared error summed over the pixels of a patch{losses}."
+            f"seen in training; training noise {settings.shown_noise} ({unit}). RMSE on 0..255 over all pixels of a "
+            f"noise level, then the plain mean over the levels. Losses: squared error summed over the pixels of a "
+            f"patch{losses}."
         )
 
     def reading(self, run: EvaluatedRun) -> Reading:
@@ -267,10 +266,7 @@ def quality_table(runs: Sequence[EvaluatedRun]) -> Table:
 
 
 def _check_patches(settings: VideoSettings) -> None:
-    data = settings.data
-    gamma = data.gamma
-    if isinstance(gamma, list) and not (len(gamma) == 2 and gamma[0] < gamma[1]):
-        raise InputError(f"[data] gamma must be one level, or LOW,HIGH with LOW below HIGH, got {gamma}")
+    data, _ = settings.data, settings.noise
     if settings.between_layers is not None and (data.overlap > 1 or settings.model.model == "vit"):
         raise InputError(
             "[training] code_noise and layer_dropout are for dust and ut on one grid of patches: give --overlap 1"

@@ -203,6 +203,29 @@ def test_swapped_words_go_round_and_none_is_lost() -> None:
         assert len(cycle) == len(moved)
 
 
+def test_of_a_range_each_text_draws_its_level() -> None:
+    embedding, ids = words(64), torch.randint(4, 20, (400, 3))
+    clean = embedding(ids)
+    with perturbed(embedding, gamma=1.0, std=1.0, seed=5):
+        unit = embedding(ids) - clean
+    with perturbed(embedding, gamma=(0.5, 2.0), std=1.0, seed=5) as perturbation:
+        found = embedding(ids) - clean
+        perturbation.next_sample = 7
+        again = embedding(ids[7:9]) - clean[7:9]
+    levels = (found / unit).flatten(1).median(1).values
+    torch.testing.assert_close(found, levels.view(-1, 1, 1) * unit, rtol=1e-4, atol=1e-5)
+    for text in range(5):
+        drawn = 0.5 + 1.5 * (written_hash(5 + 2**62, text) >> 40) / 2**24
+        assert levels[text].item() == pytest.approx(drawn, rel=1e-5)
+    assert 0.5 <= levels.min() < 0.55
+    assert 1.95 < levels.max() < 2.0
+    assert levels.mean().item() == pytest.approx(1.25, abs=0.1)
+    torch.testing.assert_close(again, found[7:9])  # the level is the text's, not the batch's
+    with perturbed(embedding, "drop", (0.0, 1.0), rate=1.0, special_ids=SPECIAL):
+        dropped = (embedding(ids) == 0).all(-1).double().mean().item()
+    assert dropped == pytest.approx(0.5, abs=0.05)
+
+
 def test_gamma_zero_changes_nothing_but_the_numbering() -> None:
     embedding, (ids, _) = words(), batch()
     for kind in (*DISTRIBUTIONS, "drop", "swap"):
@@ -257,6 +280,8 @@ def test_the_deviation_of_the_rows_in_use() -> None:
         ((words(), "salt"), {}, "kind"),
         ((words(), "gaussian", -0.1), {}, "gamma"),
         ((words(), "gaussian", float("nan")), {}, "gamma"),
+        ((words(), "gaussian", (1.0, 0.5)), {}, "gamma"),
+        ((words(), "gaussian", (0.0, 0.5, 1.0)), {}, "gamma"),
         ((words(), "drop"), {}, "special_ids"),
         ((words(), "swap"), {"padding_id": 0}, "special_ids"),
         ((words(), "drop"), {"special_ids": [-1]}, "special_ids"),

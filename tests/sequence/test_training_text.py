@@ -86,6 +86,13 @@ def test_training_lowers_the_loss_and_a_constrained_run_becomes_feasible(tmp_pat
     assert evaluation["accuracy"][2] < evaluation["accuracy"][0]
 
 
+def test_a_range_of_noise_trains_and_is_measured_in_its_middle(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), gamma=[0.25, 0.75])
+    run = evaluate_run(trained(config, tmp_path / "run"), config)
+    assert run.evaluation.training_gamma == 0.5
+    assert "in training γ = 0.25 to 0.75." in run.task.conditions(run)
+
+
 def test_without_constraints_no_multiplier_moves(tmp_path: Path) -> None:
     config = settings_for(write_table(tmp_path / "reviews.tsv"), constrained=False)
     run = trained(config, tmp_path / "run")
