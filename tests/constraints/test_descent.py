@@ -768,6 +768,40 @@ def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
             assert settings[name] == (list(expected[name]) if name == "betas" else expected[name]), (task, name)
 
 
+def test_the_defaults_are_what_they_were_measured_to_be() -> None:
+    """What the docs' results are of: where one changes, they do."""
+    assert REFERENCE_MEASUREMENTS == 20
+    assert dataclasses.asdict(DEFAULTS) == {
+        "rate": 0.1,
+        "reference": "auto",
+        "objective": "last",
+        "coefficients": None,
+        "bounds": None,
+        "reference_losses": None,
+        "agreement": None,
+        "dual": "adam",
+        "dual_lr": 0.05,
+        "betas": (0.0, 0.9),
+        "proportional_gain": 0.2,
+        "smoothing": 0.0,
+        "gain_growth": 1.0,
+        "gain_limit": 10.0,
+        "barrier_width": 1.0,
+        "resilience": "slack",
+        "slack_cost": 10.0,
+        "slack_lr": None,
+        "coupling": "detach",
+        "reference_mode": "anchor",
+        "ratio": "mean",
+        "tail": 0.1,
+        "normalize": True,
+        "margin": 0.1,
+        "tighten_steps": 0,
+        "warmup_steps": 0,
+        "dual_every": 1,
+    }
+
+
 def test_the_types_of_the_options_are_those_of_the_constructor() -> None:
     constructor = typing.get_type_hints(DescentConstraints.__init__)
     for name, kind in typing.get_type_hints(DescentOptions).items():
@@ -775,22 +809,29 @@ def test_the_types_of_the_options_are_those_of_the_constructor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rate", "reference", "mode", "betas", "resilience", "coupling"),
+    ("name", "rate", "margin", "reference", "mode", "betas", "resilience", "coupling"),
     [
-        ("paper-video", 0.25, 6.5, "constraint", (0.9, 0.999), "slack", "chain"),
-        ("paper-text", 0.1, 0.9, "anchor", (0.9, 0.999), "slack", "chain"),
-        ("paper-lm", 0.05, 12.0, "anchor", (0.9, 0.999), "slack", "chain"),
-        ("safe", 0.1, "auto", "constraint", (0.0, 0.999), "decay", "detach"),
-        ("video", 0.01, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
-        ("text", 0.1, 0.9, "anchor", (0.0, 0.9), "slack", "detach"),
-        ("lm", 0.05, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
+        ("paper-video", 0.25, 0.0, 6.5, "constraint", (0.9, 0.999), "slack", "chain"),
+        ("paper-text", 0.1, 0.0, 0.9, "anchor", (0.9, 0.999), "slack", "chain"),
+        ("paper-lm", 0.05, 0.0, 12.0, "anchor", (0.9, 0.999), "slack", "chain"),
+        ("safe", 0.1, 0.1, "auto", "constraint", (0.0, 0.999), "decay", "detach"),
+        ("video", 0.01, 0.01, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
+        ("text", 0.1, 0.1, 0.9, "anchor", (0.0, 0.9), "slack", "detach"),
+        ("lm", 0.05, 0.02, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
     ],
 )
 def test_presets(
-    name: Any, rate: float, reference: Any, mode: str, betas: tuple[float, float], resilience: str, coupling: str
+    name: Any,
+    rate: float,
+    margin: float,
+    reference: Any,
+    mode: str,
+    betas: tuple[float, float],
+    resilience: str,
+    coupling: str,
 ) -> None:
     state = DescentConstraints.preset(name, 2).state_dict()
-    assert state["rate"] == f"{rate}, {rate}"
+    assert (state["rate"], state["margin"]) == (f"{rate}, {rate}", margin)
     assert (state["reference"], state["reference_mode"]) == (reference, mode)
     assert (state["dual"], state["first_beta"], state["second_beta"]) == ("adam", *betas)
     assert (state["resilience"], state["coupling"]) == (resilience, coupling)

@@ -18,8 +18,9 @@ import copy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models.early_exit import exits_taken
-from cdt_fast.models.layer_losses import attach_layer_losses
+from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
 
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "ForImageClassification")
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not built"
 SAME, DIFFERENT = "the same", "another"
 LAYERS, CLASSES, VOCABULARY, WIDTH, HEADS = 4, 4, 120, 32, 4
-TOLERANCE = 2e-5  # of float32 losses of a few nats, whose sums are taken in another order
+# Of float32 losses of a few nats, and of logits beside the largest, whose sums are taken in another order.
+TOLERANCE = 2e-5
 
 _DEPTHS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_blocks"),
@@ -238,50 +240,49 @@ def judge(name: str) -> Verdict:
     error = max(abs(loss / true - 1) for loss, true in zip([*losses, losses[-1]], [*truth, own], strict=True))
     if error <= TOLERANCE:
         generates = name.endswith(ENDINGS[:2])
-        early = decoded(model, inputs["input_ids"][:1, :7]) if generates else left_early(model, inputs)
-        return Verdict(name, RIGHT, error=error, early=early)
+        judged = partial(decoded, model, inputs["input_ids"][:1, :7]) if generates else partial(left_early, inputs)
+        return Verdict(name, RIGHT, error=error, early=early_exit(model, judged))
     return Verdict(name, WRONG, f"losses {losses}, truth {truth}, its own {own}", error)
 
 
-def decoded(model: Any, ids: Tensor) -> str:
-    """Whether a decoder with an exit generates the model's own tokens: SAME, DIFFERENT, or why it does not decode."""
+def early_exit(model: Any, judged: Callable[[LayerLosses], str]) -> str:
+    """What is judged of a model with layer losses: SAME, DIFFERENT, or why it takes no exit early."""
     handle = attach_layer_losses(model)
+    try:
+        return judged(handle)
+    except InputError as error:
+        return _line(error)
+    except Exception as error:
+        return f"{DIFFERENT} ({_line(error)})"
+    finally:
+        handle.remove()
+
+
+def decoded(model: Any, ids: Tensor, handle: LayerLosses) -> str:
+    """Whether a decoder with an exit generates the model's own tokens: SAME, DIFFERENT, or why it cannot be said."""
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "use_cache": True}
     options |= {"eos_token_id": None, "pad_token_id": 0}
     try:
         own = model.generate(ids, **options)
     except Exception as error:
         return f"its own generate fails ({_line(error)})"
-    try:
-        tokens = model.generate(ids, custom_generate=handle.decoder(LAYERS // 2, 3), **options)
-    except InputError as error:
-        return _line(error)
-    except Exception as error:
-        return f"{DIFFERENT} ({_line(error)})"
-    finally:
-        handle.remove()
+    tokens = model.generate(ids, custom_generate=handle.decoder(LAYERS // 2, 3), **options)
     return SAME if tokens.shape == own.shape and torch.equal(tokens, own) else DIFFERENT
 
 
-def left_early(model: Any, inputs: dict[str, Tensor]) -> str:
-    """Whether rows leave a classifier with the logits of their depth: SAME, DIFFERENT, or why none leaves it early."""
-    handle = attach_layer_losses(model)
-    try:
-        with torch.no_grad():
-            logits = torch.stack(handle.depth_logits(**inputs))
-        sure = logits.double().softmax(-1).amax(-1)
-        for threshold in (0.0, *sure[:-1].quantile(torch.tensor([0.5, 0.8], dtype=torch.float64)).tolist(), 1.0):
-            answers = handle.classify(threshold, **inputs)
-            expected = logits[answers.depths, torch.arange(len(answers.depths))]
-            depths = exits_taken(sure.T, threshold)
-            if not torch.equal(answers.depths, depths) or not torch.allclose(answers.logits, expected, 1e-4, 1e-5):
-                return f"{DIFFERENT} (depths {answers.depths.tolist()} for {depths.tolist()})"
-    except InputError as error:
-        return _line(error)
-    except Exception as error:
-        return f"{DIFFERENT} ({_line(error)})"
-    finally:
-        handle.remove()
+def left_early(inputs: dict[str, Tensor], handle: LayerLosses) -> str:
+    """Whether rows leave a classifier with the logits of their depth: SAME or DIFFERENT."""
+    with torch.no_grad():
+        logits = torch.stack(handle.depth_logits(**inputs))
+    sure = logits.double().softmax(-1).amax(-1)
+    for threshold in (0.0, *sure[:-1].quantile(torch.tensor([0.5, 0.8], dtype=torch.float64)).tolist(), 1.0):
+        answers = handle.classify(threshold, **inputs)
+        expected = logits[answers.depths, torch.arange(len(answers.depths))]
+        error = ((answers.logits - expected).abs().max() / expected.abs().max()).item()
+        depths = exits_taken(sure.T, threshold)
+        if not torch.equal(answers.depths, depths) or not error <= TOLERANCE:
+            found = f"depths {answers.depths.tolist()} for {depths.tolist()}, logits off by {error:.1e}"
+            return f"{DIFFERENT} ({found})"
     return SAME
 
 

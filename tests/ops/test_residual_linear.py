@@ -84,6 +84,17 @@ def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
     assert_close(results[0], results[2])
 
 
+def test_on_the_threshold() -> None:
+    """Nothing is kept there, and no gradient passes."""
+    for nonlinearity in ("soft_threshold", "hard_threshold"):
+        for function in (ops.residual_linear, residual_linear_reference):
+            residual = leaf(torch.tensor([0.5, -0.5, 0.75]))
+            output = function(torch.zeros(1), torch.zeros(1, 3), residual, nonlinearity=nonlinearity, threshold=0.5)
+            output.sum().backward()
+            kept = 0.75 if nonlinearity == "hard_threshold" else 0.25
+            assert_equal([output, residual.grad], [torch.tensor([0.0, 0.0, kept]), torch.tensor([0.0, 0.0, 1.0])])
+
+
 def inputs(*leading: int, bias: bool = False) -> list[Tensor]:
     return [leaf(normal(16, *leading, 4)), leaf(normal(17, 4, 5)), leaf(normal(18, *(() if bias else leading), 5))]
 

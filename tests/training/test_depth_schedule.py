@@ -67,6 +67,7 @@ def test_scales_are_those_of_torchtune_and_of_layerskips_paper() -> None:
             weighed = [0.0, *(factor * value for value in values[:-1]), values[-1]]
             found = scaled_coefficients(scale, depths, factor)  # pyright: ignore[reportArgumentType]
             assert found == pytest.approx([value / sum(weighed) for value in weighed]), scale
+    assert scaled_coefficients("linear", [0, 1, 3]) == [0.0, 0.25, 0.75]
 
 
 @pytest.mark.parametrize("schedule", ["random", "gradual", "rotational"])
