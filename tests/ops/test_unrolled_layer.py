@@ -732,9 +732,9 @@ def test_numbers_may_be_tensors_of_one_element() -> None:
     assert_equal(given, expected)
 
 
-@pytest.mark.parametrize("codes", [True, False])
+@pytest.mark.parametrize("case", ["codes", "no codes", "codes with their projection, no target"])
 def test_a_layer_whose_scores_are_too_many_to_hold_is_composed_of_ops(
-    codes: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
     for panel_bytes in (2**26, 1):
@@ -742,10 +742,13 @@ def test_a_layer_whose_scores_are_too_many_to_hold_is_composed_of_ops(
         monkeypatch.setattr(attention_in_torch, "PANEL_BYTES", panel_bytes)
         inputs = {name: leaf(tensor) for name, tensor in layer_inputs(60, (3,), 5, 4, 6, next_width=3).items()}
         options: dict[str, Any] = {**OPTIONS, "lengths": torch.tensor([5, 0, 3]), "target": normal(61, 3, 5, 3)}
-        if not codes:
+        if case == "no codes":
             del inputs["codes"]
             options["codes"] = None
-        outputs = ops.unrolled_layer(**inputs, **options)
+        if case.endswith("no target"):
+            inputs["projection"] = leaf(normal(64, 3, 5, 4))
+            del options["target"]
+        outputs = [output for output in ops.unrolled_layer(**inputs, **options) if output is not None]
         upstream = [normal(62 + index, *output.shape) for index, output in enumerate(outputs)]
         results.append([*outputs, *gradients(outputs, list(inputs.values()), upstream)])
     assert_close(results[1], results[0])
