@@ -290,6 +290,7 @@ def forked(work: Callable[[], int], seconds: int, log: Path | None = None) -> in
         os.dup2(target, 1)
         os.dup2(target, 2)
         signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.alarm(20 * seconds)  # of one that waits for another process
         status = work()
     finally:
         os._exit(status)
