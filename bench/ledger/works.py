@@ -99,6 +99,7 @@ def _losses(shape: cross_entropy.Shape) -> Iterator[Work]:
         flop,
         moved,
     )
+    yield Work(f"{name}, training, KL", shape.tokens, lambda captured: _with_kl(shape), flop, moved)
     yield Work(f"{name}, inference", shape.tokens, lambda captured: _losses_alone(shape), flop / 3, moved / 2)
 
 
@@ -134,5 +135,17 @@ def _losses_alone(shape: cross_entropy.Shape) -> Callable[[], object]:
     def run() -> object:
         with torch.no_grad():
             return ops.layerwise_cross_entropy(depths.hidden, depths.head, depths.targets)
+
+    return run
+
+
+def _with_kl(shape: cross_entropy.Shape) -> Callable[[], object]:
+    depths = _depths(shape)
+
+    def run() -> object:
+        total, *_ = ops.layerwise_cross_entropy(
+            depths.hidden, depths.head, depths.targets, depth_weights=depths.weights, inner_kl=1.0
+        )
+        return torch.autograd.grad(total, [*depths.hidden, depths.head])
 
     return run

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import (
+    SweepArguments,
     SymmetricAttentionArguments,
     SymmetricAttentionBackwardArguments,
     UnrolledLayerArguments,
@@ -135,7 +136,8 @@ def _logits(device: torch.device, sizes: Mapping[str, int]) -> Inputs:
 
 
 def _entropy(x: Inputs, blocks: Any) -> object:
-    return cross_entropy_(**x, ignore_index=-100, softcap=None, smoothing=0.0, blocks=blocks)  # type: ignore[arg-type]
+    rows = SweepArguments(**x, out=x["logits"])
+    return cross_entropy_(rows, ignore_index=-100, softcap=None, smoothing=0.0, blocks=blocks)
 
 
 def _tokens(device: torch.device, sizes: Mapping[str, int]) -> Inputs:

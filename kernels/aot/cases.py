@@ -25,6 +25,7 @@ from cdt_fast.kernels.arguments import (
     ReconstructionLossArguments,
     ReconstructionLossBackwardArguments,
     ResidualLinearArguments,
+    SweepArguments,
     SymmetricAttentionArguments,
     SymmetricAttentionBackwardArguments,
     UnrolledLayerArguments,
@@ -181,26 +182,47 @@ def residual_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Chunks of logits of a power of two, of GPT-2's odd vocabulary and of Llama's; the flags at the odd one."""
+    """Chunks of logits of a power of two, of GPT-2's odd vocabulary and of Llama's; the flags at these two.
+
+    With the KL to the last depth too, detached or not, and the gradient alone, which reads what the loss has written.
+    """
     for rows, vocabulary in ((1024, 128_256), (2048, 50_257), (2048, 1024), (4096, 10)):
-        logits, targets = _empty(dtype, rows, vocabulary), _empty(torch.int64, rows)
-        vectors = [_empty(torch.float32, rows) for _ in range(3)]
-        call = functools.partial(cross_entropy.cross_entropy_, logits, targets, ignore_index=-100)
-        both = functools.partial(call, *vectors, softcap=None, smoothing=0.0)
-        yield Case(f"loss and gradient, {rows} rows, V {vocabulary}", both, True, aligned=vocabulary % 16 == 0)
+        logits, of_last = (_empty(dtype, rows, vocabulary) for _ in range(2))
+        to_last = _empty(torch.float32, rows, vocabulary)
+        losses, log_sums, log_sums_of_last, scales = (_empty(torch.float32, rows) for _ in range(4))
+        targets, classes = (_empty(torch.int64, rows) for _ in range(2))
+
+        def case(
+            name: str, given: dict[str, Tensor], softcap: float | None = None, smoothing: float = 0.0,
+            is_size: bool = False, logits: Tensor = logits, every: tuple[Tensor, ...] = (logits, targets, log_sums),
+        ) -> Case:  # fmt: skip
+            flags = ", softcap" * (softcap is not None) + ", smoothing" * (smoothing > 0)
+            options: dict[str, Any] = {"ignore_index": -100, "softcap": softcap, "smoothing": smoothing, "share": 0.5}
+            call = functools.partial(cross_entropy.cross_entropy_, SweepArguments(*every, **given), **options)
+            return Case(f"{name}, V {logits.shape[1]}{flags}", call, is_size, aligned=logits.shape[1] % 16 == 0)
+
+        loss, gradient = {"losses": losses}, {"scales": scales, "out": logits}
+        kl, beside = {"of_last": of_last}, {"of_last": of_last, "to_last": to_last}
+        yield case(f"loss and gradient, {rows} rows", loss | gradient, is_size=True)
         if vocabulary not in (50_257, 128_256):
             continue
-        losses, log_sums, scales = vectors
-        passes = {"loss": (losses, log_sums, None), "gradient": (None, log_sums, scales), "both": tuple(vectors)}
-        for (name, given), softcap, smoothing in itertools.product(passes.items(), (None, 30.0), (0.0, 0.1)):
-            flags = ", softcap" * (softcap is not None) + ", smoothing" * (smoothing > 0)
-            if name == "both" and not flags:
-                continue
-            yield Case(
-                f"{name}, V {vocabulary}{flags}",
-                functools.partial(call, *given, softcap=softcap, smoothing=smoothing),
-                aligned=vocabulary % 16 == 0,
-            )
+        passes = {
+            "loss": loss,
+            "gradient": gradient,
+            "both": loss | gradient,
+            "loss, KL": loss | kl,
+            "gradient, KL": gradient | kl | {"log_sums_of_last": log_sums_of_last},
+            "both, KL": loss | gradient | kl,
+            "gradient, KL of both depths": gradient | beside,
+            "both, KL of both depths": loss | gradient | beside,
+        }
+        extremes = [(None, 0.0), (30.0, 0.1)]  # of how many values are alive at once
+        for name, given in passes.items():
+            for softcap, smoothing in extremes if "KL" in name else [*extremes, (None, 0.1), (30.0, 0.0)]:
+                if name != "both" or softcap or smoothing:
+                    yield case(name, given, softcap, smoothing)
+        for name in ("loss", "both", "loss, KL", "both, KL of both depths"):
+            yield case(f"{name}, arg-max", passes[name] | {"classes": classes}, 30.0, 0.1)
 
 
 def reconstruction_cases(dtype: torch.dtype) -> Iterator[Case]:

@@ -111,6 +111,16 @@ def test_cross_entropy_multiplies_three_times_a_chunk_and_sweeps_its_logits_twic
     assert all(entry.traffic > 2 * 4 * 50257 * 768 + 4 * 50257 * 768 for entry in named(entries, "addmm"))
 
 
+def test_the_kl_reads_the_logits_of_the_last_depth_beside_those_of_each_other() -> None:
+    entries = record(lambda: work("cross-entropy, GPT2-small, training, KL", 8192).prepare(False), H100.spec)
+    chunks = named(entries, "cross_entropy_kernel")
+    logits = 8192 * 50257
+    assert sum(entry.traffic for entry in chunks) == (3 * 13 + 2 * 12) * 2 * logits + 13 * 8192 * (8 + 3 * 4)
+    # And nothing is launched beside what the cross-entropy alone launches, in another order.
+    alone = record(lambda: work("cross-entropy, GPT2-small, training", 8192).prepare(False), H100.spec)
+    assert sorted(entry.name for entry in entries) == sorted(entry.name for entry in alone)
+
+
 def test_every_redundancy_is_of_a_kernel_that_the_ledger_meets(step: list[Entry]) -> None:
     assert {name for name, _ in REDUNDANCY} <= {entry.name for entry in step if entry.flop}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -61,13 +62,14 @@ def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(counts.values()) <= MOST, counts
 
 
-def test_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"inner_kl": 0.5}, {"inner_kl": 0.5, "detach_last": False}], ids=str)
+def test_losses(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     def losses(tokens: int) -> Work:
         def run() -> object:
             hidden = [torch.empty(tokens, 64, dtype=torch.bfloat16, device=META, requires_grad=True) for _ in range(3)]
             head = torch.empty(50257, 64, dtype=torch.bfloat16, device=META, requires_grad=True)
             targets, weights = torch.empty(tokens, dtype=torch.int64, device=META), torch.empty(3, device=META)
-            total, *_ = ops.layerwise_cross_entropy(hidden, head, targets, depth_weights=weights)
+            total, *_ = ops.layerwise_cross_entropy(hidden, head, targets, depth_weights=weights, **options)
             return torch.autograd.grad(total, [*hidden, head])
 
         return Work("losses", tokens, lambda captured: run, 0.0, 0.0)

@@ -90,8 +90,8 @@ def layerwise_cross_entropy(
             each call without replacement, the same ones for all inner depths. Losses and gradients are unbiased.
         generator: of the draw; its device may be another one.
         inner_kl: α in [0, 1]: the loss of a token at every depth but the last is `(1 − α) CE + α KL(q ‖ p)`, p the
-            distribution there and q that of the last depth. It is computed in torch, chunk by chunk, beside the last
-            depth's logits; without weights, and where `detach_last` is false, no gradient of logits is kept.
+            distribution there and q that of the last depth. It is computed chunk by chunk beside the last depth's
+            logits, in the same sweep as the cross-entropy; no gradient of logits is kept for the backward.
         detach_last: whether that KL has no gradient through q. False needs an `inner_fraction` of 1. Either way the KL
             needs the same targets at all depths.
         per_token: whether the results of each token are returned as well. They have no gradient: weights of tokens

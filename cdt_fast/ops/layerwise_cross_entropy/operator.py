@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from cdt_fast.kernels.arguments import SweepArguments
 from cdt_fast.ops.layerwise_cross_entropy.chunked import (
     Chunk,
     CrossEntropyArguments,
@@ -22,7 +23,7 @@ from cdt_fast.ops.layerwise_cross_entropy.chunked import (
     times_factors,
     with_room,
 )
-from cdt_fast.ops.layerwise_cross_entropy.steps import Gradients, Logits, sweep, sweep_kl
+from cdt_fast.ops.layerwise_cross_entropy.steps import Gradients, Logits, sweep
 from cdt_fast.ops.shared.depths import zero_weight_mask
 from cdt_fast.ops.shared.products import rows_of
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
@@ -87,19 +88,18 @@ def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[
     with _without_autocast(device):
         multiply, rest = Logits(loss.weight, loss.bias), rows
         if loss.inner_kl:
-            _beside_last(loss, rows[0], losses, log_sums, classes, scales, gradients, on)
+            _beside_last(loss, rows, losses, log_sums, classes, scales, gradients, on)
             rest = rows[1:]
         for chunk, room in with_room(chunks_of(loss, rest, on), kept):
             place, x = chunk.place, chunk.states(loss)
             logits = multiply(x, room)
-            if classes is not None:
-                torch.argmax(logits, 1, out=classes[place])
-            of_rows = (logits, chunk.targets, losses[place], log_sums[place])
+            one = None if classes is None else classes[place]
+            of_rows = SweepArguments(logits, chunk.targets, log_sums[place], losses[place], one, out=room)
             if gradients is not None and on[chunk.depths.start]:
-                sweep(loss, *of_rows, chunk.of_rows(scales), logits)
+                sweep(loss, of_rows._replace(scales=chunk.of_rows(scales), out=logits))
                 gradients.add(chunk, logits, x)
             else:
-                sweep(loss, *of_rows, None, room)
+                sweep(loss, of_rows)
     per_depth = times_factors(torch.cat([some.of(losses).sum(1) for some in rows]), rows)
     factor = torch.ones((), dtype=wide, device=device)
     if loss.mean:
@@ -150,7 +150,7 @@ def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
     with _without_autocast(loss.weight.device):
         multiply, rest = Logits(loss.weight, loss.bias), rows
         if loss.inner_kl:
-            _beside_last(loss, rows[0], None, loss.log_sums, None, scales, gradients, [not zero for zero in off])
+            _beside_last(loss, rows, None, loss.log_sums, None, scales, gradients, [not zero for zero in off])
             rest = rows[1:]
         for whole, room in with_room(chunks_of(loss, rest, [False] * len(off)), loss.kept):
             for chunk in whole.apart() if any(off[depth] for depth in whole.depths) else [whole]:
@@ -162,14 +162,15 @@ def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
                     gradients.add(chunk, room[start : start + len(chunk)], x, chunk.of_depths(scales))
                 else:
                     logits = multiply(x)
-                    sweep(loss, logits, chunk.targets, None, loss.log_sums[place], chunk.of_rows(scales), logits)
+                    of_rows = SweepArguments(logits, chunk.targets, loss.log_sums[place], out=logits)
+                    sweep(loss, of_rows._replace(scales=chunk.of_rows(scales)))
                     gradients.add(chunk, logits, x)
     return gradients.found(shape, dtype)
 
 
 def _beside_last(
     loss: CrossEntropyArguments,
-    rows: Rows,
+    rows: Sequence[Rows],
     losses: Tensor | None,
     log_sums: Tensor,
     classes: Tensor | None,
@@ -183,38 +184,44 @@ def _beside_last(
     estimated from a sample: then its logits there cost a product more.
 
     Args:
-        rows: of the inner depths.
+        rows: of all depths; the first are the inner ones'.
         losses, log_sums: of all rows. Where losses are given both are written, else the latter are read.
         classes: of all rows, those of the largest logits, written; None: nobody asks.
         scales: `[depths]` or `[depths, tokens]`, what the gradients are multiplied by.
         gradients: what they are added to; None: no gradient is computed.
         on: the depths that have one.
     """
-    last = len(loss.hidden) - 1
+    last, inner = len(loss.hidden) - 1, rows[0]
+    log_sums_of_last = None
+    if losses is None:
+        log_sums_of_last = by_token(loss, rows, log_sums, 0)[last]
+        log_sums_of_last = log_sums_of_last if inner.index is None else log_sums_of_last[inner.index]
     of_last, of_inner = Logits(loss.weight, loss.bias), Logits(loss.weight, loss.bias)
-    for block in chunks_of(loss, [replace(rows, depths=range(1))], on):
-        chunks = [Chunk(rows, range(depth, depth + 1), block.start, block.stop) for depth in range(last + 1)]
+    for block in chunks_of(loss, [replace(inner, depths=range(1))], on):
+        chunks = [Chunk(inner, range(depth, depth + 1), block.start, block.stop) for depth in range(last + 1)]
         x_last = chunks[last].states(loss)
         logits_of_last = of_last(x_last)
         to_last = None
         if gradients is not None and not loss.detach_last:
-            to_last = torch.zeros_like(logits_of_last, dtype=loss.wide)
+            to_last = of_last.room(len(block), loss.wide).zero_()
         for depth, chunk in enumerate(chunks):
             add = gradients if on[depth] else None
-            if depth not in rows.depths or (losses is None and add is None and depth < last):
+            if depth not in inner.depths or (losses is None and add is None and depth < last):
                 continue
             place, x = chunk.place, x_last if depth == last else chunk.states(loss)
             logits = logits_of_last if depth == last else of_inner(x)
-            if classes is not None:
-                torch.argmax(logits, 1, out=classes[place])
-            of_rows = chunk.targets, None if losses is None else losses[place], log_sums[place]
-            of_scales = None if add is None else chunk.of_rows(scales)
+            written = [None if numbers is None else numbers[place] for numbers in (losses, classes)]
+            of_rows = SweepArguments(logits, chunk.targets, log_sums[place], *written)
+            if add is not None:
+                of_rows = of_rows._replace(scales=chunk.of_rows(scales), out=logits)
             if depth < last:
-                sweep_kl(loss, logits, logits_of_last, *of_rows, of_scales, to_last)
-            else:
-                sweep(loss, logits, *of_rows, of_scales, None if add is None else logits)
-                if to_last is not None:
-                    add, logits = gradients, (to_last if add is None else to_last.add_(logits)).to(loss.dtype)
+                read = None if log_sums_of_last is None else log_sums_of_last[block.start : block.stop]
+                of_rows = of_rows._replace(of_last=logits_of_last, log_sums_of_last=read)
+                of_rows = of_rows if add is None else of_rows._replace(to_last=to_last)
+            sweep(loss, of_rows)
+            if depth == last and to_last is not None:
+                logits = logits.copy_(to_last) if add is None else torch.add(to_last, logits, out=logits)
+                add = gradients
             if add is not None:
                 add.add(chunk, logits, x)
 

@@ -1,4 +1,4 @@
-"""The formula of the layerwise cross-entropy, which the tests believe (MATH: section 6)."""
+"""The formula of the layerwise cross-entropy, which the tests believe (docs/maths.md §8)."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from cdt_fast.kernels.arguments import SweepArguments
 from cdt_fast.ops.layerwise_cross_entropy.chunked import Chunk, CrossEntropyArguments, Rows
 from cdt_fast.ops.shared.products import add_product, budget, product
 
@@ -36,66 +37,45 @@ class Logits:
             return logits if bias is None else logits.add_(bias)
         if out is None:
             if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
-                columns = weight.shape[0]
-                padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if weight.device.type != "cpu" else columns
-                self._buffer = weight.new_empty(x.shape[0], padded)[:, :columns]
+                self._buffer = self.room(x.shape[0], weight.dtype)
             out = self._buffer[: x.shape[0]]
         return torch.mm(x, weight.mT, out=out) if bias is None else torch.addmm(bias, x, weight.mT, out=out)
 
+    def room(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """Memory for as many logits, `[rows, V]`, in rows that tensor cores and wide loads like."""
+        columns = self._weight.shape[0]
+        padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if self._weight.device.type != "cpu" else columns
+        return self._weight.new_empty(rows, padded, dtype=dtype)[:, :columns]
 
-def sweep(
-    loss: CrossEntropyArguments,
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor | None,
-    log_sums: Tensor,
-    scales: Tensor | None,
-    out: Tensor | None,
-) -> None:
-    """From logits `[rows, V]`, which are overwritten, to losses, log-sum-exps and, in their place, the gradient.
 
-    Args:
-        targets, losses, log_sums: `[rows]`. Where losses are given they and the log-sum-exps are written, else the
-            latter are read.
-        scales: `[rows]`, what the gradients are multiplied by; None: by one.
-        out: where the gradient goes, which may be `logits`; None: nowhere.
-    """
+def sweep(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
+    """From logits, which are overwritten, to losses, log-sum-exps, classes and the gradient, as far as `rows` asks."""
     if loss.backend == "triton":
         from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 
-        if out is not None and scales is None:
-            scales = torch.ones_like(log_sums)
         cross_entropy_(
-            logits,
-            targets,
-            losses,
-            log_sums,
-            scales,
+            rows,
             ignore_index=loss.ignore_index,
             softcap=loss.softcap,
             smoothing=loss.label_smoothing,
+            share=loss.inner_kl,
         )
-        if out is not None and out.data_ptr() != logits.data_ptr():
-            out.copy_(logits)
+        if rows.out is not None and rows.out.data_ptr() != rows.logits.data_ptr():
+            rows.out.copy_(rows.logits)
         return
-    count = max(1, budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
-    if logits.shape[0] <= count:
-        _sweep_rows(loss, logits, targets, log_sums, losses, scales, out)
-        return
-    optional = [[None] * -(-logits.shape[0] // count) if t is None else t.split(count) for t in (losses, scales, out)]
-    for part in zip(logits.split(count), targets.split(count), log_sums.split(count), *optional, strict=True):
-        _sweep_rows(loss, *part)
+    number, vocabulary = rows.logits.shape
+    count = max(1, budget(SWEEP_BYTES, rows.logits) // (4 * vocabulary))
+    parts: Iterable[SweepArguments] = [rows]
+    if number > count:
+        parts = map(SweepArguments, *([None] * -(-number // count) if t is None else t.split(count) for t in rows))
+    for part in parts:
+        if part.classes is not None:
+            torch.argmax(part.logits, 1, out=part.classes)
+        (_sweep_rows if part.of_last is None else _sweep_kl_rows)(loss, part)
 
 
-def _sweep_rows(
-    loss: CrossEntropyArguments,
-    logits: Tensor,
-    targets: Tensor,
-    log_sums: Tensor,
-    losses: Tensor | None,
-    scales: Tensor | None,
-    out: Tensor | None,
-) -> None:
+def _sweep_rows(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
+    logits, targets, log_sums, losses, _, scales, out, *_ = rows
     smoothing, vocabulary = loss.label_smoothing, logits.shape[1]
     ignored, outside, places = _places(loss, targets, vocabulary)
     v = 0 if vocabulary < FEW_COLUMNS and logits.numel() >= FEW_NUMBERS else 1  # the dimension of the vocabulary
@@ -141,41 +121,9 @@ def _sweep_rows(
         out.copy_(probabilities if v else probabilities.mT)
 
 
-def sweep_kl(
-    loss: CrossEntropyArguments,
-    logits: Tensor,
-    of_last: Tensor,
-    targets: Tensor,
-    losses: Tensor | None,
-    log_sums: Tensor,
-    scales: Tensor | None,
-    to_last: Tensor | None,
-) -> None:
-    """`sweep` for an inner depth whose loss has a share of the KL from the last depth's distribution; in torch.
-
-    Args:
-        logits: `[rows, V]`, overwritten by their gradient where scales are given.
-        of_last: the logits of the last depth at the same tokens, read.
-        targets, losses, log_sums, scales: as there; the log-sum-exps are written with the losses, and not read.
-        to_last: `[rows, V]` in at least float32; the gradient over `of_last` is added to it.
-    """
-    count = max(1, budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
-    rows = (logits, of_last, targets, losses, log_sums, scales, to_last)
-    number = -(-logits.shape[0] // count)
-    for part in zip(*([None] * number if row is None else row.split(count) for row in rows), strict=True):
-        _sweep_kl_rows(loss, *part)
-
-
-def _sweep_kl_rows(
-    loss: CrossEntropyArguments,
-    logits: Tensor,
-    of_last: Tensor,
-    targets: Tensor,
-    losses: Tensor | None,
-    log_sums: Tensor,
-    scales: Tensor | None,
-    to_last: Tensor | None,
-) -> None:
+def _sweep_kl_rows(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
+    logits, targets, log_sums, losses, _, scales, out, of_last, _, to_last = rows
+    assert of_last is not None
     share, smoothing = loss.inner_kl, loss.label_smoothing
     ignored, outside, places = _places(loss, targets, logits.shape[1])
     x, slope = _capped(loss, logits)
@@ -195,33 +143,29 @@ def _sweep_kl_rows(
             of_rows.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
         losses.copy_(of_rows)
         torch.sub(x.amax(1), log_p.amax(1), out=log_sums)
-    if scales is None:
+    if out is None:
         return
-    silent = None
+    scales, silent = torch.ones_like(log_sums) if scales is None else scales, None
     if ignored is not None and outside is not None:
         scales = scales.masked_fill(outside, float("nan"))
         silent = (ignored | (scales == 0)).unsqueeze(1)
-    scales = scales.unsqueeze(1)
     gradient = log_p.exp_().sub_(q, alpha=share)
     if share < 1:
         gradient.scatter_(1, places.unsqueeze(1), -(1 - share) * (1 - smoothing), reduce="add")
         if smoothing:
             gradient.sub_((1 - share) * smoothing / logits.shape[1])
-    for of_logits, slopes, out in (
-        (gradient, slope, logits),
-        (None if to_last is None else difference.sub_(kl.unsqueeze(1)).mul_(q).mul_(share), slope_of_last, to_last),
-    ):
-        if of_logits is None or out is None:
-            continue
-        of_logits.mul_(scales)
+    of_both = [(gradient, slope)]
+    if to_last is not None:
+        of_both.append((difference.sub_(kl.unsqueeze(1)).mul_(q).mul_(share), slope_of_last))
+    for of_logits, slopes in of_both:
+        of_logits.mul_(scales.unsqueeze(1))
         if slopes is not None:
             of_logits.mul_(slopes)
         if silent is not None:
             of_logits.masked_fill_(silent, 0.0)
-        if out is logits:
-            out.copy_(of_logits)
-        else:
-            out.add_(of_logits)
+    out.copy_(gradient)
+    if to_last is not None:
+        to_last.add_(of_both[1][0])
 
 
 def _capped(loss: CrossEntropyArguments, logits: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -27,7 +27,7 @@ COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "ne": lambda x, y: (x < y) | (x > y), "neu": np.not_equal, "equ": lambda x, y: ~((x < y) | (x > y)),
     "ltu": lambda x, y: ~(x >= y), "leu": lambda x, y: ~(x > y),
-    "gtu": lambda x, y: ~(x <= y), "geu": lambda x, y: ~(x < y),
+    "gtu": lambda x, y: ~(x <= y), "geu": lambda x, y: ~(x < y), "num": lambda x, y: (x == x) & (y == y),
 }  # fmt: skip
 ARITHMETIC: dict[str, Callable[..., Array]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": fused, "mad": lambda x, y, z: x * y + z,
