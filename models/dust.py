@@ -147,6 +147,46 @@ class DUST(PretrainedModel):
         depths = self._depths(_normalized(noisy, units), self.layers, read_all=True)
         return [_restored(reconstruction, units) for reconstruction, _ in depths]
 
+    def refine(self, level: int, noisy: Tensor, estimate: Tensor, *, deviation: Tensor | float | None = None) -> Tensor:
+        """The reconstruction `[..., T, n]` of layer `level` alone, from an estimate in the place of codes.
+
+            Z = E,  H = E D:    H⁺ = S_θ(A E D + (1/c)(X − A E) D) = S_θ(V D),    V = A E + (1/c)(X − A E),    x̂ = H⁺ Dᵀ
+
+        So what was read may be changed between layers: overlapping patches are made to agree (docs/maths.md §7).
+
+        Args:
+            level: l, from 1 to L.
+            noisy: X, `[..., T, n]`.
+            estimate: E, of this shape; before the first layer X itself.
+            deviation: σ of a noise-adaptive model, as in `forward`.
+
+        Raises:
+            InputError: a shape is wrong, `level` is not in 1..layers, or `deviation` is missing or without use.
+        """
+        if not isinstance(level, int) or not 1 <= level <= self.layers:
+            raise InputError(f"level must be a whole number from 1 to {self.layers}, got {level!r}")
+        units = self._units(noisy, deviation)
+        check_tensor("estimate", estimate, 2, "[..., T, n]")
+        check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
+        dtype = compute_dtype(noisy)
+        noisy, mixed = _normalized(noisy, units).to(dtype), _normalized(estimate, units).to(dtype)
+        if noisy.shape[-2] > 1:  # of one token A is 1
+            mixed = ops.symmetric_attention(mixed, scale=self.scale)
+        mixed = torch.lerp(mixed, noisy, self.steps[level - 1])
+        dictionaries = (self.dictionary,) * self.layers if self.tied else self.dictionary.unbind()
+        read = dictionaries[min(level, self.layers - 1)] if self.readout == "next" else self.readout_dictionary
+        _, reconstruction = ops.unrolled_layer(
+            None,
+            mixed,
+            dictionaries[level - 1],
+            step=1.0,
+            threshold=self.thresholds[level - 1],
+            nonlinearity=self.nonlinearity,
+            projection=mixed,  # its own projection, of which attention changes nothing: the mixing is done
+            next_dictionary=read,
+        )
+        return _restored(reconstruction, units)
+
     def layer_losses(
         self,
         noisy: Tensor,

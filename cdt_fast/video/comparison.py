@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from cdt_fast.video.settings import VideoSettings
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 # What is measured of a clip: frames from its middle, of which one piece, so that slow denoisers end too.
-_SIDE = 160
+_SIDE, _FRAMES = 160, 16
 
 
 @torch.no_grad()
@@ -37,8 +39,9 @@ def compare_denoisers(
 ) -> list[Measured]:
     """Measure a model at every depth, and all `peers`, on the luma of clips with white noise.
 
-    Of each clip the window in its middle is measured, at full resolution, the piece of 160 x 160 pixels in the middle
-    of it. The model is told the noise, as the peers are, and once estimates it.
+    Of each clip the 16 frames in its middle are measured (or as many more as fill windows of the model), at full
+    resolution, the piece of 160 x 160 pixels in the middle of them. The peers have all of them at once. The model is
+    told the noise, as they are, and once estimates it.
 
     Args:
         model, settings: of a run; a noise-adaptive network.
@@ -47,32 +50,39 @@ def compare_denoisers(
         progress: show a bar on stderr.
 
     Raises:
-        InputError: a clip cannot be read or is shorter than a window, or the model takes one level alone.
+        InputError: a clip cannot be read or has fewer frames, or the model takes one level alone.
     """
     if not isinstance(model, DUST) or not model.noise_adaptive:
         raise InputError("--clips compares a noise-adaptive network, which is what train video trains by default")
     clips = [_piece(clip.path, settings) for source in sources for clip in find_clips(source)]
     named: dict[str, Any] = dict(peers())
-    for depth in range(1, model.layers + 1):
-        named[f"this run, {depth} of {model.layers} layers"] = partial(_ours, model, settings, depth, True)
+    depths = [f"this run, {depth} of {model.layers} layers" for depth in range(1, model.layers + 1)]
+    for depth, name in enumerate(depths, 1):
+        named[name] = partial(_ours, model, settings, depth, True)
     named["this run, noise estimated"] = partial(_ours, model, settings, model.layers, False)
     bar = progress_bar(range(len(named) * len(sigmas)), desc="compare", unit="noise level", shown=progress)
     with bar:
-        return [measured(name, denoise, clips, sigmas, bar.update) for name, denoise in named.items()]
+        found = {name: measured(name, denoise, clips, sigmas, bar.update) for name, denoise in named.items()}
+    for before, after in pairwise(["noisy frames", *depths]):
+        better = np.less(found[after].pieces, found[before].pieces)
+        found[after] = replace(found[after], rising=float(better.mean()))
+    return [replace(each, pieces=[]) for each in found.values()]
 
 
 def _ours(model: Denoiser, settings: VideoSettings, depth: int, told: bool, frames: Tensor, sigma: float) -> Tensor:
-    given = frames.unsqueeze(0).to(device_of(model))
-    deviation = given.new_full((1,), sigma / LEVELS if told else estimated_noise(given))
-    return denoised_frames(model, settings, given, deviation, depth=depth, grids=None)[0].cpu()
+    windows = frames.to(device_of(model)).unflatten(0, (-1, settings.data.window))
+    levels = [sigma / LEVELS if told else estimated_noise(window) for window in windows]
+    found = denoised_frames(model, settings, windows, windows.new_tensor(levels), depth=depth, grids=None)
+    return found.flatten(0, 1).cpu()
 
 
 def _piece(path: Any, settings: VideoSettings) -> Tensor:
     """Luma `[T, h, w]` in [0, 1]."""
     window = settings.data.window
+    window *= math.ceil(_FRAMES / window)
     total = sum(1 for _ in open_source(path).frames())
     if total < window:
-        raise InputError(f"{path}: has {total} frames, fewer than the window of the model, {window}")
+        raise InputError(f"{path}: has {total} frames, fewer than what is measured, {window}")
     start = (total - window) // 2
     chosen = np.stack(list(islice(open_source(path).frames(), start, start + window))).astype(np.float32)
     luma = chosen @ _LUMA if chosen.ndim == 4 else chosen
@@ -81,13 +91,14 @@ def _piece(path: Any, settings: VideoSettings) -> Tensor:
 
 
 def as_table(measurements: Sequence[Measured], sigmas: Sequence[float] = SIGMAS) -> list[list[str]]:
-    """Rows of words, the heading first."""
-    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in sigmas), "mean", "SSIM", "ms a frame"]]
+    """Rows of words, the heading first; "rising" is `Measured.rising`."""
+    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in sigmas), "mean", "SSIM", "ms a frame", "rising"]]
     for found in measurements:
         if found.skipped:
-            rows.append([f"{found.name}: skipped, {found.skipped}", *[""] * (len(sigmas) + 3)])
+            rows.append([f"{found.name}: skipped, {found.skipped}", *[""] * (len(sigmas) + 4)])
             continue
         mean, alike = (sum(values) / len(values) for values in (found.psnr, found.ssim))
         numbers = [*(f"{value:.2f}" for value in found.psnr), f"{mean:.2f}", f"{alike:.3f}"]
-        rows.append([found.name, *numbers, f"{1000 * found.seconds_a_frame:.1f}"])
+        rising = "" if found.rising is None else f"{found.rising:.1%}"
+        rows.append([found.name, *numbers, f"{1000 * found.seconds_a_frame:.1f}", rising])
     return rows

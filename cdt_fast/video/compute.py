@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from cdt_fast.models import DUST
 from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive
-from cdt_fast.video.overlap import tokens_of
+from cdt_fast.video.overlap import refines_mean, tokens_of
 from cdt_fast.video.settings import VideoSettings
 
 
@@ -26,8 +27,13 @@ def exit_flops(model: Denoiser, settings: VideoSettings, grids: int | None) -> l
 
     def counted(sequences: int, depth: int) -> int:
         counter = FlopCounterMode(display=False, custom_mapping={torch.ops.cdt_fast.unrolled_layer: _of_layer})
+        noisy = tokens.expand(sequences, -1, -1)
         with counter:
-            model(tokens.expand(sequences, -1, -1), depth=depth, **known)
+            if not refines_mean(model, settings):
+                model(noisy, depth=depth, **known)
+            else:
+                for level in range(1, depth + 1):
+                    cast("DUST", model).refine(level, noisy, noisy, **known)
         return counter.get_total_flops()
 
     # Products of weights alone are the same for one sequence and for two: what a sequence adds is what it costs.

@@ -20,7 +20,7 @@ from cdt_fast.video.baselines import padded
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
 from cdt_fast.video.noise import LEVELS, known_deviation
-from cdt_fast.video.overlap import frames_of, tokens_of
+from cdt_fast.video.overlap import mean_over_grids, reconstructed, refines_mean
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import DEFAULT_FRAME_RATE, check_target, write_video
 
@@ -219,18 +219,18 @@ def denoised_frames(
     Returns:
         `[b, T, h, w]`, not clipped to [0, 1].
     """
-    data = settings.data
-    height, width = frames.shape[-2:]
-    places = settings.grid_places(grids)
-    total = torch.zeros_like(frames)
-    for top, left in places:
-        moved = padded(frames, top, left, data.patch)
-        if not isinstance(model, DUST) and moved.shape[-2:] != (data.size,) * 2:
-            raise InputError(
-                f"a vit denoises frames of the size it was trained on, {data.size}x{data.size}, got {width}x{height}"
-            )
-        tokens = tokens_of(moved, settings)
-        known = {} if deviation is None else known_deviation(is_adaptive(model), deviation, len(tokens))
-        result = frames_of(model(tokens, depth=depth, **known), moved, settings)
-        total += result[..., top : top + height, left : left + width]
-    return total / len(places)
+    if refines_mean(model, settings):
+        return reconstructed(model, settings, frames, deviation, grids, depth)[-1]
+    side, shape = settings.data.size, padded(frames, 0, 0, settings.data.patch).shape[-2:]
+    if not isinstance(model, DUST) and shape != (side, side):
+        raise InputError(
+            f"a vit denoises frames of the size it was trained on, {side}x{side}, "
+            f"got {frames.shape[-1]}x{frames.shape[-2]}"
+        )
+
+    return mean_over_grids(
+        lambda tokens: [model(tokens, depth=depth, **known_deviation(is_adaptive(model), deviation, len(tokens)))],
+        settings,
+        grids,
+        frames,
+    )[0]

@@ -67,7 +67,7 @@ def mean_depth_losses(
     """Mean loss of every depth `[L+1]` over all of `windows`, at the training noise."""
     device, dtype = device_of(model), dtype_of(model)
     sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
-    overlaps = settings.data.overlap > 1
+    overlaps = settings.overlapping
     count, losses = 0, ReconstructionLosses(model, None, settings if overlaps else None)
     at_once = windows_at_once(windows, settings.data.size)
     for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, at_once, dtype):
@@ -147,7 +147,7 @@ def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple
     losses = []
     at_once = windows_at_once(data.test, settings.data.size)
     for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model), at_once):
-        if settings.data.overlap > 1:
+        if settings.overlapping:
             pixels = settings.data.patch_frames * settings.data.patch**2
             every = reconstructed(model, settings, noisy, deviation, settings.data.overlap)
             depths = [pixels * (frames - clean).square().mean((1, 2, 3)) for frames in every]

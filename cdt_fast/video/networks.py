@@ -16,8 +16,8 @@ from cdt_fast.video.settings import VideoSettings
 Denoiser = DUST | DenoisingViT
 
 # A first layer with an orthonormal dictionary, a step of 1 and a hard threshold is the thresholded transform that the
-# baselines are, at their threshold. Later layers mix what attention takes from other times with a part of the signal.
-FIRST_SPARSITY, INNER_SPARSITY, INNER_STEP = THRESHOLD_FACTOR, 4.0, 0.6
+# baselines are, at their threshold. Later layers add a part of the noise again to what was denoised.
+FIRST_SPARSITY, INNER_SPARSITY, INNER_STEP = THRESHOLD_FACTOR, 3.5, 0.3
 SOFT_SPARSITY = 1.5
 
 

@@ -86,14 +86,14 @@ def windows_at_once(windows: Windows | CropWindows, size: int) -> int:
     return max(1, 2**19 // (windows.window * size**2))
 
 
-def known_deviation(adaptive: bool, deviation: Tensor, sequences: int) -> dict[str, Tensor]:
+def known_deviation(adaptive: bool, deviation: Tensor | None, sequences: int) -> dict[str, Tensor]:
     """What a network's methods take of the noise: nothing, or its deviation for each of `sequences`.
 
     Args:
         adaptive: whether the network takes it.
-        deviation: `[b]`, of windows that have equally many sequences.
+        deviation: `[b]`, of windows that have equally many sequences; None where the network takes none.
         sequences: of all windows.
     """
-    if not adaptive:
+    if not adaptive or deviation is None:
         return {}
     return {"deviation": deviation.clamp(min=LEAST_DEVIATION).repeat_interleave(sequences // len(deviation))}

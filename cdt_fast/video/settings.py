@@ -39,12 +39,19 @@ class VideoDataSettings(Section):
     split: Literal["auto", "time"] = setting(
         "auto", "train, validate and test on whole clips where there are three or more, or on parts of each"
     )
-    window: Positive = setting(16, "T, frames per window")
+    generated: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.5, "share of the training crops that are generated, moving shapes in the place of the clips'"
+    )
+    window: Positive = setting(8, "T, frames per window")
     stride: Positive | None = setting(None, "frames between training windows (default: window; crops: always)")
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
     patch: Positive = setting(8, "side in pixels of a square patch")
-    patch_frames: Positive = setting(4, "frames of a patch; window is a multiple of it (vit: 1)")
-    overlap: Positive = setting(2, "train on the mean over so many shifted grids of patches along each side")
+    patch_frames: Positive = setting(8, "frames of a patch; window is a multiple of it (vit: 1)")
+    overlap: Positive | None = setting(
+        None,
+        "train on the mean over so many shifted grids of patches along each side, which every layer starts from "
+        "(default: the eight that denoise takes)",
+    )
     sequence: Literal["time", "space", "spacetime"] = setting("time", "what one sequence runs over (vit: space)")
     gamma: NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
     unit: Literal["level", "deviation"] = setting(
@@ -57,7 +64,7 @@ class VideoModelSettings(Section):
 
     model: Literal["dust", "ut", "vit"] = setting("dust", "network")
     layers: Positive = setting(3, "L")
-    code_size: Positive = setting(256, "m, atoms of a dictionary", _UNROLLED)
+    code_size: Positive = setting(512, "m, atoms of a dictionary", _UNROLLED)
     tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)", _UNROLLED)
     adaptive: bool = setting(True, "the layers see patches less their mean, in units of the noise", _UNROLLED)
     nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting(
@@ -65,13 +72,13 @@ class VideoModelSettings(Section):
     )
     sparsity: NonNegative | list[NonNegative] | None = setting(
         None,
-        "lambda_1, one number or one a layer; the threshold is lambda_1 * step (default: 2.7, from layer 2 on 4; soft: "
-        "1.5; 'ut' has none)",
+        "lambda_1, one number or one a layer; the threshold is lambda_1 * step (default: 2.7, from layer 2 on 3.5; "
+        "soft: 1.5; 'ut' has none)",
         _UNROLLED,
     )
     step: float | list[float] | None = setting(
         None,
-        "1/c, one number or one a layer (default: 1 / squared spectral norm of the initial dictionary; hard: 0.6 of it "
+        "1/c, one number or one a layer (default: 1 / squared spectral norm of the initial dictionary; hard: 0.3 of it "
         "from layer 2 on)",
         _UNROLLED,
     )
@@ -86,9 +93,9 @@ class VideoModelSettings(Section):
 class VideoTrainingSettings(TrainingSettings):
     """[training] of video."""
 
-    steps: Positive = setting(1000, "optimizer steps")
+    steps: Positive = setting(200, "optimizer steps")
     batch: Positive = setting(1, "windows per micro-batch")
-    lr: NonNegative = setting(5e-4, "learning rate of Adam")
+    lr: NonNegative = setting(5e-5, "learning rate of Adam")
     code_noise: NonNegative = setting(
         0.0, "noise on the codes between layers, in standard deviations of the codes of a sequence; with overlap 1"
     )
@@ -114,6 +121,7 @@ _DENOISER = {**{name: value for name, value in PRESETS["video"].items() if name 
 _PAPER: dict[str, dict[str, Any]] = {
     "data": {
         "frames": "resized",
+        "generated": 0.0,
         "window": 20,
         "size": 160,
         "patch": 16,
@@ -193,6 +201,11 @@ class VideoSettings(RunSettings):
             for column, left in enumerate(places)
             if grids is not None or (row + column) % 2 == 0
         ]
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether the training is on several grids."""
+        return self.data.overlap != 1
 
     @property
     def between_layers(self) -> tuple[float, float] | None:

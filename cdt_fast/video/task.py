@@ -58,7 +58,7 @@ class VideoWorkload:
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
-        overlapping = self._settings if self._settings.data.overlap > 1 else None
+        overlapping = self._settings if self._settings.overlapping else None
         return ReconstructionLosses(self._denoiser, autocast, overlapping, self._settings.between_layers)
 
     def count(self, sample: int) -> int:
@@ -76,7 +76,9 @@ class VideoWorkload:
             # From pageable memory the copy would synchronize with the host.
             frames = frames.pin_memory().to(device, non_blocking=True)
         frames = frames.to(device).to(dtype_of(self._denoiser)) / LEVELS
-        clean = frames if data.overlap > 1 else to_patches(frames, data.patch, data.sequence, data.patch_frames)
+        clean = (
+            frames if self._settings.overlapping else to_patches(frames, data.patch, data.sequence, data.patch_frames)
+        )
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
         if self._settings.between_layers is None:
             return noisy, clean, deviation
@@ -142,6 +144,7 @@ class VideoTask(Task):
             crops=data.frames == "crops",
             unit=data.unit,
             by_time=data.split == "time",
+            generated=data.generated,
             progress=progress,
         )
 
@@ -267,7 +270,7 @@ def quality_table(runs: Sequence[EvaluatedRun]) -> Table:
 
 def _check_patches(settings: VideoSettings) -> None:
     data, _ = settings.data, settings.noise
-    if settings.between_layers is not None and (data.overlap > 1 or settings.model.model == "vit"):
+    if settings.between_layers is not None and (settings.overlapping or settings.model.model == "vit"):
         raise InputError(
             "[training] code_noise and layer_dropout are for dust and ut on one grid of patches: give --overlap 1"
         )

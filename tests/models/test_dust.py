@@ -563,3 +563,50 @@ def test_cosines_of_volumes_are_the_orthonormal_transform_where_there_are_as_man
     model = models.DUST(36, 36, 2, patch_frames=4)
     assert models.DUST(**model.config).patch_frames == 4  # pyright: ignore[reportArgumentType]
     assert model.step == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("readout", ["own", "next", "shared"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_refine_is_a_layer_that_starts_from_an_estimate(tokens: int, tied: bool, readout: str) -> None:
+    model = built(models.DUST, step=[0.9, 0.3, 0.2], sparsity=[0.05, 0.1, 0.2], scale=0.7, tied=tied, readout=readout)
+    noisy, clean = pictures(2, tokens=tokens)
+    estimate = (0.5 * (noisy + clean)).requires_grad_()
+    dictionaries = [model.dictionary] * LAYERS if tied else list(model.dictionary)
+    for level in range(1, LAYERS + 1):
+        dictionary = dictionaries[level - 1]
+        following = dictionaries[min(level, LAYERS - 1)]
+        read = {"own": dictionary, "next": following, "shared": model.readout_dictionary}[readout]
+        assert read is not None
+        attention = torch.softmax(0.7 * estimate @ estimate.mT, -1)
+        residual = noisy - attention @ estimate
+        codes = attention @ (estimate @ dictionary) + model.steps[level - 1] * residual @ dictionary
+        expected = ops.soft_threshold(codes, model.thresholds[level - 1]) @ read.mT
+        found = model.refine(level, noisy, estimate)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        sources = (estimate, model.dictionary)
+        gradients = (torch.autograd.grad((each - clean).square().sum(), sources) for each in (found, expected))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+def test_with_an_orthonormal_dictionary_the_network_is_a_chain_of_refine() -> None:
+    """Then codes are those of what they are read as, and nothing is lost between layers."""
+    options: dict[str, Any] = {"patch_frames": 2, "noise_adaptive": True, "nonlinearity": "hard_threshold"}
+    model = models.DUST(8, 8, 2, step=[1.0, 0.3], sparsity=[0.5, 1.0], scale=0.1, **options).double()
+    noisy = torch.randn(3, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    first = model.refine(1, noisy, noisy, deviation=0.4)
+    assert not torch.allclose(first, noisy, atol=1e-3)
+    torch.testing.assert_close(first, model(noisy, depth=1, deviation=0.4))
+    torch.testing.assert_close(model.refine(2, noisy, first, deviation=0.4), model(noisy, deviation=0.4))
+
+
+def test_refine_refuses_what_it_cannot_take() -> None:
+    model, (noisy, _) = built(models.DUST), pictures(2)
+    for level in (0, LAYERS + 1, 1.0):
+        with pytest.raises(InputError, match=f"level must be a whole number from 1 to {LAYERS}, got {level}"):
+            model.refine(level, noisy, noisy)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="estimate must have shape"):
+        model.refine(1, noisy, noisy[:1])
+    with pytest.raises(InputError, match="deviation is of no use"):
+        model.refine(1, noisy, noisy, deviation=0.1)

@@ -31,7 +31,7 @@ class _Same(DUST):
 
 def settings_of(**data: Any) -> VideoSettings:
     config = VideoSettings()
-    config.update("data", {"patch": 8, "window": 8, "patch_frames": 4, **data})
+    config.update("data", {"patch": 8, "window": 8, "patch_frames": 4, "overlap": 1, **data})
     return config
 
 

@@ -53,3 +53,11 @@ def test_every_grid_counts(tiny_config: Callable[..., VideoSettings]) -> None:
     assert four == [4 * flop for flop in one]
     # Depth 0 is one product of the signal with a matrix of n x n.
     assert one[0] == 2 * settings.data.patch**2
+
+
+def test_a_layer_that_starts_from_a_mean_costs_two_products() -> None:
+    settings = VideoSettings()
+    model = build_network(settings)
+    # Of one token attention is a product of two vectors, and a vector of the result.
+    layer = 2 * (2 * 512 * 512 + 2 * 512) / 512
+    assert exit_flops(model, settings, None) == [8 * depth * layer for depth in range(model.layers + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,16 +11,18 @@ import torch
 from cdt_fast.models import DUST
 from cdt_fast.models.dictionary import cosine_volumes
 from cdt_fast.training.factory import build_constraints
+from cdt_fast.video.baselines import padded
+from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.denoising import denoised_frames
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network
-from cdt_fast.video.overlap import tokens_of
+from cdt_fast.video.overlap import reconstructed, tokens_of
 from cdt_fast.video.settings import VideoSettings
 
 
 def denoiser(**changes: Any) -> VideoSettings:
     settings = VideoSettings()
-    for section, values in {"data": {"size": 16, "window": 8}, "model": {"code_size": 256}}.items():
+    for section, values in {"data": {"size": 16, "patch_frames": 4}, "model": {"code_size": 256}}.items():
         settings.update(section, values)
     for name, value in changes.items():
         settings.set("data" if name in ("overlap", "setup") else "model", name, value)
@@ -57,8 +60,8 @@ def test_before_training_the_first_layer_is_the_thresholded_transform() -> None:
 @pytest.mark.parametrize("layers", [1, 5])
 def test_step_and_threshold_fit_any_number_of_layers(layers: int) -> None:
     network = network_of(denoiser(layers=layers))
-    assert network.steps == pytest.approx((1.0, *[0.6] * (layers - 1)), rel=1e-6)
-    assert network.thresholds == pytest.approx((2.7, *[2.4] * (layers - 1)), rel=1e-6)
+    assert network.steps == pytest.approx((1.0, *[0.3] * (layers - 1)), rel=1e-6)
+    assert network.thresholds == pytest.approx((2.7, *[1.05] * (layers - 1)), rel=1e-6)
 
 
 def test_depth_0_is_no_exit_of_the_denoiser() -> None:
@@ -76,6 +79,39 @@ def test_the_losses_of_one_grid_are_those_of_its_patches() -> None:
         tokens_of(noisy, settings), tokens_of(clean, settings), deviation, None
     )[1]
     torch.testing.assert_close(of_frames, of_tokens, rtol=1e-4, atol=0)
+
+
+def test_every_layer_starts_from_the_mean_over_grids() -> None:
+    settings = denoiser(overlap=2)
+    network = network_of(settings)
+    noisy, _, deviation = windows(3)
+    expected = noisy
+    for level in (1, 2):
+        total = torch.zeros_like(noisy)
+        for top, left in ((0, 0), (0, 4), (4, 0), (4, 4)):
+            moved, given = (padded(frames, top, left, 8) for frames in (noisy, expected))
+            tokens, estimate = (to_patches(frames, 8, "time", 4) for frames in (moved, given))
+            of_each = deviation.repeat_interleave(len(tokens) // 2)
+            found = network.refine(level, tokens, estimate, deviation=of_each)
+            total += from_patches(found, tuple(moved.shape), 8, "time", 4)[..., top : top + 16, left : left + 16]
+        expected = total / 4
+    depths = reconstructed(network, settings, noisy, deviation, 2, depth=2)
+    assert len(depths) == 3
+    torch.testing.assert_close(depths[2], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(depths[0], noisy)
+    alone = denoised_frames(network, denoiser(overlap=1), noisy, deviation, depth=2, grids=2)
+    assert not torch.allclose(alone, expected, atol=1e-3)  # trained on one grid, each goes through on its own
+
+
+def test_before_training_every_layer_of_the_default_lowers_the_error() -> None:
+    settings = VideoSettings()
+    network = network_of(settings)
+    row, column = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
+    moving = torch.stack([0.5 + 0.2 * torch.sin(0.4 * row + 0.2 * (column + time)) for time in range(8)])[None]
+    noise = torch.randn(moving.shape, generator=torch.Generator().manual_seed(0))
+    depths = reconstructed(network, settings, moving + 0.1 * noise, torch.tensor([0.1]), None)
+    errors = [(frames - moving).square().mean().item() for frames in depths]
+    assert all(after < before for before, after in pairwise(errors)), errors
 
 
 def test_the_losses_of_overlapping_grids_are_those_of_what_is_denoised() -> None:

@@ -73,8 +73,10 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
 
     np.save(tmp_path / "clip.npy", scrolling_clip(20, 40, 50))
     np.save(tmp_path / "short.npy", scrolling_clip(3, 40, 50))
+    settings = VideoSettings()
+    settings.update("data", {"patch_frames": 4})
     model = DUST(256, 256, 2, sparsity=1.5, scale=0.02, patch_frames=4, noise_adaptive=True)
-    found = comparison.compare_denoisers(model, VideoSettings(), [str(tmp_path / "clip.npy")], [20.0, 50.0], False)
+    found = comparison.compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], [20.0, 50.0], False)
     by_name = {each.name: each for each in found}
     noisy = by_name["noisy frames"]
     assert noisy.psnr == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
@@ -84,6 +86,9 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
             assert len(each.psnr) == len(each.ssim) == 2
     assert by_name["this run, 2 of 2 layers"].psnr[1] > noisy.psnr[1] + 6  # the start of the training is a threshold
     assert by_name["this run, noise estimated"].psnr == pytest.approx(by_name["this run, 2 of 2 layers"].psnr, abs=0.5)
+    assert by_name["this run, 1 of 2 layers"].rising == 1
+    assert by_name["this run, 2 of 2 layers"].rising is not None
+    assert by_name["noisy frames"].rising is None
     rows = comparison.as_table(found, [20.0, 50.0])
     assert len({len(row) for row in rows}) == 1
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):

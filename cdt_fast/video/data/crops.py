@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdt_fast.video.data.dead_leaves import moving_leaves
 from cdt_fast.video.data.splits import Part, WindowName
 
 CROPS_VERSION = 2  # raise it with any change that can move a pixel
@@ -135,6 +136,7 @@ class CropWindows:
         size: side of a window; the crops are larger by what `augmented` moves them.
         training: samples are luma and the three opponent planes of every crop, else the luma of those at full
             resolution.
+        generated: probability with which `augmented` gives generated frames in the place of a crop.
     """
 
     def __init__(
@@ -144,7 +146,9 @@ class CropWindows:
         crops: Crops,
         size: int,
         training: bool,
+        generated: float = 0.0,
     ) -> None:
+        self._generated = generated
         self.window, self._clips, self._crops, self._size = crops.window, clips, crops, size
         self._training = training
         chosen, planes = (crops.a_window, 1 + _COLORS) if training else (crops.as_they_are, 1)
@@ -170,19 +174,24 @@ class CropWindows:
 
     def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> Tensor:
         """As `batch`, each moved, turned, mirrored or played backwards as its seed says, half of them with a piece of
-        another sample that moves across: what a clip shows in few of its frames would otherwise be wiped out.
+        another sample that moves across: what a clip shows in few of its frames would otherwise be wiped out. Some
+        are generated (`dead_leaves`).
         """
         size, chosen = self._size, []
         for index, seed in zip(indices, seeds, strict=True):
-            frames = self._planes(index)
-            room = frames.shape[-1] - size
             draw = np.random.default_rng(seed)
-            top, left = (int(draw.integers(0, room + 1)) for _ in range(2))
-            frames = frames[:, top : top + size, left : left + size].clone()
+            if draw.random() < self._generated:
+                frames, others = moving_leaves(self.window, size, draw), None
+            else:
+                frames, others = self._planes(index), 1 + _COLORS if self._training else 1
+                top, left = (int(draw.integers(0, length - size + 1)) for length in frames.shape[1:])
+                frames = frames[:, top : top + size, left : left + size].clone()
             if draw.integers(0, 2):
-                planes = 1 + _COLORS if self._training else 1
-                other = planes * int(draw.integers(0, len(self) // planes)) + index % planes
-                _paste(frames, self._planes(other), draw)
+                if others is None:
+                    piece = moving_leaves(self.window, size, draw)
+                else:
+                    piece = self._planes(others * int(draw.integers(0, len(self) // others)) + index % others)
+                _paste(frames, piece, draw)
             backwards, upside_down, turned = (bool(draw.integers(0, 2)) for _ in range(3))
             flipped = [axis for axis, chosen_axis in ((0, backwards), (1, upside_down)) if chosen_axis]
             frames = frames.flip(flipped)

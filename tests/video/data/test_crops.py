@@ -7,7 +7,9 @@ import torch
 from cdt_fast.errors import InputError
 from cdt_fast.video.data import CropWindows, from_opponent, load_video, to_opponent
 from cdt_fast.video.data.crops import Crops
+from cdt_fast.video.data.dead_leaves import moving_leaves
 from cdt_fast.video.data.splits import Part
+from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
 
 
@@ -129,3 +131,37 @@ def test_pieces_that_move_across_are_of_the_same_plane_and_at_a_steady_speed() -
     assert 0.15 < bright_share < 0.35  # half of all get a piece, and half of the samples are bright
     assert (((found - 50).abs() < 1) | ((found - 200).abs() < 1)).all()
     assert torch.stack([train.augmented([2], [seed])[0] for seed in range(20)]).abs().max() < 1e-4
+
+
+def test_generated_crops_are_a_share_and_depend_on_the_seed_alone() -> None:
+    crops = Crops(window=4, a_window=2)
+    flat = np.stack(list(crops.rows(iter(np.full((8, 30, 30), 50, np.uint8)), 24)))
+    train, never, always = (
+        CropWindows([("flat", flat)], [Part(0, 0, 8)], crops, 16, True, share) for share in (0.4, 0.0, 1.0)
+    )
+    drawn = torch.stack([train.augmented([0], [seed])[0] for seed in range(200)])
+    assert 0.3 < (drawn.flatten(1).std(1) > 1).double().mean().item() < 0.5
+    assert never.augmented([0] * 20, range(20)).std() < 1e-3
+    first, again, other = (always.augmented([index], [seed])[0] for index, seed in ((0, 5), (8, 5), (0, 6)))
+    assert torch.equal(first, again)  # whatever sample it stands for
+    assert not torch.allclose(first, other)
+    assert torch.equal(always.batch([0]), never.batch([0]))  # what is measured is never generated
+
+
+def test_leaves_move_and_are_gray_levels() -> None:
+    seen = [moving_leaves(6, 24, np.random.default_rng(seed)) for seed in range(12)]
+    for frames in seen:
+        assert frames.shape == (6, 24, 24)
+        assert frames.dtype == torch.float32
+        assert frames.min() >= 0
+        assert frames.max() <= 255
+        assert frames.std() > 1
+    assert torch.equal(seen[3], moving_leaves(6, 24, np.random.default_rng(3)))
+    still = [bool((frames[0] - frames[-1]).abs().max() < 1e-3) for frames in seen]
+    assert 0 <= sum(still) < 6
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_is_between_zero_and_one(share: float) -> None:
+    with pytest.raises(InputError, match="generated"):
+        VideoSettings().set("data", "generated", share)
