@@ -58,15 +58,16 @@ def build_network(settings: VideoSettings) -> Denoiser:
         "initial_codes": model.initial_codes,
         "readout": model.readout,
     }
+    sparsity, inner = model.sparsity, model.layers - 1
+    hard = model.model == "dust" and model.nonlinearity == "hard_threshold"
+    # A layer that starts from the mean over grids would see nothing of it with a whole step.
+    if model.step is None and (hard or settings.overlapping):
+        largest = DUST(**{**common, "layers": 1}).step
+        common["step"] = [largest] + [INNER_STEP * largest] * inner
     if model.model == "ut":
         return VideoUT(**common)
-    sparsity, inner = model.sparsity, model.layers - 1
-    if model.nonlinearity == "hard_threshold":
-        if sparsity is None:
-            sparsity = [FIRST_SPARSITY] + [INNER_SPARSITY] * inner
-        if model.step is None:
-            largest = DUST(**{**common, "layers": 1}).step
-            common["step"] = [largest] + [INNER_STEP * largest] * inner
+    if hard and sparsity is None:
+        sparsity = [FIRST_SPARSITY] + [INNER_SPARSITY] * inner
     sparsity = SOFT_SPARSITY if sparsity is None else sparsity
     return DUST(**common, sparsity=sparsity, nonlinearity=model.nonlinearity)
 

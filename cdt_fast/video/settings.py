@@ -78,8 +78,8 @@ class VideoModelSettings(Section):
     )
     step: float | list[float] | None = setting(
         None,
-        "1/c, one number or one a layer (default: 1 / squared spectral norm of the initial dictionary; hard: 0.3 of it "
-        "from layer 2 on)",
+        "1/c, one number or one a layer (default: 1 / squared spectral norm of the initial dictionary; "
+        "with hard thresholds or several grids 0.3 of it from layer 2 on)",
         _UNROLLED,
     )
     scale: float = setting(0.02, "beta, factor of the attention scores", _UNROLLED)

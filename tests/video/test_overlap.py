@@ -64,6 +64,12 @@ def test_step_and_threshold_fit_any_number_of_layers(layers: int) -> None:
     assert network.thresholds == pytest.approx((2.7, *[1.05] * (layers - 1)), rel=1e-6)
 
 
+@pytest.mark.parametrize("other", [{"model": "ut"}, {"nonlinearity": "soft_threshold"}])
+def test_other_layers_that_start_from_a_mean_take_a_part_of_a_step_too(other: dict[str, str]) -> None:
+    assert network_of(denoiser(**other)).steps == pytest.approx((1.0, 0.3, 0.3), rel=1e-6)
+    assert len(set(network_of(denoiser(**other, overlap=1)).steps)) == 1
+
+
 def test_depth_0_is_no_exit_of_the_denoiser() -> None:
     constraints = build_constraints(denoiser(), None, "cpu", 3)
     assert constraints.weights().tolist() == [0, 1, 1, 1]
