@@ -278,8 +278,7 @@ def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     of_a_run = len(experiment.learning_rates or experiment.seeds)
     assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * of_a_run
     assert experiment.baseline in ("", *experiment.runs)
-    # Fixed weights stand beside the bounds of "exits".
-    assert {run.settings.constrained for run in planned} == ({False} if name == "exits-weights" else {True, False})
+    assert {run.settings.constrained for run in planned} == {True, False}
     assert all(run.settings.data.source == str(Path("data").resolve()) for run in planned)
     assert f"  {name} " in call("reproduce", "--help").out
 

@@ -24,7 +24,7 @@ UNROLLED, SMALL = "text-ut", "llama-small"  # the networks of this package; any 
 _PRETRAINED = "a pretrained model"
 _GAMMA = "training noise as a multiple of the standard deviation of the embeddings: one level, or LOW,HIGH of a range"
 
-Depths = Annotated[list[int], Field(min_length=1)]
+Depths = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class PerturbationSettings(Section):

@@ -32,7 +32,7 @@ def coefficients_of(settings: RunSettings, num_constraints: int) -> list[float] 
     """The coefficients of the settings as numbers, one a depth that is read; None where there are none.
 
     Raises:
-        InputError: a scale over depths that are counted from the last, or a factor for numbers that are given.
+        InputError: a factor for numbers that are given.
     """
     chosen, given = settings.constraints, settings.coefficients
     if not isinstance(given, str):
@@ -42,8 +42,6 @@ def coefficients_of(settings: RunSettings, num_constraints: int) -> list[float] 
             )
         return given
     depths = getattr(settings.model, "taps", None) or list(range(num_constraints + 1))
-    if len(depths) != num_constraints + 1 or min(depths) < 0:
-        raise InputError(f"[constraints] coefficients {given!r} need taps that are counted from 0, got {depths}")
     return scaled_coefficients(given, depths, chosen.exit_scale)
 
 

@@ -141,6 +141,7 @@ BAD = [
     ("text", ["TABLE", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
     ("text", ["TABLE", "--embedding", "no-such-folder"], ["no-such-folder", "local folder"]),
     ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
+    ("text", ["TABLE", "--model", "bert", "--taps=-1,2"], ["[model] taps must be"]),
     ("text", ["TABLE", "--gamma", "1,0"], ["[data] gamma must be one level, or LOW,HIGH with LOW below HIGH"]),
     ("text", ["TABLE", "--exit-agreements", "0.9,1"], ["exit_agreements", "below 1"]),
     ("text", ["TABLE", "--perturbation", "salt"], ["perturbation must be 'gaussian', 'laplace'"]),
