@@ -102,7 +102,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Tensor]]:
         try:
             with safe_open(path, framework="pt") as file:
                 ours = (file.metadata() or {}).get(_OURS)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                # Copies: in the file they start on any 8 bytes, and where they start decides how products round.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch cannot map the file
             if _state(path) == state:
                 raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
