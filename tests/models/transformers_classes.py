@@ -275,7 +275,9 @@ def left_early(inputs: dict[str, Tensor], handle: LayerLosses) -> str:
     with torch.no_grad():
         logits = torch.stack(handle.depth_logits(**inputs))
     sure = logits.double().softmax(-1).amax(-1)
-    for threshold in (0.0, *sure[:-1].quantile(torch.tensor([0.5, 0.8], dtype=torch.float64)).tolist(), 1.0):
+    ranked = sure[:-1].flatten().sort().values
+    widest = ranked.diff().topk(2).indices  # in the middle of a gap rounding decides nothing
+    for threshold in (0.0, *((ranked[widest] + ranked[widest + 1]) / 2).tolist(), 1.0):
         answers = handle.classify(threshold, **inputs)
         expected = logits[answers.depths, torch.arange(len(answers.depths))]
         error = ((answers.logits - expected).abs().max() / expected.abs().max()).item()
