@@ -18,7 +18,7 @@ from cdt_fast.bench.triage.stages import Context, Parts
 
 _ERRORS = 86
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
-_KERNELS = "regex:unrolled_forward_kernel|unrolled_backward_kernel|_cross_entropy_kernel"
+_KERNELS = "regex:unrolled_forward_kernel|unrolled_backward_kernel|cross_entropy_kernel"
 # Of the many metrics those that say what bounds a kernel.
 _METRICS = (
     "Duration",
