@@ -168,11 +168,12 @@ class DUST(PretrainedModel):
         units = self._units(noisy, deviation)
         check_tensor("estimate", estimate, 2, "[..., T, n]")
         check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
-        dtype = compute_dtype(noisy)
-        noisy, mixed = _normalized(noisy, units).to(dtype), _normalized(estimate, units).to(dtype)
-        if noisy.shape[-2] > 1:  # of one token A is 1
-            mixed = ops.symmetric_attention(mixed, scale=self.scale)
-        mixed = torch.lerp(mixed, noisy, self.steps[level - 1])
+        dtype, step = compute_dtype(noisy), self.steps[level - 1]
+        if noisy.shape[-2] == 1:  # of one token A is 1
+            mixed = _normalized(torch.lerp(estimate, noisy, step), units).to(dtype)
+        else:
+            noisy, mixed = _normalized(noisy, units).to(dtype), _normalized(estimate, units).to(dtype)
+            mixed = torch.lerp(ops.symmetric_attention(mixed, scale=self.scale), noisy, step)
         dictionaries = (self.dictionary,) * self.layers if self.tied else self.dictionary.unbind()
         read = dictionaries[min(level, self.layers - 1)] if self.readout == "next" else self.readout_dictionary
         _, reconstruction = ops.unrolled_layer(

@@ -187,6 +187,14 @@ def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any, tmp_p
         check_comparable([run for group in cells["clip"].values() for run in group])
 
 
+def test_a_rate_that_the_model_chooses_is_called_so(trained: Any) -> None:
+    plain = open_evaluated(trained.plain)
+    settings = plain.settings.model_copy(deep=True)
+    settings.training = settings.training.model_copy(update={"lr": None})  # as of texts
+    cells = {"reviews": {"plain": [plain, replace(plain, settings=settings)]}}
+    assert study.source_table(cells)[1][1] == f"{plain.settings.training.lr:g} the model's"
+
+
 def test_what_another_process_trains_is_left_to_it(
     call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

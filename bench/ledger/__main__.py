@@ -81,6 +81,18 @@ a tensor of codes (131 MB at 64,000 tokens), N for one of signals (33 MB).
   which is the most that such a kernel could save, were it free. What keeps the share below 100 % are tiles of 64 rows
   with 60 tokens, products among the rows of a tile that belong to other sequences, and the last wave; keeping the codes
   on chip changes none of them.
+
+## What bounds a step of the denoiser
+
+The default of `train video`: the mean over eight shifted grids of patches of 8 x 8 pixels and 8 frames, which every
+layer starts from; a step of one crop of 64 x 64, and a window of 8 frames of 1088 x 1920.
+
+- Its patches have 512 pixels, and a tile of the fused layer holds 256; each is a sequence of its own, whose attention
+  is 1. So a layer is two products, the first with its threshold in one kernel, the second cuBLAS's. A kernel for both
+  would not write the codes and read them again, half of the four tensors, and save no time: the two products of a patch
+  take 6.6 ns on an RTX 4090 and their bytes 4.4, on an H200 1.3 and 0.95, on an H100 1.3 and 1.4.
+- All grids of a crop go through a layer at once, so that a step is 280 launches and not 1,218, captured one. Of what is
+  left nine tenths are copies and sums that cut the grids out of frames and put them together again.
 """
 
 

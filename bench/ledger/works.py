@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.bench.baselines.depths import Depths
@@ -13,6 +15,12 @@ from cdt_fast.bench.ledger.recording import META
 from cdt_fast.bench.suites import cross_entropy
 from cdt_fast.bench.suites.trained import TextWork, VideoWork
 from cdt_fast.bench.suites.training_step import CONSTRAINED, TrainingStep, fused
+from cdt_fast.training import step as training_step
+from cdt_fast.training.factory import build_constraints
+from cdt_fast.video.denoising import denoised_frames
+from cdt_fast.video.losses import ReconstructionLosses
+from cdt_fast.video.networks import build_network
+from cdt_fast.video.settings import VideoSettings
 
 TOKENS = (8_000, 64_000)
 _BF16 = torch.bfloat16
@@ -54,6 +62,7 @@ def works() -> Iterator[Work]:
         ):
             yield training(work)
             yield inference(work)
+    yield from _denoiser()
     for shape in cross_entropy.SHAPES["gpu"]:
         if shape.model != cross_entropy.CLASSIFIER:
             yield from _losses(shape)
@@ -84,6 +93,49 @@ def inference(work: VideoWork | TextWork) -> Work:
 
 def _family(work: VideoWork | TextWork) -> str:
     return work.family if isinstance(work, VideoWork) else work.title
+
+
+def _denoiser() -> Iterator[Work]:
+    """What `train video` trains by default, a step of it, and what it denoises: a window in full HD."""
+    settings = VideoSettings()
+    data, layers, n, m = settings.data, settings.model.layers, settings.data.patch**2 * settings.data.patch_frames, 0
+    m, grids = settings.model.code_size, len(settings.grid_places(data.overlap))
+
+    def works_on(name: str, height: int, width: int, prepare: Any, products: int, moved: int, parameters: int) -> Work:
+        tokens = grids * settings.training.batch * data.window * height * width // n
+        frames = torch.empty(settings.training.batch, data.window, height, width, device=META)
+        flop = 2.0 * products * tokens * layers * n * m
+        bytes_moved = 1.0 * _BF16.itemsize * tokens * layers * moved + parameters * layers * n * m
+        return Work(f"denoiser, {name}", tokens, lambda captured: prepare(settings, frames), flop, bytes_moved)
+
+    # Of a layer two products, and two more for the gradient of each; Adam reads and writes four tensors of float32.
+    yield works_on("training", data.size, data.size, _denoiser_step, 6, 7 * n + 3 * m, 28)
+    yield works_on("inference", 1088, 1920, _denoised, 2, 2 * n, 2)
+
+
+def _denoiser_step(settings: VideoSettings, clean: Tensor) -> Callable[[], object]:
+    network, noisy = build_network(settings).to(META), torch.empty_like(clean)
+    constraints = build_constraints(settings, None, META, network.layers)
+    losses = ReconstructionLosses(network, _BF16, settings)
+    optimizer = torch.optim.Adam(network.parameters(), settings.training.lr, fused=True)
+    step = training_step.TrainingStep(losses, optimizer, torch.zeros(network.layers + 2, device=META), constraints)
+    deviation = clean.new_empty(len(clean))
+
+    def run() -> None:
+        step.run([(noisy, clean, deviation)], [1], 1, None, constraints.count_step())
+
+    run()  # the optimizer makes its state
+    return run
+
+
+def _denoised(settings: VideoSettings, noisy: Tensor) -> Callable[[], object]:
+    network, deviation = build_network(settings).to(META), noisy.new_empty(len(noisy))
+
+    def run() -> object:
+        with torch.autocast(META.type, _BF16):
+            return denoised_frames(network, settings, noisy, deviation, grids=None)
+
+    return run
 
 
 def _losses(shape: cross_entropy.Shape) -> Iterator[Work]:

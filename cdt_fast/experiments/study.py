@@ -80,7 +80,7 @@ def source_table(cells: Cells) -> Table:
     for source, runs in cells.items():
         for name, group in runs.items():
             means = [_mean([value for run in group if (value := column.value(run)) is not None]) for column in columns]
-            rates = sorted({f"{run.settings.training.lr:g}" for run in group})
+            rates = sorted({_rate(run.settings.training.lr) for run in group})
             feasible = f"{sum(run.evaluation.feasible for run in group)} of {len(group)}"
             rows.append([f"{source}: {name}", " ".join(rates), str(len(group)), *means, feasible])
     return rows
@@ -161,6 +161,10 @@ def _geometric_mean(values: Sequence[float]) -> float | None:
     if not values or min(values) <= 0:
         return None
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _rate(lr: float | None) -> str:
+    return "the model's" if lr is None else f"{lr:g}"
 
 
 def _largest(ratios: Sequence[Any]) -> float | None:

@@ -59,12 +59,17 @@ def blur(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
 
 
 def padded(frames: Tensor, top: int, left: int, patch: int) -> Tensor:
-    """Frames `[b, T, h, w]` with so many rows and columns before them, and after them until patches fill both sides.
+    """Frames `[b, T, h, w]` with so many rows and columns before them, and after them until patches fill both sides."""
+    height, width = frames.shape[-2:]
+    return continued(frames, (left, -(left + width) % patch, top, -(top + height) % patch))
+
+
+def continued(frames: Tensor, sides: tuple[int, int, int, int]) -> Tensor:
+    """Frames `[b, T, h, w]` with so many columns before and after them, and rows before and after them.
 
     They are continued by their mirror image, where they are large enough for it, else by their border.
     """
     height, width = frames.shape[-2:]
-    sides = (left, -(left + width) % patch, top, -(top + height) % patch)
     mirrored = max(sides[:2]) < width and max(sides[2:]) < height
     return torch.nn.functional.pad(frames, sides, mode="reflect" if mirrored else "replicate")
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from cdt_fast.models import DUST
-from cdt_fast.video.baselines import padded
+from cdt_fast.video.baselines import continued
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.networks import Denoiser, is_adaptive
 from cdt_fast.video.noise import known_deviation
 from cdt_fast.video.settings import VideoSettings
+
+# What is in a processor's caches together: more at once is slower there, and less leaves much of a GPU without work.
+_PIXELS_AT_ONCE = 2**20
 
 
 def tokens_of(frames: Tensor, settings: VideoSettings) -> Tensor:
@@ -79,13 +82,39 @@ def reconstructed(
 def mean_over_grids(
     denoise: Callable[..., list[Tensor]], settings: VideoSettings, grids: int | None, *frames: Tensor
 ) -> list[Tensor]:
-    """What `denoise` gives for the tokens of each of `frames` `[b, T, h, w]`, as the mean over shifted grids."""
-    (height, width), places, totals = frames[0].shape[-2:], settings.grid_places(grids), []
-    for top, left in places:
-        moved = [padded(each, top, left, settings.data.patch) for each in frames]
-        for number, tokens in enumerate(denoise(*(tokens_of(each, settings) for each in moved))):
-            part = frames_of(tokens, moved[0], settings)[..., top : top + height, left : left + width]
-            if number == len(totals):
-                totals.append(torch.zeros_like(part))
-            totals[number] = totals[number] + part
+    """What `denoise` gives for the tokens of each of `frames` `[b, T, h, w]`, as the mean over shifted grids.
+
+    Of small frames all grids go through it at once, as so many more windows.
+    """
+    patch, places, totals = settings.data.patch, settings.grid_places(grids), []
+    shape, furthest = frames[0].shape[-2:], tuple(map(max, zip(*places, strict=True)))
+    (height, width), (below, beside) = shape, (_filled(shape, furthest, patch)[side] - shape[side] for side in (0, 1))
+    whole = [continued(each, (furthest[1], beside, furthest[0], below)) for each in frames]
+    # A sequence over places would see what grids of one size hold beyond the frame's border.
+    together = max(1, _PIXELS_AT_ONCE // frames[0].numel()) if settings.data.sequence == "time" else 1
+    for first in range(0, len(places), together):
+        some = places[first : first + together]
+        size = _filled(shape, tuple(map(max, zip(*some, strict=True))), patch)
+        corners = [(furthest[0] - top, furthest[1] - left) for top, left in some]
+        cut = [_windows(each, corners, size) for each in whole]
+        for number, tokens in enumerate(denoise(*(tokens_of(each.flatten(0, 1), settings) for each in cut))):
+            shifted = frames_of(tokens, cut[0].flatten(0, 1), settings).view_as(cut[0]).unbind(1)
+            for (top, left), part in zip(some, shifted, strict=True):
+                part = part[..., top : top + height, left : left + width]
+                if number == len(totals):
+                    totals.append(part)
+                else:
+                    totals[number] = totals[number] + part
     return [total / len(places) for total in totals]
+
+
+def _filled(shape: tuple[int, int], moved: tuple[int, int], patch: int) -> tuple[int, int]:
+    """The least size that holds frames which are moved by so much, and that patches fill."""
+    height, width = (-(-(side + by) // patch) * patch for side, by in zip(shape, moved, strict=True))
+    return height, width
+
+
+def _windows(frames: Tensor, corners: Sequence[tuple[int, int]], size: tuple[int, int]) -> Tensor:
+    """Parts `[b, g, T, *size]` of frames `[b, T, h, w]`, by the first row and column of each."""
+    parts = [frames[..., row : row + size[0], column : column + size[1]] for row, column in corners]
+    return parts[0].unsqueeze(1) if len(parts) == 1 else torch.stack(parts, 1)

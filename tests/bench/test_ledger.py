@@ -100,6 +100,22 @@ def test_a_default_training_multiplies_nothing_in_float32(step: list[Entry]) -> 
     assert {entry.dtype for entry in step if entry.flop} == {torch.bfloat16}
 
 
+def test_the_default_denoiser_multiplies_and_thresholds_in_one_kernel_and_attends_to_nothing() -> None:
+    step = record(lambda: work("denoiser, training", 512).prepare(True), H100.spec)
+    # All eight grids at once: 81 patches of each, 17 beyond the crop.
+    layers = named(step, "residual_linear_forward_kernel")
+    assert [entry.flop for entry in layers] == [2.0 * 768 * 512 * 512] * 3
+    assert not [entry for entry in step if "attention" in entry.name or "packed" in entry.name]
+    assert {entry.dtype for entry in step if entry.flop} == {torch.bfloat16}
+    assert len(step) <= 280
+
+
+def test_a_frame_of_full_hd_is_denoised_a_grid_at_a_time() -> None:
+    window = record(lambda: work("denoiser, inference", 261_120).prepare(True), H100.spec)
+    assert len(named(window, "residual_linear_forward_kernel")) == 3 * 8
+    assert not named(window, "stack")
+
+
 def test_cross_entropy_multiplies_three_times_a_chunk_and_sweeps_its_logits_twice() -> None:
     entries = record(lambda: work("cross-entropy, GPT2-small, training", 8192).prepare(False), H100.spec)
     chunks = named(entries, "cross_entropy_kernel")

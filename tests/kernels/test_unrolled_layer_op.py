@@ -116,14 +116,21 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("projection", [False, True])
 @pytest.mark.parametrize(
     "shape",
-    [Shape(2, LONGEST + 1, 20, 18, 21), Shape(2, 3, 20, WIDEST + 3), Shape(2, 3, 20, 18, 259)],
+    [Shape(2, LONGEST + 1, 20, 18, 21), Shape(2, 3, 20, WIDEST + 3), Shape(2, 3, 20, 18, 259), Shape(2, 1, 20, 259)],
 )
 def test_what_no_tile_holds_is_composed_of_ops(
     shape: Shape, projection: bool, target: bool, device: torch.device
 ) -> None:
     for dtype in (torch.float32, torch.float16):
-        given = {"lengths": (shape.tokens, 2), "nonlinearity": "soft_threshold", "threshold": 0.0, "target": target}
+        given = {
+            "lengths": (shape.tokens, min(2, shape.tokens - 1)),
+            "nonlinearity": "soft_threshold",
+            "threshold": 0.0,
+            "target": target,
+        }
         assert_is_the_formula(shape, device, dtype, projection, composed=True, **given)
+        if projection:
+            assert_is_the_formula(shape, device, dtype, composed=True, codes=False, **given)
 
 
 @pytest.mark.parametrize(

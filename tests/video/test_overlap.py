@@ -11,6 +11,7 @@ import torch
 from cdt_fast.models import DUST
 from cdt_fast.models.dictionary import cosine_volumes
 from cdt_fast.training.factory import build_constraints
+from cdt_fast.video import overlap
 from cdt_fast.video.baselines import padded
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.denoising import denoised_frames
@@ -107,6 +108,26 @@ def test_every_layer_starts_from_the_mean_over_grids() -> None:
     assert torch.equal(depths[0], noisy)
     alone = denoised_frames(network, denoiser(overlap=1), noisy, deviation, depth=2, grids=2)
     assert not torch.allclose(alone, expected, atol=1e-3)  # trained on one grid, each goes through on its own
+
+
+@pytest.mark.parametrize("sequence", ["time", "space"])
+def test_grids_that_go_through_together_give_what_they_give_alone(
+    sequence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = denoiser(scale=1e-4)  # every token attends to all of its sequence
+    settings.set("data", "sequence", sequence)
+    network = network_of(settings)
+    noisy, _, deviation = windows(4)
+    noisy = noisy[..., :13]  # neither side alike, nor filled by patches
+    together = reconstructed(network, settings, noisy, deviation, None)
+    monkeypatch.setattr(overlap, "_PIXELS_AT_ONCE", 3 * noisy.numel())
+    in_threes = reconstructed(network, settings, noisy, deviation, None)
+    monkeypatch.setattr(overlap, "_PIXELS_AT_ONCE", 1)
+    one_by_one = reconstructed(network, settings, noisy, deviation, None)
+    for mixed, some, alone in zip(together, in_threes, one_by_one, strict=True):
+        assert mixed.shape == noisy.shape
+        torch.testing.assert_close(mixed, alone, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(some, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_before_training_every_layer_of_the_default_lowers_the_error() -> None:

@@ -48,14 +48,20 @@ def layer_of_ops(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor 
     next_dictionary = dictionary if layer.next_dictionary is None else layer.next_dictionary.to(dtype)
     with torch.autocast(layer.signal.device.type, enabled=False):
         projection, residual = layer.projection, without_padding(layer.signal, padding)
+        if projection is None:
+            assert codes is not None  # without them there is a projection
+            projection = without_padding(codes, padding) @ dictionary.mT
+        alone = residual.shape[-2] == 1  # of one token A is 1
         if codes is None:
-            assert projection is not None
-            values = residual - without_padding(projection, padding)
-            residual = residual + symmetric_attention(projection, values, scale=layer.scale, lengths=lengths)
             mixed = residual.new_zeros(dictionary.shape[1])
+            if alone:
+                residual = torch.lerp(without_padding(projection, padding), residual, 2.0)
+            else:
+                values = residual - without_padding(projection, padding)
+                residual = residual + symmetric_attention(projection, values, scale=layer.scale, lengths=lengths)
+        elif alone:
+            mixed, residual = without_padding(codes, padding), residual - without_padding(projection, padding)
         else:
-            if projection is None:
-                projection = without_padding(codes, padding) @ dictionary.mT
             mixed = symmetric_attention(projection, codes, scale=layer.scale, lengths=lengths)
             residual = residual - symmetric_attention(projection, scale=layer.scale, lengths=lengths)
         next_codes = residual_linear(

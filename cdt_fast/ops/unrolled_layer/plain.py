@@ -23,12 +23,16 @@ def forward_in_torch(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Ten
     dtype, and the projection is there."""
     padding = padding_mask(layer.lengths, layer.signal)
     signal, projection, values = _signal_projection_values(layer, padding)
-    attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection)).to(signal.dtype)
-    residual = torch.baddbmm(signal, attention, values, alpha=-1)
-    if layer.codes is None:
+    codes = None if layer.codes is None else without_padding(layer.codes, padding)
+    attention = None  # of one token, A is 1
+    if signal.shape[1] > 1:
+        attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection)).to(signal.dtype)
+    residual = _residual(signal, attention, values)
+    if codes is None:
         next_codes = product_of_tokens(residual.mul_(layer.step), layer.dictionary)
+    elif attention is None:
+        next_codes = product_of_tokens(residual.mul_(layer.step), layer.dictionary, codes)
     else:
-        codes = without_padding(layer.codes, padding)
         next_codes = product_of_tokens(residual, layer.dictionary).baddbmm_(attention, codes, beta=layer.step)
     shrink_(next_codes, layer.threshold, layer.nonlinearity)
     next_dictionary = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
@@ -61,12 +65,21 @@ def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGra
         grad_update = grad_next_codes.clone() if padding is None else grad_next_codes
     shrink_backward_(grad_update, layer.next_codes, layer.nonlinearity)
 
+    grad_residual = product_of_tokens(grad_update, layer.dictionary.mT).mul_(layer.step)
+    if signal.shape[1] == 1:
+        return UnrolledLayerGradients(
+            update=grad_update,
+            residual=_residual(signal, None, values).mul_(layer.step) if layer.needs_dictionary else None,
+            next_projection=grad_next_projection,
+            signal=2 * grad_residual if codes is None and layer.needs_signal else grad_residual,
+            projection=-grad_residual if layer.needs_projection else None,
+            codes=grad_update if layer.needs_codes else None,
+        )
     attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection))
     attention_low = attention.to(signal.dtype)
-    grad_residual = product_of_tokens(grad_update, layer.dictionary.mT).mul_(layer.step)
     residual = grad_projection = None
     if layer.needs_dictionary:
-        residual = torch.baddbmm(signal, attention_low, values, alpha=-1).mul_(layer.step)
+        residual = _residual(signal, attention_low, values).mul_(layer.step)
     if layer.needs_projection:
         grad_projection = torch.zeros_like(projection, memory_format=torch.contiguous_format)
         if layer.scale:  # else nothing comes from the scores, whose gradient may overflow float16: 0 · ∞ = NaN
@@ -82,6 +95,11 @@ def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGra
     if codes is None and layer.needs_signal:
         grad_signal = clear_padding_(torch.baddbmm(grad_residual, attention_low.mT, grad_residual), padding)
     return UnrolledLayerGradients(grad_update, residual, grad_next_projection, grad_signal, grad_projection, grad_codes)
+
+
+def _residual(signal: Tensor, attention: Tensor | None, values: Tensor) -> Tensor:
+    """X − A V, where no attention stands for A = 1."""
+    return signal - values if attention is None else torch.baddbmm(signal, attention, values, alpha=-1)
 
 
 def _signal_projection_values(layer: UnrolledLayerArguments, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
