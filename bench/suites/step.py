@@ -8,9 +8,10 @@ a CUDA graph, against the same step launched kernel by kernel.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -21,6 +22,7 @@ from cdt_fast.bench.suites.training_step import (
     CONSTRAINED,
     LAST,
     LOGGED,
+    Form,
     Losses,
     captured,
     expected_of,
@@ -30,6 +32,7 @@ from cdt_fast.bench.suites.training_step import (
     refuse_slow_bf16,
     weighted,
 )
+from cdt_fast.constraints.presets import DEFAULTS, Coupling, ObjectiveName
 
 TEXTS = {
     "toy": TextWork(3, 7, 16, layers=2, vocabulary=30),
@@ -52,6 +55,10 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
             if reference:
                 yield against_eager(work, device, dtype, LOGGED)
             yield against_unconstrained(work, device, dtype)
+            if reference and dtype == "float32":
+                for form in itertools.product(get_args(ObjectiveName), get_args(Coupling)):
+                    if form != (DEFAULTS.objective, DEFAULTS.coupling):
+                        yield against_unconstrained(work, device, dtype, form)
     for dtype in DTYPES:
         yield against_eager(TEXTS[size], device, dtype, CONSTRAINED)
         yield against_unconstrained(TEXTS[size], device, dtype)
@@ -108,21 +115,24 @@ def against_eager(
     return _case(work, device, dtype, f"{what}, {dtype}", tuple(candidates), reads=reads, note=note)
 
 
-def against_unconstrained(work: Trained, device: torch.device, dtype: str) -> Case:
-    """The constrained step of `cdt_fast` against its unconstrained one."""
+def against_unconstrained(work: Trained, device: torch.device, dtype: str, form: Form | None = None) -> Case:
+    """The constrained step of `cdt_fast` against its unconstrained one; `form` None: the default constraints."""
     autocast = dtype == "bfloat16"
 
     def candidate(name: str, role: str, losses: Losses, reads: str) -> Implementation:
-        step = prepared(work, losses, device, reads, autocast)
-        return Implementation(name, role, step, expected_of(work, device, reads))
+        step = prepared(work, losses, device, reads, autocast, form)
+        return Implementation(name, role, step, expected_of(work, device, reads, form))
 
+    logged = candidate("unconstrained, all depths logged", "peer", fused, LOGGED)
     candidates = (
         candidate("unconstrained", "eager", work.last_loss, LAST),
-        candidate("unconstrained, all depths logged", "peer", fused, LOGGED),
+        *([logged] if form is None else []),
         candidate("constrained", "ours", fused, CONSTRAINED),
     )
-    note = "all three by cdt_fast; each agrees with the formula of its own loss"
-    return _case(work, device, dtype, f"constrained against unconstrained, {dtype}", candidates, CONSTRAINED, note)
+    note = "all by cdt_fast; each agrees with the formula of its own loss"
+    what = "constrained" if form is None else "constrained ({}, {})".format(*form)
+    title = f"{what} against unconstrained, {dtype}"
+    return _case(work, device, dtype, title, candidates, CONSTRAINED, note, form)
 
 
 def against_launches(work: Trained, device: torch.device, dtype: str, windows: int) -> Case:
@@ -158,6 +168,7 @@ def _case(
     candidates: tuple[Implementation, ...],
     reads: str,
     note: str,
+    form: Form | None = None,
 ) -> Case:
     return Case(
         suite="step",
@@ -165,7 +176,7 @@ def _case(
         shape=work.shape,
         dtype=dtype,
         implementations=candidates,
-        expected=expected_of(work, device, reads),
+        expected=expected_of(work, device, reads, form),
         tolerance=work.tolerances[dtype],
         flop=work.flop,
         moved=work.moved(dtype),

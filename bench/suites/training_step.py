@@ -14,6 +14,7 @@ from cdt_fast.bench.baselines.support import require_gpu
 from cdt_fast.bench.case import Step, Unavailable
 from cdt_fast.bench.suites.trained import Formula, Trained, Weights
 from cdt_fast.constraints.duals import DualAction
+from cdt_fast.constraints.presets import Coupling, ObjectiveName
 from cdt_fast.ops.shared.products import cpu_has_bf16_products
 from cdt_fast.training import step as training
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
@@ -22,6 +23,7 @@ from cdt_fast.training.optimizer import build_optimizer
 # The depths that a step reads: all of them with the weights of the multipliers; all of them, of which the last alone
 # counts; or the last alone.
 CONSTRAINED, LOGGED, LAST = "constrained", "logged", "last"
+Form = tuple[ObjectiveName, Coupling]
 
 # `(total, per_layer)` of a model for its inputs, targets and weights.
 Losses = Callable[[Any, Tensor, Tensor, Weights], tuple[Tensor, Tensor]]
@@ -38,6 +40,7 @@ class TrainingStep:
         dtype: of parameters and tokens.
         autocast: whether the losses are computed under bfloat16 autocast.
         graphs: where the step is captured, which takes `EAGER_CALLS + 1` calls; None: each kernel is launched.
+        form: objective and coupling of the constraints; None: their defaults.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class TrainingStep:
         dtype: torch.dtype = torch.float32,
         autocast: bool = False,
         graphs: Graphs | None = None,
+        form: Form | None = None,
     ) -> None:
         self._model, self._inputs, self._targets = work.build(device, dtype)
         self._initial = [parameter.detach().clone() for parameter in self._model.parameters()]
@@ -58,7 +62,7 @@ class TrainingStep:
         self._optimizer, _ = build_optimizer(
             self._model.parameters(), 1e-4, 0.01, lambda step: 1.0, on_device=on_device
         )
-        self._constraints = constraints_under_way(work.layers, device) if reads == CONSTRAINED else None
+        self._constraints = constraints_under_way(work.layers, device, form) if reads == CONSTRAINED else None
         self._duals = None if self._constraints is None else self._constraints.state_dict()
         self._count = work.items
         self._last_alone = (*[0.0] * work.layers, 1.0)
@@ -111,9 +115,10 @@ class _Losses(nn.Module):
         return total, self.per_layer
 
 
-def constraints_under_way(layers: int, device: torch.device) -> DescentConstraints:
+def constraints_under_way(layers: int, device: torch.device, form: Form | None = None) -> DescentConstraints:
     """Constraints in the middle of a training: every depth has a weight, of either sign, and keeps it for long."""
-    constraints = DescentConstraints(layers, 0.05, 20.0, dual_lr=1e-5, device=device)
+    chosen: dict[str, Any] = {} if form is None else dict(zip(("objective", "coupling"), form, strict=True))
+    constraints = DescentConstraints(layers, 0.05, 20.0, dual_lr=1e-5, device=device, **chosen)
     constraints.multipliers.copy_(0.4 + 0.1 * (torch.arange(layers + 1) % 3))
     return constraints
 
@@ -137,13 +142,13 @@ def weighted(formula: Formula) -> Losses:
 
 
 def prepared(
-    work: Trained, losses: Losses, device: torch.device, reads: str, autocast: bool
+    work: Trained, losses: Losses, device: torch.device, reads: str, autocast: bool, form: Form | None = None
 ) -> Callable[[], TrainingStep]:
     """The step as an implementation prepares it."""
 
     def prepare() -> TrainingStep:
         refuse_slow_bf16(device, autocast)
-        return TrainingStep(work, losses, device, reads, autocast=autocast)
+        return TrainingStep(work, losses, device, reads, autocast=autocast, form=form)
 
     return prepare
 
@@ -156,11 +161,11 @@ def refuse_slow_bf16(device: torch.device, autocast: bool) -> None:
         raise Unavailable("this processor has no instructions for bfloat16 products")
 
 
-def expected_of(work: Trained, device: torch.device, reads: str) -> Step:
+def expected_of(work: Trained, device: torch.device, reads: str, form: Form | None = None) -> Step:
     """The first step by the formula, in float64 where that is quick; what is read of one depth is read of all."""
 
     def step() -> list[Tensor]:
-        per_layer, *gradients = _first_step(work, device, LOGGED if reads == LAST else reads)
+        per_layer, *gradients = _first_step(work, device, LOGGED if reads == LAST else reads, form)
         return [per_layer[-1:] if reads == LAST else per_layer, *gradients]
 
     return step
@@ -168,10 +173,10 @@ def expected_of(work: Trained, device: torch.device, reads: str) -> Step:
 
 # Several cases are held to the same step, which takes as long as all of a round.
 @functools.lru_cache(maxsize=4)
-def _first_step(work: Trained, device: torch.device, reads: str) -> list[Tensor]:
+def _first_step(work: Trained, device: torch.device, reads: str, form: Form | None) -> list[Tensor]:
     # In float64 a GPU of the consumer kind takes minutes and more memory than it has.
     dtype = torch.float64 if device.type == "cpu" else torch.float32
-    return TrainingStep(work, weighted(work.formula), device, reads, dtype)()
+    return TrainingStep(work, weighted(work.formula), device, reads, dtype, form=form)()
 
 
 def graphs_of(device: torch.device) -> Graphs:
