@@ -242,6 +242,7 @@ def denoise(options: argparse.Namespace) -> int:
         options.source,
         options.target,
         depth=options.depth,
+        budget=options.budget,
         sigma=_noise_level(options.sigma),
         grids=options.grids,
         overwrite=options.overwrite,
@@ -253,7 +254,7 @@ def denoise(options: argparse.Namespace) -> int:
     noise = "" if written["sigma"] is None else f", noise of {written['sigma']:.3g} gray levels"
     print(
         f"{options.target}: {written['frames']} frames, {written['width']}x{written['height']}, "
-        f"{written['frame_rate']:.4g} a second, {written['depth']} of {written['layers']} layers{noise}"
+        f"{written['frame_rate']:.4g} a second, {written['depth']:.3g} of {written['layers']} layers{noise}"
     )
     return 0
 

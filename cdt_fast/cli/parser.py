@@ -88,7 +88,15 @@ def build_parser() -> Parser:
     command.add_argument(
         "target", metavar="OUT", help="video file to write, same size, times and sound: .mp4, .m4v, .mov, .mkv or .avi"
     )
-    command.add_argument("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
+    command.add_argument(
+        "--depth", type=int, metavar="K", help="leave after K layers (default: where a window gains by no more of them)"
+    )
+    command.add_argument(
+        "--budget",
+        type=float,
+        metavar="LAYERS",
+        help="take so many layers in the mean over windows like those of the validation, where they gain most",
+    )
     command.add_argument(
         "--sigma",
         default="auto",

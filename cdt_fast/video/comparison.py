@@ -17,7 +17,8 @@ from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data import find_clips, open_source
-from cdt_fast.video.denoising import denoised_frames, estimated_noise
+from cdt_fast.video.denoising import Denoising
+from cdt_fast.video.exits import Exits
 from cdt_fast.video.networks import Denoiser, device_of
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.peers import Measured, measured, peers
@@ -27,6 +28,7 @@ SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 # What is measured of a clip: frames from its middle, of which one piece, so that slow denoisers end too.
 _SIDE, _FRAMES = 160, 16
+_EARLY = "this run, leaving early"
 
 
 @torch.no_grad()
@@ -36,18 +38,20 @@ def compare_denoisers(
     sources: Sequence[str],
     sigmas: Sequence[float] = SIGMAS,
     progress: bool = True,
+    exits: Exits | None = None,
 ) -> list[Measured]:
     """Measure a model at every depth, and all `peers`, on the luma of clips with white noise.
 
     Of each clip the 16 frames in its middle are measured (or as many more as fill windows of the model), at full
     resolution, the piece of 160 x 160 pixels in the middle of them. The peers have all of them at once. The model is
-    told the noise, as they are, and once estimates it.
+    told the noise, as they are, and once estimates it, which is what `denoise` does.
 
     Args:
         model, settings: of a run; a noise-adaptive network.
         sources: clean clips, as `find_clips` takes them.
         sigmas: standard deviations of the noise in gray levels.
         progress: show a bar on stderr.
+        exits: where windows leave the model early, which is measured as well; None: it is not.
 
     Raises:
         InputError: a clip cannot be read or has fewer frames, or the model takes one level alone.
@@ -58,22 +62,27 @@ def compare_denoisers(
     named: dict[str, Any] = dict(peers())
     depths = [f"this run, {depth} of {model.layers} layers" for depth in range(1, model.layers + 1)]
     for depth, name in enumerate(depths, 1):
-        named[name] = partial(_ours, model, settings, depth, True)
-    named["this run, noise estimated"] = partial(_ours, model, settings, model.layers, False)
+        named[name] = partial(_ours, Denoising(model, settings, depth, grids=None), True)
+    early = Denoising(model, settings, model.layers, grids=None, exits=exits)
+    if exits is not None:
+        named[_EARLY] = partial(_ours, early, True)
+    named["this run, noise estimated"] = partial(_ours, replace(early, layers=[]), False)
     bar = progress_bar(range(len(named) * len(sigmas)), desc="compare", unit="noise level", shown=progress)
     with bar:
         found = {name: measured(name, denoise, clips, sigmas, bar.update) for name, denoise in named.items()}
     for before, after in pairwise(["noisy frames", *depths]):
         better = np.less(found[after].pieces, found[before].pieces)
         found[after] = replace(found[after], rising=float(better.mean()))
+    if exits is not None:
+        layers = sum(early.layers) / len(early.layers)
+        found[_EARLY] = replace(found[_EARLY], name=f"{_EARLY}, after {layers:.2f} layers in the mean")
     return [replace(each, pieces=[]) for each in found.values()]
 
 
-def _ours(model: Denoiser, settings: VideoSettings, depth: int, told: bool, frames: Tensor, sigma: float) -> Tensor:
-    windows = frames.to(device_of(model)).unflatten(0, (-1, settings.data.window))
-    levels = [sigma / LEVELS if told else estimated_noise(window) for window in windows]
-    found = denoised_frames(model, settings, windows, windows.new_tensor(levels), depth=depth, grids=None)
-    return found.flatten(0, 1).cpu()
+def _ours(denoising: Denoising, told: bool, frames: Tensor, sigma: float) -> Tensor:
+    windows = frames.to(device_of(denoising.model)).split(denoising.settings.data.window)
+    found = [denoising.plane(window.unsqueeze(0), sigma if told else None)[0] for window in windows]
+    return torch.cat(found).cpu()
 
 
 def _piece(path: Any, settings: VideoSettings) -> Tensor:

@@ -18,6 +18,7 @@ from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.baselines import padded
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
+from cdt_fast.video.exits import Exits
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
 from cdt_fast.video.noise import LEVELS, known_deviation
 from cdt_fast.video.overlap import mean_over_grids, reconstructed, refines_mean
@@ -41,7 +42,9 @@ class Denoising:
             own. Of a noise-adaptive model alone.
         grids: the result is the mean over `grids²` grids of patches, each a part of a patch further; None: over eight
             (`VideoSettings.grid_places`).
+        exits: where windows are left before `depth`; None: nowhere.
         found: the estimates, in gray levels.
+        layers: those that each window and plane took.
     """
 
     model: Denoiser
@@ -49,7 +52,9 @@ class Denoising:
     depth: int
     sigma: float | None = None
     grids: int | None = 1
+    exits: Exits | None = None
     found: list[float] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """The denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
@@ -75,17 +80,24 @@ class Denoising:
         # On a GPU products of float16, whose rounding moves no level's PSNR by more than a hundredth of a dB.
         with torch.autocast("cuda", torch.float16, enabled=colors.is_cuda):
             # A plane at a time: at full size the codes of one are large enough.
-            result = torch.cat([self._plane(plane.unsqueeze(0)) for plane in planes])
+            result = torch.cat([self.plane(plane.unsqueeze(0), self.sigma) for plane in planes])
         result = from_opponent(result) if opponent else result
         return (result * LEVELS).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
 
-    def _plane(self, frames: Tensor) -> Tensor:
+    @torch.no_grad()
+    def plane(self, frames: Tensor, sigma: float | None) -> Tensor:
+        """A plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
         deviation = None
         if is_adaptive(self.model):
-            level = estimated_noise(frames) * LEVELS if self.sigma is None else self.sigma
+            level = estimated_noise(frames) * LEVELS if sigma is None else sigma
             self.found.append(level)
             deviation = frames.new_full((1,), level / LEVELS)
-        return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
+        if not refines_mean(self.model, self.settings):
+            self.layers.append(self.depth)
+            return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
+        depths = reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, self.exits)
+        self.layers.append(len(depths) - 1)
+        return depths[-1]
 
 
 def denoise_video(
@@ -97,6 +109,7 @@ def denoise_video(
     depth: int | None = None,
     sigma: float | None = None,
     grids: int | None = None,
+    exits: Exits | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -114,12 +127,14 @@ def denoise_video(
         depth: number of layers to run, None for all.
         sigma: standard deviation of the noise in gray levels of 0..255, for a noise-adaptive model; None: estimated.
         grids: the result is the mean over `grids²` shifted grids of patches; None: over eight, of a vit 1.
+        exits: where a window's plane is left before `depth`; None: nowhere.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
 
     Returns:
-        `frames`, `width`, `height`, `frame_rate` and `depth` of what was written, the model's `layers`, the `sigma`
-        that was given or found (the median, None where the model takes none), and `notes` of what did not come through.
+        `frames`, `width`, `height`, `frame_rate` of what was written, the `depth` that was run in the mean, the model's
+        `layers`, the `sigma` that was given or found (the median, None where the model takes none), and `notes` of what
+        did not come through.
 
     Raises:
         InputError: the source cannot be read, or the target exists or cannot be written as video.
@@ -136,7 +151,7 @@ def denoise_video(
     frames = open_source(source)
     target = Path(target)
     check_target(target, Path(source), overwrite)
-    denoising = Denoising(model, settings, depth, sigma, grids)
+    denoising = Denoising(model, settings, depth, sigma, grids, exits)
     shown = progress_bar(_colored(frames.frames()), desc=f"denoise {frames.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
         written = write_video(temporary, target, denoising.frames(shown), frames)
@@ -146,7 +161,7 @@ def denoise_video(
         "width": written.width,
         "height": written.height,
         "frame_rate": float(frames.frame_rate or DEFAULT_FRAME_RATE),
-        "depth": depth,
+        "depth": sum(denoising.layers) / len(denoising.layers),
         "layers": model.layers,
         "sigma": found,
         "notes": [*written.notes, *_noise_notes(settings, found, sigma is None)],

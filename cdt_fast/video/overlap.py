@@ -11,6 +11,7 @@ from torch import Tensor
 from cdt_fast.models import DUST
 from cdt_fast.video.baselines import continued
 from cdt_fast.video.data import from_patches, to_patches
+from cdt_fast.video.exits import Exits, change
 from cdt_fast.video.networks import Denoiser, is_adaptive
 from cdt_fast.video.noise import known_deviation
 from cdt_fast.video.settings import VideoSettings
@@ -43,6 +44,7 @@ def reconstructed(
     deviation: Tensor | None,
     grids: int | None,
     depth: int | None = None,
+    exits: Exits | None = None,
 ) -> list[Tensor]:
     """The frames `[b, T, h, w]` of every depth up to `depth`, each the mean over shifted grids of patches.
 
@@ -55,6 +57,7 @@ def reconstructed(
         deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
         grids: how many of them along each side; None: as `VideoSettings.grid_places` says.
         depth: number of layers, None for all.
+        exits: where a single window is left before that; of a model that `refines_mean`.
     """
     stop = 1 + (model.layers if depth is None else depth)
 
@@ -76,6 +79,10 @@ def reconstructed(
             noisy,
             results[-1],
         )
+        if exits is not None and deviation is not None:
+            moved = change(level, results[-2], results[-1], deviation)
+            if exits.leaves(level, moved.item()):
+                break
     return results
 
 

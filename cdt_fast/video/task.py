@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
+from cdt_fast.files import read_json
 from cdt_fast.models import DUST
 from cdt_fast.ops.shared.backend import explain
 from cdt_fast.ops.unrolled_layer.composed import fused_unsupported_reason
+from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Comparison, Drawing, EvaluatedRun, Reading, Summary, Table, Task
@@ -25,6 +27,7 @@ from cdt_fast.video.comparison import as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video, to_patches
 from cdt_fast.video.denoising import denoise_video, denoised_frames
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
+from cdt_fast.video.exits import Exits, chosen
 from cdt_fast.video.frames import keep_frames
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
@@ -227,14 +230,36 @@ class VideoTask(Task):
         return f" ‖D‖²/c is at most {max(ratios):.3f}{'' if max(ratios) <= 1 else ', above the bound of 1'}."
 
     def beside_others(self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str]) -> Comparison:
-        found = compare_denoisers(load_network(folder.model, settings.training.device), settings, sources)
+        model = load_network(folder.model, settings.training.device)
+        found = compare_denoisers(model, settings, sources, exits=chosen(_exits(folder), model.layers, None))
         return Comparison(as_table(found), [asdict(each) for each in found])
 
     def denoise(
-        self, folder: RunFolder, settings: VideoSettings, source: str, target: str | os.PathLike[str], **options: Any
+        self,
+        folder: RunFolder,
+        settings: VideoSettings,
+        source: str,
+        target: str | os.PathLike[str],
+        *,
+        depth: int | None = None,
+        budget: float | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
         model = load_network(folder.model, settings.training.device)
-        return denoise_video(model, settings, source, target, **options)
+        if depth is not None:
+            if budget is not None:
+                raise InputError("--depth and --budget exclude each other: a number of layers, or a mean of it")
+            return denoise_video(model, settings, source, target, depth=depth, **options)
+        exits = chosen(_exits(folder), model.layers, budget)
+        return denoise_video(model, settings, source, target, exits=exits, **options)
+
+
+def _exits(folder: RunFolder) -> list[Exits]:
+    """Those that the evaluation of a run has calibrated; none where it was trained further since."""
+    if not folder.evaluation.exists():
+        return []
+    evaluation = read_json(folder.evaluation, VideoEvaluation)
+    return [] if saved_step(folder.checkpoint) > evaluation.trained_steps else evaluation.exits
 
 
 def error_table(runs: Sequence[EvaluatedRun]) -> Table:
