@@ -151,7 +151,7 @@ def _exits(model: Denoiser, data: VideoData, settings: VideoSettings) -> list[Ex
         for noisy, clean, deviation in noisy_batches(data.validation, gamma, data.sigma, device_of(model), at_once):
             depths = reconstructed(model, settings, noisy, deviation, None)
             errors.append(torch.stack([(each - clean).square().mean((1, 2, 3)) for each in depths[1:]], 1).cpu())
-            moved = [change(depth, *depths[depth - 1 : depth + 1], deviation) for depth in range(1, model.layers)]
+            moved = [change(depth, depths[depth - 1], depths[depth], deviation) for depth in range(1, model.layers)]
             changes.append(torch.stack(moved, 1).cpu())
     return calibrated(torch.cat(errors), torch.cat(changes))
 

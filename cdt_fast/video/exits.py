@@ -86,7 +86,7 @@ def _threshold(changes: Tensor, costs: Tensor) -> float | None:
     """Above which changes the sum of costs is least; None: it is best to leave out none."""
     ordered, order = changes.sort(descending=True)
     sums = costs[order].cumsum(0)
-    last = sums.argmin().item()
+    last = int(sums.argmin())
     if sums[last] >= 0:
         return None
     following = ordered[last + 1].item() if last + 1 < len(ordered) else ordered[last].item() - 1.0

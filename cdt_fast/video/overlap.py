@@ -115,7 +115,7 @@ def mean_over_grids(
     return [total / len(places) for total in totals]
 
 
-def _filled(shape: tuple[int, int], moved: tuple[int, int], patch: int) -> tuple[int, int]:
+def _filled(shape: Sequence[int], moved: Sequence[int], patch: int) -> tuple[int, int]:
     """The least size that holds frames which are moved by so much, and that patches fill."""
     height, width = (-(-(side + by) // patch) * patch for side, by in zip(shape, moved, strict=True))
     return height, width

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,9 +90,13 @@ def test_a_window_is_left_where_a_layer_has_changed_too_much() -> None:
     assert first == pytest.approx(1 - (depths[1] - noisy).square().mean().item() / 0.05**2)
     second = change(2, depths[1], depths[2], deviation).item()
     assert second == pytest.approx((depths[2] - depths[1]).square().mean().item() / 0.05**2)
-    for thresholds, depth in itertools.chain(
-        (([first - 1e-6, None], 1), ([first + 1e-6, second - 1e-9], 2), ([None, second + 1e-6], 3), ([None, None], 3))
-    ):
+    expected: list[tuple[list[float | None], int]] = [
+        ([first - 1e-6, None], 1),
+        ([first + 1e-6, second - 1e-9], 2),
+        ([None, second + 1e-6], 3),
+        ([None, None], 3),
+    ]
+    for thresholds, depth in expected:
         leaving = Denoising(network, settings, 3, grids=2, exits=Exits(thresholds=thresholds, layers=1, gain=0))
         assert torch.equal(leaving.plane(noisy, 0.05 * 255), depths[depth])
         assert leaving.layers == [depth]
