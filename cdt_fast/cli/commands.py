@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast import experiments, tasks
+from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError, MissingExtra
-from cdt_fast.files import write_json
+from cdt_fast.files import write_json, write_text
+from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import TASKS, TaskEntry
 from cdt_fast.training.memory import memory_hint
 from cdt_fast.training.run_folder import RunFolder, RunInUse
@@ -122,6 +124,44 @@ def _summarize(
     if options.json is not None:
         write_json(options.json, {"tables": study.tables(cells, experiment.baseline)})
     return 0
+
+
+def search(options: argparse.Namespace) -> int:
+    """Train trials of a run with other settings, and measure the best of them."""
+    from cdt_fast.training import launch
+
+    launch.check_single_process("search trains one trial after the other; launch each with cdt-fast train")
+    check_integer("--trials", options.trials, 1)
+    _, settings, entry = tasks.open_run(options.folder, trained=False)
+    from cdt_fast.experiments import search as searching  # which computes, as what follows
+
+    over = [searching.parse_searched(text, settings) for text in options.over]
+    loop, status, trials = importlib.import_module("cdt_fast.training.loop"), 0, []
+
+    def train(folder: RunFolder, chosen: RunSettings, begun: bool) -> None:
+        nonlocal status
+        options.memory_hint = memory_hint(chosen)
+        try:
+            loop.train(folder, chosen, entry.load(), resume=begun)
+        except loop.Interrupted as stop:
+            print(f"cdt-fast: {stop}; continue with: the same command", file=sys.stderr)
+            status = 128 + stop.signal_number
+
+    out = Path(options.out)
+    for trial in searching.search(settings, over, options.trials, out, options.seed, train):
+        trials.append(trial)
+        values = ", ".join(f"{key} {value}" for key, value in trial.values.items())
+        print(f"trial {len(trials)} of {options.trials}: {values}: {trial.loss:.5g}", file=sys.stderr)
+    if status:
+        return status
+    table = searching.as_table(trials)
+    print(as_text(table))
+    write_text(out / "search.md", as_markdown(table) + "\n")
+    if options.json is not None:
+        write_json(options.json, {"table": table})
+    best = RunFolder(searching.ranked(trials)[0].folder)
+    print(f"\nthe best, {best.path}, on test data:")
+    return _evaluate(best, tasks.open_run(best.path)[1], entry.load())
 
 
 def list_experiments() -> str:

@@ -113,6 +113,26 @@ def build_parser() -> Parser:
     _add_json(command)
 
     _add_reproduce(shown)
+    command = _command(shown, "search", commands.search, "train a run again with other settings, and keep the best")
+    command.description = (
+        "Search over settings with Optuna, judged on validation data: feasible first, then the loss at the last depth. "
+        "Called again, it resumes where it stopped."
+    )
+    command.epilog = (
+        "example: cdt-fast search runs/mine --over training.lr=1e-4..1e-2 constraints.rate=0..0.2 --out runs/search"
+    )
+    command.add_argument("folder", metavar="RUN", help="run whose settings all trials have, but for those of --over")
+    command.add_argument(
+        "--over",
+        nargs="+",
+        required=True,
+        metavar="SETTING",
+        help="what to search over: section.name=LOW..HIGH, logarithmic over a factor of ten, or section.name=A,B,C",
+    )
+    command.add_argument("--trials", type=int, default=20, metavar="N", help="trainings (20)")
+    command.add_argument("--seed", type=int, default=0, metavar="K", help="of the choices (0)")
+    command.add_argument("--out", default="runs/search", metavar="DIR", help="folder of the trials (runs/search)")
+    _add_json(command)
     _add_data(shown)
     command = _command(
         shown, "bench", commands.bench, "measure ops and training steps against other ways to do the same"
