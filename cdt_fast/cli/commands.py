@@ -205,6 +205,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.gammas is not None:
         settings.set("evaluation", "gammas", options.gammas)
     options.memory_hint = memory_hint(settings)
+    if options.shifts and options.clips is None:
+        raise InputError("--shifts needs --clips: the clips that are shifted")
     if options.clips is not None:
         return _beside_others(options, run, settings, entry.load())
     return _evaluate(run, settings, entry.load(), options.json)
@@ -215,7 +217,7 @@ def _beside_others(options: argparse.Namespace, run: RunFolder, settings: RunSet
 
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
-    found = task.beside_others(run, settings, options.clips)
+    found = task.beside_others(run, settings, options.clips, shifts=options.shifts)
     if options.json is not None:
         write_json(options.json, found.values)
     print(as_text(found.table))

@@ -73,6 +73,11 @@ def build_parser() -> Parser:
         metavar="CLIP",
         help="measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame",
     )
+    command.add_argument(
+        "--shifts",
+        action="store_true",
+        help="with --clips: after other noise, blur, JPEG, lost and frozen frames and drift, not white noise alone",
+    )
     _add_json(command)
 
     command = _command(shown, "compare", commands.compare, "set runs side by side: tables, and a report with pictures")

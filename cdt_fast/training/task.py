@@ -214,8 +214,15 @@ class Task(ABC):
         """What a report says of a run after its verdict."""
         return ""
 
-    def beside_others(self, folder: RunFolder, settings: Any, sources: Sequence[str]) -> Comparison:
+    def beside_others(
+        self, folder: RunFolder, settings: Any, sources: Sequence[str], *, shifts: bool = False
+    ) -> Comparison:
         """Measure the trained model on other data beside others that do the same.
+
+        Args:
+            folder, settings: of the run.
+            sources: where the data are.
+            shifts: after other changes than the noise of the training.
 
         Raises:
             InputError: there is nothing to compare with in this task, or it cannot be done.

@@ -36,11 +36,11 @@ def compare_denoisers(
     model: Denoiser,
     settings: VideoSettings,
     sources: Sequence[str],
-    sigmas: Sequence[float] = SIGMAS,
+    at: Sequence[float | str] = SIGMAS,
     progress: bool = True,
     exits: Exits | None = None,
 ) -> list[Measured]:
-    """Measure a model at every depth, and all `peers`, on the luma of clips with white noise.
+    """Measure a model at every depth, and all `peers`, on the luma of clips with white noise, or after shifts.
 
     Of each clip the 16 frames in its middle are measured (or as many more as fill windows of the model), at full
     resolution, the piece of 160 x 160 pixels in the middle of them. The peers have all of them at once. The model is
@@ -49,7 +49,7 @@ def compare_denoisers(
     Args:
         model, settings: of a run; a noise-adaptive network.
         sources: clean clips, as `find_clips` takes them.
-        sigmas: standard deviations of the noise in gray levels.
+        at: standard deviations of the noise in gray levels, or names of `shifts.SHIFTS`.
         progress: show a bar on stderr.
         exits: where windows leave the model early, which is measured as well; None: it is not.
 
@@ -67,9 +67,9 @@ def compare_denoisers(
     if exits is not None:
         named[_EARLY] = partial(_ours, early, True)
     named["this run, noise estimated"] = partial(_ours, replace(early, layers=[]), False)
-    bar = progress_bar(range(len(named) * len(sigmas)), desc="compare", unit="noise level", shown=progress)
+    bar = progress_bar(range(len(named) * len(at)), desc="compare", unit="noise level", shown=progress)
     with bar:
-        found = {name: measured(name, denoise, clips, sigmas, bar.update) for name, denoise in named.items()}
+        found = {name: measured(name, denoise, clips, at, bar.update) for name, denoise in named.items()}
     for before, after in pairwise(["noisy frames", *depths]):
         better = np.less(found[after].pieces, found[before].pieces)
         found[after] = replace(found[after], rising=float(better.mean()))
@@ -99,12 +99,13 @@ def _piece(path: Any, settings: VideoSettings) -> Tensor:
     return torch.from_numpy(luma[:, top : top + _SIDE, left : left + _SIDE] / np.float32(LEVELS))
 
 
-def as_table(measurements: Sequence[Measured], sigmas: Sequence[float] = SIGMAS) -> list[list[str]]:
+def as_table(measurements: Sequence[Measured], at: Sequence[float | str] = SIGMAS) -> list[list[str]]:
     """Rows of words, the heading first; "rising" is `Measured.rising`."""
-    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in sigmas), "mean", "SSIM", "ms a frame", "rising"]]
+    names = [each if isinstance(each, str) else f"σ {each:g}" for each in at]
+    rows = [["PSNR in dB", *names, "mean", "SSIM", "ms a frame", "rising"]]
     for found in measurements:
         if found.skipped:
-            rows.append([f"{found.name}: skipped, {found.skipped}", *[""] * (len(sigmas) + 4)])
+            rows.append([f"{found.name}: skipped, {found.skipped}", *[""] * (len(at) + 4)])
             continue
         mean, alike = (sum(values) / len(values) for values in (found.psnr, found.ssim))
         numbers = [*(f"{value:.2f}" for value in found.psnr), f"{mean:.2f}", f"{alike:.3f}"]

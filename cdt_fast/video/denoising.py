@@ -20,14 +20,10 @@ from cdt_fast.video.baselines import padded
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
 from cdt_fast.video.exits import Exits
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
-from cdt_fast.video.noise import LEVELS, known_deviation
+from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise, known_deviation
 from cdt_fast.video.overlap import mean_over_grids, reconstructed, refines_mean
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import DEFAULT_FRAME_RATE, check_target, write_video
-
-# What the median of the absolute values of normal numbers is, in standard deviations.
-_MEDIAN_OF_NORMAL = 0.6744897501960817
-_LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves
 
 
 @dataclass
@@ -183,7 +179,7 @@ def _check_sigma(model: Denoiser, sigma: float | None) -> None:
 def _noise_notes(settings: VideoSettings, sigma: float | None, estimated: bool) -> list[str]:
     if sigma is None:
         return []
-    if estimated and sigma <= _LITTLE_NOISE:
+    if estimated and sigma <= LITTLE_NOISE:
         return [
             f"hardly any noise was found (sigma {sigma:.2g}), and hardly anything removed; give --sigma to remove more"
         ]
@@ -197,21 +193,6 @@ def _colored(frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Gray frames `[h, w]` as `[h, w, 1]`; color as it is."""
     for frame in frames:
         yield frame[..., np.newaxis] if frame.ndim == 2 else frame
-
-
-def estimated_noise(frames: Tensor) -> float:
-    """The standard deviation of white noise: the median of the finest diagonal differences, which has little else.
-
-        σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)
-
-    Args:
-        frames: `[..., h, w]`; of less than two rows or columns nothing is known, 0.
-    """
-    if min(frames.shape[-2:]) < 2:
-        return 0.0
-    along = frames[..., 1:] - frames[..., :-1]
-    diagonal = along[..., 1:, :] - along[..., :-1, :]
-    return diagonal.abs().median().item() / (2 * _MEDIAN_OF_NORMAL)
 
 
 @torch.no_grad()

@@ -11,6 +11,9 @@ from torch import Tensor
 from cdt_fast.video.data import CropWindows, Windows, add_noise
 
 LEVELS = 255.0
+LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves
+# What the median of the absolute values of normal numbers is, in standard deviations.
+_MEDIAN_OF_NORMAL = 0.6744897501960817
 # A noise-adaptive network divides by the deviation: of less noise than that of rounding to bytes it is told this.
 LEAST_DEVIATION = 0.5 / LEVELS
 
@@ -97,3 +100,18 @@ def known_deviation(adaptive: bool, deviation: Tensor | None, sequences: int) ->
     if not adaptive or deviation is None:
         return {}
     return {"deviation": deviation.clamp(min=LEAST_DEVIATION).repeat_interleave(sequences // len(deviation))}
+
+
+def estimated_noise(frames: Tensor) -> float:
+    """The standard deviation of white noise: the median of the finest diagonal differences, which has little else.
+
+        σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)
+
+    Args:
+        frames: `[..., h, w]`; of less than two rows or columns nothing is known, 0.
+    """
+    if min(frames.shape[-2:]) < 2:
+        return 0.0
+    along = frames[..., 1:] - frames[..., :-1]
+    diagonal = along[..., 1:, :] - along[..., :-1, :]
+    return diagonal.abs().median().item() / (2 * _MEDIAN_OF_NORMAL)

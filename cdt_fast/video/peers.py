@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cdt_fast.errors import MissingExtra, require
 from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise
-from cdt_fast.video.noise import LEVELS
+from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
 from cdt_fast.video.quality import psnr_of, ssim
+from cdt_fast.video.shifts import seen
 
 # Frames `[T, h, w]` in [0, 1] and the noise's deviation in gray levels, to denoised ones.
 Denoise = Callable[[Tensor, float], Tensor]
@@ -67,23 +68,26 @@ def peers() -> dict[str, Denoise]:
 
 
 def measured(
-    name: str, denoise: Denoise, clips: Sequence[Tensor], sigmas: Sequence[float], on_measured: Callable[[], Any]
+    name: str, denoise: Denoise, clips: Sequence[Tensor], at: Sequence[float | str], on_measured: Callable[[], Any]
 ) -> Measured:
     """Denoise each clip at each noise level; noise is that of the clip's and the level's number, the same for all.
+
+    After a shift, whose noise nobody knows, a denoiser is told what `estimated_noise` finds in all frames.
 
     Args:
         name: of the denoiser.
         denoise: the denoiser.
         clips: clean frames `[T, h, w]` in [0, 1].
-        sigmas: the levels, in gray levels.
+        at: the levels, in gray levels, or names of `SHIFTS`.
         on_measured: called after each level.
     """
     psnr, alike, seconds, pieces = [], [], [], []
-    for level, sigma in enumerate(sigmas):
+    for level, each in enumerate(at):
         values, similar, started, frames = [], [], 0.0, 0
         for number, clean in enumerate(clips):
             generator = torch.Generator().manual_seed(1000 * level + number)
-            noisy = clean + sigma / LEVELS * torch.randn(clean.shape, generator=generator)
+            noisy = seen(clean, each, generator)
+            sigma = max(estimated_noise(noisy) * LEVELS, LITTLE_NOISE) if isinstance(each, str) else each
             begin = time.perf_counter()
             try:
                 found = denoise(noisy, sigma)

@@ -23,7 +23,7 @@ from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Comparison, Drawing, EvaluatedRun, Reading, Summary, Table, Task
 from cdt_fast.video import figures
-from cdt_fast.video.comparison import as_table, compare_denoisers
+from cdt_fast.video.comparison import SIGMAS, as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video, to_patches
 from cdt_fast.video.denoising import denoise_video, denoised_frames
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
@@ -33,6 +33,7 @@ from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.settings import VideoSettings
+from cdt_fast.video.shifts import SHIFTS
 
 _SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
 
@@ -229,10 +230,12 @@ class VideoTask(Task):
             return ""
         return f" ‖D‖²/c is at most {max(ratios):.3f}{'' if max(ratios) <= 1 else ', above the bound of 1'}."
 
-    def beside_others(self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str]) -> Comparison:
-        model = load_network(folder.model, settings.training.device)
-        found = compare_denoisers(model, settings, sources, exits=chosen(_exits(folder), model.layers, None))
-        return Comparison(as_table(found), [asdict(each) for each in found])
+    def beside_others(
+        self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str], *, shifts: bool = False
+    ) -> Comparison:
+        model, at = load_network(folder.model, settings.training.device), [*SHIFTS] if shifts else SIGMAS
+        found = compare_denoisers(model, settings, sources, at, exits=chosen(_exits(folder), model.layers, None))
+        return Comparison(as_table(found, at), [asdict(each) for each in found])
 
     def denoise(
         self,

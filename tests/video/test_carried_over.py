@@ -15,7 +15,8 @@ import torch
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.video.data import open_source
-from cdt_fast.video.denoising import denoise_video, denoised_frames, estimated_noise
+from cdt_fast.video.denoising import denoise_video, denoised_frames
+from cdt_fast.video.noise import estimated_noise
 from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
 
