@@ -98,8 +98,8 @@ def _family(work: VideoWork | TextWork) -> str:
 def _denoiser() -> Iterator[Work]:
     """What `train video` trains by default, a step of it, and what it denoises: a window in full HD."""
     settings = VideoSettings()
-    data, layers, n, m = settings.data, settings.model.layers, settings.data.patch**2 * settings.data.patch_frames, 0
-    m, grids = settings.model.code_size, len(settings.grid_places(data.overlap))
+    data, layers, grids = settings.data, settings.model.layers, len(settings.grid_places(settings.data.overlap))
+    n, m = data.patch**2 * data.patch_frames, settings.model.code_size
 
     def works_on(name: str, height: int, width: int, prepare: Any, products: int, moved: int, parameters: int) -> Work:
         tokens = grids * settings.training.batch * data.window * height * width // n

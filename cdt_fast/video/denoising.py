@@ -73,10 +73,8 @@ class Denoising:
         colors = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
         opponent = len(colors) == 3 and self.settings.data.frames == "crops"
         planes = to_opponent(colors) if opponent else colors
-        # On a GPU products of float16, whose rounding moves no level's PSNR by more than a hundredth of a dB.
-        with torch.autocast("cuda", torch.float16, enabled=colors.is_cuda):
-            # A plane at a time: at full size the codes of one are large enough.
-            result = torch.cat([self.plane(plane.unsqueeze(0), self.sigma) for plane in planes])
+        # A plane at a time: at full size the codes of one are large enough.
+        result = torch.cat([self.plane(plane.unsqueeze(0), self.sigma) for plane in planes])
         result = from_opponent(result) if opponent else result
         return (result * LEVELS).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
 
@@ -88,10 +86,12 @@ class Denoising:
             level = estimated_noise(frames) * LEVELS if sigma is None else sigma
             self.found.append(level)
             deviation = frames.new_full((1,), level / LEVELS)
-        if not refines_mean(self.model, self.settings):
-            self.layers.append(self.depth)
-            return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
-        depths = reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, self.exits)
+        # On a GPU products of float16, whose rounding moves no level's PSNR by more than a hundredth of a dB.
+        with torch.autocast("cuda", torch.float16, enabled=frames.is_cuda):
+            if not refines_mean(self.model, self.settings):
+                self.layers.append(self.depth)
+                return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
+            depths = reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, self.exits)
         self.layers.append(len(depths) - 1)
         return depths[-1]
 

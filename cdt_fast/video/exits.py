@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from cdt_fast.errors import InputError
+from cdt_fast.video.noise import LEAST_DEVIATION
 
 # What a layer costs, in units of the logarithm of the error: without a price the error alone counts, with the last one
 # nothing is worth a second layer.
@@ -32,10 +33,9 @@ class Exits(BaseModel):
     layers: float
     gain: float
 
-    def leaves(self, depth: int, change: float) -> bool:
-        """Whether a window with this `change` at a depth is left as it is."""
-        threshold = self.thresholds[depth - 1] if depth <= len(self.thresholds) else None
-        return threshold is not None and change > threshold
+    def threshold(self, depth: int) -> float | None:
+        """Above which `change` a window is left at a depth; None: it is not."""
+        return self.thresholds[depth - 1] if depth <= len(self.thresholds) else None
 
 
 def change(depth: int, before: Tensor, after: Tensor, deviation: Tensor) -> Tensor:
@@ -49,9 +49,9 @@ def change(depth: int, before: Tensor, after: Tensor, deviation: Tensor) -> Tens
     Args:
         depth: l, from 1 on.
         before, after: E_{l−1}, where E_0 is the input X, and E_l, `[b, T, h, w]` of N pixels each.
-        deviation: σ, `[b]`.
+        deviation: σ, `[b]`; at least `LEAST_DEVIATION` is taken, as by the network.
     """
-    moved = (after - before).square().mean((1, 2, 3)) / deviation.square()
+    moved = (after - before).square().mean((1, 2, 3)) / deviation.clamp(min=LEAST_DEVIATION).square()
     return 1 - moved if depth == 1 else moved
 
 
@@ -112,6 +112,11 @@ def chosen(exits: Sequence[Exits], layers: int, budget: float | None) -> Exits |
             )
         return None
     if budget is not None:
-        return max((each for each in exits if each.layers <= budget), key=lambda each: each.gain)
+        within = [each for each in exits if each.layers <= budget]
+        if not within:
+            raise InputError(
+                f"--budget is {budget:g} layers, and none of the run's exits takes so few: evaluate it again"
+            )
+        return max(within, key=lambda each: each.gain)
     best = max(each.gain for each in exits)
     return min((each for each in exits if each.gain >= best - _NOTHING), key=lambda each: each.layers)

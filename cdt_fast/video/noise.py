@@ -15,7 +15,7 @@ LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves
 # What the median of the absolute values of normal numbers is, in standard deviations.
 _MEDIAN_OF_NORMAL = 0.6744897501960817
 # A noise-adaptive network divides by the deviation: of less noise than that of rounding to bytes it is told this.
-LEAST_DEVIATION = 0.5 / LEVELS
+LEAST_DEVIATION = LITTLE_NOISE / LEVELS
 
 # Noise of the evaluation: the same for every run, and apart from the noise of any training.
 _NOISE_SEED = 20_260_117

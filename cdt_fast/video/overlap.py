@@ -79,10 +79,11 @@ def reconstructed(
             noisy,
             results[-1],
         )
-        if exits is not None and deviation is not None:
-            moved = change(level, results[-2], results[-1], deviation)
-            if exits.leaves(level, moved.item()):
-                break
+        threshold = None if exits is None else exits.threshold(level)
+        if threshold is None or deviation is None:
+            continue  # where nothing is left early the host does not wait
+        if change(level, results[-2], results[-1], deviation).item() > threshold:
+            break
     return results
 
 
@@ -94,14 +95,14 @@ def mean_over_grids(
     Of small frames all grids go through it at once, as so many more windows.
     """
     patch, places, totals = settings.data.patch, settings.grid_places(grids), []
-    shape, furthest = frames[0].shape[-2:], tuple(map(max, zip(*places, strict=True)))
-    (height, width), (below, beside) = shape, (_filled(shape, furthest, patch)[side] - shape[side] for side in (0, 1))
-    whole = [continued(each, (furthest[1], beside, furthest[0], below)) for each in frames]
+    (height, width), furthest = frames[0].shape[-2:], tuple(map(max, zip(*places, strict=True)))
+    rows, columns = _filled((height, width), furthest, patch)
+    whole = [continued(each, (furthest[1], columns - width, furthest[0], rows - height)) for each in frames]
     # A sequence over places would see what grids of one size hold beyond the frame's border.
     together = max(1, _PIXELS_AT_ONCE // frames[0].numel()) if settings.data.sequence == "time" else 1
     for first in range(0, len(places), together):
         some = places[first : first + together]
-        size = _filled(shape, tuple(map(max, zip(*some, strict=True))), patch)
+        size = _filled((height, width), tuple(map(max, zip(*some, strict=True))), patch)
         corners = [(furthest[0] - top, furthest[1] - left) for top, left in some]
         cut = [_windows(each, corners, size) for each in whole]
         for number, tokens in enumerate(denoise(*(tokens_of(each.flatten(0, 1), settings) for each in cut))):

@@ -31,7 +31,9 @@ def after(exits: Exits, errors: torch.Tensor, changes: torch.Tensor) -> tuple[fl
     """Mean logarithm of the error, and mean layers, window by window."""
     logs, layers = [], []
     for row, moved in zip(errors.log().tolist(), changes.tolist(), strict=True):
-        depth = next((depth for depth, one in enumerate(moved, 1) if exits.leaves(depth, one)), len(row))
+        pairs = [(exits.threshold(depth), one) for depth, one in enumerate(moved, 1)]
+        above = [depth for depth, (threshold, one) in enumerate(pairs, 1) if threshold is not None and one > threshold]
+        depth = above[0] if above else len(row)
         logs.append(row[depth - 1])
         layers.append(depth)
     return sum(logs) / len(logs), sum(layers) / len(layers)
@@ -75,6 +77,8 @@ def test_a_budget_takes_the_best_that_it_can_pay_and_none_the_fewest_layers_that
     for budget in (0.9, 3.1, float("nan")):
         with pytest.raises(InputError, match="--budget must be from 1 to 3 layers"):
             chosen(every, 3, budget)
+    with pytest.raises(InputError, match="none of the run's exits takes so few"):
+        chosen(every[:2], 3, 1.5)
     with pytest.raises(InputError, match="--budget needs a denoiser"):
         chosen([], 3, 2.0)
 
@@ -103,7 +107,7 @@ def test_a_window_is_left_where_a_layer_has_changed_too_much() -> None:
 
 
 def test_denoise_leaves_early_by_what_the_evaluation_has_calibrated(call: Call, clip: Path, tmp_path: Path) -> None:
-    words = ["--size", 16, "--code-size", 64, "--layers", 2, "--steps", 2, "--gammas", "10,30"]
+    words = ["--size", 16, "--code-size", 64, "--layers", 2, "--steps", 2, "--gammas", "0,30"]
     run = tmp_path / "run"
     assert call("train", "video", clip, "--out", run, "--device", "cpu", *words).status == 0
     evaluation = read_json(run / "evaluation.json")
