@@ -15,7 +15,7 @@ import tomli_w
 from cdt_fast import experiments
 from cdt_fast.cli import commands
 from cdt_fast.errors import InputError
-from cdt_fast.experiments import study
+from cdt_fast.experiments import study, study_report
 from cdt_fast.files import read_json
 from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training import loop
@@ -139,7 +139,7 @@ def test_a_study_takes_the_best_learning_rate_and_pairs_by_source_and_seed(
     places = [(out / source.stem, seed) for source in (clip, other) for seed in (0, 1)]
     losses = [[loss_of(folder / f"{run}-lr0.01-{seed}") for run in ("constrained", "plain")] for folder, seed in places]
     logs = [math.log(constrained / plain) for constrained, plain in losses]
-    assert paired[2][2] == study.difference(logs)
+    assert paired[2][2] == str(study.Difference.of(logs))
     assert exits[0] == ["RMSE at γ 0.15 after", "layer 1", "layer 2"]
     for name, row in zip(("plain", "constrained"), exits[1:], strict=True):
         rmse = [
@@ -182,7 +182,11 @@ def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any, tmp_p
     assert dict(zip(*table[::2], strict=True))["ℓ_L"] == ""
     assert dict(zip(*table[::2], strict=True))["mean RMSE"] == "+0.0"
     assert [row[0] for row in study.exit_table(cells, "plain")[1:]] == ["plain"]
-    assert study.write_study(tmp_path, "a study", cells, "plain", "again").exists()
+    page = study_report.write_study(tmp_path, "a <study>", cells, "plain", "again").read_text()
+    assert "<h1>a &lt;study&gt;</h1>" in page
+    assert page.count("<table>") == 3
+    assert page.count('src="data:image/svg+xml;base64,') == 2
+    assert "http" not in page, "needs no other file"
     with pytest.raises(InputError, match=r"training_gamma is 0\.5 and 0\.15"):
         check_comparable([run for group in cells["clip"].values() for run in group])
 
@@ -227,11 +231,11 @@ def test_the_quantiles_of_student(degrees: int, quantile: float) -> None:
 
 
 def test_a_difference_is_a_geometric_mean_with_its_interval() -> None:
-    assert study.difference([]) == ""
-    assert study.difference([math.log(1.1)]) == "+10.0"
+    assert study.Difference.of([]) is None
+    assert str(study.Difference.of([math.log(1.1)])) == "+10.0"
     # Logarithms 0 and 0.2: mean 0.1, standard error 0.1, t 12.706.
     low, high = (100 * math.expm1(0.1 + sign * 1.27062047) for sign in (-1, 1))
-    assert study.difference([0.0, 0.2]) == f"+10.5 [{low:+.1f}, {high:+.1f}]"
+    assert str(study.Difference.of([0.0, 0.2])) == f"+10.5 [{low:+.1f}, {high:+.1f}]"
 
 
 def test_a_folder_with_a_run_of_other_settings_is_left_alone(

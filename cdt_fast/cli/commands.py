@@ -111,7 +111,7 @@ def _summarize(
             options.out = str(folder / "comparison")
             compare(options)
         return 0
-    from cdt_fast.experiments import study
+    from cdt_fast.experiments import study, study_report
 
     cells: dict[str, dict[str, list[Any]]] = {}
     for run in runs:
@@ -120,7 +120,7 @@ def _summarize(
     given = [(f"--{name}", getattr(options, name)) for name in ("runs", "baseline", "steps", "seeds")]
     words = [word for name, value in given if value is not None for word in (name, str(value))]
     command = shlex.join(["cdt-fast", "reproduce", experiment.name, *options.source, *words, "--out", str(out)])
-    print(f"study: {study.write_study(out, experiment.title, cells, experiment.baseline, command)}")
+    print(f"study: {study_report.write_study(out, experiment.title, cells, experiment.baseline, command)}")
     if options.json is not None:
         write_json(options.json, {"tables": study.tables(cells, experiment.baseline)})
     return 0

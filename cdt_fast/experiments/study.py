@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import write_text
-from cdt_fast.tables import as_markdown, as_text
-from cdt_fast.tasks import check_comparable
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Summary, Table
@@ -32,50 +29,106 @@ def validation_loss(path: Path) -> float:
     return best["loss"][-1]
 
 
-def paired_table(cells: Cells, baseline: str) -> Table:
-    """Of each run, by how many percent it differs from the baseline: geometric mean over pairs of the same source and
-    seed, with its 95 % interval (Student's t, pairs taken for independent).
+class Difference(NamedTuple):
+    """By how many percent a run differs from the baseline: the geometric mean over pairs.
+
+    Attributes:
+        mean: over the pairs.
+        low, high: its 95 % interval (Student's t, pairs taken for independent); None with a single pair.
     """
-    first = next(iter(next(iter(cells.values())).values()))[0]
-    columns = _columns(first)
-    rows = [[f"% against {baseline}", "pairs", *(column.heading for column in columns), "feasible"]]
-    for name in next(iter(cells.values())):
-        groups = [runs[name] for runs in cells.values()]
-        every = [run for group in groups for run in group]
-        row = [name, str(len(every))]
-        for column in columns:
-            pairs = [
-                _log_ratio(column, run, other)
-                for runs in cells.values()
-                for run, other in zip(runs[name], runs[baseline], strict=True)
-                if column not in _LOSSES or run.evaluation.training_gamma == other.evaluation.training_gamma
-            ]
-            row.append("" if name == baseline else difference([pair for pair in pairs if pair is not None]))
-        rows.append([*row, f"{sum(run.evaluation.feasible for run in every)} of {len(every)}"])
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, logs: Sequence[float]) -> Difference | None:
+        """That of logarithms of ratios; None where there are none."""
+        if not logs:
+            return None
+        mean = sum(logs) / len(logs)
+        if len(logs) == 1:
+            return cls(_percent(mean))
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in logs) / (len(logs) - 1))
+        half = t_quantile(0.975, len(logs) - 1) * deviation / math.sqrt(len(logs))
+        return cls(*(_percent(value) for value in (mean, mean - half, mean + half)))
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.1f}" + ("" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]")
+
+
+def differences(cells: Cells, baseline: str) -> dict[str, dict[str, Difference | None]]:
+    """Of each column, by its heading, what each run but the baseline differs by, paired by source and seed."""
+    return {
+        column.heading: {
+            name: Difference.of(
+                [
+                    ratio
+                    for runs in cells.values()
+                    for run, other in zip(runs[name], runs[baseline], strict=True)
+                    if column not in _LOSSES or run.evaluation.training_gamma == other.evaluation.training_gamma
+                    if (ratio := _log_ratio(column, run, other)) is not None
+                ]
+            )
+            for name in _names(cells)
+            if name != baseline
+        }
+        for column in _columns(cells)
+    }
+
+
+def paired_table(cells: Cells, baseline: str) -> Table:
+    """The differences to the baseline, and how many runs of each are feasible."""
+    columns = differences(cells, baseline)
+    rows = [[f"% against {baseline}", "pairs", *columns, "feasible"]]
+    for name in _names(cells):
+        every = [run for runs in cells.values() for run in runs[name]]
+        found = [values.get(name) for values in columns.values()]
+        words = ["" if value is None else str(value) for value in found]
+        rows.append([name, str(len(every)), *words, f"{sum(run.evaluation.feasible for run in every)} of {len(every)}"])
     return rows
 
 
-def exit_table(cells: Cells, baseline: str) -> Table:
+class Exits(NamedTuple):
     """What every depth reaches, beside networks of that depth: geometric means over sources and seeds.
 
-    Runs that were trained at another noise level than the baseline have no row: what is read is at the training's.
+    Attributes:
+        measure: what was measured, with the noise level.
+        of_run: a value for each depth from 1 on, None where one is not positive. Runs that were trained at another
+            noise level than the baseline are left out: what is read is at the training's.
     """
-    every = {name: [run for runs in cells.values() for run in runs[name]] for name in next(iter(cells.values()))}
+
+    measure: str
+    of_run: dict[str, list[float | None]]
+
+
+def exits(cells: Cells, baseline: str) -> Exits:
+    """What every depth of every run reaches."""
+    every = {name: [run for runs in cells.values() for run in runs[name]] for name in _names(cells)}
     readings = {name: [run.task.reading(run) for run in runs] for name, runs in every.items()}
-    measure, depths = readings[baseline][0].measure, max(len(group[0].depths) for group in readings.values())
-    rows = [[f"{measure} after", *(f"layer {depth}" for depth in range(1, depths))]]
-    for name, group in readings.items():
-        if group[0].measure == measure:
-            means = [_geometric_mean(values) for values in zip(*(reading.depths for reading in group), strict=True)]
-            words = ["" if mean is None else f"{mean:.4g}" for mean in means[1:]]
-            rows.append([name, *words, *[""] * (depths - len(means))])
+    measure = readings[baseline][0].measure
+    means = {
+        name: [_geometric_mean(values) for values in zip(*(reading.depths[1:] for reading in group), strict=True)]
+        for name, group in readings.items()
+        if group[0].measure == measure
+    }
+    return Exits(measure, means)
+
+
+def exit_table(cells: Cells, baseline: str) -> Table:
+    """What every depth reaches."""
+    measure, means = exits(cells, baseline)
+    layers = max(map(len, means.values()))
+    rows = [[f"{measure} after", *(f"layer {depth}" for depth in range(1, layers + 1))]]
+    for name, values in means.items():
+        words = ["" if value is None else f"{value:.4g}" for value in values]
+        rows.append([name, *words, *[""] * (layers - len(values))])
     return rows
 
 
 def source_table(cells: Cells) -> Table:
     """The figures behind the differences: means over the seeds, a row a source and run."""
-    first = next(iter(next(iter(cells.values())).values()))[0]
-    columns = _columns(first)
+    columns = _columns(cells)
     rows = [["means over seeds", "learning rate", "seeds", *(column.heading for column in columns), "feasible"]]
     for source, runs in cells.items():
         for name, group in runs.items():
@@ -89,45 +142,6 @@ def source_table(cells: Cells) -> Table:
 def tables(cells: Cells, baseline: str) -> list[Table]:
     """All tables of a study."""
     return [paired_table(cells, baseline), exit_table(cells, baseline), source_table(cells)]
-
-
-def write_study(folder: Path, title: str, cells: Cells, baseline: str, command: str) -> Path:
-    """Print the tables, write them to `study.md` in `folder`, and return its path.
-
-    Raises:
-        InputError: runs of a source were not measured on the same data.
-    """
-    for runs in cells.values():
-        check_comparable([run for group in runs.values() for run in group], of_one_noise=False)
-    for table in tables(cells, baseline):
-        print("\n" + as_text(table))
-    print()
-    lines = [f"# {title}", "", f"Made by `{command}`.", "", _READING, ""]
-    for table in tables(cells, baseline):
-        lines += [as_markdown(table), ""]
-    path = folder / "study.md"
-    write_text(path, "\n".join(lines))
-    return path
-
-
-_READING = (
-    "Held-out data, at the training noise where nothing else is said. ℓ_L: the last depth; exits: the geometric mean "
-    "of the losses of depths 1 to L−1 (neither is set beside that of a training at other noise); largest ratio: of a "
-    "depth's loss to that of the depth before. The learning rate of a run is the one of the grid with the lowest "
-    "validation loss at the last depth with the first seed; the grid is the same for all."
-)
-
-
-def difference(logs: Sequence[float]) -> str:
-    """The mean of logarithms of ratios in percent, with its 95 % interval where there are two."""
-    if not logs:
-        return ""
-    mean = sum(logs) / len(logs)
-    if len(logs) == 1:
-        return f"{_percent(mean):+.1f}"
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in logs) / (len(logs) - 1))
-    half = t_quantile(0.975, len(logs) - 1) * deviation / math.sqrt(len(logs))
-    return f"{_percent(mean):+.1f} [{_percent(mean - half):+.1f}, {_percent(mean + half):+.1f}]"
 
 
 def t_quantile(probability: float, degrees: int) -> float:
@@ -145,7 +159,12 @@ def t_quantile(probability: float, degrees: int) -> float:
     return math.sqrt(degrees) * math.tan(low)
 
 
-def _columns(run: EvaluatedRun) -> list[Summary]:
+def _names(cells: Cells) -> list[str]:
+    return list(next(iter(cells.values())))
+
+
+def _columns(cells: Cells) -> list[Summary]:
+    run = next(iter(next(iter(cells.values())).values()))[0]
     ratio = Summary("largest ratio", lambda run: _largest(run.evaluation.layer_ratio))
     return [*_LOSSES, *run.task.summaries([run]), ratio]
 

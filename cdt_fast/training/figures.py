@@ -22,10 +22,7 @@ def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str,
     Raises:
         MissingExtra: matplotlib is not installed.
     """
-    require("matplotlib", "report", "drawing a report")
-    import matplotlib
-
-    matplotlib.use("Agg")
+    use_without_screen()
     task = runs[0].task
     ratios = f"Ratio of the losses of neighboring depths, for every {task.sample} and layer"
     first, *others = task.drawings()
@@ -46,6 +43,23 @@ def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str,
         pyplot().close(figure)
         drawn.append((name, caption))
     return drawn
+
+
+def use_without_screen() -> None:
+    """Have matplotlib draw to files alone.
+
+    Raises:
+        MissingExtra: it is not installed.
+    """
+    require("matplotlib", "report", "drawing a report")
+    import matplotlib
+
+    matplotlib.use("Agg")
+
+
+def color_and_style(index: int) -> tuple[str, str]:
+    """The color of a line and its style, which is the next one where the colors begin again."""
+    return COLORS[index % len(COLORS)], _STYLES[index // len(COLORS) % len(_STYLES)]
 
 
 def pyplot() -> Any:
@@ -168,7 +182,7 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
         steps = [entry["step"] for entry in entries]
         for depth in range(run.evaluation.layers + 1):
             values = [entry["multipliers"][depth] for entry in entries]
-            color, style = COLORS[depth % len(COLORS)], _STYLES[depth // len(COLORS) % len(_STYLES)]
+            color, style = color_and_style(depth)
             axis.plot(steps, values, style, color=color, label=rf"$\lambda_{{{depth}}}$")
         axis.set(xlabel="step", ylabel="multiplier", title=run.label)
         if not any(any(entry["multipliers"]) for entry in entries):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,8 @@ def exit_flops(model: Denoiser, settings: VideoSettings, grids: int | None) -> l
     known: dict[str, Any] = {"deviation": 1.0} if is_adaptive(model) else {}
 
     def counted(sequences: int, depth: int) -> int:
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.cdt_fast.unrolled_layer: _of_layer})
+        mapping = {torch.ops.cdt_fast.unrolled_layer: _of_layer, torch.ops.cdt_fast.symmetric_attention: _of_attention}
+        counter = FlopCounterMode(display=False, custom_mapping=mapping)
         noisy = tokens.expand(sequences, -1, -1)
         with counter:
             if not refines_mean(model, settings):
@@ -51,3 +53,9 @@ def _of_layer(
     read = (dictionary if next_dictionary is None else next_dictionary)[0] + pixels * (1 + (projection is None))
     mixed = pixels + (0 if codes is None else atoms)
     return 2 * sequences * times * (times * (pixels + mixed) + read * atoms)
+
+
+def _of_attention(z: Any, values: Any, *_: Any, **__: Any) -> int:
+    """Of `ops.symmetric_attention`: its scores and what they mix."""
+    *sequences, times, width = z
+    return 2 * math.prod(sequences) * times**2 * (width + (z if values is None else values)[-1])

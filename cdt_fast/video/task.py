@@ -235,7 +235,8 @@ class VideoTask(Task):
     ) -> Comparison:
         model, at = load_network(folder.model, settings.training.device), [*SHIFTS] if shifts else SIGMAS
         found = compare_denoisers(model, settings, sources, at, exits=chosen(_exits(folder), model.layers, None))
-        return Comparison(as_table(found, at), [asdict(each) for each in found])
+        values = [{name: value for name, value in asdict(each).items() if name != "pieces"} for each in found]
+        return Comparison(as_table(found, at), values)
 
     def denoise(
         self,

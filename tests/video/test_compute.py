@@ -61,3 +61,14 @@ def test_a_layer_that_starts_from_a_mean_costs_two_products() -> None:
     # Of one token attention is a product of two vectors, and a vector of the result.
     layer = 2 * (2 * 512 * 512 + 2 * 512) / 512
     assert exit_flops(model, settings, None) == [8 * depth * layer for depth in range(model.layers + 1)]
+
+
+def test_a_layer_that_starts_from_a_mean_has_attention_of_its_own_where_there_are_several_tokens() -> None:
+    settings = VideoSettings()
+    settings.data.patch_frames = settings.data.window // 2
+    model = build_network(settings)
+    tokens, pixels, atoms = 2, model.patch_size, model.code_size
+    # Attention twice: that of `refine`, and that of the layer.
+    layer = 2 * (2 * tokens * pixels * atoms + 2 * tokens**2 * 2 * pixels) / (tokens * pixels)
+    found = exit_flops(model, settings, None)
+    assert found == [8 * depth * layer for depth in range(4)]
