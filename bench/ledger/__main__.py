@@ -68,6 +68,11 @@ a tensor of codes (131 MB at 64,000 tokens), N for one of signals (33 MB).
 - Tried, and given up: a persistent grid, a loop over tiles in each block. The compiler keeps what is the same for all
   tiles in registers, and 8 to 450 bytes a thread spill, also with the motion of invariants switched off. In its place
   the sequences are shared out over whole waves of blocks.
+- Products that several warps compute alike were to be at most 1.3 times those needed in every default, and are up to
+  1.5 in 16 bits (attention up to 64 tokens, the layer with wide signals), 1.75 in the backward of attention 129 to 256
+  wide on consumer cards (docs/kernels.md, ×). Tried on the compiler: four warps in the place of eight spill; taller
+  tiles, 128 rows, spill or do not fit; more atoms or keys at a time do not fit. The layer's are counted in the shares
+  above.
 - Launches of a launched step: ten of the layers, fifteen products and two of the optimizer; the multipliers take two,
   for their update and for the weights of the depths. The rest are the casts of inputs and dictionary (four), the sums
   of the layers' errors and what makes losses of them, autograd's sums, and the sums for the log. A captured step is one
