@@ -2,7 +2,8 @@
 
 One rule: everything is quick but
 
-- what is marked `slow`: it takes more than five seconds of a processor;
+- what is marked `slow`: it takes more than five seconds of a processor, or more than two and is a quick test with other
+  values, or one of several that prove the same of processes that share a folder or a group;
 - of the tests of the kernels, where a product of many parameters is long, all cases but a few in which every value of
   every parameter occurs; of the emulated ones all but these few of those that are marked `emulated`.
 

@@ -199,6 +199,7 @@ def test_a_rate_that_the_model_chooses_is_called_so(trained: Any) -> None:
     assert study.source_table(cells)[1][1] == f"{plain.settings.training.lr:g} the model's"
 
 
+@pytest.mark.slow
 def test_what_another_process_trains_is_left_to_it(
     call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ from cdt_fast.bench.case import Implementation
 from cdt_fast.bench.suites import SUITES
 from tests.bench.bench_cases import case_of, steady
 
+pytestmark = pytest.mark.xdist_group("memory")  # the figures are found once
+
 # One import, and a process forked from it for each figure: none has computed anything before.
 PROGRAM = """
 import json, os

@@ -81,6 +81,7 @@ def test_a_stage_that_hangs_is_killed_at_its_limit_with_all_that_it_started(
     assert not (tmp_path / "left behind").exists()
 
 
+@pytest.mark.slow
 def test_stages_of_a_row_run_side_by_side(pretended: Callable[..., Any]) -> None:
     begin = time.monotonic()
     outcomes, _ = pretended(tuple(stage(name, 4.0) for name in ("hangs", "hangs too", "works")))

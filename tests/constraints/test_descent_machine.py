@@ -232,7 +232,11 @@ Machine.TestCase.settings = settings(max_examples=20, stateful_step_count=5, dea
 TestDescentMachine = Machine.TestCase
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 80, 20)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(range(start, start + 20), marks=pytest.mark.slow if start else []) for start in range(0, 80, 20)],
+    ids=str,
+)
 def test_many_trainings(seeds: range) -> None:
     for seed in seeds:
         walk(seed)

@@ -75,7 +75,9 @@ def attached() -> tuple[Any, LayerLosses]:
     return model, attach_layer_losses(model)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "Llama" else pytest.mark.slow) for name in CONFIGURATIONS]
+)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_greedy_tokens_are_those_of_the_model(name: str, batch: int) -> None:
     model = model_of(name)
@@ -158,7 +160,7 @@ def test_stopping_criteria_and_streamers_see_every_token(attached: tuple[Any, La
     assert streamer.seen == stopped.tolist()
 
 
-@pytest.mark.parametrize("draft_tokens", [None, torch.tensor([0, 2, 3])])
+@pytest.mark.parametrize("draft_tokens", [pytest.param(None, marks=pytest.mark.slow), torch.tensor([0, 2, 3])])
 def test_sampled_tokens_have_the_distribution_of_the_model(draft_tokens: Tensor | None) -> None:
     vocabulary, new = 5, 4
     model = model_of("Llama", vocabulary)
@@ -232,6 +234,7 @@ def test_a_confident_exit_is_the_whole_model_or_the_model_cut_there(attached: tu
     assert 0 < between.counts.accepted < between.counts.drafted
 
 
+@pytest.mark.slow
 def test_the_agreement_that_was_asked_for_is_met_by_the_least_threshold(attached: tuple[Any, LayerLosses]) -> None:
     handle = attached[1]
     prompts = list(prompts_of(40, seed=3)["input_ids"].clamp(min=8))

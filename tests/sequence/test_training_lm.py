@@ -185,6 +185,7 @@ def test_the_evaluation_decodes_with_exits_and_the_report_shows_it(source: Path,
     assert "exits must hold" in evaluation["decoding_refused"]
 
 
+@pytest.mark.slow
 def test_a_bound_on_agreement_is_measured_and_met(source: Path, tmp_path: Path) -> None:
     """By the model's depths, whatever is tapped; the shares are those of the logits, and move the multiplier."""
     taps = {"layers": 3, "taps": [0, 2, 3]}
@@ -221,6 +222,7 @@ def test_a_dropped_layer_passes_samples_on_in_training_alone() -> None:
     assert not (layers[1](state) == state).flatten(1).all(1).any()
 
 
+@pytest.mark.slow
 def test_a_decoder_is_tuned_on_validation_prompts_and_kept_with_the_model(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -492,6 +492,7 @@ def test_an_objective_needs_no_constraints(
             assert value <= {"log": sum(map(math.log, told)), "depths": sum(told), None: told[-1]}[objective]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(tiny_config: Config, tmp_path: Path, in_float64: None) -> None:
     """36 windows in steps of ten: the fourth ends with a micro-batch of one, in which one rank has nothing to do."""
     config = tiny_config(

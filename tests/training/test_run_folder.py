@@ -104,6 +104,7 @@ with RunFolder(sys.argv[1]).lock():
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_trains_is_refused_until_that_ends_or_is_killed(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "mine", VideoSettings())
     before = {path: path.read_bytes() for path in run.path.iterdir()}

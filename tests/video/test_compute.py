@@ -67,6 +67,7 @@ def test_a_layer_that_starts_from_a_mean_has_attention_of_its_own_where_there_ar
     settings = VideoSettings()
     settings.data.patch_frames = settings.data.window // 2
     model = build_network(settings)
+    assert isinstance(model, DUST)
     tokens, pixels, atoms = 2, model.patch_size, model.code_size
     # Attention twice: that of `refine`, and that of the layer.
     layer = 2 * (2 * tokens * pixels * atoms + 2 * tokens**2 * 2 * pixels) / (tokens * pixels)
