@@ -65,7 +65,9 @@ def _pictures(cells: Cells, baseline: str) -> list[Picture] | None:
         figures.use_without_screen()
     except MissingExtra:
         return None
-    drawn = [_of_exits(exits(cells, baseline))]
+    drawn, reached = [], exits(cells, baseline)
+    if any(value is not None for values in reached.of_run.values() for value in values):
+        drawn.append(_of_exits(reached))
     found = differences(cells, baseline)
     if any(value is not None for values in found.values() for value in values.values()):
         caption = f"Percent against {baseline}, with 95 % intervals; left of the gray line is less"
@@ -102,7 +104,9 @@ def _of_exits(exits: Exits) -> tuple[Any, str]:
     figure, (axis,) = figures.axes_of(width=7.2)
     for index, (name, values) in enumerate(exits.of_run.items()):
         color, style = figures.color_and_style(index)
-        axis.plot(range(1, len(values) + 1), values, f"o{style}", color=color, label=name, markersize=4)
+        known = [(depth, value) for depth, value in enumerate(values, 1) if value is not None]
+        if known:
+            axis.plot(*zip(*known, strict=True), f"o{style}", color=color, label=name, markersize=4)
     axis.set(xlabel="layers run")
     figures.set_log_scale(axis, exits.measure)
     axis.xaxis.get_major_locator().set_params(integer=True)
