@@ -106,9 +106,3 @@ def options_of(preset: str | None = None, **overrides: Any) -> dict[str, Any]:
         if name not in options:
             raise InputError(f"the constraints have no option {name!r}{suggestion(name, options)}")
     return {**options, **({} if preset is None else PRESETS[preset]), **overrides}
-
-
-DISTRIBUTIONS = ("gaussian", "laplace", "uniform")
-TOKEN_KINDS = ("drop", "swap")
-KINDS = (*DISTRIBUTIONS, *TOKEN_KINDS)
-GAMMAS = tuple(0.25 * step for step in range(9))  # 0 to 2, over which the paper's AUC is taken

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import check_choice, check_integer, check_non_negative, check_number
-from cdt_fast.constraints.presets import DISTRIBUTIONS, GAMMAS, KINDS, TOKEN_KINDS
 from cdt_fast.errors import InputError
 from cdt_fast.models.early_exit import wilson_interval
 from cdt_fast.ops.shared.checks import describe
 from cdt_fast.sequence.counter_based_rng import hashed, unit_interval, unit_noise
+from cdt_fast.sequence.kinds import DISTRIBUTIONS, GAMMAS, KINDS, TOKEN_KINDS
 from cdt_fast.training.per_sample import per_sample_statistics
 
 _IGNORED = -100  # the label of what does not count

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from cdt_fast.constraints.presets import GAMMAS, PRESETS
+from cdt_fast.constraints.presets import PRESETS
+from cdt_fast.sequence.kinds import GAMMAS
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
