@@ -258,7 +258,7 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["film", "clip"], "NAME must be one of ablation, descent, encoder, exits, exits-smollm2, exits-weights, "),
+        (["film", "clip"], "NAME must be one of ablation, denoiser, descent, encoder, exits, exits-smollm2, "),
         (["encoder", "reviews"], "--model is missing: encoder needs the folder of a pretrained encoder"),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
         (["video", "clip", "--seeds", "0,a"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '0,a'"),

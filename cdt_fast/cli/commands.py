@@ -68,11 +68,12 @@ def reproduce(options: argparse.Namespace) -> int:
     shown: set[Path] = set()
     while True:
         planned = experiments.plan(experiment, options.source, options.model, seeds, out)
-        states = [run.state() for run in planned]
+        states = [run.state() for run in planned]  # all, so that a folder of another run is refused first
         # Before there is a folder, as in `train`.
         importlib.import_module("cdt_fast.training.loop")
         worked = False
-        for number, (run, state) in enumerate(zip(planned, states, strict=True), 1):
+        for number, run in enumerate(planned, 1):
+            state = run.state()  # once more: other processes train as well
             if run.path in shown and state == "done":
                 continue
             done = " is done" if state == "done" else ", which was begun" if state == "begun" else ""

@@ -34,6 +34,8 @@ from cdt_fast.constraints.measurement import Measured, Measurement, check_record
 from cdt_fast.constraints.objective import Objective
 from cdt_fast.constraints.presets import (
     DEFAULTS,
+    DUAL_LR,
+    OTHER_DUAL_LR,
     Coupling,
     Dual,
     ObjectiveName,
@@ -111,7 +113,7 @@ class DescentConstraints:
         dual: "ascent", "adam", "pi" or "barrier".
         dual_lr: step size of the multipliers; for "pi" the integral gain κ_i. Adam moves a multiplier by about this
             much a step whatever the scale of the losses; ascent and "pi" by this times the violation, "barrier" by this
-            times the violation times the multiplier.
+            times the violation times the multiplier. None: 0.002 with "adam" and the objective "last", else 0.05.
         betas: Adam's decay of the first and second moment. The first is 0 because dual momentum overshoots.
         proportional_gain: κ_p of "pi".
         smoothing: ν of "pi", in [0, 1): the decay of the average that the proportional part follows.
@@ -155,7 +157,7 @@ class DescentConstraints:
         reference_losses: Sequence[float] | None = DEFAULTS.reference_losses,
         agreement: Mapping[int, float] | None = DEFAULTS.agreement,
         dual: Dual = DEFAULTS.dual,
-        dual_lr: float = DEFAULTS.dual_lr,
+        dual_lr: float | None = DEFAULTS.dual_lr,
         betas: tuple[float, float] = DEFAULTS.betas,
         proportional_gain: float = DEFAULTS.proportional_gain,
         smoothing: float = DEFAULTS.smoothing,
@@ -199,6 +201,8 @@ class DescentConstraints:
         self._bounds = ResultBounds(bounds, reference_losses, self.layers, self.warmup_steps, dtype)
         self._agreement = AgreementBounds(agreement, self.layers, dtype)
         self._measurement = Measurement(self.layers, dtype, self.ratio, self.tail, self._agreement.any)
+        if dual_lr is None:
+            dual_lr = DUAL_LR if (dual, objective) == ("adam", "last") else OTHER_DUAL_LR
         # A multiplier a depth for descent, and as many for bounds and for agreement where there are any.
         self._duals = DualVariables(
             (self.layers + 1) * (1 + self._bounds.any + self._agreement.any),

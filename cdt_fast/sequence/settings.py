@@ -69,7 +69,7 @@ class TextModelSettings(Section):
     download: bool = setting(False, "models and data sets that are not here may be fetched from the hub")
     taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)", _PRETRAINED)
     inner_pooling: Literal["own", "mean"] = setting(
-        "own", "what the depths before the last are read by: the encoder's own token, or the mean of all", _PRETRAINED
+        "mean", "what the depths before the last are read by: the encoder's own token, or the mean of all", _PRETRAINED
     )
     layers: Positive = setting(3, "L", UNROLLED)
     width: Positive | None = setting(None, "d (default: 128, or that of the pretrained embeddings)", UNROLLED)

@@ -31,6 +31,8 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
         constraints = build_constraints(settings, data, "cpu", saved["layers"])
         constraints.load_state_dict(saved)
         progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
+        if state["best"] is not None:
+            progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": constraints.warmup_steps}
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder.checkpoint}: is no checkpoint of a training ({error})") from error
     measured = task.evaluate(folder, settings, data, constraints, progress)

@@ -59,6 +59,8 @@ class Evaluation(_Part):
     per_sample: PerSample
     trained_steps: Count
     steps: Count
+    kept_step: Count | None = None  # of the model that was kept and measured
+    warmup_steps: Count = 0  # after which the constraints came on
     success: bool | None = None  # see `training.verdict`: of the run alone, with no plain one beside it
     verdict: str = ""
 

@@ -189,7 +189,9 @@ class ConstraintSettings(Section):
         DEFAULTS.tighten_steps, "steps after the warm-up over which rate and margin grow from zero to what they are"
     )
     dual: Dual = setting(DEFAULTS.dual, "rule that moves the multipliers")
-    dual_lr: float = setting(DEFAULTS.dual_lr, "step size of the multipliers")
+    dual_lr: float | None = setting(
+        DEFAULTS.dual_lr, "step size of the multipliers (default: 0.002 with adam and the objective last, else 0.05)"
+    )
     betas: list[float] = setting(list(DEFAULTS.betas), "Adam's decay of the two moments of the dual gradient")
     proportional_gain: float = setting(DEFAULTS.proportional_gain, "proportional gain of 'pi'")
     smoothing: float = setting(DEFAULTS.smoothing, "decay of the average that the proportional part of 'pi' follows")

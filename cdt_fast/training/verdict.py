@@ -48,6 +48,12 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> Verdict:
             for name, values in references.items()
         ]
         text += f" Exits better {'; '.join(exits)}."
+    of = run.evaluation
+    if of.constrained and of.kept_step is not None and of.kept_step <= of.warmup_steps < of.trained_steps:
+        text += (
+            f" The model that was kept is that of step {of.kept_step}, before the constraints came on (after step "
+            f"{of.warmup_steps}): by its last loss and the price of its violations none after it was better."
+        )
     return Verdict(success, text)
 
 

@@ -56,7 +56,7 @@ def attach_layer_losses(
         generator: of that draw. None: torch's own, whose state trainers save and restore.
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
             first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
-            each. For a classifier alone.
+            each: what `cdt-fast train text` takes (docs/results_text.md). For a classifier alone.
         inner_kl: in training, the share α of the KL from the last depth's distribution, which gets no gradient from it,
             in the loss of a token at the depths before: `(1 − α) CE + α KL(q ‖ p)`. In evaluation every loss is the
             cross-entropy.

@@ -771,6 +771,14 @@ def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
 def test_the_defaults_are_what_they_were_measured_to_be() -> None:
     """What the docs' results are of: where one changes, they do."""
     assert REFERENCE_MEASUREMENTS == 20
+    chosen: tuple[tuple[dict[str, Any], float], ...] = (
+        ({}, 0.002),
+        ({"objective": "log"}, 0.05),
+        ({"dual": "pi"}, 0.05),
+        ({"dual_lr": 0.3}, 0.3),
+    )
+    for options, rate in chosen:
+        assert DescentConstraints(2, **options)._duals.settings["dual_lr"] == rate
     assert dataclasses.asdict(DEFAULTS) == {
         "rate": 0.1,
         "reference": "auto",
@@ -780,7 +788,7 @@ def test_the_defaults_are_what_they_were_measured_to_be() -> None:
         "reference_losses": None,
         "agreement": None,
         "dual": "adam",
-        "dual_lr": 0.05,
+        "dual_lr": None,
         "betas": (0.0, 0.9),
         "proportional_gain": 0.2,
         "smoothing": 0.0,

@@ -30,7 +30,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def make(kind: int) -> DescentConstraints:
-    chain = {"coupling": "chain", "reference_mode": "constraint"}
+    chain = {"coupling": "chain", "reference_mode": "constraint", "dual_lr": 0.05}
     return DescentConstraints(2, 0.1, "auto", warmup_steps=3, **{**chain, **KINDS[kind]})
 
 

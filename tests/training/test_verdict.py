@@ -18,13 +18,23 @@ INPUT = {"the input": 5.6, "DCT": 4.0}
 
 
 def run_of(
-    depths: list[float], *, constrained: bool = True, feasible: bool = True, seed: int = 0, parameters: int = 10
+    depths: list[float],
+    *,
+    constrained: bool = True,
+    feasible: bool = True,
+    seed: int = 0,
+    parameters: int = 10,
+    steps: tuple[int | None, int, int] = (None, 0, 0),
 ) -> EvaluatedRun:
     settings = VideoSettings()
     settings.constraints.constrained = constrained
     settings.training.seed = seed
     evaluation: Any = SimpleNamespace(
-        feasible=feasible, constrained=constrained, layers=len(depths) - 1, parameters=parameters
+        feasible=feasible,
+        constrained=constrained,
+        layers=len(depths) - 1,
+        parameters=parameters,
+        **dict(zip(("kept_step", "warmup_steps", "trained_steps"), steps, strict=True)),
     )
     task: Any = SimpleNamespace(reading=lambda run: Reading("RMSE at γ 0.15", depths, INPUT))
     return EvaluatedRun(RunFolder(Path("plain" if not constrained else "mine")), settings, task, evaluation)
@@ -36,6 +46,7 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
     train(run, config, progress=False)
     evaluated = evaluate_run(run, config)
     assert evaluated.evaluation.success is False
+    assert evaluated.evaluation.kept_step in (1, 2)
     assert evaluated.evaluation.verdict.startswith("No success: ")
     assert "is not better than the input (" in evaluated.evaluation.verdict
 
@@ -65,6 +76,19 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
             {"feasible": False},
             "No success: constraints are violated; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) "
             "and DCT (4).",
+        ),
+        (
+            [9.0, 3.0],
+            {"steps": (20, 20, 90)},
+            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
+            "DCT (4). The model that was kept is that of step 20, before the constraints came on (after step 20): by "
+            "its last loss and the price of its violations none after it was better.",
+        ),
+        (
+            [9.0, 3.0],
+            {"steps": (21, 20, 90)},
+            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
+            "DCT (4).",
         ),
     ],
 )
