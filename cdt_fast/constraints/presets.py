@@ -83,7 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Of a denoiser all depths are wanted, and its first layer does nearly all: of what is left no layer can remove a
     # tenth.
     "video": {"objective": "log", "rate": 0.01, "margin": 0.01},
-    # Fine-tuning of a hundred steps: constraints cost it nothing, and exits gain by multipliers that move fast.
+    # A hundred steps: slow multipliers gain nothing at the last depth, and exits lose (docs/results_video.md).
     "text": {"reference": 0.9, "dual_lr": 0.05},
     # The margin is small beside the rate, which it adds to.
     "lm": {"rate": 0.05, "margin": 0.02, "dual_lr": 0.05},
