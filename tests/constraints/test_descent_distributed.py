@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cdt_fast.constraints.descent import DescentConstraints
+from tests.ranks import in_ranks
 
-RANKS = 2
 SHARES = ((5, 1), (2, 6), (7, 3))  # items of the two ranks in the micro-batches of a step
 
 
@@ -61,21 +61,16 @@ def train(kind: int, ranks: tuple[int, ...]) -> tuple[DescentConstraints, Tensor
     return constraints, torch.stack(history)
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+def work(rank: int, folder: str) -> list[tuple[Tensor, ...]]:
     results = []
     for kind in range(len(KINDS)):
         constraints, history = train(kind, (rank,))
         results.append((history, constraints.reference_level, constraints.weights(), constraints.skipped_updates))
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
-    of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
-    for kind, (first, second) in enumerate(zip(*of_ranks, strict=True)):
+    for kind, (first, second) in enumerate(zip(*in_ranks(work, tmp_path), strict=True)):
         alone, history = train(kind, (0, 1))
         assert history[-1].max() > 0.1
         assert history[10, 1] > 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from cdt_fast import DescentConstraints, attach_layer_losses
 from cdt_fast.integrations import with_descent
@@ -20,11 +18,11 @@ from tests.integrations.integration_cases import (
     rows,
     stacked,
 )
+from tests.ranks import RANKS, in_ranks
 
 # All of it is one run of two processes: `results`.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
-RANKS = 2
 KINDS = ("loop", "trainer")
 STEPS = [[0, 1, 2, 3], [4, 5, 6, 7]] * 2  # rows of an optimizer step; row i has i % 4 + 1 labels that count
 
@@ -109,15 +107,9 @@ def by_trainer(rank: int, folder: str) -> tuple[Any, torch.Tensor]:
     return trainer.model_wrapped, trainer.constraints.multipliers.clone()
 
 
-def work(rank: int, folder: str) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+def work(rank: int, folder: str) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
+    from torch.distributed.fsdp import FSDPModule
 
     shard_on_cpus()
     results = {}
@@ -127,20 +119,15 @@ def work(rank: int, folder: str) -> None:
         assert issubclass(type(model), FSDPModule), type(model)
         whole = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
         results[kind] = (multipliers, whole)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if not dist.is_available():
-        pytest.skip("this torch has no torch.distributed")
     accelerate = pytest.importorskip("accelerate")
     if not hasattr(accelerate.FullyShardedDataParallelPlugin, "fsdp_version"):
         pytest.skip(f"accelerate {accelerate.__version__} has no FSDP2")
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return in_ranks(work, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

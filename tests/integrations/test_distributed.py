@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -22,11 +21,11 @@ from tests.integrations.integration_cases import (
     rows,
     stacked,
 )
+from tests.ranks import RANKS, in_ranks
 
 # All of it is one run of two processes: `results`.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
-RANKS = 2
 KINDS = ("trainer", "ddp", "fsdp2", "lightning")  # Lightning last: it ends the process group
 STEPS = [[0, 1, 2, 3], [4, 5, 6, 7]] * 2  # rows of an optimizer step; row i has i % 4 + 1 labels that count
 
@@ -138,13 +137,7 @@ def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
     return model, {"multipliers": constraints.multipliers}
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    # What torchrun sets; with the group made from a file there is no port that another process could hold.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+def work(rank: int, folder: str) -> dict[str, Any]:
     results = {}
     for kind in KINDS:
         if kind == "lightning" and importlib.util.find_spec("lightning") is None:
@@ -156,19 +149,15 @@ def work(rank: int, folder: str) -> None:
             gather = getattr(parameter.detach(), "full_tensor", parameter.detach)
             whole[name.removeprefix("module.")] = gather().clone()
         results[kind] = (found, whole)
-    torch.save(results, f"{folder}/{rank}.pt")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if not dist.is_available():
-        pytest.skip("this torch has no torch.distributed")
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
+    found = in_ranks(work, folder)
     assert (folder / "out" / "checkpoint-2" / "descent_constraints.safetensors").exists()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

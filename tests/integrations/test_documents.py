@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.ranks import in_ranks
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trainers.md"
 BLOCKS = dict(re.findall(r"```python (\w+)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL))
@@ -23,7 +24,6 @@ NEEDS = {
     "fsdp2": ("transformers",),
 }
 DISTRIBUTED = ("accelerate", "fsdp2")
-RANKS = 2
 
 
 def run(name: str) -> dict[str, Any]:
@@ -59,20 +59,8 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert constraints.multipliers[2:].min() > 0
 
 
-def join(folder: Path, rank: int, ranks: int) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous{ranks}", rank=rank, world_size=ranks)
-
-
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    # What torchrun sets; with the group made from a file there is no port that another process could hold.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
-    join(Path(folder), rank, RANKS)
-    found = {name: run(name)["constraints"].multipliers for name in DISTRIBUTED}
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def work(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    return {name: run(name)["constraints"].multipliers for name in DISTRIBUTED}
 
 
 @pytest.mark.slow
@@ -84,9 +72,7 @@ def test_distributed_examples_are_those_of_one_process(tmp_path: Path) -> None:
         alone["fsdp2"] = run("fsdp2")["constraints"].multipliers  # as by plain python: it makes a group of its own
     finally:
         dist.destroy_process_group()
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=RANKS)
-    for rank in range(RANKS):
-        found = torch.load(tmp_path / f"{rank}.pt")
+    for found in in_ranks(work, tmp_path):
         for name in DISTRIBUTED:
             assert alone[name][0] == 0  # with an anchor depth 0 has no constraint
             assert alone[name][1:].min() > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from cdt_fast.models.layer_losses import attach_layer_losses
 from tests.models.layer_loss_cases import WEIGHTS, classifier, gradients, language_model, rows, tokens
+from tests.ranks import RANKS, in_ranks
 
 # All of it is one run of two processes: `results`.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
-RANKS = 2
 SHARES = (slice(0, 1), slice(1, 4))  # rows of a batch
 
 
@@ -54,10 +53,7 @@ def wrap(kind: str, model: Any) -> Any:
 KINDS = ("classifier", "ddp", "fsdp2", "fsdp2, head apart", "fsdp2, norm and head together")
 
 
-def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+def work(rank: int, folder: str) -> dict[str, Any]:
     results = {}
     for number, kind in enumerate(KINDS):
         model = make(kind)
@@ -81,8 +77,7 @@ def work(rank: int, folder: str) -> None:
             gradient = parameter.grad
             found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         results[kind] = (reduced, loss, found)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 def items_of(kind: str) -> int:
@@ -92,11 +87,7 @@ def items_of(kind: str) -> int:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if not dist.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return in_ranks(work, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
