@@ -58,6 +58,7 @@ class SequenceWorkload:
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
         self.note = note
+        self.after_update = None
         self.training_samples = len(train)
         epoch = math.ceil(len(train) / (training.batch * training.accumulate))
         self.steps: int = training.epochs * epoch if training.steps is None else training.steps

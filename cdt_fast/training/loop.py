@@ -121,6 +121,9 @@ class Trainer:
         self.optimizer, self.schedule = build_optimizer(
             trained, self.workload.lr, training.weight_decay, self._relative_rate, on_device=on_device
         )
+        after_update = self.workload.after_update
+        if after_update is not None:
+            self.optimizer.register_step_post_hook(lambda *_: after_update())
         self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
         self.constraints = build_constraints(settings, data, self.device, self.workload.num_constraints)
         self.constrained = settings.constrained

@@ -71,6 +71,7 @@ class Workload(Protocol):
         lr: the learning rate.
         steps: optimizer steps of the whole training.
         note: what the user should know before the training starts, or None.
+        after_update: what is done to the parameters after each update of the optimizer, on their device; or None.
     """
 
     model: nn.Module
@@ -79,6 +80,9 @@ class Workload(Protocol):
     lr: float
     steps: int
     note: str | None
+
+    @property
+    def after_update(self) -> Callable[[], None] | None: ...
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         """A module whose forward `(*batch, weights)` gives `(total, per_depth)`, means over what counts.

@@ -13,7 +13,7 @@ from cdt_fast import ops
 from cdt_fast.video.networks import Denoiser, is_adaptive
 from cdt_fast.video.noise import LEAST_DEVIATION, known_deviation
 from cdt_fast.video.overlap import reconstructed
-from cdt_fast.video.regularization import BetweenLayers
+from cdt_fast.video.regularization import BetweenLayers, jacobian_penalty
 from cdt_fast.video.settings import VideoSettings
 
 
@@ -25,7 +25,7 @@ class ReconstructionLosses(nn.Module):
         autocast: the dtype of the matrix products; None: that of the weights.
         overlapping: the settings of a run whose losses are those of the mean over shifted grids of patches; None: of
             the patches of one grid.
-        between: η and p of `BetweenLayers`, which then takes a seed for each window; None: without.
+        regularizers: η and p of `BetweenLayers` and μ of `jacobian_penalty`, with a seed for each window; None: none.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class ReconstructionLosses(nn.Module):
         model: Denoiser,
         autocast: torch.dtype | None,
         overlapping: VideoSettings | None = None,
-        between: tuple[float, float] | None = None,
+        regularizers: tuple[float, float, float] | None = None,
     ) -> None:
         super().__init__()
-        self.model, self._autocast, self._overlapping, self._between = model, autocast, overlapping, between
+        self.model, self._autocast, self._overlapping, self._added = model, autocast, overlapping, regularizers
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """`(total, per_depth)` as `DUST.layer_losses`.
 
         Args:
             arguments: noisy and clean tokens, or frames `[b, T, h, w]` where grids overlap; the noise's deviation
-                `[b]`; with `between` the windows' seeds `[b]`; the weights of the depths or None.
+                `[b]`; with `regularizers` the windows' seeds `[b]`; the weights of the depths or None.
         """
         noisy, clean, deviation, *seeds, weights = arguments
         # Without autocast's cache: a copy of the weights that outlives a capture would be read at the next one.
@@ -52,9 +52,16 @@ class ReconstructionLosses(nn.Module):
             if self._overlapping is not None:
                 return self._of_frames(self._overlapping, noisy, clean, deviation, weights)
             options: dict[str, Any] = {**known_deviation(is_adaptive(self.model), deviation, len(noisy))}
-            if self._between is not None:
-                options["between"] = BetweenLayers(*self._between, *seeds)
-            return self.model.layer_losses(noisy, clean, weights, **options)
+            if self._added is None:
+                return self.model.layer_losses(noisy, clean, weights, **options)
+            noise, dropout, price = self._added
+            between = BetweenLayers(noise, dropout, *seeds)
+            total, per_depth = self.model.layer_losses(noisy, clean, weights, between=between, **options)
+            if price:
+                penalty = jacobian_penalty(lambda tokens: self.model(tokens, **options), noisy, deviation, *seeds)
+                # Losses of a noise-adaptive model are in units of the noise's variance.
+                total = total + price * (penalty / deviation.square().mean() if options else penalty)
+            return total, per_depth
 
     def _of_frames(
         self,

@@ -1,13 +1,19 @@
-"""Baselines of robustness without constraints: noise on the codes between layers, and layers passed over."""
+"""Baselines of robustness without constraints: noise on the codes between layers, layers passed over, a price for the
+Jacobian, and a bound on the spectral norm of dictionaries."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from cdt_fast.models import DUST
 from cdt_fast.sequence.counter_based_rng import hashed, unit_interval, unit_noise
 
-_NOISE, _DROPOUT = 0, 1  # streams of a window
+_NOISE, _DROPOUT, _DIRECTION = 0, 1, 2  # streams of a window
+_SMALL = 0.1  # of the noise's deviation, by which the input moves for a difference quotient
+_SQUARINGS = 8  # of a Gram matrix of n rows: its norm from above, by at most n^(1 / 2^9), 1 % for n = 256
 
 
 class BetweenLayers:
@@ -44,3 +50,43 @@ class BetweenLayers:
             spread = codes.detach().float().std((-2, -1), correction=0, keepdim=True)
             codes = codes + (self._noise * spread * drawn).to(codes.dtype)
         return codes
+
+
+def jacobian_penalty(network: Callable[[Tensor], Tensor], noisy: Tensor, deviation: Tensor, seeds: Tensor) -> Tensor:
+    """The squared Frobenius norm of the Jacobian J of `network` a token, times the noise's variance; differentiable.
+
+        σ² ‖J‖_F² = E ‖J σξ‖² ≈ ‖f(y + h σξ) − f(y)‖² / h²      ξ ~ N(0, 1), one draw, h = 0.1
+
+    which is what the noise in the input adds to the squared error (Hutchinson's estimate; a difference quotient, as ops
+    have no second derivative).
+
+    Args:
+        network: f, of tokens.
+        noisy: y, tokens `[sequences, T, n]` of windows, one window's sequences after the other's.
+        deviation: σ, one a window.
+        seeds: int64, one a window.
+    """
+    keys = hashed(seeds, torch.full_like(seeds, _DIRECTION))
+    places = torch.arange(noisy.numel() // len(keys), device=noisy.device)
+    drawn = unit_noise(hashed(keys[:, None], places), "gaussian").view(noisy.shape).to(noisy)
+    spread = deviation.to(noisy).repeat_interleave(len(noisy) // len(keys))[:, None, None]
+    moved = network(noisy + _SMALL * spread * drawn) - network(noisy)
+    return (moved.float() / _SMALL).square().sum(-1).mean()
+
+
+@torch.no_grad()
+def bound_spectral_norms(model: DUST, largest: float) -> None:
+    """Scale each dictionary down to `‖D‖₂² / c ≤ largest`, in place and without waiting for the device.
+
+    The norm is read from above: ‖G‖ ≤ ‖G^k‖_F^(1/k) for the smaller Gram matrix G, k = 2⁸.
+    """
+    dictionary = model.dictionary
+    rows = dictionary.float() if dictionary.shape[-2] <= dictionary.shape[-1] else dictionary.float().mT
+    power = rows @ rows.mT
+    log_norm = torch.zeros_like(power[..., :1, :1])
+    for number in range(_SQUARINGS + 1):
+        norm = torch.linalg.matrix_norm(power, keepdim=True).clamp(min=torch.finfo(power.dtype).tiny)
+        log_norm += norm.log() / 2**number
+        power = (power / norm) @ (power / norm)
+    step = max(model.steps) if model.tied else dictionary.new_tensor(model.steps)[:, None, None]
+    dictionary.mul_((largest / (log_norm.exp() * step)).sqrt().clamp(max=1).view_as(log_norm).to(dictionary.dtype))

@@ -102,6 +102,12 @@ class VideoTrainingSettings(TrainingSettings):
     layer_dropout: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.0, "probability with which what a layer before the last has done to a window is passed over; with overlap 1"
     )
+    jacobian: NonNegative = setting(
+        0.0, "price of the squared norm of the Jacobian, in units of the noise's variance; with overlap 1"
+    )
+    spectral_bound: Annotated[float, Field(gt=0)] | None = setting(
+        None, "largest squared spectral norm of a dictionary times the step, kept after each update"
+    )
     cuda_graph: bool | None = setting(
         None, "launch a step as one CUDA graph (default: on a GPU, where one process trains)"
     )
@@ -208,10 +214,10 @@ class VideoSettings(RunSettings):
         return self.data.overlap != 1
 
     @property
-    def between_layers(self) -> tuple[float, float] | None:
-        """Noise on the codes and dropout of layers, None where there is neither."""
-        both = (self.training.code_noise, self.training.layer_dropout)
-        return both if any(both) else None
+    def regularizers(self) -> tuple[float, float, float] | None:
+        """Noise on the codes, dropout of layers and the price of the Jacobian, None where there is none of them."""
+        added = (self.training.code_noise, self.training.layer_dropout, self.training.jacobian)
+        return added if any(added) else None
 
     @property
     def adaptive(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from cdt_fast.video.frames import keep_frames
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
+from cdt_fast.video.regularization import bound_spectral_norms
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.shifts import SHIFTS
 
@@ -63,7 +65,14 @@ class VideoWorkload:
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         overlapping = self._settings if self._settings.overlapping else None
-        return ReconstructionLosses(self._denoiser, autocast, overlapping, self._settings.between_layers)
+        return ReconstructionLosses(self._denoiser, autocast, overlapping, self._settings.regularizers)
+
+    @property
+    def after_update(self) -> Callable[[], None] | None:
+        largest = self._settings.training.spectral_bound
+        if largest is None or not isinstance(self._denoiser, DUST):
+            return None
+        return partial(bound_spectral_norms, self._denoiser, largest)
 
     def count(self, sample: int) -> int:
         return self._tokens
@@ -84,7 +93,7 @@ class VideoWorkload:
             frames if self._settings.overlapping else to_patches(frames, data.patch, data.sequence, data.patch_frames)
         )
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
-        if self._settings.between_layers is None:
+        if self._settings.regularizers is None:
             return noisy, clean, deviation
         drawn_by = torch.tensor(seeds)
         if device.type == "cuda":
@@ -299,10 +308,13 @@ def quality_table(runs: Sequence[EvaluatedRun]) -> Table:
 
 def _check_patches(settings: VideoSettings) -> None:
     data, _ = settings.data, settings.noise
-    if settings.between_layers is not None and (settings.overlapping or settings.model.model == "vit"):
+    if settings.regularizers is not None and (settings.overlapping or settings.model.model == "vit"):
         raise InputError(
-            "[training] code_noise and layer_dropout are for dust and ut on one grid of patches: give --overlap 1"
+            "[training] code_noise, layer_dropout and jacobian are for dust and ut on one grid of patches: give "
+            "--overlap 1"
         )
+    if settings.training.spectral_bound is not None and settings.model.model == "vit":
+        raise InputError("[training] spectral_bound is of dictionaries, which a vit has none of")
     if data.window % data.patch_frames:
         raise InputError(f"[data] window must be a multiple of patch_frames ({data.patch_frames}), got {data.window}")
     if data.size % data.patch:

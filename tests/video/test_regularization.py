@@ -1,4 +1,4 @@
-"""Noise on the codes and layers passed over, as baselines of the trainer."""
+"""Noise on codes, layers passed over, a price for the Jacobian, a bound on dictionaries: baselines of the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.video.regularization import BetweenLayers
+from cdt_fast.video.regularization import BetweenLayers, bound_spectral_norms, jacobian_penalty
 from tests.runs import new_trainer, train
 
 
@@ -68,11 +68,13 @@ def test_the_next_layer_takes_the_codes_as_they_are_handed_on() -> None:
     torch.testing.assert_close(found[2], (codes @ dictionary.T - clean).square().sum(-1).mean())
 
 
-@pytest.mark.parametrize("name", ["code_noise", "layer_dropout"])
-def test_a_training_is_the_same_however_its_windows_are_cut(tiny_config: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [("code_noise", 0.5), ("layer_dropout", 0.5), ("jacobian", 100.0)])
+def test_a_training_is_the_same_however_its_windows_are_cut(
+    tiny_config: Any, tmp_path: Path, name: str, value: float
+) -> None:
     gradients = []
     for number, changes in enumerate(({}, {"batch": 1, "accumulate": 2}, {name: 0.0})):
-        settings = tiny_config(**{"constrained": False, "steps": 3, "layers": 3, name: 0.5} | changes)
+        settings = tiny_config(**{"constrained": False, "steps": 3, "layers": 3, name: value} | changes)
         trainer = new_trainer(RunFolder.create(tmp_path / str(number), settings), settings)
         trainer._train_step()
         gradients.append(trainer.model.dictionary.grad)
@@ -80,7 +82,55 @@ def test_a_training_is_the_same_however_its_windows_are_cut(tiny_config: Any, tm
     assert (gradients[0] - gradients[2]).norm() > 1e-2 * gradients[0].norm()
 
 
-def test_it_is_refused_where_grids_overlap(tiny_config: Any, tmp_path: Path) -> None:
-    settings = tiny_config(code_noise=0.1, overlap=2)
-    with pytest.raises(InputError, match=r"code_noise and layer_dropout .* give --overlap 1"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"code_noise": 0.1, "overlap": 2}, r"code_noise, layer_dropout and jacobian .* give --overlap 1"),
+        ({"jacobian": 1.0, "model": "vit"}, r"code_noise, layer_dropout and jacobian are for dust and ut"),
+        ({"spectral_bound": 1.0, "model": "vit"}, r"spectral_bound is of dictionaries, which a vit has none of"),
+    ],
+)
+def test_what_it_is_not_for_is_refused(tiny_config: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    settings = tiny_config(**changes)
+    with pytest.raises(InputError, match=message):
         train(RunFolder.create(tmp_path / "run", settings), settings)
+
+
+def test_the_jacobian_s_price_is_that_of_the_whole_matrix() -> None:
+    torch.manual_seed(0)
+    model = DUST(16, 24, 3, sparsity=0.0).double()  # without thresholds it is smooth
+    noisy, deviation = torch.rand(4, 5, 16, dtype=torch.float64), torch.tensor([1e-4, 3e-4])
+    jacobians = [torch.autograd.functional.jacobian(model, window.requires_grad_()) for window in noisy]
+    squared = torch.stack([jacobian.square().sum() / 5 for jacobian in jacobians])
+    expected = (squared * deviation.square().repeat_interleave(2)).mean().item()
+    drawn = torch.stack(
+        [jacobian_penalty(model, noisy.detach(), deviation, seeds(2 * draw, 2 * draw + 1)) for draw in range(400)]
+    )
+    assert abs(drawn.mean().item() - expected) < 4 * drawn.std().item() / 20
+    drawn[0].backward()
+    assert model.dictionary.grad is not None
+    assert model.dictionary.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("code_size", [12, 24])
+def test_a_dictionary_is_scaled_down_to_the_bound_and_no_further(tied: bool, code_size: int) -> None:
+    torch.manual_seed(0)
+    model = DUST(16, code_size, 3, tied=tied, step=[0.2, 0.2, 0.2])
+    with torch.no_grad():
+        model.dictionary.mul_(2).add_(0.1 * torch.randn_like(model.dictionary))
+    before = model.spectral_ratio()
+    bound_spectral_norms(model, 1.01 * before.max().item() * 16 ** (1 / 2**8))
+    assert torch.equal(model.spectral_ratio(), before)
+    bound_spectral_norms(model, 0.5 * before.min().item())
+    reached = model.spectral_ratio() / (0.5 * before.min())
+    assert reached.max() <= 1 + 1e-5
+    assert reached.min() >= 16 ** -(1 / 2**8) - 1e-5
+
+
+def test_the_bound_holds_after_every_update(tiny_config: Any, tmp_path: Path) -> None:
+    settings = tiny_config(constrained=False, steps=2, spectral_bound=0.9)
+    trainer = new_trainer(RunFolder.create(tmp_path / "run", settings), settings)
+    for _ in range(2):
+        trainer._train_step()
+        assert trainer.model.spectral_ratio().max() <= 0.9 * (1 + 1e-5)
