@@ -55,8 +55,8 @@ class ReconstructionLosses(nn.Module):
             if self._added is None:
                 return self.model.layer_losses(noisy, clean, weights, **options)
             noise, dropout, price = self._added
-            between = BetweenLayers(noise, dropout, *seeds)
-            total, per_depth = self.model.layer_losses(noisy, clean, weights, between=between, **options)
+            between = {"between": BetweenLayers(noise, dropout, *seeds)}
+            total, per_depth = self.model.layer_losses(noisy, clean, weights, **between, **options)
             if price:
                 penalty = jacobian_penalty(lambda tokens: self.model(tokens, **options), noisy, deviation, *seeds)
                 # Losses of a noise-adaptive model are in units of the noise's variance.
