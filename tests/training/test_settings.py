@@ -23,8 +23,9 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
         least = max((part.ge for part in parts if hasattr(part, "ge")), default=0)
         most = min((part.le for part in parts if hasattr(part, "le")), default=1e300)
         below = min((part.lt for part in parts if hasattr(part, "lt")), default=float("inf"))
+        above = max((part.gt for part in parts if hasattr(part, "gt")), default=-float("inf"))
         values = st.floats(least, min(most, below), allow_nan=False) if inner[0] is float else values_of(inner[0])
-        return values.filter(lambda value: isinstance(value, list | dict) or least <= value < below)
+        return values.filter(lambda value: isinstance(value, list | dict) or (least <= value < below and value > above))
     if origin is Literal:
         return st.sampled_from(inner)
     if origin is dict:
