@@ -163,30 +163,40 @@ class DUST(PretrainedModel):
         Raises:
             InputError: a shape is wrong, `level` is not in 1..layers, or `deviation` is missing or without use.
         """
-        if not isinstance(level, int) or not 1 <= level <= self.layers:
-            raise InputError(f"level must be a whole number from 1 to {self.layers}, got {level!r}")
-        units = self._units(noisy, deviation)
-        check_tensor("estimate", estimate, 2, "[..., T, n]")
-        check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
-        dtype, step = compute_dtype(noisy), self.steps[level - 1]
-        if noisy.shape[-2] == 1:  # of one token A is 1
-            mixed = _normalized(torch.lerp(estimate, noisy, step), units).to(dtype)
-        else:
-            noisy, mixed = _normalized(noisy, units).to(dtype), _normalized(estimate, units).to(dtype)
-            mixed = torch.lerp(ops.symmetric_attention(mixed, scale=self.scale), noisy, step)
+        return self.refinement(noisy, deviation=deviation)(level, estimate)
+
+    def refinement(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> Callable[[int, Tensor], Tensor]:
+        """`refine` of X `[..., T, n]` as a function of level and estimate; what all levels need is computed once."""
+        units, dtype = self._units(noisy, deviation), compute_dtype(noisy)
         dictionaries = (self.dictionary,) * self.layers if self.tied else self.dictionary.unbind()
-        read = dictionaries[min(level, self.layers - 1)] if self.readout == "next" else self.readout_dictionary
-        _, reconstruction = ops.unrolled_layer(
-            None,
-            mixed,
-            dictionaries[level - 1],
-            step=1.0,
-            threshold=self.thresholds[level - 1],
-            nonlinearity=self.nonlinearity,
-            projection=mixed,  # its own projection, of which attention changes nothing: the mixing is done
-            next_dictionary=read,
-        )
-        return _restored(reconstruction, units)
+        alone = noisy.shape[-2] == 1  # of one token A is 1
+        signal = None if alone else _normalized(noisy, units).to(dtype)
+
+        def refine(level: int, estimate: Tensor) -> Tensor:
+            if not isinstance(level, int) or not 1 <= level <= self.layers:
+                raise InputError(f"level must be a whole number from 1 to {self.layers}, got {level!r}")
+            check_tensor("estimate", estimate, 2, "[..., T, n]")
+            check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
+            step = self.steps[level - 1]
+            if signal is None:
+                mixed = _normalized(torch.lerp(estimate, noisy, step), units).to(dtype)
+            else:
+                mixed = ops.symmetric_attention(_normalized(estimate, units).to(dtype), scale=self.scale)
+                mixed = torch.lerp(mixed, signal, step)
+            read = dictionaries[min(level, self.layers - 1)] if self.readout == "next" else self.readout_dictionary
+            _, reconstruction = ops.unrolled_layer(
+                None,
+                mixed,
+                dictionaries[level - 1],
+                step=1.0,
+                threshold=self.thresholds[level - 1],
+                nonlinearity=self.nonlinearity,
+                projection=mixed,  # its own projection, of which attention changes nothing: the mixing is done
+                next_dictionary=read,
+            )
+            return _restored(reconstruction, units)
+
+        return refine
 
     def layer_losses(
         self,

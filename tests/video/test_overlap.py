@@ -119,15 +119,17 @@ def test_grids_that_go_through_together_give_what_they_give_alone(
     network = network_of(settings)
     noisy, _, deviation = windows(4)
     noisy = noisy[..., :13]  # neither side alike, nor filled by patches
-    together = reconstructed(network, settings, noisy, deviation, None)
-    monkeypatch.setattr(overlap, "_PIXELS_AT_ONCE", 3 * noisy.numel())
-    in_threes = reconstructed(network, settings, noisy, deviation, None)
-    monkeypatch.setattr(overlap, "_PIXELS_AT_ONCE", 1)
-    one_by_one = reconstructed(network, settings, noisy, deviation, None)
-    for mixed, some, alone in zip(together, in_threes, one_by_one, strict=True):
-        assert mixed.shape == noisy.shape
-        torch.testing.assert_close(mixed, alone, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(some, alone, rtol=1e-5, atol=1e-6)
+    found = []
+    for at_once in (overlap._PIXELS_AT_ONCE, 3 * noisy.numel(), 1):
+        monkeypatch.setattr(overlap, "_PIXELS_AT_ONCE", at_once)
+        depths = reconstructed(network, settings, noisy, deviation, None)
+        assert all(depth.shape == noisy.shape for depth in depths)
+        (gradient,) = torch.autograd.grad(torch.stack(depths).square().sum(), network.dictionary)
+        found.append([*depths, gradient / gradient.abs().max()])
+    *together, one_by_one = found
+    for some in together:
+        for mixed, alone in zip(some, one_by_one, strict=True):
+            torch.testing.assert_close(mixed, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_before_training_every_layer_of_the_default_lowers_the_error() -> None:
