@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cdt_fast.constraints.presets import DEFAULTS, PRESETS, DepthScale, ObjectiveName
+from cdt_fast.constraints.presets import PRESETS, DepthScale, ObjectiveName
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -145,7 +145,7 @@ _PAPER: dict[str, dict[str, Any]] = {
         "step": None,
         "scale": 1.0,
     },
-    "constraints": {name: getattr(DEFAULTS, name, 1) for name in _DENOISER},
+    "constraints": {"rate": 0.1, "margin": 0.1, "warmup_epochs": 1},
     "training": {"steps": 1000, "batch": 4, "lr": 1e-3},
     "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
 }

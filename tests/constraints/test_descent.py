@@ -780,7 +780,7 @@ def test_the_defaults_are_what_they_were_measured_to_be() -> None:
     for options, rate in chosen:
         assert DescentConstraints(2, **options)._duals.settings["dual_lr"] == rate
     assert dataclasses.asdict(DEFAULTS) == {
-        "rate": 0.1,
+        "rate": 0.01,
         "reference": "auto",
         "objective": "last",
         "coefficients": None,
@@ -803,7 +803,7 @@ def test_the_defaults_are_what_they_were_measured_to_be() -> None:
         "ratio": "mean",
         "tail": 0.1,
         "normalize": True,
-        "margin": 0.1,
+        "margin": 0.02,
         "tighten_steps": 0,
         "warmup_steps": 0,
         "dual_every": 1,
@@ -822,9 +822,9 @@ def test_the_types_of_the_options_are_those_of_the_constructor() -> None:
         ("paper-video", 0.25, 0.0, 6.5, "constraint", (0.9, 0.999), "slack", "chain"),
         ("paper-text", 0.1, 0.0, 0.9, "anchor", (0.9, 0.999), "slack", "chain"),
         ("paper-lm", 0.05, 0.0, 12.0, "anchor", (0.9, 0.999), "slack", "chain"),
-        ("safe", 0.1, 0.1, "auto", "constraint", (0.0, 0.999), "decay", "detach"),
+        ("safe", 0.01, 0.02, "auto", "constraint", (0.0, 0.999), "decay", "detach"),
         ("video", 0.01, 0.01, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
-        ("text", 0.1, 0.1, 0.9, "anchor", (0.0, 0.9), "slack", "detach"),
+        ("text", 0.01, 0.02, 0.9, "anchor", (0.0, 0.9), "slack", "detach"),
         ("lm", 0.05, 0.02, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
     ],
 )

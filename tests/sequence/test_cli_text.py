@@ -110,12 +110,12 @@ def test_help_shows_an_example_that_parses_and_the_settings(call: Call, task: st
     assert "--window" not in answer.out
 
 
-def test_the_defaults_are_those_of_the_preset_of_the_paper(call: Call, table: Path, tmp_path: Path) -> None:
+def test_the_defaults_are_those_of_the_preset(call: Call, table: Path, tmp_path: Path) -> None:
     assert "--no-constrained" not in " ".join(TEXT)
     words = [word for word in TEXT if not word.startswith(("--rate", "--reference"))]
     assert call("train", "text", table, *words, "--out", tmp_path / "run").status == 0
     settings = open_run(tmp_path / "run")[1].constraints
-    assert (settings.rate, settings.reference, settings.reference_mode) == (0.1, 0.9, "anchor")
+    assert (settings.rate, settings.reference, settings.reference_mode) == (0.01, 0.9, "anchor")
 
 
 def test_named_columns_of_any_file(call: Call, tmp_path: Path, quick_figures: None) -> None:
