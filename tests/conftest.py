@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -18,6 +19,10 @@ from cdt_fast.video.settings import VideoSettings
 from tests.parts import quick, rest
 from tests.runs import evaluate_run, train
 from tests.tiny import TINY, scrolling_clip
+
+# The same examples each time: a failure of one run is one of the next.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

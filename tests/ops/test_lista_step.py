@@ -72,7 +72,7 @@ def step_cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(step_cases())
 def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
     results = []
@@ -143,7 +143,7 @@ def objective(codes: Tensor, signal: Tensor, dictionary: Tensor, sparsity: float
     return 0.5 * (signal - codes @ dictionary.T).square().sum(-1) + sparsity * codes.abs().sum(-1)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     width=st.integers(1, 9),

@@ -68,7 +68,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
     results = []

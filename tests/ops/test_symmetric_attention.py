@@ -74,7 +74,7 @@ def attention_cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(attention_cases())
 def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
     results = []
