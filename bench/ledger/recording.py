@@ -173,6 +173,11 @@ class _Recorder(TorchDispatchMode):
 def _result(function: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name.startswith("_fused_adam"):
         return None
+    place = _PRODUCTS.get(name)
+    if place is not None and function._overloadname.startswith("dtype"):  # torch 2.11 has none for meta tensors
+        (left, right), dtype = args[place : place + 2], next(kind for kind in args if isinstance(kind, torch.dtype))
+        out = kwargs.get("out")
+        return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=dtype) if out is None else out
     return function(*args, **kwargs)
 
 
