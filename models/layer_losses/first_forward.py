@@ -68,7 +68,7 @@ def check_first_forward(
     with without_dropout(parts.model):
         with _same_random_numbers(parts.model), _noted_states(parts.layers) as states:
             own = run(labels=labels)
-        loss = own.get("loss")
+        loss = own.get("loss", getattr(own, "loss", None))  # no key where transformers 4 is told it as an attribute
         if not isinstance(loss, Tensor) or loss.dim() or not isinstance(own.get("logits"), Tensor):
             raise unsupported(parts.model, "its forward with labels returns no loss and logits")
         _check_shapes(parts, states)
