@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import check_choice
-from cdt_fast.sequence.kinds import DISTRIBUTIONS
+
+DISTRIBUTIONS = ("gaussian", "laplace", "uniform")
 
 # The constants of SplitMix64 as signed 64-bit integers, in which torch's products wrap around.
 _STEP = 0x9E3779B97F4A7C15 - 2**64

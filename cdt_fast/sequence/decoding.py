@@ -14,7 +14,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import frequent_tokens
 from cdt_fast.models.layer_losses.decoding.tuning import EARLY_EXIT, TunedRow, timed_continuations
 from cdt_fast.sequence.evaluation import KEPT
-from cdt_fast.sequence.networks import PretrainedNetwork
+from cdt_fast.sequence.networks import PretrainedNetwork, replaced_folder
 from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 
 _NEW_TOKENS = 32  # generated behind each prompt
@@ -40,10 +40,13 @@ def tune(
 ) -> str:
     """Tune the decoder of the model in `folder` and write what was found beside it; what that is, in a sentence."""
     try:
-        tuning = network.tune_decoder(prompts, _NEW_TOKENS, draft_tokens, progress)
+        tuning = network.handle.tune_decoder(
+            prompts, new_tokens=_NEW_TOKENS, draft_tokens=draft_tokens, progress=progress
+        )
     except InputError as error:
         return f"no decoder is kept with the model: {error}"
-    network.save_generation(folder)
+    with replaced_folder(folder) as temporary:  # beside an adapter too
+        network.base.generation_config.save_pretrained(temporary)
     fastest = max(tuning.rows, key=lambda row: row.measured or 0.0)
     gain = f"{fastest.measured:.2f} times as fast as the model alone, with exit {fastest.exit}"
     if tuning.best is None:
@@ -55,14 +58,16 @@ def decoding_of(network: PretrainedNetwork, prompts: Sequence[Tensor], progress:
     """How well the exits of a language model draft behind prompts, and how fast the decoder kept with it is there."""
     if not prompts:
         return {}
-    kept = getattr(network.generation_config, EARLY_EXIT, None)
+    kept = getattr(network.base.generation_config, EARLY_EXIT, None)
     draft_tokens = None if kept is None or kept["draft_tokens"] is None else Tensor(kept["draft_tokens"]).long()
     try:
-        tuning = network.tune_decoder(prompts, _NEW_TOKENS, draft_tokens, progress)
+        tuning = network.handle.tune_decoder(
+            prompts, new_tokens=_NEW_TOKENS, draft_tokens=draft_tokens, progress=progress
+        )
     except InputError as error:
         return {"decoding_refused": str(error)}
     finally:
-        setattr(network.generation_config, EARLY_EXIT, kept)  # what is measured is what validation prompts chose
+        setattr(network.base.generation_config, EARLY_EXIT, kept)  # what is measured is what validation prompts chose
     best: dict[int, TunedRow] = {}
     for row in tuning.rows:
         best.setdefault(row.exit, row)
@@ -74,7 +79,7 @@ def decoding_of(network: PretrainedNetwork, prompts: Sequence[Tensor], progress:
 def speeds_of(network: PretrainedNetwork, prompts: Sequence[Tensor], exit: int) -> list[dict[str, Any]]:
     """Tokens a second over those of the model alone, in turns with it: of the decoder kept with the model, and of
     transformers' own early exit at the same depth, where the model is one that it runs."""
-    decoder = network.decoder()
+    decoder = network.handle.decoder()
     ways: dict[str, Callable[[], tuple[int, float]]] = {
         KEPT: lambda: timed_continuations(network.base, prompts, _NEW_TOKENS, custom_generate=decoder),
         _ASSISTANT: lambda: timed_continuations(network.base, prompts, _NEW_TOKENS, assistant_early_exit=exit),

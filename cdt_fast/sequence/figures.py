@@ -19,18 +19,6 @@ def drawings(accuracy: str) -> list[Drawing]:
     ]
 
 
-def agreement_drawing() -> Drawing:
-    """The picture of what the exits of language models are worth as drafters."""
-    caption = "Share of the held-out tokens that an exit names as the last depth does, and the loss at that exit"
-    return Drawing("agreement.png", caption, _agreement)
-
-
-def confident_exit_drawing() -> Drawing:
-    """The picture of what classifiers reach for how many layers."""
-    caption = "Accuracy over the layers run, at the least γ: exits after a fixed depth, and by confidence (stars)"
-    return Drawing("confident_exit.png", caption, _confident_exit)
-
-
 def depths_of(run: EvaluatedRun) -> list[int]:
     """The depths of the model that are read."""
     return getattr(run.settings.model, "taps", None) or list(range(run.evaluation.layers + 1))
@@ -136,3 +124,18 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
     axes[0].set(ylabel="accuracy")
     add_legend(axes[0], middle=1.1)
     return figure
+
+
+AGREEMENT = Drawing(
+    "agreement.png",
+    "Share of the held-out tokens that an exit names as the last depth does, and the loss at that exit",
+    _agreement,
+)
+"""What the exits of language models are worth as drafters."""
+
+CONFIDENT_EXIT = Drawing(
+    "confident_exit.png",
+    "Accuracy over the layers run, at the least γ: exits after a fixed depth, and by confidence (stars)",
+    _confident_exit,
+)
+"""What classifiers reach for how many layers."""

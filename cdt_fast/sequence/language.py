@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from cdt_fast.checksums import check_folder
 from cdt_fast.errors import InputError, require
 from cdt_fast.models.layer_losses import predicted_overhead, predicted_speedup
+from cdt_fast.models.layer_losses.parts import find_parts
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.corpus import InstructionSplits
@@ -20,8 +20,8 @@ from cdt_fast.sequence.data.instructions import Instruction
 from cdt_fast.sequence.decoding import decoding_of, draft_tokens_of, prompts_of, tune
 from cdt_fast.sequence.evaluation import LanguageEvaluation, perplexities
 from cdt_fast.sequence.figures import (
+    AGREEMENT,
     accuracy_table,
-    agreement_drawing,
     decoding_table,
     depths_of,
     perplexity_table,
@@ -29,10 +29,10 @@ from cdt_fast.sequence.figures import (
     speed_table,
 )
 from cdt_fast.sequence.layer_dropout import add_layer_dropout
-from cdt_fast.sequence.networks import Network, PretrainedNetwork, vocabulary_size
+from cdt_fast.sequence.networks import PretrainedNetwork, vocabulary_size
 from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 from cdt_fast.sequence.settings import SMALL, LanguageModelSettings, LanguageSettings
-from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
+from cdt_fast.sequence.task import LoadedModel, SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import (
     PretrainedTokenizer,
     from_hub,
@@ -58,26 +58,39 @@ class LanguageTask(SequenceTask):
 
     def check(self, settings: LanguageSettings) -> None:
         super().check(settings)
-        _check(settings.model)
+        model = settings.model
+        if model.lora_rank is not None:
+            if model.model == SMALL:
+                raise InputError(f"[model] lora_rank needs a pretrained model; the weights of {SMALL} are random")
+            require("peft", "peft", "--lora-rank")
+        if model.model == SMALL and model.width % (2 * model.heads):
+            raise InputError(f"[model] width must be a multiple of twice the heads ({model.heads}), got {model.width}")
 
     def load(self, settings: LanguageSettings, progress: bool = True) -> InstructionSplits:
         return corpus.load_instructions(settings)
 
     def describe(self, settings: LanguageSettings, data: InstructionSplits) -> str:
-        return corpus.describe(data, str(settings.data.source))
+        note = f"; {data.num_dropped:,} without an answer dropped" if data.num_dropped else ""
+        return f"{self.counts(settings, data, 'instructions')}{note}"
 
     def build(self, settings: LanguageSettings, data: InstructionSplits, device: torch.device) -> SequenceWorkload:
         chosen, max_tokens = settings.model, settings.data.max_tokens
-        tokenizer = _load_tokenizer(chosen, data.train)
-        model = _small_llama(chosen, tokenizer, max_tokens) if chosen.model == SMALL else _load(chosen)
+        if chosen.model == SMALL:
+            texts = (text for entry in data.train for text in (entry.prompt, entry.output))
+            tokenizer = learned_tokenizer(texts, chosen.vocabulary_size)
+            model = _small_llama(chosen, tokenizer, max_tokens)
+        else:
+            tokenizer, model = load_tokenizer(chosen.model, chosen.download), _load(chosen)
         overhead = predicted_overhead(model, chosen.taps, chosen.inner_fraction, chosen.inner_kl)
         if chosen.lora_rank is not None:
-            model = _adapted(model, chosen.lora_rank)
+            peft = require("peft", "peft", "--lora-rank")
+            rank = chosen.lora_rank
+            model = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM"))
         network = _network(model, tokenizer, chosen)
         if settings.constrained:
-            network.measure_agreement(settings.constraints.agreement or ())
+            network.handle.agreement_taps = tuple(settings.constraints.agreement or ())
             build_constraints(settings, data, "cpu", network.layers).check_inner_kl(chosen.inner_kl)
-        add_layer_dropout(network.layers_of_model, chosen.layer_dropout)
+        add_layer_dropout(find_parts(network.model).layers, chosen.layer_dropout)
         train, validation = (
             encoded_instructions(getattr(data, part), tokenizer, max_tokens, part) for part in ("train", "validation")
         )
@@ -86,11 +99,9 @@ class LanguageTask(SequenceTask):
             f"without them (--taps and --inner-fraction lower it)",
             *_speedup(settings, network, train),
             *_cut(train, len(data.train), network),
-            *_anchor_above_a_guess(settings, network),
         ]
-        identity = {name: corpus.digest(getattr(data, name)) for name in ("train", "validation", "test")}
         lr = _LR["small" if chosen.model == SMALL else "whole" if chosen.lora_rank is None else "lora"]
-        return SequenceWorkload(settings, network, train, validation, identity, lr=lr, note="\n".join(notes))
+        return SequenceWorkload(settings, network, train, validation, data, lr=lr, note="\n".join(notes))
 
     def finish(
         self, folder: RunFolder, settings: LanguageSettings, workload: SequenceWorkload, progress: bool = True
@@ -98,38 +109,30 @@ class LanguageTask(SequenceTask):
         prompts = prompts_of(workload.validation, settings.evaluation.prompts)
         if not prompts:
             return
-        _, network = _load_network(folder.model, settings.model)
+        network = _load_network(folder.model, settings.model)
         network.model.to(next(workload.model.parameters()).device)
         draft_tokens = draft_tokens_of(workload.train, vocabulary_size(network.model))
         said = tune(network, prompts, draft_tokens, folder.model, progress)
         if progress:
             print(said, file=sys.stderr)
 
-    def load_model(
-        self, folder: RunFolder, settings: LanguageSettings, data: InstructionSplits
-    ) -> tuple[Network, tuple[EncodedSamples, EncodedSamples], dict[str, Any]]:
-        tokenizer, network = _load_network(folder.model, settings.model)
+    def load_model(self, folder: RunFolder, settings: LanguageSettings, data: InstructionSplits) -> LoadedModel:
+        network = _load_network(folder.model, settings.model)
         validation, test = (
-            encoded_instructions(getattr(data, part), tokenizer, settings.data.max_tokens, part)
+            encoded_instructions(getattr(data, part), network.tokenizer, settings.data.max_tokens, part)
             for part in ("validation", "test")
         )
-        facts = {
-            "vocabulary": vocabulary_size(network.model),
-            "test_texts": len(test),
-            "test_digest": corpus.digest(data.test),
-        }
-        return network, (validation, test), facts
+        return network, validation, test, {"vocabulary": vocabulary_size(network.model)}
 
     def further(
         self,
-        network: Network,
+        network: PretrainedNetwork,
         validation: EncodedSamples,
         test: EncodedSamples,
         settings: LanguageSettings,
         measured: dict[str, Any],
         progress: bool,
     ) -> dict[str, Any]:
-        assert isinstance(network, PretrainedNetwork)
         prompts = prompts_of(test, settings.evaluation.prompts)
         return {"perplexity": perplexities(measured), **decoding_of(network, prompts, progress)}
 
@@ -154,7 +157,7 @@ class LanguageTask(SequenceTask):
         ]
 
     def drawings(self) -> list[Drawing]:
-        return [*super().drawings(), agreement_drawing()]
+        return [*super().drawings(), AGREEMENT]
 
     def choices(self, run: EvaluatedRun) -> int:
         return run.evaluation.vocabulary
@@ -177,9 +180,16 @@ def encoded_instructions(
     Raises:
         InputError: no answer begins within `max_length` tokens.
     """
+    encode = tokenizer.tokenizer
+    end = encode.eos_token_id
+    if end is None:
+        raise InputError(f"{encode.name_or_path}: the tokenizer has no end token to put behind an answer")
     rows, targets, counts = [], [], []
     for entry in instructions:
-        prompt, answer = _ids(tokenizer, entry)
+        prompt = encode(entry.prompt)["input_ids"]
+        if prompt and prompt[-1] == end:
+            prompt = prompt[:-1]  # some tokenizers append it
+        answer = [*encode(entry.output, add_special_tokens=False)["input_ids"], end]
         ids = torch.tensor((prompt + answer)[:max_length], dtype=torch.int64)
         labels = ids.clone()
         labels[: len(prompt)] = IGNORED
@@ -196,8 +206,8 @@ def encoded_instructions(
     return EncodedSamples(rows, targets, counts)
 
 
-def _load_network(folder: Path, settings: LanguageModelSettings) -> tuple[PretrainedTokenizer, PretrainedNetwork]:
-    """The tokenizer and the network that a run kept.
+def _load_network(folder: Path, settings: LanguageModelSettings) -> PretrainedNetwork:
+    """The network that a run kept.
 
     Raises:
         InputError: a file of them is missing or not whole.
@@ -213,14 +223,15 @@ def _load_network(folder: Path, settings: LanguageModelSettings) -> tuple[Pretra
             model = peft.PeftModel.from_pretrained(_load(settings), folder)
     tokenizer = load_tokenizer(str(folder), download=False)  # of files that are known to be whole
     network = _network(model, tokenizer, settings)
-    network.load_generation(folder)
-    return tokenizer, network
+    if (folder / "generation_config.json").exists():  # beside an adapter too
+        network.base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return network
 
 
 def _speedup(settings: LanguageSettings, network: PretrainedNetwork, train: EncodedSamples) -> Iterator[str]:
     """What decoding with the exits is predicted to gain, where the exits come to draft as well as is aimed at."""
     aimed = settings.constraints.agreement or {}
-    depths = [depth for depth in network.taps[:-1] if depth > 0]
+    depths = [depth for depth in network.depths[:-1] if depth > 0]
     if not depths or not settings.evaluation.prompts:
         return
     rows = draft_tokens_of(train, vocabulary_size(network.model))
@@ -250,56 +261,10 @@ def _cut(train: EncodedSamples, given: int, network: PretrainedNetwork) -> Itera
         yield f"answers cut short by --max-tokens: {short:,} of {given:,}"
 
 
-def _anchor_above_a_guess(settings: LanguageSettings, network: PretrainedNetwork) -> Iterator[str]:
-    """A warning where the anchor asks less of layer 1 than a model that knows nothing gives."""
-    constraints, guess = settings.constraints, math.log(vocabulary_size(network.model))
-    anchored = constraints.constrained and constraints.reference_mode == "anchor"
-    if anchored and isinstance(constraints.reference, float | int) and constraints.reference > guess + 0.5:
-        yield (
-            f"the anchor of {constraints.reference:g} nats is above the loss of a guess among "
-            f"{vocabulary_size(network.model):,} tokens, {guess:.2f}: it lets inner depths do worse than that; "
-            f"--reference {guess:.1f} does not"
-        )
-
-
-def _check(settings: LanguageModelSettings) -> None:
-    if not 0 <= settings.layer_dropout < 1:
-        raise InputError(f"[model] layer_dropout must be in [0, 1), got {settings.layer_dropout}")
-    if not 0 < settings.inner_fraction <= 1:
-        raise InputError(f"[model] inner_fraction must be in (0, 1], got {settings.inner_fraction}")
-    if settings.lora_rank is not None:
-        if settings.model == SMALL:
-            raise InputError(f"[model] lora_rank needs a pretrained model to adapt; the weights of {SMALL} are random")
-        require("peft", "peft", "--lora-rank")
-    if settings.model == SMALL and settings.width % (2 * settings.heads):
-        raise InputError(
-            f"[model] width must be a multiple of twice the heads ({settings.heads}), got {settings.width}"
-        )
-
-
-def _load_tokenizer(settings: LanguageModelSettings, train: Sequence[Instruction]) -> PretrainedTokenizer:
-    if settings.model != SMALL:
-        return load_tokenizer(settings.model, settings.download)
-    return learned_tokenizer(
-        (text for entry in train for text in (entry.prompt, entry.output)), settings.vocabulary_size
-    )
-
-
-def _ids(tokenizer: PretrainedTokenizer, entry: Instruction) -> tuple[list[int], list[int]]:
-    """The tokens of the prompt, with the tokenizer's start token, and those of the answer, with the end token."""
-    encode = tokenizer.tokenizer
-    if encode.eos_token_id is None:
-        raise InputError(f"{encode.name_or_path}: the tokenizer has no end token to put behind an answer")
-    prompt = encode(entry.prompt)["input_ids"]
-    if prompt and prompt[-1] == encode.eos_token_id:
-        prompt = prompt[:-1]  # some tokenizers append it
-    return prompt, [*encode(entry.output, add_special_tokens=False)["input_ids"], encode.eos_token_id]
-
-
 def _small_llama(settings: LanguageModelSettings, tokenizer: PretrainedTokenizer, max_length: int) -> Any:
     transformers = pretrained_library()
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.size,
+        vocab_size=len(tokenizer.tokenizer),
         hidden_size=settings.width,
         intermediate_size=settings.feedforward_width or 4 * settings.width,
         num_hidden_layers=settings.layers,
@@ -318,18 +283,7 @@ def _load(settings: LanguageModelSettings) -> Any:
         return load_complete(transformers.AutoModelForCausalLM, settings.model, dtype=torch.float32, **where)
 
 
-def _adapted(model: Any, rank: int) -> Any:
-    peft = require("peft", "peft", "--lora-rank")
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM"))
-
-
 def _network(model: Any, tokenizer: PretrainedTokenizer, settings: LanguageModelSettings) -> PretrainedNetwork:
     return PretrainedNetwork(
-        model,
-        tokenizer.save,
-        tokenizer.padding_id,
-        tokenizer.special_ids,
-        settings.taps,
-        settings.inner_fraction,
-        inner_kl=settings.inner_kl,
+        model, tokenizer, settings.taps, inner_fraction=settings.inner_fraction, inner_kl=settings.inner_kl
     )

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.sequence.tokenizers import batch_encoding
-
 IGNORED = -100  # the label of what does not count
 
 
@@ -18,7 +16,7 @@ class EncodedSamples:
     """Samples as token ids.
 
     Attributes:
-        rows: int64 `[fields, T]` each, as a `Tokenizer` gives them.
+        rows: int64 `[fields, T]` each, see `tokenizers`.
         targets: int64, `[]` a class or `[T]` labels of tokens.
         counts: how many targets of each sample count.
     """
@@ -31,8 +29,12 @@ class EncodedSamples:
         return len(self.rows)
 
     def batch(self, chosen: Sequence[int], padding_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Inputs `[fields, B, T]` and targets `[B]` or `[B, T]`, filled up with −100, on `device`."""
-        inputs = batch_encoding([self.rows[index] for index in chosen], padding_id)
+        """Inputs `[fields, B, T]`, filled up with `padding_id` and zeros, and targets `[B]` or `[B, T]`, with −100."""
+        rows = [self.rows[index] for index in chosen]
+        inputs = rows[0].new_zeros(rows[0].shape[0], len(rows), max(row.shape[1] for row in rows))
+        inputs[0] = padding_id
+        for number, row in enumerate(rows):
+            inputs[:, number, : row.shape[1]] = row
         targets = [self.targets[index] for index in chosen]
         if targets[0].dim():
             labels = nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=IGNORED)

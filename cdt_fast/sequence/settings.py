@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from cdt_fast.constraints.presets import PRESETS
-from cdt_fast.sequence.kinds import GAMMAS
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -35,7 +34,9 @@ class PerturbationSettings(Section):
     perturbation: Literal["gaussian", "laplace", "uniform", "drop", "swap"] = setting(
         "gaussian", "what is done to the words' embeddings"
     )
-    perturbation_rate: NonNegative = setting(0.15, "share of the words that 'drop' and 'swap' choose at gamma 1")
+    perturbation_rate: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.15, "share of the words that 'drop' and 'swap' choose at gamma 1"
+    )
 
 
 class TextDataSettings(PerturbationSettings):
@@ -104,7 +105,7 @@ class TextTrainingSettings(_EpochSettings):
 class SequenceEvaluationSettings(EvaluationSettings):
     """[evaluation] of both tasks."""
 
-    gammas: Levels = setting(list(GAMMAS), "ascending noise levels of the evaluation")
+    gammas: Levels = setting([0.25 * step for step in range(9)], "ascending noise levels of the evaluation")
 
 
 class TextEvaluationSettings(SequenceEvaluationSettings):
@@ -140,11 +141,13 @@ class LanguageModelSettings(Section):
     model: str = setting(SMALL, "llama-small (random weights), or folder or hub name of a causal language model")
     download: bool = setting(False, "models and data sets that are not here may be fetched from the hub")
     taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)")
-    inner_fraction: float = setting(1.0, "share of the tokens that the inner depths are read at in training")
+    inner_fraction: Annotated[float, Field(gt=0, le=1)] = setting(
+        1.0, "share of the tokens that the inner depths are read at in training"
+    )
     inner_kl: Annotated[float, Field(ge=0, le=1)] = setting(
         0.0, "share of the KL to the last depth in the training losses of the depths before it (1: KL alone)"
     )
-    layer_dropout: float = setting(
+    layer_dropout: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.0, "share of the sequences that the last layer is left out for in training; of earlier layers fewer"
     )
     lora_rank: Positive | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)")

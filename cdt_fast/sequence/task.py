@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,54 @@ from torch import Tensor, nn
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.sequence import figures
+from cdt_fast.sequence.corpus import InstructionSplits, digest
+from cdt_fast.sequence.data.text import TextSplits
 from cdt_fast.sequence.evaluation import measure
-from cdt_fast.sequence.losses import EVALUATION_SEED, SequenceLosses, autocast_to, perturbation_of
 from cdt_fast.sequence.networks import Network, vocabulary_size
+from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
 from cdt_fast.sequence.samples import EncodedSamples, moved
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
+
+LoadedModel = tuple[Network, EncodedSamples, EncodedSamples, dict[str, Any]]  # with validation and test samples
+
+
+class SequenceLosses(nn.Module):
+    """The network's losses as a forward, on embeddings that are perturbed in training.
+
+    Args:
+        network: the network.
+        settings: what the perturbation is.
+        autocast: the dtype of the matrix products; None: that of the weights.
+    """
+
+    def __init__(self, network: Network, settings: SequenceSettings, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.model = network.model  # registered, so that a distributed wrapper sees its weights
+        self._network, self._settings, self._autocast = network, settings, autocast
+        self._std: Tensor | None = None  # of embeddings that do not train
+
+    def forward(
+        self, inputs: Tensor, targets: Tensor, seeds: Tensor, weights: Tensor | Sequence[float] | None
+    ) -> tuple[Tensor, ...]:
+        """See `Network.losses`; `seeds` `[B]` are those of the samples' noise."""
+        with autocast_to(self._autocast, inputs.device), self._perturbed(seeds):
+            return self._network.losses(inputs, targets, weights)
+
+    def _perturbed(self, seeds: Tensor) -> AbstractContextManager[Any]:
+        if self._settings.noise == (0, 0):
+            return nullcontext()
+        table: Any = word_embeddings(self.model).weight
+        if self._std is None and not table.requires_grad:
+            self._std = embedding_std(table)
+        # One seed for all: the numbers of the samples, which no two steps share, hold the run's.
+        return self._network.perturbed(self._settings, seed=0, std=self._std, samples=seeds)
+
+
+def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast to `dtype` on `device`; None: none."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 class SequenceWorkload:
@@ -31,7 +73,7 @@ class SequenceWorkload:
         settings: of the run.
         network: what trains.
         train, validation: the samples.
-        identity: by what a resumed run knows its data again.
+        data: the texts or instructions that they are from, by whose parts a resumed run knows its data again.
         lr: the learning rate where the settings name none.
         note: see `Workload`.
 
@@ -48,13 +90,18 @@ class SequenceWorkload:
         network: Network,
         train: EncodedSamples,
         validation: EncodedSamples,
-        identity: dict[str, Any],
+        data: TextSplits | InstructionSplits,
         *,
         lr: float,
         note: str | None = None,
     ) -> None:
-        for part in (train, validation):
-            _check_ids(part, network)
+        size = vocabulary_size(network.model)
+        largest = max(int(row[0].max()) for row in (*train.rows, *validation.rows))
+        if largest >= size:
+            raise InputError(
+                f"the tokenizer gives ids up to {largest}, but the model has {size} word embeddings: give a folder "
+                "whose tokenizer belongs to its model"
+            )
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
         self.note = note
@@ -63,7 +110,8 @@ class SequenceWorkload:
         epoch = math.ceil(len(train) / (training.batch * training.accumulate))
         self.steps: int = training.epochs * epoch if training.steps is None else training.steps
         self.lr: float = lr if training.lr is None else training.lr
-        self._settings, self.train, self.validation, self._identity = settings, train, validation, identity
+        self._settings, self.train, self.validation = settings, train, validation
+        self._identity = {part: digest(getattr(data, part)) for part in ("train", "validation", "test")}
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         return SequenceLosses(self.network, self._settings, autocast)
@@ -81,7 +129,7 @@ class SequenceWorkload:
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         device = next(self.model.parameters()).device
         sums, counted = torch.zeros(self.num_constraints + 1, dtype=torch.float64, device=device), 0
-        with autocast_to(autocast, device), perturbation_of(self._settings, self.network, EVALUATION_SEED):
+        with autocast_to(autocast, device), self.network.perturbed(self._settings):
             batches = self.validation.batches(self._settings.training.batch, self.network.padding_id, device)
             for inputs, targets, count in batches:
                 sums += self.network.losses(inputs, targets, None)[1].to(torch.float64) * count
@@ -98,16 +146,6 @@ class SequenceWorkload:
         return self.network.kernels(device)
 
 
-def _check_ids(samples: EncodedSamples, network: Network) -> None:
-    size = vocabulary_size(network.model)
-    largest = max(int(row[0].max()) for row in samples.rows)
-    if largest >= size:
-        raise InputError(
-            f"the tokenizer gives ids up to {largest}, but the model has {size} word embeddings: give a folder whose "
-            "tokenizer belongs to its model"
-        )
-
-
 class SequenceTask(Task):
     """What the tasks on texts and on instructions share; see `training.task.Task`."""
 
@@ -121,16 +159,17 @@ class SequenceTask(Task):
         if any(first >= second for first, second in pairwise(gammas)):
             raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
         _ = settings.noise  # which refuses what is no range
-        if not 0 < settings.data.perturbation_rate <= 1:
-            raise InputError(f"[data] perturbation_rate must be in (0, 1], got {settings.data.perturbation_rate}")
         if settings.training.tensorboard:
             require("tensorboard", "tensorboard", "--tensorboard")
 
+    def counts(self, settings: SequenceSettings, data: TextSplits | InstructionSplits, kind: str) -> str:
+        """How much data of a kind there are, in words."""
+        parts = (f"{len(getattr(data, part)):,} {part}" for part in ("train", "validation", "test"))
+        return f"{settings.data.source}: {kind}: {', '.join(parts)}"
+
     @abstractmethod
-    def load_model(
-        self, folder: RunFolder, settings: Any, data: Any
-    ) -> tuple[Network, tuple[EncodedSamples, EncodedSamples], dict[str, Any]]:
-        """The network that a run kept, validation and test samples, and the evaluation's entries that tell of them.
+    def load_model(self, folder: RunFolder, settings: Any, data: Any) -> LoadedModel:
+        """The network that a run kept, validation and test samples, and entries of the task's own in an evaluation.
 
         Raises:
             InputError: a file of the model is missing or not whole.
@@ -144,16 +183,18 @@ class SequenceTask(Task):
         constraints: DescentConstraints,
         progress: bool = True,
     ) -> dict[str, Any]:
-        network, (validation, test), facts = self.load_model(folder, settings, data)
+        network, validation, test, facts = self.load_model(folder, settings, data)
         use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if use_cuda else "cpu")
         network.model.to(device)
+        facts = {**facts, "test_texts": len(test), "test_digest": digest(data.test)}
         measured = {**measure(network, test, settings, device, progress), **facts}
         return {**measured, **self.further(network, validation, test, settings, measured, progress)}
 
+    @abstractmethod
     def further(
         self,
-        network: Network,
+        network: Any,
         validation: EncodedSamples,
         test: EncodedSamples,
         settings: Any,
@@ -161,7 +202,6 @@ class SequenceTask(Task):
         progress: bool,
     ) -> dict[str, Any]:
         """What the task measures besides, on the device that the network is on."""
-        return {}
 
     def kind(self, run: EvaluatedRun) -> str:
         return Path(run.settings.model.model).name

@@ -16,14 +16,13 @@ from cdt_fast.sequence import corpus
 from cdt_fast.sequence.data.text import TextData, TextSplits
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import TextEvaluation, confident_exits
-from cdt_fast.sequence.figures import accuracy_table, confident_exit_drawing, confident_exit_table
+from cdt_fast.sequence.figures import CONFIDENT_EXIT, accuracy_table, confident_exit_table
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork
 from cdt_fast.sequence.samples import EncodedSamples
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
-from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
+from cdt_fast.sequence.task import LoadedModel, SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import (
     Tokenizer,
-    WordTokenizer,
     from_hub,
     load_saved_tokenizer,
     load_tokenizer,
@@ -46,31 +45,27 @@ class TextTask(SequenceTask):
         return corpus.load_texts(settings)
 
     def describe(self, settings: TextSettings, data: TextSplits) -> str:
-        return corpus.describe(data, str(settings.data.source))
+        dropped = sum(part.num_dropped for part in (data.train, data.validation, data.test))
+        kind = "texts" if data.train.text_pair is None else "pairs"
+        note = f"; {dropped:,} rows without a class dropped" if dropped else ""
+        return f"{self.counts(settings, data, kind)}; classes: {', '.join(data.train.names)}{note}"
 
     def build(self, settings: TextSettings, data: TextSplits, device: torch.device) -> SequenceWorkload:
         present = {data.train.names[label] for label in data.train.labels}
         if len(present) < 2:
             raise InputError(f"{settings.data.source}: all the training texts are of one class, {present.pop()!r}")
         max_tokens = settings.data.max_tokens
-        tokenizer, network, names = _build(settings.model, max_tokens, data.train)
-        train, validation = (
-            encoded_texts(part.with_names(names), tokenizer, max_tokens) for part in (data.train, data.validation)
-        )
-        identity = {name: corpus.digest(getattr(data, name)) for name in ("train", "validation", "test")}
+        network, names = _build(settings.model, max_tokens, data.train)
+        parts = (part.with_names(names) for part in (data.train, data.validation))
+        train, validation = (encoded_texts(part, network.tokenizer, max_tokens) for part in parts)
         lr = _LR[settings.model.model == UNROLLED]
-        return SequenceWorkload(settings, network, train, validation, identity, lr=lr)
+        return SequenceWorkload(settings, network, train, validation, data, lr=lr)
 
-    def load_model(
-        self, folder: RunFolder, settings: TextSettings, data: TextSplits
-    ) -> tuple[Network, tuple[EncodedSamples, EncodedSamples], dict[str, Any]]:
-        tokenizer, network, names = load_text_network(folder.model, settings, data.train.names)
-        facts = {"classes": names, "test_texts": len(data.test), "test_digest": corpus.digest(data.test)}
-        validation, test = (
-            encoded_texts(part.with_names(names), tokenizer, settings.data.max_tokens)
-            for part in (data.validation, data.test)
-        )
-        return network, (validation, test), facts
+    def load_model(self, folder: RunFolder, settings: TextSettings, data: TextSplits) -> LoadedModel:
+        network, names = load_text_network(folder.model, settings, data.train.names)
+        parts = (part.with_names(names) for part in (data.validation, data.test))
+        validation, test = (encoded_texts(part, network.tokenizer, settings.data.max_tokens) for part in parts)
+        return network, validation, test, {"classes": names}
 
     def further(
         self,
@@ -82,14 +77,13 @@ class TextTask(SequenceTask):
         progress: bool,
     ) -> dict[str, Any]:
         device = next(network.model.parameters()).device
-        depths = getattr(network, "taps", range(network.layers + 1))
-        return {"confident_exits": confident_exits(network, validation, test, depths, settings, device)}
+        return {"confident_exits": confident_exits(network, validation, test, settings, device)}
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         return [accuracy_table(runs, "accuracy"), confident_exit_table(runs)]
 
     def drawings(self) -> list[Drawing]:
-        return [*super().drawings(), confident_exit_drawing()]
+        return [*super().drawings(), CONFIDENT_EXIT]
 
     def choices(self, run: EvaluatedRun) -> int:
         return len(run.evaluation.classes)
@@ -97,12 +91,12 @@ class TextTask(SequenceTask):
 
 def encoded_texts(data: TextData, tokenizer: Tokenizer, max_length: int) -> EncodedSamples:
     """Texts as rows of ids, each with its class."""
-    rows = tokenizer.encode(data.texts, data.text_pair, max_length)
+    rows = tokenizer.rows(data.texts, data.text_pair, max_length)
     return EncodedSamples(rows, list(torch.tensor(data.labels).unbind()), [1] * len(rows))
 
 
-def load_text_network(folder: Path, settings: TextSettings, names: list[str]) -> tuple[Tokenizer, Network, list[str]]:
-    """The tokenizer, the network and the classes in their order, from what a run kept; `names` are those of the texts.
+def load_text_network(folder: Path, settings: TextSettings, names: list[str]) -> tuple[Network, list[str]]:
+    """The network and the classes in their order, from what a run kept; `names` are those of the texts.
 
     Raises:
         InputError: a file of them is missing or not whole.
@@ -112,18 +106,20 @@ def load_text_network(folder: Path, settings: TextSettings, names: list[str]) ->
         tokenizer, model = load_saved_tokenizer(folder), load_pretrained(folder)
         if not isinstance(model, TextUT):
             raise InputError(f"{folder}: holds a {type(model).__name__}, expected a TextUT")
-        return tokenizer, UnrolledNetwork(model, tokenizer), names
+        return UnrolledNetwork(model, tokenizer), names
     transformers = pretrained_library()
     with from_hub(str(folder), download=False) as where:
         encoder = load_complete(transformers.AutoModelForSequenceClassification, folder, **where)
-    tokenizer = load_saved_tokenizer(folder)
-    return tokenizer, _encoder_network(encoder, tokenizer, settings.model), _own_classes(encoder.config) or names
+    network = PretrainedNetwork(
+        encoder, load_saved_tokenizer(folder), settings.model.taps, inner_pooling=settings.model.inner_pooling
+    )
+    return network, _own_classes(encoder.config) or names
 
 
-def _build(settings: TextModelSettings, max_length: int, train: TextData) -> tuple[Tokenizer, Network, list[str]]:
-    """The tokenizer, the untrained or pretrained network, and the classes in its order."""
+def _build(settings: TextModelSettings, max_length: int, train: TextData) -> tuple[Network, list[str]]:
+    """The untrained or pretrained network, and the classes in its order."""
     if settings.model == UNROLLED:
-        return *_build_unrolled(settings, max_length, train), train.names
+        return _build_unrolled(settings, max_length, train), train.names
     tokenizer = load_tokenizer(settings.model, settings.download)
     model, names = _load_encoder(settings, train.names)
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -131,18 +127,7 @@ def _build(settings: TextModelSettings, max_length: int, train: TextData) -> tup
         raise InputError(f"[data] max_tokens is {max_length}, but {settings.model} has {positions} positions")
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = tokenizer.padding_id
-    return tokenizer, _encoder_network(model, tokenizer, settings), names
-
-
-def _encoder_network(model: Any, tokenizer: Any, settings: TextModelSettings) -> PretrainedNetwork:
-    return PretrainedNetwork(
-        model,
-        tokenizer.save,
-        tokenizer.padding_id,
-        tokenizer.special_ids,
-        settings.taps,
-        inner_pooling=settings.inner_pooling,
-    )
+    return PretrainedNetwork(model, tokenizer, settings.taps, inner_pooling=settings.inner_pooling), names
 
 
 def _load_encoder(settings: TextModelSettings, names: list[str]) -> tuple[Any, list[str]]:
@@ -175,17 +160,19 @@ def _own_classes(config: Any) -> list[str] | None:
     return None if not classes or classes[0].upper() == "LABEL_0" else classes
 
 
-def _build_unrolled(settings: TextModelSettings, max_length: int, train: TextData) -> tuple[Tokenizer, UnrolledNetwork]:
-    tokenizer: Tokenizer
+def _build_unrolled(settings: TextModelSettings, max_length: int, train: TextData) -> UnrolledNetwork:
     if settings.embedding is None:
-        vocabulary = Vocabulary.build(
-            [*train.texts, *(train.text_pair or [])], least=settings.least_count, size=settings.vocabulary_size
-        )
-        tokenizer = WordTokenizer(vocabulary)
-        embedding: Any = (len(vocabulary), _WIDTH if settings.width is None else settings.width)
+        texts = [*train.texts, *(train.text_pair or [])]
+        tokenizer = Vocabulary.build(texts, least=settings.least_count, size=settings.vocabulary_size)
+        embedding: Any = (len(tokenizer), settings.width or _WIDTH)
     else:
         tokenizer = load_tokenizer(settings.embedding, settings.download)
-        embedding = _load_embedding(settings)
+        transformers = pretrained_library()
+        with from_hub(settings.embedding, settings.download) as where:
+            pretrained: Any = load_complete(
+                transformers.AutoModel, settings.embedding, new_head=True, dtype=torch.float32, **where
+            )
+        embedding = pretrained.get_input_embeddings()
     model = TextUT(
         embedding,
         len(train.names),
@@ -198,12 +185,4 @@ def _build_unrolled(settings: TextModelSettings, max_length: int, train: TextDat
         positions=max_length if settings.positions else None,
         frozen_embedding=settings.frozen_embedding,
     )
-    return tokenizer, UnrolledNetwork(model, tokenizer)
-
-
-def _load_embedding(settings: TextModelSettings) -> Any:
-    transformers = pretrained_library()
-    assert settings.embedding is not None
-    with from_hub(settings.embedding, settings.download) as where:
-        model = load_complete(transformers.AutoModel, settings.embedding, new_head=True, dtype=torch.float32, **where)
-    return model.get_input_embeddings()
+    return UnrolledNetwork(model, tokenizer)

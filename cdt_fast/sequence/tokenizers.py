@@ -1,11 +1,15 @@
-"""Texts as rows of token ids: by the words of a vocabulary, by byte pairs, or by a pretrained model's tokenizer."""
+"""Texts as rows of token ids: by the words of a vocabulary, by byte pairs, or by a pretrained model's tokenizer.
+
+A row is int64 `[fields, T]`: ids, ones, and where the model has them the token types.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,62 +17,18 @@ from torch import Tensor
 from cdt_fast.errors import InputError, require
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 
+_WORDS = "vocabulary.json"
 END, PADDING = "<|end|>", "<|padding|>"  # of `learned_tokenizer`
 _NO_LIMIT = 10**6  # tokenizers say "no limit" by an absurdly large number
-_MAX_REASON = 240  # characters of another library's message
-
-
-class Tokenizer(Protocol):
-    """Turns texts into rows, each int64 `[fields, T]`: ids, ones, and where the model has them the token types.
-
-    Attributes:
-        size: the number of ids.
-        padding_id: the id that fills up.
-        special_ids: the ids that no perturbation of words may touch.
-    """
-
-    size: int
-    padding_id: int
-    special_ids: Sequence[int]
-
-    def encode(self, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
-        """A row a text, or a pair of texts, cut to `max_length` tokens."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write what `load_saved_tokenizer` reads."""
-        ...
-
-
-def batch_encoding(rows: Sequence[Tensor], padding_id: int) -> Tensor:
-    """`[fields, B, T]`: rows `[fields, t]` side by side, filled up on the right with `padding_id` and zeros."""
-    width = max(row.shape[1] for row in rows)
-    batch = rows[0].new_zeros(rows[0].shape[0], len(rows), width)
-    batch[0] = padding_id
-    for number, row in enumerate(rows):
-        batch[:, number, : row.shape[1]] = row
-    return batch
-
-
-class WordTokenizer:
-    """By the words of a vocabulary; see `Tokenizer`."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
-        self.size, self.padding_id = len(vocabulary), 0
-        self.special_ids: Sequence[int] = vocabulary.special_ids
-
-    def encode(self, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
-        ids, lengths = self.vocabulary.encode(texts, text_pair, max_length=max_length)
-        rows = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
-        return [torch.stack([row, torch.ones_like(row)]) for row in rows]
-
-    def save(self, folder: Path) -> None:
-        self.vocabulary.save(folder / "vocabulary.json")
 
 
 class PretrainedTokenizer:
-    """By the tokenizer of a pretrained model; see `Tokenizer`.
+    """By the tokenizer of a pretrained model.
+
+    Attributes:
+        tokenizer: that of transformers.
+        padding_id: the id that fills up.
+        special_ids: the ids that no perturbation of words may touch.
 
     Raises:
         InputError: the tokenizer knows no words, or has no token to fill up with.
@@ -83,10 +43,11 @@ class PretrainedTokenizer:
                 raise InputError(f"{tokenizer.name_or_path}: the tokenizer has neither a padding nor an end token")
             tokenizer.pad_token = tokenizer.eos_token
         self.tokenizer: Any = tokenizer
-        self.size, self.padding_id = len(tokenizer), int(self.tokenizer.pad_token_id)
+        self.padding_id = int(self.tokenizer.pad_token_id)
         self.special_ids: Sequence[int] = tuple(tokenizer.all_special_ids)
 
-    def encode(self, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
+    def rows(self, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
+        """A row a text, or a pair of texts, cut to `max_length` tokens."""
         if self.tokenizer.model_max_length < _NO_LIMIT:
             max_length = min(max_length, self.tokenizer.model_max_length)
         pairs = None if text_pair is None else list(text_pair)
@@ -96,8 +57,8 @@ class PretrainedTokenizer:
             fields.append(encoded["token_type_ids"])
         return [torch.tensor(row, dtype=torch.int64) for row in zip(*fields, strict=True)]
 
-    def save(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(folder)
+
+Tokenizer = Vocabulary | PretrainedTokenizer
 
 
 def learned_tokenizer(texts: Iterable[str], size: int) -> PretrainedTokenizer:
@@ -141,20 +102,12 @@ def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-            reason = "holds no config.json; expected a folder that save_pretrained has written"
-        elif Path(name).is_dir():
-            reason = f"cannot be loaded as a transformers model ({_short(error)})"
-        elif download:
-            reason = f"cannot be fetched from the hub; give the path of a local folder instead ({_short(error)})"
-        else:
-            reason = "is no folder here and not in the hub's cache; give the path of a local folder, or --download"
-        raise InputError(f"{name}: {reason}") from error
-
-
-def _short(error: Exception) -> str:
-    """The beginning of a message: transformers likes to list all the models it has."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
+            raise InputError(f"{name}: holds no config.json; expected a folder that save_pretrained wrote") from error
+        # The beginning of the reason: transformers likes to list all the models it has.
+        reason = textwrap.shorten(str(error), 240, placeholder=" …")
+        if not Path(name).is_dir():
+            reason += "; give the path of a local folder" + ("" if download else ", or --download")
+        raise InputError(f"{name}: cannot be loaded as a transformers model ({reason})") from error
 
 
 def pretrained_library() -> Any:
@@ -181,11 +134,19 @@ def load_tokenizer(name: str, download: bool) -> PretrainedTokenizer:
         return PretrainedTokenizer(transformers.AutoTokenizer.from_pretrained(name, **where))
 
 
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write what `load_saved_tokenizer` reads."""
+    if isinstance(tokenizer, Vocabulary):
+        tokenizer.save(folder / _WORDS)
+    else:
+        tokenizer.tokenizer.save_pretrained(folder)
+
+
 def load_saved_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that a run saved beside its model.
 
     Raises:
         InputError: there is none.
     """
-    words = folder / "vocabulary.json"
-    return WordTokenizer(Vocabulary.load(words)) if words.exists() else load_tokenizer(str(folder), download=False)
+    words = folder / _WORDS
+    return Vocabulary.load(words) if words.exists() else load_tokenizer(str(folder), download=False)

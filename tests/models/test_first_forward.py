@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.models.layer_losses.shift import shifts_labels
+from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.sequence.perturbation import perturbed
 from tests.models.layer_loss_cases import VOCABULARY, WEIGHTS, classifier, language_model, rows, tokens
@@ -46,7 +47,7 @@ def test_a_model_that_does_not_shift_counts_every_label() -> None:
 
 def test_instructions_are_not_for_a_model_that_does_not_shift() -> None:
     with pytest.raises(InputError, match="BartForCausalLM: takes the label of a token as its own target"):
-        PretrainedNetwork(bart(), lambda folder: None, 0, [])
+        PretrainedNetwork(bart(), Vocabulary([]))
 
 
 class Reduced(transformers.LlamaForCausalLM):

@@ -16,8 +16,9 @@ from cdt_fast.checksums import CHECKSUMS
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
 from cdt_fast.models import TextUT, calibrate_confidence
+from cdt_fast.sequence.evaluation import area_under_curve
 from cdt_fast.sequence.networks import PretrainedNetwork
-from cdt_fast.sequence.perturbation import area_under_curve, perturbed
+from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.text import TextTask
 from cdt_fast.tasks import check_comparable, open_evaluated
@@ -129,12 +130,12 @@ def test_exits_by_confidence_do_what_the_saved_model_does(tmp_path: Path, encode
     result = evaluate_run(run, config)
     evaluation = result.evaluation.model_dump(mode="json")
     data, task = load_data(config), TextTask()
-    network, (validation, test), _ = task.load_model(run, config, data)
+    network, validation, test, _ = task.load_model(run, config, data)
     assert len(validation) == len(data.validation)
     for row, asked in zip(evaluation["confident_exits"], config.evaluation.exit_agreements, strict=True):
         inputs, labels = test.batch(range(len(test)), network.padding_id, torch.device("cpu"))
         held, _ = validation.batch(range(len(validation)), network.padding_id, torch.device("cpu"))
-        found = calibrate_confidence([network.depth_logits(held, labels)], asked)
+        found = calibrate_confidence([network.depth_logits(held)], asked)
         assert row["asked"] == asked
         assert row["threshold"] == pytest.approx(found.threshold, abs=1e-6)
         if model == "text-ut":
@@ -143,7 +144,7 @@ def test_exits_by_confidence_do_what_the_saved_model_does(tmp_path: Path, encode
         else:
             named = dict(zip(("input_ids", "attention_mask", "token_type_ids"), inputs.unbind(), strict=False))
             assert isinstance(network, PretrainedNetwork)
-            answers = network._handle.classify(row["threshold"], **named)
+            answers = network.handle.classify(row["threshold"], **named)
         assert row["accuracy"] == pytest.approx((answers.logits.argmax(-1) == labels).double().mean().item())
         assert row["mean_depth"] == pytest.approx(answers.depths.double().mean().item())
     loose, strict, hopeless = evaluation["confident_exits"]

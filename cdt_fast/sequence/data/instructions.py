@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import shown
-from cdt_fast.sequence.data.rows import Row, column
+from cdt_fast.sequence.data.rows import Row, text_of
 
 _TASK = "Below is an instruction that describes a task"
 _REQUEST = "Write a response that appropriately completes the request."
@@ -36,15 +32,12 @@ class Instruction:
         return f"{_TASK}. {_REQUEST}\n\n### Instruction:\n{self.instruction}\n\n### Response:\n"
 
 
-def instructions_of(
-    source: str | os.PathLike[str], rows: Iterable[Row], *, seed: int | None = 0
-) -> tuple[list[Instruction], int]:
+def instructions_of(source: str | os.PathLike[str], rows: Iterable[Row]) -> tuple[list[Instruction], int]:
     """Instructions from rows with `instruction`, `output` and maybe `input`.
 
     Args:
         source: what messages call them by.
         rows: as `read_rows` gives them.
-        seed: of the order; None: that of the rows.
 
     Returns:
         The instructions, and how many were dropped for want of an answer: the original file has some.
@@ -52,27 +45,17 @@ def instructions_of(
     Raises:
         InputError: the rows cannot be read, one is broken or asks nothing, or none has an answer.
     """
-    path = Path(source)
     instructions: list[Instruction] = []
     num_dropped = 0
-    for where, row in rows:
-        asked = _string(path, where, "instruction", column(path, where, row, "instruction"))
-        if not asked:
-            raise InputError(f"{path}, {where}: 'instruction' is empty")
-        answer = _string(path, where, "output", column(path, where, row, "output"))
-        about = _string(path, where, "input", row.get("input") or "")
-        if answer:
-            instructions.append(Instruction(asked, about, answer))
+    for place, row in rows:
+        values = place, {**row, "input": row.get("input") or ""}
+        entry = Instruction(*(text_of(values, column) for column in ("instruction", "input", "output")))
+        if not entry.instruction:
+            raise InputError(f"{place}: 'instruction' is empty")
+        if entry.output:
+            instructions.append(entry)
         else:
             num_dropped += 1
     if not instructions:
-        raise InputError(f"{path}: holds no instruction with an answer")
-    if seed is not None:
-        random.Random(seed).shuffle(instructions)
+        raise InputError(f"{source}: holds no instruction with an answer")
     return instructions, num_dropped
-
-
-def _string(path: Path, where: str, name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{path}, {where}: {name!r} must be a text, got {shown(value)}")
-    return value.strip()

@@ -1,4 +1,4 @@
-"""Labeled texts and pairs of texts: IMDb, MNLI, and any file with named columns; shuffled and split by seed."""
+"""Labeled texts and pairs of texts: IMDb, MNLI, and any file with named columns; split by seed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from cdt_fast.checks import check_fraction
 from cdt_fast.errors import InputError
 from cdt_fast.files import shown
 from cdt_fast.listing import entries
-from cdt_fast.sequence.data.rows import Row, column, read_rows
+from cdt_fast.sequence.data.rows import HIDDEN, Row, read_rows, text_of
 
 NLI_LABELS = ("entailment", "neutral", "contradiction")
 
+_NLI_COLUMNS = ("sentence1", "gold_label", "sentence2")
 _BREAKS = re.compile(r"\s*(?:<br\s*/?>\s*)+", re.IGNORECASE)
+_ADVICE = "; say which it is by --text-column, --label-column and --second-column"
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,14 @@ class TextData:
         Names are compared without regard to case. `names` may hold further classes.
 
         Raises:
-            InputError: a class is not among `names`, or two of them are the same.
+            InputError: a class is not among `names`.
         """
-        numbers = _numbers(names)
-        missing = [name for name in self.names if _folded(name) not in numbers]
+        numbers = {name.casefold(): number for number, name in enumerate(names)}
+        missing = [name for name in self.names if name.casefold() not in numbers]
         if missing:
-            raise InputError(f"names must hold the class {missing[0]!r}, got {', '.join(map(repr, names))}")
-        renumbered = [numbers[_folded(name)] for name in self.names]
+            known = ", ".join(map(repr, names))
+            raise InputError(f"the label {shown(missing[0])} is not among those of the training or the model: {known}")
+        renumbered = [numbers[name.casefold()] for name in self.names]
         return replace(self, names=list(names), labels=[renumbered[label] for label in self.labels])
 
 
@@ -84,149 +85,110 @@ class TextSplits:
 
 def read_table(
     path: str | os.PathLike[str],
-    text: str | int = "text",
-    label: str | int = "label",
-    second: str | int | None = None,
+    text: str | None = None,
+    label: str | None = None,
+    second: str | None = None,
     *,
     names: Sequence[str] | None = None,
-    unlabeled: Collection[str] = (),
     format: str | None = None,
-    quoting: bool = True,
+    quoting: bool | None = None,
     header: bool = True,
-    seed: int | None = 0,
 ) -> TextData:
     """Texts and classes from the columns of a TSV, CSV, JSON or JSONL file.
 
-    `<br />` becomes a space, and blanks around a text are taken off.
-
     Args:
         path: the file, in UTF-8.
-        text, label, second: the columns of the text, of its class, and of the second text of pairs: names, or without
-            a header numbers from 0.
-        names: the classes in the order of their numbers, as they stand in the file but for their case; None: those of
-            the file, in order (of numbers where all are numbers, else of the alphabet).
-        unlabeled: values of `label` that mean that a row has no class; such rows are left out.
-        format, quoting, header: as in `data.rows.read_rows`: the suffix says the format, double quotes enclose fields,
-            and the first line names the columns.
-        seed: of the order, for files are often sorted by class; None: as in the file.
+        text, label, second: the columns of the text, of its class, and of the second text of pairs. None: those of MNLI
+            where a TSV file has them, whose rows without a class are left out, else "text", "label" and none.
+        names: the classes in the order of their numbers; None: those of the file, see `labeled_texts`.
+        format, header: as in `data.rows.read_rows`.
+        quoting: double quotes enclose fields; None: except in MNLI's files.
 
     Raises:
-        InputError: the file cannot be read or a row is broken; a column is missing (the message lists those there), a
-            text is empty or no text, or a label is not among `names`.
+        InputError: as `read_rows` and `labeled_texts`.
     """
-    rows = read_rows(Path(path), format, quoting=quoting, header=header)
-    return labeled_texts(path, rows, text, label, second, names=names, unlabeled=unlabeled, seed=seed)
+    path = Path(path)
+    head: set[str] = set()
+    if header and (format or path.suffix) in ("tsv", ".tsv") and path.is_file():
+        with path.open("rb") as file:
+            head.update(file.readline().decode(errors="replace").strip().split("\t"))
+    if quoting is None:  # others with MNLI's columns do quote
+        quoting = not head.issuperset((*_NLI_COLUMNS, "pairID"))
+    rows = read_rows(path, format, quoting=quoting, header=header)
+    if not (text or label or second) and head.issuperset(_NLI_COLUMNS):
+        # "-" where the annotators did not agree
+        return labeled_texts(path, rows, *_NLI_COLUMNS, names=names or NLI_LABELS, unlabeled=HIDDEN)
+    return labeled_texts(path, rows, text or "text", label or "label", second, names=names)
 
 
 def labeled_texts(
     source: str | os.PathLike[str],
     rows: Iterable[Row],
-    text: str | int = "text",
-    label: str | int = "label",
-    second: str | int | None = None,
+    text: str = "text",
+    label: str = "label",
+    second: str | None = None,
     *,
     names: Sequence[str] | None = None,
-    unlabeled: Collection[str] = (),
-    seed: int | None = 0,
+    unlabeled: str | None = None,
 ) -> TextData:
-    """Texts and classes from rows; `source` is what messages call them by, the rest as for `read_table`."""
-    path = Path(source)
-    texts: list[str] = []
-    text_pair: list[str] = []
+    """Texts and classes from rows. `<br />` becomes a space, and blanks around a text are taken off.
+
+    Args:
+        source: what messages call the rows.
+        rows: as `read_rows` gives them.
+        text, label, second: the columns of the text, of its class, and of the second text of pairs.
+        names: the classes in the order of their numbers, as in the rows but for their case; None: those of the rows,
+            in order (of numbers where all are numbers, else of the alphabet).
+        unlabeled: what stands in `label` where a row has no class; such rows are left out.
+
+    Raises:
+        InputError: a column is missing (the message lists those there), a text is empty or no text, or a label is not
+            among `names`.
+    """
+    columns = [text] if second is None else [text, second]
+    texts: list[list[str]] = [[] for _ in columns]
     values: list[str] = []
-    places: list[str] = []
     num_dropped = 0
-    for where, row in rows:
-        if not values and not num_dropped:
-            _check_columns(path, where, row, {"label": label, "text": text, "second": second})
-        value = _label(path, where, column(path, where, row, label))
-        if value in unlabeled:
+    for row in rows:
+        value = text_of(row, label, _ADVICE)
+        if value == unlabeled:
             num_dropped += 1
             continue
-        texts.append(_text(path, where, row, text))
-        if second is not None:
-            text_pair.append(_text(path, where, row, second))
         values.append(value)
-        places.append(where)
-    if not texts:
-        raise InputError(f"{path}: holds no labeled text")
-    names = _in_order(values) if names is None else names
-    numbers = _numbers(names)
-    labels = []
-    for where, value in zip(places, values, strict=True):
-        if _folded(value) not in numbers:
-            raise InputError(f"{path}, {where}: label {shown(value)} is not among {', '.join(map(repr, names))}")
-        labels.append(numbers[_folded(value)])
-    data = TextData(texts, labels, list(names), None if second is None else text_pair, num_dropped)
-    return data if seed is None else data.shuffled(seed)
+        for part, column in zip(texts, columns, strict=True):
+            part.append(_BREAKS.sub(" ", text_of(row, column, _ADVICE)).strip())
+            if not value or not part[-1]:
+                raise InputError(f"{row[0]}: {column if value else label!r} is empty")
+    if not values:
+        raise InputError(f"{source}: holds no labeled text")
+    own = _in_order(values)
+    numbers = {name.casefold(): number for number, name in enumerate(own)}
+    labels = [numbers[value.casefold()] for value in values]
+    data = TextData(texts[0], labels, own, None if second is None else texts[1], num_dropped)
+    return data if names is None else data.with_names(names)
 
 
-def read_imdb(folder: str | os.PathLike[str], split: str = "train", *, seed: int | None = 0) -> TextData:
+def read_imdb(folder: str | os.PathLike[str], split: str = "train") -> TextData:
     """IMDb's reviews, `aclImdb/{train,test}/{neg,pos}/*.txt`; the classes are "neg", "pos".
 
     Args:
         folder: `aclImdb`, or the folder that holds it.
         split: "train" or "test".
-        seed: of the order; None: by class, as the files lie.
 
     Raises:
         InputError: a folder is missing or holds no reviews, or a review is empty or not UTF-8.
     """
     root = Path(folder)
     root = root / "aclImdb" if (root / "aclImdb").is_dir() else root
-    texts: list[str] = []
-    labels: list[int] = []
-    names = ["neg", "pos"]
-    for number, name in enumerate(names):
-        place = root / split / name
-        files = [path for path in entries(place) if path.suffix == ".txt"]
-        if not files:
-            raise InputError(f"{place}: holds no reviews (*.txt)")
-        for path in files:
-            try:
-                content = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-            texts.append(_cleaned(content))
-            if not texts[-1]:
-                raise InputError(f"{path}: is empty")
-            labels.append(number)
-    data = TextData(texts, labels, names)
-    return data if seed is None else data.shuffled(seed)
-
-
-def read_mnli(
-    path: str | os.PathLike[str],
-    split: str = "train",
-    *,
-    names: Sequence[str] = NLI_LABELS,
-    seed: int | None = 0,
-) -> TextData:
-    """MNLI of GLUE, `MNLI/{train,dev_matched,dev_mismatched}.tsv`: quotes are characters, the gold label is last.
-
-    Args:
-        path: the folder `MNLI`, the folder that holds it, or one of the files.
-        split: which file of a folder.
-        names: the order of the classes; that of the hub's data set. Checkpoints differ: see their `id2label`.
-        seed: of the order; None: as in the file.
-
-    Raises:
-        InputError: as `read_table`; the labels of GLUE's test files are hidden.
-    """
-    path = Path(path)
-    if path.is_dir():
-        path = (path / "MNLI" if (path / "MNLI").is_dir() else path) / f"{split}.tsv"
-    return read_table(
-        path,
-        "sentence1",
-        "gold_label",
-        "sentence2",
-        names=names,
-        unlabeled=("-",),  # where the annotators did not agree
-        format="tsv",
-        quoting=False,
-        seed=seed,
-    )
+    rows: list[Row] = []
+    for name in ("neg", "pos"):
+        for path in entries(root / split / name):
+            if path.suffix == ".txt":
+                try:
+                    rows.append((str(path), {"text": path.read_text(encoding="utf-8"), "label": name}))
+                except (OSError, UnicodeDecodeError) as error:
+                    raise InputError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+    return labeled_texts(root / split, rows)
 
 
 def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> TextSplits:
@@ -240,7 +202,7 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
     Raises:
         InputError: the fractions leave no training texts, or a class has too few texts.
     """
-    fractions = [check_fraction("validation", validation), check_fraction("test", test)]
+    fractions = validation, test
     if sum(fractions) >= 1:
         raise InputError(f"validation and test must leave a share for training, got {validation} and {test}")
     generator = random.Random(seed)
@@ -250,8 +212,7 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
         generator.shuffle(members)
         counts = [max(1, round(fraction * len(members))) if fraction and members else 0 for fraction in fractions]
         if members and sum(counts) >= len(members):
-            needed = 1 + sum(1 for fraction in fractions if fraction)
-            raise InputError(f"class {name!r} has {len(members)} text(s), too few for {needed} parts of these sizes")
+            raise InputError(f"class {name!r} has {len(members)} text(s), too few for parts of these sizes")
         first, second = counts[0], sum(counts)
         for part, chosen in zip(parts, (members[second:], members[:first], members[first:second]), strict=True):
             part.extend(chosen)
@@ -260,56 +221,10 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
     return TextSplits(*(data.subset(part) for part in parts))
 
 
-def _check_columns(path: Path, where: str, row: Any, wanted: dict[str, str | int | None]) -> None:
-    """Of the first row: whoever did not name the columns learns here how to."""
-    missing = {argument: name for argument, name in wanted.items() if name is not None and name not in row}
-    if missing:
-        options = " and ".join(f"{argument}= (--{argument}-column)" for argument in missing)
-        raise InputError(
-            f"{path}, {where}: no column {' and no '.join(map(repr, missing.values()))}; there are "
-            f"{', '.join(map(repr, row)) or 'none'}; say which it is by {options}"
-        )
-
-
-def _cleaned(text: str) -> str:
-    return _BREAKS.sub(" ", text).strip()
-
-
-def _text(path: Path, where: str, row: Any, name: str | int) -> str:
-    value = column(path, where, row, name)
-    if not isinstance(value, str):
-        raise InputError(f"{path}, {where}: {name!r} must be a text, got {shown(value)}")
-    text = _cleaned(value)
-    if not text:
-        raise InputError(f"{path}, {where}: {name!r} is empty")
-    return text
-
-
-def _label(path: Path, where: str, value: Any) -> str:
-    if isinstance(value, str) and value.strip():
-        return value.strip()
-    if isinstance(value, int):  # bool too
-        return str(value).lower()
-    raise InputError(f"{path}, {where}: the label must be a word or a whole number, got {shown(value)}")
-
-
-def _folded(name: str) -> str:
-    return name.strip().casefold()
-
-
 def _in_order(values: Collection[str]) -> list[str]:
     """The different values; those that differ in nothing but their case are the same class."""
-    names = list({_folded(value): value for value in sorted(values, reverse=True)}.values())
+    names = list({value.casefold(): value for value in sorted(values, reverse=True)}.values())
     # More digits than these are a name, and more than Python turns into a number.
     if all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in names):
         return sorted(names, key=int)
-    return sorted(names, key=_folded)
-
-
-def _numbers(names: Sequence[str]) -> dict[str, int]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"names must be a list of class names, got {names!r}")
-    numbers = {_folded(name): number for number, name in enumerate(names)}
-    if len(numbers) < len(names) or not names:
-        raise InputError(f"names must be different classes, at least one, got {', '.join(map(repr, names))}")
-    return numbers
+    return sorted(names, key=str.casefold)

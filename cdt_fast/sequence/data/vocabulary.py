@@ -14,9 +14,7 @@ from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, write_json
 
-PADDING, UNKNOWN, SEPARATOR = "<pad>", "<unk>", "<sep>"
-
-_SPECIAL = (PADDING, UNKNOWN, SEPARATOR)
+_SPECIAL = ["<pad>", "<unk>", "<sep>"]
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
 
@@ -30,19 +28,16 @@ class Vocabulary:
 
     Attributes:
         words: every word by its id.
+        padding_id: the id that fills up.
         special_ids: the ids that no perturbation of words may touch: padding and the separator.
-
-    Raises:
-        InputError: the words do not start with the three special ones, or one is there twice.
     """
 
+    padding_id = 0
     special_ids = (0, 2)
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
         self._ids = {word: index for index, word in enumerate(self.words)}
-        if tuple(self.words[:3]) != _SPECIAL or len(self._ids) < len(self.words):
-            raise InputError(f"words must be different ones, the first three {', '.join(_SPECIAL)}")
 
     @classmethod
     def build(cls, texts: Iterable[str], *, least: int = 1, size: int | None = None) -> Vocabulary:
@@ -53,9 +48,6 @@ class Vocabulary:
             least: how often a word has to occur.
             size: at most so many words, the three special ones included; None: all.
         """
-        check_integer("least", least, 1)
-        if size is not None:
-            check_integer("size", size, len(_SPECIAL) + 1)
         counts = Counter(word for text in texts for word in words_of(text))
         # Among equals the alphabet decides, so that the order of the texts does not.
         ranked = sorted((word for word, count in counts.items() if count >= least), key=lambda w: (-counts[w], w))
@@ -64,38 +56,38 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.words)
 
-    def encode(
-        self, texts: Sequence[str], text_pair: Sequence[str] | None = None, *, max_length: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`(ids, lengths)`: int64 `[B, T]`, padded on the right to the longest of them, and int64 `[B]`.
+    def rows(
+        self, texts: Sequence[str], text_pair: Sequence[str] | None = None, max_length: int | None = None
+    ) -> list[Tensor]:
+        """Of each text its ids and as many ones, int64 `[2, T]`.
 
         Args:
-            texts: B texts.
-            text_pair: the second texts of pairs, behind a separator.
+            texts: the texts.
+            text_pair: the second texts of pairs, as many, behind a separator.
             max_length: texts are cut to so many tokens, the longer of a pair first; None: none is cut.
 
         Raises:
-            InputError: no text, not as many second ones, or a text without a single word.
+            InputError: a text without a single word.
         """
-        if not texts or (text_pair is not None and len(text_pair) != len(texts)):
-            numbers = len(texts) if text_pair is None else f"{len(texts)} and {len(text_pair)}"
-            raise InputError(f"texts must be at least one text, and text_pair as many, got {numbers}")
         if max_length is not None:
             check_integer("max_length", max_length, 1 if text_pair is None else 3)
         rows = []
-        for index, text in enumerate(texts):
-            first = [self._ids.get(word, 1) for word in words_of(text)]
-            second = [] if text_pair is None else [self._ids.get(word, 1) for word in words_of(text_pair[index])]
-            if not first or (text_pair is not None and not second):
-                raise InputError(f"texts[{index}] holds no word: {text!r}")
-            if text_pair is not None:
-                room = None if max_length is None else max_length - 1
-                while room is not None and len(first) + len(second) > room:
-                    (first if len(first) > len(second) else second).pop()
-                first = [*first, 2, *second]
-            rows.append(torch.tensor(first[:max_length]))
-        lengths = torch.tensor([len(row) for row in rows])
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0), lengths
+        for parts in zip(texts) if text_pair is None else zip(texts, text_pair, strict=True):
+            ids = [[self._ids.get(word, 1) for word in words_of(text)] for text in parts]
+            if not all(ids):
+                raise InputError(f"holds no word: {parts[ids.index([])]!r}")
+            while max_length is not None and sum(map(len, ids)) + len(ids) - 1 > max_length:
+                max(reversed(ids), key=len).pop()
+            joined = ids[0] if len(ids) == 1 else [*ids[0], 2, *ids[1]]
+            rows.append(torch.stack([torch.tensor(joined), torch.ones(len(joined), dtype=torch.int64)]))
+        return rows
+
+    def encode(
+        self, texts: Sequence[str], text_pair: Sequence[str] | None = None, *, max_length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`(ids, lengths)`: int64 `[B, T]`, padded on the right to the longest of them, and `[B]`; see `rows`."""
+        rows = [row[0] for row in self.rows(texts, text_pair, max_length)]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the words as a JSON list, atomically."""
@@ -106,12 +98,9 @@ class Vocabulary:
         """Read what `save` wrote.
 
         Raises:
-            InputError: the file is missing, not whole, or no list of words.
+            InputError: the file is missing, not whole, or no such list of words.
         """
-        words = read_json(path)
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise InputError(f"{path}: must hold a list of words")
-        try:
-            return cls(words)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from error
+        words = read_json(path, list[str])
+        if words[:3] != _SPECIAL or len(set(words)) < len(words):
+            raise InputError(f"{path}: must hold different words, the first three {', '.join(_SPECIAL)}")
+        return cls(words)

@@ -13,7 +13,7 @@ import torch
 from cdt_fast.errors import InputError
 from cdt_fast.sequence.data.instructions import Instruction, instructions_of
 from cdt_fast.sequence.data.rows import read_rows
-from cdt_fast.sequence.data.text import NLI_LABELS, TextData, read_imdb, read_mnli, read_table, split_text
+from cdt_fast.sequence.data.text import NLI_LABELS, TextData, read_imdb, read_table, split_text
 from cdt_fast.sequence.data.vocabulary import Vocabulary, words_of
 
 
@@ -30,7 +30,7 @@ REVIEWS = (
 
 def test_reviews_in_a_tsv_with_quotes_and_line_breaks(tmp_path: Path) -> None:
     path = write(tmp_path / "train.tsv", REVIEWS + "Positive\tIt's 8½ minutes too short!\n")
-    data = read_table(path, "Text", "Sentiment", seed=None)
+    data = read_table(path, "Text", "Sentiment")
     assert data.texts == ["Bad. Really  bad.", 'The "best" film\tof 2001\nis dull.', "It's 8½ minutes too short!"]
     assert (data.labels, data.names, data.text_pair) == ([0, 0, 1], ["Negative", "Positive"], None)
 
@@ -48,27 +48,17 @@ def mnli_tree(folder: Path) -> Path:
 
 
 def test_mnli_as_glue_lays_it_out(tmp_path: Path) -> None:
-    root = mnli_tree(tmp_path)
-    for path in (root, root / "MNLI", root / "MNLI" / "dev_matched.tsv"):
-        data = read_mnli(path, "dev_matched", seed=None)
-        assert data.texts == ['"He left\u2028early.', "uh-\rhuh"]
-        assert data.text_pair == ["He left.", 'Yes "no".']
-        assert (data.labels, data.names, data.num_dropped) == ([0, 2], list(NLI_LABELS), 1)
-    other = read_mnli(root, "dev_matched", names=["contradiction", "entailment", "neutral"], seed=None)
-    assert other.labels == [1, 0]
-
-
-def test_mnli_s_hidden_labels_are_a_missing_column(tmp_path: Path) -> None:
-    write(tmp_path / "test_matched.tsv", "index\tsentence1\tsentence2\n0\ta\tb\n")
-    with pytest.raises(
-        InputError, match=r"line 2: no column 'gold_label'; there are 'index', 'sentence1', 'sentence2'"
-    ):
-        read_mnli(tmp_path, "test_matched")
+    path = mnli_tree(tmp_path) / "MNLI" / "dev_matched.tsv"
+    data = read_table(path, quoting=False)
+    assert data.texts == ['"He left\u2028early.', "uh-\rhuh"]
+    assert data.text_pair == ["He left.", 'Yes "no".']
+    assert (data.labels, data.names, data.num_dropped) == ([0, 2], list(NLI_LABELS), 1)
+    assert data.with_names(["contradiction", "entailment", "neutral"]).labels == [1, 0]
 
 
 def test_pairs_without_a_header_or_a_suffix(tmp_path: Path) -> None:
     path = write(tmp_path / "mnli_matched", 'neutral\tIn "A , b .\tc .\nentailment\td\te\n')
-    data = read_table(path, 1, 0, 2, names=NLI_LABELS, format="tsv", header=False, quoting=False, seed=None)
+    data = read_table(path, "1", "0", "2", names=NLI_LABELS, format="tsv", header=False, quoting=False)
     assert (data.texts, data.text_pair, data.labels) == (['In "A , b .', "d"], ["c .", "e"], [1, 0])
 
 
@@ -83,19 +73,15 @@ def imdb_tree(folder: Path, count: int = 4) -> Path:
     return folder
 
 
-def test_imdb_s_tree_is_shuffled_by_seed(tmp_path: Path) -> None:
+def test_imdb_s_tree(tmp_path: Path) -> None:
     root = imdb_tree(tmp_path, 12)
-    sorted_ = read_imdb(root, seed=None)
-    assert sorted_.labels == [0] * 12 + [1] * 12
-    assert sorted_.texts[10] == "train neg 10. End."  # in natural order
-    assert sorted_.names == ["neg", "pos"]
-    for data in (read_imdb(root / "aclImdb"), read_imdb(root)):
-        assert data == read_imdb(root, seed=0)
-        assert data != read_imdb(root, seed=1)
-        assert sorted(zip(data.texts, data.labels, strict=True)) == sorted(
-            zip(sorted_.texts, sorted_.labels, strict=True)
-        )
-        assert 0 < sum(data.labels[:12]) < 12
+    data = read_imdb(root)
+    assert data.labels == [0] * 12 + [1] * 12
+    assert data.texts[10] == "train neg 10. End."  # in natural order
+    assert data.names == ["neg", "pos"]
+    assert read_imdb(root / "aclImdb") == data
+    assert data.shuffled(0) == data.shuffled(0) != data.shuffled(1)
+    assert sorted(data.shuffled(0).texts) == sorted(data.texts)
     assert all(text.startswith("test") for text in read_imdb(root, "test").texts)
 
 
@@ -104,7 +90,7 @@ def test_what_is_missing_from_imdb_s_tree_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="validation"):
         read_imdb(root, "validation")
     write(root / "aclImdb" / "test" / "pos" / "9_9.txt", " <br />\n")
-    with pytest.raises(InputError, match=r"9_9\.txt: is empty"):
+    with pytest.raises(InputError, match=r"9_9\.txt: 'text' is empty"):
         read_imdb(root, "test")
     write(root / "aclImdb" / "test" / "pos" / "9_9.txt", b"\xe9")
     with pytest.raises(InputError, match=r"9_9\.txt: cannot be read as UTF-8"):
@@ -127,68 +113,53 @@ def test_any_format_with_named_columns_gives_the_same(tmp_path: Path, suffix: st
     else:
         lines = json.dumps(ROWS) if suffix == ".json" else "\n".join([json.dumps(row) for row in ROWS] + [""])
         write(path, mark + lines)
-    data = read_table(path, "body", "kind", seed=None)
+    data = read_table(path, "body", "kind")
     assert data.texts == [row["body"] for row in ROWS]
     assert (data.names, data.labels) == (["9", "10"], [1, 0, 1])  # 9 before 10: numbers, and no words
 
 
 def test_a_text_longer_than_the_csv_module_s_limit(tmp_path: Path) -> None:
-    before = csv.field_size_limit(99_999)
     path = write(tmp_path / "a.csv", "text,label\n" + "word " * 40_000 + ",x\n")
     assert len(read_table(path).texts[0]) == 5 * 40_000 - 1
-    assert csv.field_size_limit(before) == 99_999
 
 
 def test_classes_that_differ_in_case_are_one_and_follow_the_names_given(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "text,label\na,Pos\nb,neg\nc,pos\nd,NEG\n")
-    assert read_table(path, seed=None).labels == [1, 0, 1, 0]
-    data = read_table(path, names=["POS", "NEG", "MIXED"], seed=None)
+    assert read_table(path).labels == [1, 0, 1, 0]
+    data = read_table(path, names=["POS", "NEG", "MIXED"])
     assert (data.labels, data.names) == ([0, 1, 0, 1], ["POS", "NEG", "MIXED"])
     assert data.with_names(["neg", "mixed", "pos"]).labels == [2, 0, 2, 0]
-    with pytest.raises(InputError, match=r"class 'MIXED', got 'neg', 'pos'"):
+    with pytest.raises(InputError, match=r"label 'MIXED' is not among .*: 'neg', 'pos'"):
         data.with_names(["neg", "pos"])
 
 
 BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
-    ("a.csv", "text,kind\na,b\n", {}, r"line 2: no column 'label'; there are 'text', 'kind'"),
+    ("a.csv", "text,kind\na,b\n", {}, r"a\.csv, row 2: no column 'label'; there are 'text', 'kind'; .*--label-column"),
     ("a.csv", "body,label\na,b\n", {}, r"no column 'text'; there are 'body', 'label'"),
     ("a.csv", "text,label\na,b\n", {"second": "other"}, r"no column 'other'"),
-    ("a.csv", "text,label\na,b\n ,c\n", {}, r"line 3: 'text' is empty"),
-    ("a.csv", "text,label\na,b\n<br />,c\n", {}, r"line 3: 'text' is empty"),
-    ("a.csv", "text,label\na,b\na,\n", {}, r"line 3: the label must be a word or a whole number, got ''"),
-    ("a.csv", "text,label\na,b\na,c\n", {"names": ["b", "d"]}, r"line 3: label 'c' is not among 'b', 'd'"),
-    ("a.csv", "text,label\na,b\na,c\n", {"names": ["b", "B"]}, r"names must be different"),
-    ("a.csv", "text,label\na,b\na,c\n", {"names": "bc"}, r"names must be a list"),
-    ("a.csv", "text,label\na,b,c\n", {}, r"line 2: 3 fields, expected 2"),
+    ("a.csv", "text,label\na,b\n<br />,c\n", {}, r"row 3: 'text' is empty"),
+    ("a.csv", "text,label\na,b\na,\n", {}, r"row 3: 'label' is empty"),
+    ("a.csv", "text,label\na,b\na,c\n", {"names": ["b", "d"]}, r"label 'c' is not among .*: 'b', 'd'"),
+    ("a.csv", "text,label\na,b,c\n", {}, r"3 fields, expected 2"),
     ("a.csv", "text,text\na,b\n", {}, r"two columns have the same name"),
-    ("a.csv", "text,label\n", {}, r"holds no labeled text"),
+    ("a.csv", "text,label\n", {}, r"a\.csv: is empty"),
     ("a.csv", "", {}, r"a\.csv: is empty"),
-    ("a.csv", "text,label\na,b\n", {"unlabeled": ["b"]}, r"holds no labeled text"),
-    ("a.tsv", 'text\tlabel\n"a" b\tc\n', {}, r"line 2: .*quoting=False"),
-    ("a.tsv", 'text\tlabel\na\tb\n"open\tc\nd\te\n', {}, r"line 3: .*quoting=False"),
-    ("a.tsv", 'text\tlabel\n"a\tb"\tc\n', {"quoting": False}, r"line 2: 3 fields, expected 2.*quoting=True"),
+    ("a.tsv", "sentence1\tsentence2\tgold_label\na\tb\t-\n", {}, r"holds no labeled text"),
+    ("a.tsv", 'text\tlabel\n"a" b\tc\n', {}, r"after the start: .*--no-quoting"),
+    ("a.tsv", 'text\tlabel\na\tb\n"open\tc\nd\te\n', {}, r"after row 2: .*--no-quoting"),
+    ("a.tsv", 'text\tlabel\n"a\tb"\tc\n', {"quoting": False}, r"3 fields, expected 2.*--quoting"),
     ("a.jsonl", '{"text": "a", "label": 0}\n\n{"text": \n', {}, r"line 3: cannot be read as JSON"),
     ("a.jsonl", '{"text": "a", "label": 0}\n[1]\n', {}, r"line 2: must be an object, got a list"),
-    ("a.jsonl", '{"text": 5, "label": 0}\n', {}, r"line 1: 'text' must be a text, got 5"),
-    ("a.jsonl", '{"text": "a", "label": 0.5}\n', {}, r"line 1: the label must be .* got 0\.5"),
+    ("a.jsonl", '{"text": null, "label": 0}\n', {}, r"line 1: 'text' must be a text, got None"),
+    ("a.jsonl", '{"text": "a", "label": 0.5}\n', {}, r"line 1: 'label' must be a text, got 0\.5"),
     ("a.jsonl", "\n", {}, r"is empty"),
     ("a.jsonl", '{"text": "a", "label": ' + "9" * 5000 + "}", {}, r"line 1: cannot be read as JSON .*digits"),
-    ("a.jsonl", '{"text": ' + "[" * 5000 + "]" * 5000 + "}", {}, r"line 1: cannot be read as JSON .*nested deeper"),
     ("a.jsonl", '{"text": "\\ud800", "label": 1}', {}, r"line 1: cannot be read as JSON .*surrogates"),
-    ("a.json", '[{"text": "a", "label": ' + "9" * 5000 + "}]", {}, r"cannot be read as JSON .*digits"),
-    (
-        "a.jsonl",
-        '{"text": [' + "1," * 999 + '1], "label": 1}',
-        {},
-        r"line 1: 'text' must be a text, got \[1, .{60,80}\.\.\.$",
-    ),
-    ("a.json", '[{"text": "a",\n "label"]', {}, r"a\.json: cannot be read as JSON \(line 2: "),
-    ("a.json", '{"text": "a"}', {}, r"must hold a list of objects, got a dict"),
-    ("a.json", "[]", {}, r"an empty list"),
+    ("a.json", "[" * 5000 + "]" * 5000, {}, r"cannot be read as JSON .*nested deeper"),
+    ("a.json", '{"text": "a"}', {}, r"a\.json: .*list"),
+    ("a.json", "[]", {}, r"is empty"),
     ("a.json", '[{"text": "a", "label": 1}, 3]', {}, r"entry 2: must be an object, got a int"),
-    ("a.xlsx", "text", {}, r"unknown suffix '\.xlsx', expected one of \.tsv, \.csv, \.json, \.jsonl"),
-    ("a", "text", {}, r"unknown suffix ''"),
-    ("a.csv", "text", {"format": "xlsx"}, r"format must be one of"),
+    ("a.xlsx", "text", {}, r"unknown format; give one of tsv, csv, json, jsonl \(--format\)"),
 ]
 
 
@@ -205,13 +176,13 @@ def test_a_missing_file_and_one_that_is_not_utf_8(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"gone\.csv: cannot be read"):
         read_table(tmp_path / "gone.csv")
     for name in ("a.csv", "a.jsonl", "a.json"):
-        with pytest.raises(InputError, match=r"line \d+: is not UTF-8"):
+        with pytest.raises(InputError, match=r"cannot be read as UTF-8 text"):
             read_table(write(tmp_path / name, b"text,label\ncaf\xe9,1\n"))
 
 
 def test_labels_of_more_digits_than_python_converts_are_names(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "text,label\na," + "9" * 5000 + "\nb,1\n")
-    assert read_table(path, seed=None).names == ["1", "9" * 5000]
+    assert read_table(path).names == ["1", "9" * 5000]
 
 
 def texts(counts: list[int]) -> TextData:
@@ -239,10 +210,8 @@ def test_a_split_keeps_the_proportions_and_depends_on_the_seed_alone() -> None:
 def test_a_split_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="a share for training"):
         split_text(texts([9]), 0.5, 0.5)
-    with pytest.raises(InputError, match=r"class 'class 1' has 2 text\(s\), too few for 3 parts"):
+    with pytest.raises(InputError, match=r"class 'class 1' has 2 text\(s\), too few"):
         split_text(texts([9, 2]))
-    with pytest.raises(InputError, match="validation"):
-        split_text(texts([9]), -0.1)
 
 
 ALPACA: list[dict[str, Any]] = [
@@ -255,7 +224,7 @@ ALPACA: list[dict[str, Any]] = [
 
 def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     path = write(tmp_path / "alpaca.json", json.dumps(ALPACA))
-    read, num_dropped = instructions_of(path, read_rows(path), seed=None)
+    read, num_dropped = instructions_of(path, read_rows(path))
     assert num_dropped == 1
     assert read == [
         Instruction("Add.", "1 and 2", "3 <br />"),
@@ -265,10 +234,6 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     assert read[0].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
     assert "Input" not in read[1].prompt
     assert read[1].prompt.endswith("### Instruction:\nSing.\n\n### Response:\n")
-    shuffled, again, *others = (instructions_of(path, read_rows(path), seed=seed)[0] for seed in (3, 3, 0, 1, 2))
-    assert sorted(map(repr, shuffled)) == sorted(map(repr, read))
-    assert again == shuffled
-    assert any(other != read for other in (shuffled, *others))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +242,7 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
         ({"input": "", "output": "x"}, r"entry 1: no column 'instruction'; there are 'input', 'output'"),
         ({"instruction": "a"}, r"no column 'output'"),
         ({"instruction": " ", "output": "x"}, r"'instruction' is empty"),
-        ({"instruction": "a", "output": 3}, r"'output' must be a text, got 3"),
+        ({"instruction": "a", "output": [3]}, r"'output' must be a text, got \[3\]"),
         ({"instruction": "a", "output": ""}, r"no instruction with an answer"),
     ],
 )
@@ -306,10 +271,8 @@ def test_pairs_are_cut_from_the_longer_text() -> None:
     assert torch.equal(ids, torch.tensor([[3, 4, 5, 2, 7], [3, 2, 4, 0, 0]]))
     assert lengths.tolist() == [5, 3]
     assert vocabulary.encode(["a b c d"], max_length=2)[0].tolist() == [[3, 4]]
-    with pytest.raises(InputError, match=r"texts\[0\] holds no word"):
+    with pytest.raises(InputError, match=r"holds no word: ' '"):
         vocabulary.encode([" "])
-    with pytest.raises(InputError, match="text_pair as many, got 1 and 2"):
-        vocabulary.encode(["a"], ["b", "c"])
     with pytest.raises(InputError, match="max_length"):
         vocabulary.encode(["a"], ["b"], max_length=2)
 
