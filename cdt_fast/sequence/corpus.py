@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from cdt_fast.errors import InputError
-from cdt_fast.sequence.data.instructions import Instruction, instructions_of
-from cdt_fast.sequence.data.rows import FORMATS, HIDDEN, hub_parts, hub_rows, read_rows
+from cdt_fast.sequence.data.rows import FORMATS, HIDDEN, Row, hub_parts, hub_rows, read_rows, text_of
 from cdt_fast.sequence.data.text import TextData, TextSplits, labeled_texts, read_imdb, read_table, split_text
 from cdt_fast.sequence.settings import LanguageSettings, SequenceSettings, TextDataSettings, TextSettings
 
@@ -24,7 +23,29 @@ _PARTS = (
 _ORDER_SEED = 0
 _SPLIT_SEED = 20_260_117  # one division for every run, so that runs with other seeds are measured on the same texts
 
+_TASK = "Below is an instruction that describes a task"
+_REQUEST = "Write a response that appropriately completes the request."
+
 Parts = tuple[TextData | None, TextData | None, TextData | None]  # train, validation, test; None: no file holds it
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What is asked, the input it is asked about ("" for none), and the answer."""
+
+    instruction: str
+    input: str
+    output: str
+
+    @property
+    def prompt(self) -> str:
+        """What stands before the answer, in the words of Stanford Alpaca."""
+        if self.input:
+            return (
+                f"{_TASK}, paired with an input that provides further context. {_REQUEST}\n\n"
+                f"### Instruction:\n{self.instruction}\n\n### Input:\n{self.input}\n\n### Response:\n"
+            )
+        return f"{_TASK}. {_REQUEST}\n\n### Instruction:\n{self.instruction}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,35 @@ def load_instructions(settings: LanguageSettings) -> InstructionSplits:
     return InstructionSplits(instructions[second:], instructions[:first], instructions[first:second], num_dropped)
 
 
+def instructions_of(source: str | Path, rows: Iterable[Row]) -> tuple[list[Instruction], int]:
+    """Instructions from rows with `instruction`, `output` and maybe `input`.
+
+    Args:
+        source: what messages call them by.
+        rows: as `read_rows` gives them.
+
+    Returns:
+        The instructions, and how many were dropped for want of an answer: the original file has some.
+
+    Raises:
+        InputError: the rows cannot be read, one is broken or asks nothing, or none has an answer.
+    """
+    instructions: list[Instruction] = []
+    num_dropped = 0
+    for place, row in rows:
+        values = place, {**row, "input": row.get("input") or ""}
+        entry = Instruction(*(text_of(values, column) for column in ("instruction", "input", "output")))
+        if not entry.instruction:
+            raise InputError(f"{place}: 'instruction' is empty")
+        if entry.output:
+            instructions.append(entry)
+        else:
+            num_dropped += 1
+    if not instructions:
+        raise InputError(f"{source}: holds no instruction with an answer")
+    return instructions, num_dropped
+
+
 def digest(part: TextData | Sequence[Instruction]) -> str:
     """A fingerprint of texts with their classes, or of instructions with their answers, in their order."""
     if isinstance(part, TextData):
@@ -96,19 +146,15 @@ def _source(settings: SequenceSettings) -> Path | str:
     raise InputError(f"{name}: no such file or folder; a data set of the hub, owner/name, is fetched with --download")
 
 
-def _table(path: Path, data: TextDataSettings, names: Sequence[str] | None = None) -> TextData:
-    columns = data.text_column, data.label_column, data.second_column
-    return read_table(path, *columns, names=names, format=data.format, quoting=data.quoting, header=data.header)
-
-
 def _parts_of_path(source: Path, data: TextDataSettings) -> Parts:
     if source.is_file():
-        return _table(source, data), None, None
+        return read_table(source, data), None, None
     if any((folder / "train" / "pos").is_dir() for folder in (source, source / "aclImdb")):
         return read_imdb(source), None, read_imdb(source, "test")
     mnli = source / "MNLI" if (source / "MNLI").is_dir() else source
     if (mnli / "dev_matched.tsv").is_file():
-        return read_table(mnli / "train.tsv", quoting=False), None, read_table(mnli / "dev_matched.tsv", quoting=False)
+        unquoted = TextDataSettings(quoting=False)
+        return read_table(mnli / "train.tsv", unquoted), None, read_table(mnli / "dev_matched.tsv", unquoted)
     files: list[Path | None] = []
     for names in _PARTS:
         there = [path for name in names for ending in FORMATS if (path := source / f"{name}.{ending}").is_file()]
@@ -117,23 +163,23 @@ def _parts_of_path(source: Path, data: TextDataSettings) -> Parts:
         files.append(there[0] if there else None)
     if files[0] is None:
         raise InputError(f"{source}: holds neither train.tsv (or .csv, .json, .jsonl) nor the folders of IMDb or MNLI")
-    train = _table(files[0], data)
-    validation, test = (None if file is None else _table(file, data, train.names) for file in files[1:])
+    train = read_table(files[0], data)
+    validation, test = (None if file is None else read_table(file, data, train.names) for file in files[1:])
     return train, validation, test
 
 
 def _parts_of_hub(source: str, data: TextDataSettings) -> Parts:
     """The parts by their names. Where the classes of the test part are hidden, the validation part is the test."""
     parts = hub_parts(source)
-    columns = data.text_column or "text", data.label_column or "label", data.second_column
+    columns, label = (data.text_column, data.label_column, data.second_column), data.label_column or "label"
 
     def read(names: Sequence[str], classes: Sequence[str] | None) -> TextData | None:
         part = next((parts[name] for name in names if name in parts), None)
-        if part is None or {row.get(columns[1]) for _, row in hub_rows(source, part)} == {HIDDEN}:
+        if part is None or {row.get(label) for _, row in hub_rows(source, part)} == {HIDDEN}:
             return None
-        return labeled_texts(source, hub_rows(source, part), *columns, names=classes, unlabeled=HIDDEN)
+        return labeled_texts(source, hub_rows(source, part), columns, names=classes, unlabeled=HIDDEN)
 
-    train = read(_PARTS[0], getattr(parts["train"].features.get(columns[1]), "names", None))
+    train = read(_PARTS[0], getattr(parts["train"].features.get(label), "names", None))
     if train is None:
         raise InputError(f"{source}: holds no labeled text")
     validation, test = (read(names, train.names) for names in _PARTS[1:])

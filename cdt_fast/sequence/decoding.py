@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,17 +80,14 @@ def speeds_of(network: PretrainedNetwork, prompts: Sequence[Tensor], exit: int) 
     """Tokens a second over those of the model alone, in turns with it: of the decoder kept with the model, and of
     transformers' own early exit at the same depth, where the model is one that it runs."""
     decoder = network.handle.decoder()
-    ways: dict[str, Callable[[], tuple[int, float]]] = {
-        KEPT: lambda: timed_continuations(network.base, prompts, _NEW_TOKENS, custom_generate=decoder),
-        _ASSISTANT: lambda: timed_continuations(network.base, prompts, _NEW_TOKENS, assistant_early_exit=exit),
-    }
+    ways: dict[str, dict[str, Any]] = {KEPT: {"custom_generate": decoder}, _ASSISTANT: {"assistant_early_exit": exit}}
     ratios: dict[str, list[float]] = {name: [] for name in ways}
     layers = network.base.config.num_hidden_layers
     for _ in range(_ROUNDS):
         tokens, seconds = timed_continuations(network.base, prompts, _NEW_TOKENS)
-        for name, run in list(ways.items()):
+        for name, options in list(ways.items()):
             try:
-                own_tokens, own_seconds = run()
+                own_tokens, own_seconds = timed_continuations(network.base, prompts, _NEW_TOKENS, **options)
             except (IndexError, ValueError, NotImplementedError):
                 network.base.config.num_hidden_layers = layers  # which transformers leaves changed then
                 del ways[name], ratios[name]

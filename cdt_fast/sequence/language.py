@@ -15,8 +15,7 @@ from cdt_fast.models.layer_losses import predicted_overhead, predicted_speedup
 from cdt_fast.models.layer_losses.parts import find_parts
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
-from cdt_fast.sequence.corpus import InstructionSplits
-from cdt_fast.sequence.data.instructions import Instruction
+from cdt_fast.sequence.corpus import Instruction, InstructionSplits
 from cdt_fast.sequence.decoding import decoding_of, draft_tokens_of, prompts_of, tune
 from cdt_fast.sequence.evaluation import LanguageEvaluation, perplexities
 from cdt_fast.sequence.figures import (

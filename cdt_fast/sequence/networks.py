@@ -135,11 +135,8 @@ class PretrainedNetwork(Network):
 
     def __init__(self, model: Any, tokenizer: Tokenizer, taps: Sequence[int] | None = None, **options: Any) -> None:
         parts = find_parts(model)
-        self.base, self.num_layers, self._is_language_model = (
-            parts.model,
-            len(parts.layers),
-            parts.kind == LANGUAGE_MODEL,
-        )
+        self.base: Any = parts.model
+        last, self._is_language_model = len(parts.layers), parts.kind == LANGUAGE_MODEL
         # Logits of all tokens are asked for where they are used, and there alone.
         self.handle = attach_layer_losses(model, taps, keep_logits=not self._is_language_model, **options)
         if self._is_language_model and not self.handle.shifts_labels:
@@ -150,10 +147,8 @@ class PretrainedNetwork(Network):
         super().__init__(model, tokenizer, self.handle.taps)
         # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
         self.padding_id = self.padding_id if self.padding_id < vocabulary_size(model) else 0
-        if self.depths[-1] != self.num_layers or self.layers < 1:
-            raise InputError(
-                f"[model] taps must be at least two depths that end with the last, {self.num_layers}, got {taps}"
-            )
+        if self.depths[-1] != last or self.layers < 1:
+            raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         output = self.model(**self._named(inputs), labels=targets, depth_weights=weights)

@@ -10,7 +10,7 @@ import torch
 
 from cdt_fast.checksums import check_folder
 from cdt_fast.errors import InputError
-from cdt_fast.models import TextUT, load_pretrained
+from cdt_fast.models import TextUT
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.data.text import TextData, TextSplits
@@ -103,10 +103,7 @@ def load_text_network(folder: Path, settings: TextSettings, names: list[str]) ->
     """
     if settings.model.model == UNROLLED:
         check_folder(folder)
-        tokenizer, model = load_saved_tokenizer(folder), load_pretrained(folder)
-        if not isinstance(model, TextUT):
-            raise InputError(f"{folder}: holds a {type(model).__name__}, expected a TextUT")
-        return UnrolledNetwork(model, tokenizer), names
+        return UnrolledNetwork(TextUT.from_pretrained(folder), load_saved_tokenizer(folder)), names
     transformers = pretrained_library()
     with from_hub(str(folder), download=False) as where:
         encoder = load_complete(transformers.AutoModelForSequenceClassification, folder, **where)

@@ -33,7 +33,7 @@ from PIL import Image
 from cdt_fast import cli
 from cdt_fast.errors import InputError
 from cdt_fast.fetch.unpack import unpack_archive
-from cdt_fast.sequence.data.instructions import instructions_of
+from cdt_fast.sequence.corpus import instructions_of
 from cdt_fast.sequence.data.rows import read_rows
 from cdt_fast.sequence.data.text import read_table
 from cdt_fast.sequence.settings import LanguageSettings, TextSettings

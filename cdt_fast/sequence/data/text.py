@@ -13,6 +13,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.files import shown
 from cdt_fast.listing import entries
 from cdt_fast.sequence.data.rows import HIDDEN, Row, read_rows, text_of
+from cdt_fast.sequence.settings import TextDataSettings
 
 NLI_LABELS = ("entailment", "neutral", "contradiction")
 
@@ -84,49 +85,39 @@ class TextSplits:
 
 
 def read_table(
-    path: str | os.PathLike[str],
-    text: str | None = None,
-    label: str | None = None,
-    second: str | None = None,
-    *,
-    names: Sequence[str] | None = None,
-    format: str | None = None,
-    quoting: bool | None = None,
-    header: bool = True,
+    path: str | os.PathLike[str], settings: TextDataSettings | None = None, names: Sequence[str] | None = None
 ) -> TextData:
     """Texts and classes from the columns of a TSV, CSV, JSON or JSONL file.
 
     Args:
         path: the file, in UTF-8.
-        text, label, second: the columns of the text, of its class, and of the second text of pairs. None: those of MNLI
-            where a TSV file has them, whose rows without a class are left out, else "text", "label" and none.
+        settings: its format and its columns. Without, the columns are those of MNLI where a TSV file has them, whose
+            rows without a class are left out, else "text" and "label"; and double quotes enclose fields, but in MNLI.
         names: the classes in the order of their numbers; None: those of the file, see `labeled_texts`.
-        format, header: as in `data.rows.read_rows`.
-        quoting: double quotes enclose fields; None: except in MNLI's files.
 
     Raises:
         InputError: as `read_rows` and `labeled_texts`.
     """
-    path = Path(path)
+    path, settings = Path(path), settings or TextDataSettings()
+    columns = settings.text_column, settings.label_column, settings.second_column
     head: set[str] = set()
-    if header and (format or path.suffix) in ("tsv", ".tsv") and path.is_file():
+    if settings.header and (settings.format or path.suffix) in ("tsv", ".tsv") and path.is_file():
         with path.open("rb") as file:
             head.update(file.readline().decode(errors="replace").strip().split("\t"))
+    quoting = settings.quoting
     if quoting is None:  # others with MNLI's columns do quote
         quoting = not head.issuperset((*_NLI_COLUMNS, "pairID"))
-    rows = read_rows(path, format, quoting=quoting, header=header)
-    if not (text or label or second) and head.issuperset(_NLI_COLUMNS):
+    rows = read_rows(path, settings.format, quoting=quoting, header=settings.header)
+    if not any(columns) and head.issuperset(_NLI_COLUMNS):
         # "-" where the annotators did not agree
-        return labeled_texts(path, rows, *_NLI_COLUMNS, names=names or NLI_LABELS, unlabeled=HIDDEN)
-    return labeled_texts(path, rows, text or "text", label or "label", second, names=names)
+        return labeled_texts(path, rows, _NLI_COLUMNS, names=names or NLI_LABELS, unlabeled=HIDDEN)
+    return labeled_texts(path, rows, columns, names=names)
 
 
 def labeled_texts(
     source: str | os.PathLike[str],
     rows: Iterable[Row],
-    text: str = "text",
-    label: str = "label",
-    second: str | None = None,
+    columns: tuple[str | None, str | None, str | None],
     *,
     names: Sequence[str] | None = None,
     unlabeled: str | None = None,
@@ -136,17 +127,17 @@ def labeled_texts(
     Args:
         source: what messages call the rows.
         rows: as `read_rows` gives them.
-        text, label, second: the columns of the text, of its class, and of the second text of pairs.
+        columns: those of the text ("text"), of its class ("label"), and of the second text of pairs (none).
         names: the classes in the order of their numbers, as in the rows but for their case; None: those of the rows,
             in order (of numbers where all are numbers, else of the alphabet).
-        unlabeled: what stands in `label` where a row has no class; such rows are left out.
+        unlabeled: what stands there where a row has no class; such rows are left out.
 
     Raises:
         InputError: a column is missing (the message lists those there), a text is empty or no text, or a label is not
             among `names`.
     """
-    columns = [text] if second is None else [text, second]
-    texts: list[list[str]] = [[] for _ in columns]
+    label, second = columns[1] or "label", columns[2]
+    texts: dict[str, list[str]] = {column: [] for column in (columns[0] or "text", second) if column}
     values: list[str] = []
     num_dropped = 0
     for row in rows:
@@ -155,16 +146,17 @@ def labeled_texts(
             num_dropped += 1
             continue
         values.append(value)
-        for part, column in zip(texts, columns, strict=True):
+        for column, part in texts.items():
             part.append(_BREAKS.sub(" ", text_of(row, column, _ADVICE)).strip())
             if not value or not part[-1]:
                 raise InputError(f"{row[0]}: {column if value else label!r} is empty")
     if not values:
         raise InputError(f"{source}: holds no labeled text")
     own = _in_order(values)
+    first, *pair = texts.values()
     numbers = {name.casefold(): number for number, name in enumerate(own)}
     labels = [numbers[value.casefold()] for value in values]
-    data = TextData(texts[0], labels, own, None if second is None else texts[1], num_dropped)
+    data = TextData(first, labels, own, *pair, num_dropped=num_dropped)
     return data if names is None else data.with_names(names)
 
 
@@ -188,7 +180,7 @@ def read_imdb(folder: str | os.PathLike[str], split: str = "train") -> TextData:
                     rows.append((str(path), {"text": path.read_text(encoding="utf-8"), "label": name}))
                 except (OSError, UnicodeDecodeError) as error:
                     raise InputError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-    return labeled_texts(root / split, rows)
+    return labeled_texts(root / split, rows, (None, None, None))
 
 
 def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> TextSplits:

@@ -11,16 +11,21 @@ import pytest
 import torch
 
 from cdt_fast.errors import InputError
-from cdt_fast.sequence.data.instructions import Instruction, instructions_of
+from cdt_fast.sequence.corpus import Instruction, instructions_of
 from cdt_fast.sequence.data.rows import read_rows
 from cdt_fast.sequence.data.text import NLI_LABELS, TextData, read_imdb, read_table, split_text
 from cdt_fast.sequence.data.vocabulary import Vocabulary, words_of
+from cdt_fast.sequence.settings import TextDataSettings
 
 
 def write(path: Path, content: str | bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
+
+
+def read(path: Path, names: Any = None, **settings: Any) -> TextData:
+    return read_table(path, TextDataSettings(**settings), names)
 
 
 REVIEWS = (
@@ -30,7 +35,7 @@ REVIEWS = (
 
 def test_reviews_in_a_tsv_with_quotes_and_line_breaks(tmp_path: Path) -> None:
     path = write(tmp_path / "train.tsv", REVIEWS + "Positive\tIt's 8½ minutes too short!\n")
-    data = read_table(path, "Text", "Sentiment")
+    data = read(path, text_column="Text", label_column="Sentiment")
     assert data.texts == ["Bad. Really  bad.", 'The "best" film\tof 2001\nis dull.', "It's 8½ minutes too short!"]
     assert (data.labels, data.names, data.text_pair) == ([0, 0, 1], ["Negative", "Positive"], None)
 
@@ -49,7 +54,7 @@ def mnli_tree(folder: Path) -> Path:
 
 def test_mnli_as_glue_lays_it_out(tmp_path: Path) -> None:
     path = mnli_tree(tmp_path) / "MNLI" / "dev_matched.tsv"
-    data = read_table(path, quoting=False)
+    data = read(path, quoting=False)
     assert data.texts == ['"He left\u2028early.', "uh-\rhuh"]
     assert data.text_pair == ["He left.", 'Yes "no".']
     assert (data.labels, data.names, data.num_dropped) == ([0, 2], list(NLI_LABELS), 1)
@@ -58,7 +63,16 @@ def test_mnli_as_glue_lays_it_out(tmp_path: Path) -> None:
 
 def test_pairs_without_a_header_or_a_suffix(tmp_path: Path) -> None:
     path = write(tmp_path / "mnli_matched", 'neutral\tIn "A , b .\tc .\nentailment\td\te\n')
-    data = read_table(path, "1", "0", "2", names=NLI_LABELS, format="tsv", header=False, quoting=False)
+    data = read(
+        path,
+        names=NLI_LABELS,
+        text_column="1",
+        label_column="0",
+        second_column="2",
+        format="tsv",
+        header=False,
+        quoting=False,
+    )
     assert (data.texts, data.text_pair, data.labels) == (['In "A , b .', "d"], ["c .", "e"], [1, 0])
 
 
@@ -113,7 +127,7 @@ def test_any_format_with_named_columns_gives_the_same(tmp_path: Path, suffix: st
     else:
         lines = json.dumps(ROWS) if suffix == ".json" else "\n".join([json.dumps(row) for row in ROWS] + [""])
         write(path, mark + lines)
-    data = read_table(path, "body", "kind")
+    data = read(path, text_column="body", label_column="kind")
     assert data.texts == [row["body"] for row in ROWS]
     assert (data.names, data.labels) == (["9", "10"], [1, 0, 1])  # 9 before 10: numbers, and no words
 
@@ -136,7 +150,7 @@ def test_classes_that_differ_in_case_are_one_and_follow_the_names_given(tmp_path
 BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("a.csv", "text,kind\na,b\n", {}, r"a\.csv, row 2: no column 'label'; there are 'text', 'kind'; .*--label-column"),
     ("a.csv", "body,label\na,b\n", {}, r"no column 'text'; there are 'body', 'label'"),
-    ("a.csv", "text,label\na,b\n", {"second": "other"}, r"no column 'other'"),
+    ("a.csv", "text,label\na,b\n", {"second_column": "other"}, r"no column 'other'"),
     ("a.csv", "text,label\na,b\n<br />,c\n", {}, r"row 3: 'text' is empty"),
     ("a.csv", "text,label\na,b\na,\n", {}, r"row 3: 'label' is empty"),
     ("a.csv", "text,label\na,b\na,c\n", {"names": ["b", "d"]}, r"label 'c' is not among .*: 'b', 'd'"),
@@ -169,7 +183,7 @@ def test_a_broken_file_gives_one_clear_error(
 ) -> None:
     path = write(tmp_path / name, content)
     with pytest.raises(InputError, match=message):
-        read_table(path, **options)
+        read(path, **options)
 
 
 def test_a_missing_file_and_one_that_is_not_utf_8(tmp_path: Path) -> None:
