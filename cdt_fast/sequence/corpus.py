@@ -99,14 +99,8 @@ def load_instructions(settings: LanguageSettings) -> InstructionSplits:
 
 
 def instructions_of(source: str | Path, rows: Iterable[Row]) -> tuple[list[Instruction], int]:
-    """Instructions from rows with `instruction`, `output` and maybe `input`.
-
-    Args:
-        source: what messages call them by.
-        rows: as `read_rows` gives them.
-
-    Returns:
-        The instructions, and how many were dropped for want of an answer: the original file has some.
+    """Instructions from rows with `instruction`, `output` and maybe `input`, and how many were dropped for want of an
+    answer: the original file has some.
 
     Raises:
         InputError: the rows cannot be read, one is broken or asks nothing, or none has an answer.

@@ -227,11 +227,10 @@ def confident_exits(
     validation: EncodedSamples,
     test: EncodedSamples,
     settings: TextSettings,
-    device: torch.device,
 ) -> list[dict[str, float]]:
     """A `ConfidentExit` for each agreement of the settings."""
-    confidence, answers, _ = _confidences(network, validation, settings, device)
-    tested, given, labels = _confidences(network, test, settings, device)
+    confidence, answers, _ = _confidences(network, validation, settings)
+    tested, given, labels = _confidences(network, test, settings)
     layers, found = torch.tensor(network.depths, dtype=torch.float64), []
     for asked in settings.evaluation.exit_agreements:
         chosen = least_threshold(confidence[:, :-1], answers[:, :-1] == answers[:, -1:], asked)
@@ -251,10 +250,11 @@ def confident_exits(
 
 @torch.no_grad()
 def _confidences(
-    network: Network, samples: EncodedSamples, settings: SequenceSettings, device: torch.device
+    network: Network, samples: EncodedSamples, settings: SequenceSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of all samples at the least γ: confidence and answer of each depth, `[samples, depths]`, and the labels."""
     network.model.eval()
+    device = next(network.model.parameters()).device
     with network.perturbed(settings, settings.evaluation.gammas[0]):
         batches = samples.batches(settings.training.batch, network.padding_id, device)
         read = [(*confidence_of(network.depth_logits(inputs)), labels) for inputs, labels, _ in batches]

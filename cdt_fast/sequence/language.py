@@ -33,7 +33,6 @@ from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 from cdt_fast.sequence.settings import SMALL, LanguageModelSettings, LanguageSettings
 from cdt_fast.sequence.task import LoadedModel, SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import (
-    PretrainedTokenizer,
     from_hub,
     learned_tokenizer,
     load_tokenizer,
@@ -121,19 +120,13 @@ class LanguageTask(SequenceTask):
             encoded_instructions(getattr(data, part), network.tokenizer, settings.data.max_tokens, part)
             for part in ("validation", "test")
         )
-        return network, validation, test, {"vocabulary": vocabulary_size(network.model)}
+        return LoadedModel(network, validation, test, {"vocabulary": vocabulary_size(network.model)})
 
     def further(
-        self,
-        network: PretrainedNetwork,
-        validation: EncodedSamples,
-        test: EncodedSamples,
-        settings: LanguageSettings,
-        measured: dict[str, Any],
-        progress: bool,
+        self, kept: LoadedModel, settings: LanguageSettings, measured: dict[str, Any], progress: bool
     ) -> dict[str, Any]:
-        prompts = prompts_of(test, settings.evaluation.prompts)
-        return {"perplexity": perplexities(measured), **decoding_of(network, prompts, progress)}
+        prompts = prompts_of(kept.test, settings.evaluation.prompts)
+        return {"perplexity": perplexities(measured), **decoding_of(kept.network, prompts, progress)}
 
     def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
         # Losses of tokens of another vocabulary are not of one scale.
@@ -166,29 +159,21 @@ class LanguageTask(SequenceTask):
 
 
 def encoded_instructions(
-    instructions: Sequence[Instruction], tokenizer: PretrainedTokenizer, max_length: int, part: str
+    instructions: Sequence[Instruction], tokenizer: Any, max_length: int, part: str
 ) -> EncodedSamples:
-    """Prompt, answer and end token as one row; the prompt's labels are −100. What has no answer left is not there.
+    """Prompt, answer and end token as one row of at most `max_length` tokens; the prompt's labels are −100.
 
-    Args:
-        instructions: with their answers.
-        tokenizer: gives the tokens.
-        max_length: rows are cut to so many tokens.
-        part: the name of the part that they are, for a message.
-
-    Raises:
-        InputError: no answer begins within `max_length` tokens.
+    What has no answer left is not there; of the whole `part` that is refused with an InputError.
     """
-    encode = tokenizer.tokenizer
-    end = encode.eos_token_id
+    end = tokenizer.eos_token_id
     if end is None:
-        raise InputError(f"{encode.name_or_path}: the tokenizer has no end token to put behind an answer")
+        raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no end token to put behind an answer")
     rows, targets, counts = [], [], []
     for entry in instructions:
-        prompt = encode(entry.prompt)["input_ids"]
+        prompt = tokenizer(entry.prompt)["input_ids"]
         if prompt and prompt[-1] == end:
             prompt = prompt[:-1]  # some tokenizers append it
-        answer = [*encode(entry.output, add_special_tokens=False)["input_ids"], end]
+        answer = [*tokenizer(entry.output, add_special_tokens=False)["input_ids"], end]
         ids = torch.tensor((prompt + answer)[:max_length], dtype=torch.int64)
         labels = ids.clone()
         labels[: len(prompt)] = IGNORED
@@ -252,7 +237,7 @@ def _speedup(settings: LanguageSettings, network: PretrainedNetwork, train: Enco
 
 def _cut(train: EncodedSamples, given: int, network: PretrainedNetwork) -> Iterator[str]:
     """What a person should know about the training answers that --max-tokens cuts off or short."""
-    end = network.special_ids
+    end = network.tokenizer.all_special_ids
     short = sum(int(row[0, -1]) not in end for row in train.rows)
     if given > len(train):
         yield f"left out, as nothing of their answers is within --max-tokens: {given - len(train):,} of {given:,}"
@@ -260,18 +245,18 @@ def _cut(train: EncodedSamples, given: int, network: PretrainedNetwork) -> Itera
         yield f"answers cut short by --max-tokens: {short:,} of {given:,}"
 
 
-def _small_llama(settings: LanguageModelSettings, tokenizer: PretrainedTokenizer, max_length: int) -> Any:
+def _small_llama(settings: LanguageModelSettings, tokenizer: Any, max_length: int) -> Any:
     transformers = pretrained_library()
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer.tokenizer),
+        vocab_size=len(tokenizer),
         hidden_size=settings.width,
         intermediate_size=settings.feedforward_width or 4 * settings.width,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
         max_position_embeddings=max_length,
-        pad_token_id=tokenizer.padding_id,
+        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        eos_token_id=tokenizer.tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -282,7 +267,7 @@ def _load(settings: LanguageModelSettings) -> Any:
         return load_complete(transformers.AutoModelForCausalLM, settings.model, dtype=torch.float32, **where)
 
 
-def _network(model: Any, tokenizer: PretrainedTokenizer, settings: LanguageModelSettings) -> PretrainedNetwork:
+def _network(model: Any, tokenizer: Any, settings: LanguageModelSettings) -> PretrainedNetwork:
     return PretrainedNetwork(
         model, tokenizer, settings.taps, inner_fraction=settings.inner_fraction, inner_kl=settings.inner_kl
     )

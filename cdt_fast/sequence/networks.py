@@ -22,7 +22,6 @@ from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, find_parts
 from cdt_fast.ops.shared.backend import explain
 from cdt_fast.sequence.perturbation import Perturbation, perturbed, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
-from cdt_fast.sequence.tokenizers import Tokenizer, save_tokenizer
 
 EVALUATION_SEED = 20_260_117  # noise of the evaluation: the same for every run, and apart from that of any training
 
@@ -37,17 +36,17 @@ class Network(ABC):
 
     Attributes:
         model: the module whose weights train.
-        tokenizer: what turns texts into ids.
+        tokenizer: what turns texts into ids, a `Vocabulary` or a tokenizer of transformers.
         depths: those that are read, in layers.
-        padding_id, special_ids: of the ids that it reads; see `PretrainedTokenizer`.
+        padding_id: the id that fills up.
     """
 
     part: str  # of a step, that runs on the kernels
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, depths: Sequence[int]) -> None:
-        self.model, self.depths = model, depths
-        self.tokenizer: Any = tokenizer
-        self.padding_id, self.special_ids = tokenizer.padding_id, tokenizer.special_ids
+    def __init__(self, model: nn.Module, tokenizer: Any, depths: Sequence[int]) -> None:
+        self.model, self.tokenizer, self.depths = model, tokenizer, depths
+        # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
+        self.padding_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id < vocabulary_size(model) else 0
 
     @property
     def layers(self) -> int:
@@ -75,7 +74,7 @@ class Network(ABC):
             settings.data.perturbation,
             settings.noise if gamma is None else gamma,
             rate=settings.data.perturbation_rate,
-            special_ids=self.special_ids,
+            special_ids=self.tokenizer.all_special_ids,
             padding_id=self.padding_id,
             **{"seed": EVALUATION_SEED, **options},
         )
@@ -88,7 +87,7 @@ class Network(ABC):
         """Write the model and what turns texts into ids to `folder`, in place of what is there."""
         with replaced_folder(folder) as temporary:
             self.save_model(temporary)
-            save_tokenizer(self.tokenizer, temporary)
+            self.tokenizer.save_pretrained(temporary)
 
     def kernels(self, device: torch.device) -> str:
         """Which kernels a step runs on `device`, in words."""
@@ -100,7 +99,7 @@ class UnrolledNetwork(Network):
 
     part = "ops"
 
-    def __init__(self, model: TextUT, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: TextUT, tokenizer: Any) -> None:
         super().__init__(model, tokenizer, range(model.layers + 1))
         self._model = model
 
@@ -133,7 +132,7 @@ class PretrainedNetwork(Network):
 
     part = "the losses of all depths"
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, taps: Sequence[int] | None = None, **options: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, taps: Sequence[int] | None = None, **options: Any) -> None:
         parts = find_parts(model)
         self.base: Any = parts.model
         last, self._is_language_model = len(parts.layers), parts.kind == LANGUAGE_MODEL
@@ -145,8 +144,6 @@ class PretrainedNetwork(Network):
                 "instructions are those of the next; choose a causal language model that shifts them"
             )
         super().__init__(model, tokenizer, self.handle.taps)
-        # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
-        self.padding_id = self.padding_id if self.padding_id < vocabulary_size(model) else 0
         if self.depths[-1] != last or self.layers < 1:
             raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")
 

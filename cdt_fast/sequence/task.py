@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,18 @@ from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
 
-LoadedModel = tuple[Network, EncodedSamples, EncodedSamples, dict[str, Any]]  # with validation and test samples
+
+class LoadedModel(NamedTuple):
+    """The network that a run kept, its samples, and entries of the task's own in an evaluation."""
+
+    network: Any
+    validation: EncodedSamples
+    test: EncodedSamples
+    facts: dict[str, Any]
 
 
 class SequenceLosses(nn.Module):
-    """The network's losses as a forward, on embeddings that are perturbed in training.
-
-    Args:
-        network: the network.
-        settings: what the perturbation is.
-        autocast: the dtype of the matrix products; None: that of the weights.
-    """
+    """The network's losses as a forward, on embeddings that are perturbed in training."""
 
     def __init__(self, network: Network, settings: SequenceSettings, autocast: torch.dtype | None) -> None:
         super().__init__()
@@ -69,19 +70,8 @@ def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractCont
 class SequenceWorkload:
     """See `training.task.Workload`; a sample is a text or a sequence, and counts with its targets.
 
-    Args:
-        settings: of the run.
-        network: what trains.
-        train, validation: the samples.
-        data: the texts or instructions that they are from, by whose parts a resumed run knows its data again.
-        lr: the learning rate where the settings name none.
-        note: see `Workload`.
-
-    Attributes:
-        train, validation: as given.
-
-    Raises:
-        InputError: a sample holds an id that the model has no embedding of.
+    `data` are what the samples are from, by whose parts a resumed run knows its data again; `lr` is for settings that
+    name none.
     """
 
     def __init__(
@@ -169,11 +159,7 @@ class SequenceTask(Task):
 
     @abstractmethod
     def load_model(self, folder: RunFolder, settings: Any, data: Any) -> LoadedModel:
-        """The network that a run kept, validation and test samples, and entries of the task's own in an evaluation.
-
-        Raises:
-            InputError: a file of the model is missing or not whole.
-        """
+        """What a run kept, or InputError: a file of the model is missing or not whole."""
 
     def evaluate(
         self,
@@ -183,24 +169,20 @@ class SequenceTask(Task):
         constraints: DescentConstraints,
         progress: bool = True,
     ) -> dict[str, Any]:
-        network, validation, test, facts = self.load_model(folder, settings, data)
+        kept = self.load_model(folder, settings, data)
         use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if use_cuda else "cpu")
-        network.model.to(device)
-        facts = {**facts, "test_texts": len(test), "test_digest": digest(data.test)}
-        measured = {**measure(network, test, settings, device, progress), **facts}
-        return {**measured, **self.further(network, validation, test, settings, measured, progress)}
+        kept.network.model.to(device)
+        measured = {
+            **measure(kept.network, kept.test, settings, device, progress),
+            **kept.facts,
+            "test_texts": len(kept.test),
+            "test_digest": digest(data.test),
+        }
+        return {**measured, **self.further(kept, settings, measured, progress)}
 
     @abstractmethod
-    def further(
-        self,
-        network: Any,
-        validation: EncodedSamples,
-        test: EncodedSamples,
-        settings: Any,
-        measured: dict[str, Any],
-        progress: bool,
-    ) -> dict[str, Any]:
+    def further(self, kept: LoadedModel, settings: Any, measured: dict[str, Any], progress: bool) -> dict[str, Any]:
         """What the task measures besides, on the device that the network is on."""
 
     def kind(self, run: EvaluatedRun) -> str:

@@ -22,11 +22,11 @@ from cdt_fast.sequence.samples import EncodedSamples
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
 from cdt_fast.sequence.task import LoadedModel, SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import (
-    Tokenizer,
     from_hub,
     load_saved_tokenizer,
     load_tokenizer,
     pretrained_library,
+    rows_of,
 )
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Table
@@ -65,19 +65,12 @@ class TextTask(SequenceTask):
         network, names = load_text_network(folder.model, settings, data.train.names)
         parts = (part.with_names(names) for part in (data.validation, data.test))
         validation, test = (encoded_texts(part, network.tokenizer, settings.data.max_tokens) for part in parts)
-        return network, validation, test, {"classes": names}
+        return LoadedModel(network, validation, test, {"classes": names})
 
     def further(
-        self,
-        network: Network,
-        validation: EncodedSamples,
-        test: EncodedSamples,
-        settings: TextSettings,
-        measured: dict[str, Any],
-        progress: bool,
+        self, kept: LoadedModel, settings: TextSettings, measured: dict[str, Any], progress: bool
     ) -> dict[str, Any]:
-        device = next(network.model.parameters()).device
-        return {"confident_exits": confident_exits(network, validation, test, settings, device)}
+        return {"confident_exits": confident_exits(kept.network, kept.validation, kept.test, settings)}
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         return [accuracy_table(runs, "accuracy"), confident_exit_table(runs)]
@@ -89,9 +82,9 @@ class TextTask(SequenceTask):
         return len(run.evaluation.classes)
 
 
-def encoded_texts(data: TextData, tokenizer: Tokenizer, max_length: int) -> EncodedSamples:
+def encoded_texts(data: TextData, tokenizer: Any, max_length: int) -> EncodedSamples:
     """Texts as rows of ids, each with its class."""
-    rows = tokenizer.rows(data.texts, data.text_pair, max_length)
+    rows = rows_of(tokenizer, data.texts, data.text_pair, max_length)
     return EncodedSamples(rows, list(torch.tensor(data.labels).unbind()), [1] * len(rows))
 
 
@@ -123,7 +116,7 @@ def _build(settings: TextModelSettings, max_length: int, train: TextData) -> tup
     if isinstance(positions, int) and max_length > positions:
         raise InputError(f"[data] max_tokens is {max_length}, but {settings.model} has {positions} positions")
     if getattr(model.config, "pad_token_id", None) is None:
-        model.config.pad_token_id = tokenizer.padding_id
+        model.config.pad_token_id = tokenizer.pad_token_id
     return PretrainedNetwork(model, tokenizer, settings.taps, inner_pooling=settings.inner_pooling), names
 
 

@@ -15,53 +15,24 @@ import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError, require
-from cdt_fast.sequence.data.vocabulary import Vocabulary
+from cdt_fast.sequence.data.vocabulary import WORDS, Vocabulary
 
-_WORDS = "vocabulary.json"
 END, PADDING = "<|end|>", "<|padding|>"  # of `learned_tokenizer`
 _NO_LIMIT = 10**6  # tokenizers say "no limit" by an absurdly large number
 
 
-class PretrainedTokenizer:
-    """By the tokenizer of a pretrained model.
-
-    Attributes:
-        tokenizer: that of transformers.
-        padding_id: the id that fills up.
-        special_ids: the ids that no perturbation of words may touch.
-
-    Raises:
-        InputError: the tokenizer knows no words, or has no token to fill up with.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        # Of a folder without a tokenizer's files transformers makes one that reads every word as unknown.
-        if len(tokenizer) <= len(tokenizer.all_special_ids):
-            raise InputError(f"{tokenizer.name_or_path}: holds no tokenizer (tokenizer.json, or the files of its kind)")
-        if tokenizer.pad_token_id is None:
-            if tokenizer.eos_token_id is None:
-                raise InputError(f"{tokenizer.name_or_path}: the tokenizer has neither a padding nor an end token")
-            tokenizer.pad_token = tokenizer.eos_token
-        self.tokenizer: Any = tokenizer
-        self.padding_id = int(self.tokenizer.pad_token_id)
-        self.special_ids: Sequence[int] = tuple(tokenizer.all_special_ids)
-
-    def rows(self, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
-        """A row a text, or a pair of texts, cut to `max_length` tokens."""
-        if self.tokenizer.model_max_length < _NO_LIMIT:
-            max_length = min(max_length, self.tokenizer.model_max_length)
-        pairs = None if text_pair is None else list(text_pair)
-        encoded = self.tokenizer(list(texts), pairs, truncation=True, max_length=max_length)
-        fields = [encoded["input_ids"], encoded["attention_mask"]]
-        if "token_type_ids" in encoded:
-            fields.append(encoded["token_type_ids"])
-        return [torch.tensor(row, dtype=torch.int64) for row in zip(*fields, strict=True)]
+def rows_of(tokenizer: Any, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
+    """A row a text, or a pair of texts, cut to `max_length` tokens, by a `Vocabulary` or transformers' tokenizer."""
+    if isinstance(tokenizer, Vocabulary):
+        return tokenizer.rows(texts, text_pair, max_length)
+    if tokenizer.model_max_length < _NO_LIMIT:
+        max_length = min(max_length, tokenizer.model_max_length)
+    encoded = tokenizer(texts, text_pair, truncation=True, max_length=max_length)
+    names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in encoded]
+    return [torch.tensor(row, dtype=torch.int64) for row in zip(*(encoded[name] for name in names), strict=True)]
 
 
-Tokenizer = Vocabulary | PretrainedTokenizer
-
-
-def learned_tokenizer(texts: Iterable[str], size: int) -> PretrainedTokenizer:
+def learned_tokenizer(texts: Iterable[str], size: int) -> Any:
     """Byte pairs learned from texts: the end, what fills up, the 256 bytes, and the pairs that are most frequent.
 
     The same texts give the same tokens, whatever their order, and no text is beyond them.
@@ -84,9 +55,7 @@ def learned_tokenizer(texts: Iterable[str], size: int) -> PretrainedTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PretrainedTokenizer(
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
-    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
 
 
 @contextlib.contextmanager
@@ -111,42 +80,34 @@ def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
 
 
 def pretrained_library() -> Any:
-    """The package transformers, without its own reports and bars on stderr.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
+    """The package transformers, without its own reports and bars on stderr."""
     transformers = require("transformers", "transformers", "a pretrained model")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
-def load_tokenizer(name: str, download: bool) -> PretrainedTokenizer:
-    """The tokenizer of a pretrained model in a folder or on the hub.
+def load_tokenizer(name: str, download: bool) -> Any:
+    """The tokenizer of a pretrained model in a folder or on the hub, with a token to fill up with.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, it knows no words, or has no token to fill up with.
         MissingExtra: transformers is not installed.
     """
     transformers = pretrained_library()
     with from_hub(name, download) as where:
-        return PretrainedTokenizer(transformers.AutoTokenizer.from_pretrained(name, **where))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
+    # Of a folder without a tokenizer's files transformers makes one that reads every word as unknown.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise InputError(f"{name}: holds no tokenizer (tokenizer.json, or the files of its kind)")
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise InputError(f"{name}: the tokenizer has neither a padding nor an end token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write what `load_saved_tokenizer` reads."""
-    if isinstance(tokenizer, Vocabulary):
-        tokenizer.save(folder / _WORDS)
-    else:
-        tokenizer.tokenizer.save_pretrained(folder)
-
-
-def load_saved_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that a run saved beside its model.
-
-    Raises:
-        InputError: there is none.
-    """
-    words = folder / _WORDS
+def load_saved_tokenizer(folder: Path) -> Any:
+    """The tokenizer that a run saved beside its model, or InputError: there is none."""
+    words = folder / WORDS
     return Vocabulary.load(words) if words.exists() else load_tokenizer(str(folder), download=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,6 @@ def test_a_share_that_leaves_a_part_empty_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=rf"--{part} must be a share above 0 and below 1.* got {share:g}$"):
         load(task, sources[task], **{part: share})
-
-
-@pytest.mark.parametrize("part", ["validation", "test"])
-@pytest.mark.parametrize("task", ["text", "lm"])
-def test_the_command_line_refuses_it_before_the_training(
-    task: str, part: str, sources: dict[str, Path], call: Callable[..., Any], tmp_path: Path
-) -> None:
-    answer = call("train", task, sources[task], f"--{part}=0", "--steps=1", "--device=cpu", "--out", tmp_path / "run")
-    assert f"--{part} must be a share" in answer.line()
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_share_of_a_part_that_a_file_holds_does_not_matter(tmp_path: Path) -> None:

@@ -128,13 +128,11 @@ def labeled_texts(
         source: what messages call the rows.
         rows: as `read_rows` gives them.
         columns: those of the text ("text"), of its class ("label"), and of the second text of pairs (none).
-        names: the classes in the order of their numbers, as in the rows but for their case; None: those of the rows,
-            in order (of numbers where all are numbers, else of the alphabet).
+        names: the classes in the order of their numbers; None: those of the rows, in order of numbers or the alphabet.
         unlabeled: what stands there where a row has no class; such rows are left out.
 
     Raises:
-        InputError: a column is missing (the message lists those there), a text is empty or no text, or a label is not
-            among `names`.
+        InputError: a column is missing, a text is empty or no text, or a label is not among `names`.
     """
     label, second = columns[1] or "label", columns[2]
     texts: dict[str, list[str]] = {column: [] for column in (columns[0] or "text", second) if column}
@@ -161,11 +159,7 @@ def labeled_texts(
 
 
 def read_imdb(folder: str | os.PathLike[str], split: str = "train") -> TextData:
-    """IMDb's reviews, `aclImdb/{train,test}/{neg,pos}/*.txt`; the classes are "neg", "pos".
-
-    Args:
-        folder: `aclImdb`, or the folder that holds it.
-        split: "train" or "test".
+    """IMDb's reviews, `{train,test}/{neg,pos}/*.txt` of `folder` or of `aclImdb` in it; the classes are "neg", "pos".
 
     Raises:
         InputError: a folder is missing or holds no reviews, or a review is empty or not UTF-8.
@@ -186,10 +180,7 @@ def read_imdb(folder: str | os.PathLike[str], split: str = "train") -> TextData:
 def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> TextSplits:
     """Divide texts so that every part has the classes in the same proportions, in an order drawn by `seed`.
 
-    Args:
-        data: the texts.
-        validation, test: fractions in [0, 1), together below 1; of a class at least one text each, unless 0.
-        seed: of the draw.
+    Of a class `validation` and `test` have at least one text each, unless their fractions are 0.
 
     Raises:
         InputError: the fractions leave no training texts, or a class has too few texts.

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, write_json
+
+WORDS = "vocabulary.json"
+"""The file that they are in beside a model."""
 
 _SPECIAL = ["<pad>", "<unk>", "<sep>"]
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
@@ -28,12 +32,12 @@ class Vocabulary:
 
     Attributes:
         words: every word by its id.
-        padding_id: the id that fills up.
-        special_ids: the ids that no perturbation of words may touch: padding and the separator.
+        pad_token_id, all_special_ids: as of a tokenizer of transformers: the id that fills up, and those that no
+            perturbation of words may touch, padding and the separator.
     """
 
-    padding_id = 0
-    special_ids = (0, 2)
+    pad_token_id = 0
+    all_special_ids = (0, 2)
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
@@ -41,13 +45,7 @@ class Vocabulary:
 
     @classmethod
     def build(cls, texts: Iterable[str], *, least: int = 1, size: int | None = None) -> Vocabulary:
-        """The words of `texts`, the most frequent first.
-
-        Args:
-            texts: the training texts alone, both texts of pairs.
-            least: how often a word has to occur.
-            size: at most so many words, the three special ones included; None: all.
-        """
+        """The words that occur `least` times in `texts`, the most frequent first; at most `size`, with the special ones."""
         counts = Counter(word for text in texts for word in words_of(text))
         # Among equals the alphabet decides, so that the order of the texts does not.
         ranked = sorted((word for word, count in counts.items() if count >= least), key=lambda w: (-counts[w], w))
@@ -59,15 +57,9 @@ class Vocabulary:
     def rows(
         self, texts: Sequence[str], text_pair: Sequence[str] | None = None, max_length: int | None = None
     ) -> list[Tensor]:
-        """Of each text its ids and as many ones, int64 `[2, T]`.
+        """Of each text its ids and as many ones, int64 `[2, T]`; the second texts of pairs stand behind a separator.
 
-        Args:
-            texts: the texts.
-            text_pair: the second texts of pairs, as many, behind a separator.
-            max_length: texts are cut to so many tokens, the longer of a pair first; None: none is cut.
-
-        Raises:
-            InputError: a text without a single word.
+        To `max_length` tokens texts are cut, the longer of a pair first. A text without a word is an InputError.
         """
         if max_length is not None:
             check_integer("max_length", max_length, 1 if text_pair is None else 3)
@@ -92,6 +84,10 @@ class Vocabulary:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the words as a JSON list, atomically."""
         write_json(path, self.words)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the words to `folder`, as a tokenizer of transformers does."""
+        self.save(folder / WORDS)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
