@@ -6,9 +6,9 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cdt_fast.errors import InputError
 from cdt_fast.sequence.data.rows import FORMATS, HIDDEN, Row, hub_parts, hub_rows, read_rows, text_of
@@ -29,8 +29,7 @@ _REQUEST = "Write a response that appropriately completes the request."
 Parts = tuple[TextData | None, TextData | None, TextData | None]  # train, validation, test; None: no file holds it
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """What is asked, the input it is asked about ("" for none), and the answer."""
 
     instruction: str
@@ -123,10 +122,9 @@ def instructions_of(source: str | Path, rows: Iterable[Row]) -> tuple[list[Instr
 
 def digest(part: TextData | Sequence[Instruction]) -> str:
     """A fingerprint of texts with their classes, or of instructions with their answers, in their order."""
+    content: Any = part
     if isinstance(part, TextData):
-        content: Any = [part.texts, part.text_pair, [part.names[label] for label in part.labels]]
-    else:
-        content = [astuple(entry) for entry in part]
+        content = [part.texts, part.text_pair, [part.names[label] for label in part.labels]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

@@ -45,7 +45,7 @@ class Vocabulary:
 
     @classmethod
     def build(cls, texts: Iterable[str], *, least: int = 1, size: int | None = None) -> Vocabulary:
-        """The words that occur `least` times in `texts`, the most frequent first; at most `size`, with the special ones."""
+        """The words that occur `least` times in `texts`, most frequent first; at most `size`, special ones included."""
         counts = Counter(word for text in texts for word in words_of(text))
         # Among equals the alphabet decides, so that the order of the texts does not.
         ranked = sorted((word for word, count in counts.items() if count >= least), key=lambda w: (-counts[w], w))
