@@ -141,12 +141,10 @@ def evaluate_classifier(
         training_gamma: the noise level of `layer_loss`, `layer_ratio` and `per_sample`.
 
     Returns:
-        The part of an `evaluation.json` that can be measured here: `layers`; `answers`, how many counted; `gamma`; for
-        each γ the last depth's `accuracy`, its 95 % interval (Wilson) `accuracy_interval`, and of all depths
-        `depth_accuracy` and `depth_loss` (nats); `auc`, the trapezoid of accuracy over γ (None for a single γ); at the
-        training γ `layer_loss`, `layer_ratio` (None where a loss before is zero), `depth_agreement`, the share of the
-        answers that a depth gives as the last one does, and `per_sample`, see `per_sample_statistics`. The interval
-        takes answers for independent: of tokens it is too narrow.
+        The part of an `evaluation.json` that can be measured here; with `answers`, how many counted, the 95 % interval
+        of the last depth's accuracy (Wilson, for independent answers: of tokens it is too narrow), `auc`, the trapezoid
+        of accuracy over γ (None for a single γ), and at the training γ `layer_ratio` (None where a loss before is zero)
+        and `depth_agreement`, the share of the answers that a depth gives as the last one does.
     """
     levels = [float(gamma) for gamma in gammas]
     was_training = model.training

@@ -154,9 +154,6 @@ class LanguageTask(SequenceTask):
     def choices(self, run: EvaluatedRun) -> int:
         return run.evaluation.vocabulary
 
-    def answers(self, run: EvaluatedRun) -> str:
-        return f" with {run.evaluation.answers:,} tokens to predict"
-
 
 def encoded_instructions(
     instructions: Sequence[Instruction], tokenizer: Any, max_length: int, part: str
@@ -191,11 +188,7 @@ def encoded_instructions(
 
 
 def _load_network(folder: Path, settings: LanguageModelSettings) -> PretrainedNetwork:
-    """The network that a run kept.
-
-    Raises:
-        InputError: a file of them is missing or not whole.
-    """
+    """The network that a run kept, or InputError: a file of it is missing or not whole."""
     transformers = pretrained_library()
     if settings.lora_rank is None:
         with from_hub(str(folder), download=False) as where:

@@ -203,8 +203,9 @@ class SequenceTask(Task):
 
     def conditions(self, run: EvaluatedRun) -> str:
         values = run.evaluation
+        tokens = "" if values.answers == values.test_texts else f" with {values.answers:,} tokens to predict"
         return (
-            f"Test texts: {values.test_texts:,}{self.answers(run)}, none of them seen in training; perturbation of the "
+            f"Test texts: {values.test_texts:,}{tokens}, none of them seen in training; perturbation of the "
             f"word embeddings: {values.perturbation}, in training γ = {run.settings.shown_noise}. Accuracy with half "
             "of its 95 % interval; area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, "
             f"at γ = {values.training_gamma:g}."
@@ -218,7 +219,3 @@ class SequenceTask(Task):
         values = run.evaluation
         guess = {f"a guess among {self.choices(run):,}": math.log(self.choices(run))}
         return Reading(f"loss at γ {values.training_gamma:g}", values.layer_loss, guess)
-
-    def answers(self, run: EvaluatedRun) -> str:
-        """How many answers the test texts have, where that is not one a text."""
-        return ""

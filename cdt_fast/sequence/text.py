@@ -89,11 +89,8 @@ def encoded_texts(data: TextData, tokenizer: Any, max_length: int) -> EncodedSam
 
 
 def load_text_network(folder: Path, settings: TextSettings, names: list[str]) -> tuple[Network, list[str]]:
-    """The network and the classes in their order, from what a run kept; `names` are those of the texts.
-
-    Raises:
-        InputError: a file of them is missing or not whole.
-    """
+    """The network and the classes in their order, from what a run kept, or InputError: a file of it is missing or not
+    whole. `names` are those of the texts."""
     if settings.model.model == UNROLLED:
         check_folder(folder)
         return UnrolledNetwork(TextUT.from_pretrained(folder), load_saved_tokenizer(folder)), names
