@@ -6,12 +6,12 @@ import importlib
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import read_json, shown
+from cdt_fast.files import read_json, read_toml, shown
 from cdt_fast.sequence.settings import LanguageSettings, TextSettings
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
@@ -75,31 +75,25 @@ TASKS = {
 
 
 def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[RunFolder, RunSettings, TaskEntry]:
-    """Open an existing run.
-
-    Args:
-        path: the folder.
-        trained: also require that it holds a model.
+    """Open an existing run; `trained`: one that holds a model.
 
     Raises:
         InputError: the folder is no run, its settings cannot be read, or it has no model yet.
     """
     folder = RunFolder(path)
-    name = folder.task_name()
+    if not folder.config.is_file():
+        raise InputError(f"{path}: is no run folder (it has no config.toml)")
+    name = str(read_toml(folder.config).get("task", "video"))
     if name not in TASKS:
         raise InputError(f"{folder.config}: task must be one of {', '.join(TASKS)}, got {name!r}")
     settings = TASKS[name].settings.load(folder.config)
-    if trained:
-        folder.check_trained()
+    if trained and not (folder.model / "config.json").is_file():
+        raise InputError(f"{path}: has no model yet; resume its training with --resume")
     return folder, settings, TASKS[name]
 
 
 def make_absolute(settings: RunSettings) -> None:
-    """The paths of the settings from the root, so that the run can be evaluated from any folder.
-
-    Raises:
-        InputError: there is no source.
-    """
+    """The paths of the settings from the root, for evaluations from any folder; InputError: there is no source."""
     source = settings.data.source
     if source is None:
         raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
@@ -128,8 +122,8 @@ def resolve_reference(settings: RunSettings) -> None:
         )
     from cdt_fast.training.checkpoint import load_checkpoint
 
-    best = load_checkpoint(folder.checkpoint).get("best")
-    if not isinstance(best, dict) or not isinstance(best.get("loss"), list):
+    best = load_checkpoint(folder.checkpoint)["best"]
+    if best is None:
         raise InputError(f"{folder.checkpoint}: has no validation losses yet; resume the training of {path}")
     settings.set("constraints", "reference_losses", best["loss"])
 
@@ -145,13 +139,11 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
 
     folder, settings, entry = open_run(path)
     remedy = f"run `cdt-fast evaluate {shlex.quote(str(path))}`"
-    if not folder.evaluation.exists():
-        raise InputError(f"{path}: has not been evaluated; {remedy}")
     task = entry.load()
     try:
         evaluation = read_json(folder.evaluation, task.evaluation)
     except InputError as error:
-        raise InputError(f"{error}; {remedy}") from None
+        raise InputError(f"{path}: has not been evaluated by this version; {remedy} ({error})") from None
     trained = saved_step(folder.checkpoint)  # not the last that was logged, which a killed training has lost
     if trained > evaluation.trained_steps:
         raise InputError(
@@ -167,38 +159,26 @@ def open_all(paths: Sequence[str | os.PathLike[str]]) -> list[EvaluatedRun]:
         InputError: one is no run, or is given twice, or has no evaluation of this version.
     """
     runs = [open_evaluated(path) for path in paths]
-    places = [run.folder.path.resolve() for run in runs]
-    for path, place in zip(paths, places, strict=True):
-        if places.count(place) > 1:
-            raise InputError(f"{path}: is given more than once")
+    if len({run.folder.path.resolve() for run in runs}) < len(runs):
+        raise InputError(f"of {', '.join(map(str, paths))} one is given more than once")
     names = [run.folder.name for run in runs]
-    return [
-        run.named(str(path)) if names.count(run.folder.name) > 1 else run for run, path in zip(runs, paths, strict=True)
-    ]
+    return [replace(run, name=str(run.folder.path)) if names.count(run.folder.name) > 1 else run for run in runs]
 
 
 def check_comparable(runs: Sequence[EvaluatedRun], *, of_one_noise: bool = True) -> None:
     """Require that all runs were measured on the same data with the same noise, see `Task.comparable`.
 
-    Args:
-        runs: at least one.
-        of_one_noise: also trained at the same noise.
-
     Raises:
-        InputError: two runs differ; the message says in what.
+        InputError: two runs differ in that, or with `of_one_noise` in the noise of their training.
     """
-    reference = _data_of(runs[0])
-    for run in runs[1:]:
-        for key, here in _data_of(run).items():
-            there = reference.get(key)
-            if here != there and (of_one_noise or key != "training_gamma"):
+    names = ["task", "source", "gamma", *(["training_gamma"] if of_one_noise else [])]
+    reference, *others = [
+        {name: getattr(run.evaluation, name) for name in names} | run.task.comparable(run) for run in runs
+    ]
+    for run, values in zip(runs[1:], others, strict=True):
+        for name, value in values.items():
+            if value != reference.get(name):
                 raise InputError(
-                    f"{run.folder.path} and {runs[0].folder.path} were evaluated on different data: {key} is "
-                    f"{shown(here)} and {shown(there)}"
+                    f"{run.folder.path} and {runs[0].folder.path} were evaluated on different data: {name} is "
+                    f"{shown(value)} and {shown(reference.get(name))}"
                 )
-
-
-def _data_of(run: EvaluatedRun) -> dict[str, object]:
-    evaluation = run.evaluation
-    shared = {name: getattr(evaluation, name) for name in ("task", "source", "gamma", "training_gamma")}
-    return {**shared, **run.task.comparable(run)}

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -105,10 +104,13 @@ def test_help_tells_every_default(call: Call) -> None:
         (["train", "video", "--warm", "3"], ["--warm"]),
         (["train", "video", "--steps"], ["--steps"]),
         (["train", "video", "a.mp4", "b.mp4"], ["unknown argument: b.mp4"]),
-        (["train", "video", "--steps", "ten"], ["[training] steps must be a whole number, got 'ten'"]),
+        (["train", "video", "--steps", "ten"], ["[training] steps must be a valid integer", "got 'ten'"]),
         (["train", "video", "--model", "vet"], ["[model] model must be 'dust', 'ut' or 'vit', got 'vet'"]),
         (["train", "video", "--gammas", ""], ["[evaluation] gammas"]),
-        (["train", "video", "--gammas", "0.1,1e20"], ["[evaluation] gammas must be at most 1e+06, got '0.1,1e20'"]),
+        (
+            ["train", "video", "--gammas", "0.1,1e20"],
+            ["[evaluation] gammas must be less than or equal to 1000000, got '0.1,1e20'"],
+        ),
         (["train", "video", "--config", "no.toml"], ["cdt-fast: no.toml: cannot be read as TOML (No such file"]),
         (["train", "video", "--config", "missing.toml"], ["missing.toml"]),
         (["train", "video", "missing.mp4"], ["missing.mp4", "no such file"]),
@@ -267,21 +269,6 @@ def test_a_warm_up_that_never_ends_is_said_before_the_training(
         assert (note in answer.err) == (name == "late"), name
 
 
-def test_a_signal_while_modules_are_imported_leaves_no_run(
-    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import_module = commands.importlib.import_module
-
-    def signalled(name: str) -> Any:
-        signal.raise_signal(signal.SIGTERM)
-        return import_module(name)
-
-    monkeypatch.setattr(commands.importlib, "import_module", signalled)
-    answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
-    assert answer.status == 128 + signal.SIGTERM
-    assert not (tmp_path / "run").exists()
-
-
 def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: RunFolder, quick_figures: None) -> None:
     values = copied_run.path.parent / "values.json"
     answer = call("evaluate", copied_run.path, "--gammas", "0.1,0.2,0.3", "--json", values)
@@ -291,7 +278,10 @@ def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: 
     assert found["gamma"] == [0.1, 0.2, 0.3]
     assert found == read_json(copied_run.evaluation)
     assert "γ 0.3" in answer.out
-    assert "[evaluation] gammas must be at least 0" in call("evaluate", copied_run.path, "--gammas=-1").line()
+    assert (
+        "[evaluation] gammas must be greater than or equal to 0"
+        in call("evaluate", copied_run.path, "--gammas=-1").line()
+    )
 
 
 def test_a_run_that_is_not_finished_is_measured_with_a_note(
@@ -349,9 +339,12 @@ def test_a_bound_may_be_a_factor_of_another_run(call: Call, clip: Path, tmp_path
     ("words", "message"),
     [
         (["--bounds", "9=1.0"], "bounds holds depth 9, which is not read: the depths are 0 to 2"),
-        (["--bounds", "2:0.9"], "[constraints] bounds must be bounds by depth, as in 12=1.01x,3=0.9, got '2:0.9'"),
+        (["--bounds", "2:0.9"], "[constraints] bounds must be a valid dictionary, got '2:0.9'"),
         (["--bounds", "2=0.9y"], "bounds[2] must be a finite number > 0, or a factor such as \"1.01x\", got '0.9y'"),
-        (["--objective", "log", "--coefficients", "1,-1,1"], "[constraints] coefficients must be at least 0"),
+        (
+            ["--objective", "log", "--coefficients", "1,-1,1"],
+            "[constraints] coefficients must be greater than or equal to 0",
+        ),
         (["--objective", "log", "--coefficients", "1,1"], "coefficients must be 3 numbers >= 0, one a depth"),
         (["--bounds", "2=1.1x", "--reference-losses", "nowhere"], "nowhere: is no run folder"),
         (["--bounds", "2=1.1x", "--reference-losses", "1,2"], "reference_losses must be 3 losses, one a depth"),

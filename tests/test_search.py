@@ -33,7 +33,7 @@ pytest.importorskip("optuna")
         ("training.learning=0..1", "unknown key 'learning'"),
         ("trainin.lr=0..1", r"unknown section \[trainin\]; did you mean"),
         ("constraints.objective=last,loq", r"\[constraints\] objective must be"),
-        ("model.layers=1.5..3", r"\[model\] layers must be"),
+        ("model.layers=1.5..3", "the ends of a range must be numbers of its type"),
     ],
 )
 def test_what_cannot_be_searched_over_is_refused(text: str, words: str) -> None:
@@ -42,12 +42,11 @@ def test_what_cannot_be_searched_over_is_refused(text: str, words: str) -> None:
 
 
 def test_a_range_is_of_whole_numbers_where_the_setting_is_one() -> None:
-    layers, rate = (
-        parse_searched("model.layers=1..4", VideoSettings()),
-        parse_searched("training.lr=0..1", VideoSettings()),
-    )
+    _, layers = parse_searched("model.layers=1..4", VideoSettings())
+    _, rate = parse_searched("training.lr=1e-4..1", VideoSettings())
+    assert (layers.low, layers.high, layers.log) == (1, 4, False)
     assert isinstance(layers.low, int)
-    assert isinstance(rate.low, float)
+    assert (rate.low, rate.high, rate.log) == (1e-4, 1.0, True)
 
 
 def test_trials_are_ranked_by_feasibility_then_by_their_loss() -> None:

@@ -1,12 +1,13 @@
-"""The commands of the command line: each takes the parsed options and returns the exit status."""
+"""The commands of the command line: each takes the parsed options, and may return an exit status other than 0."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import write_json, write_text
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import TASKS, TaskEntry
-from cdt_fast.training.memory import memory_hint
+from cdt_fast.training.interruption import Interrupted
 from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.training.settings import SECTIONS, RunSettings
 
-# What computes is imported in the commands: torch takes seconds, for which help and a refusal need not wait.
+# What computes is imported in the commands: torch takes seconds, for which help and a refusal need not wait. `train`
+# and `reproduce` import it before there is a folder: a signal meanwhile must leave no empty run behind.
+
+_WAIT = 5.0  # seconds between two looks at what other processes train
 
 
-def train(options: argparse.Namespace) -> int:
+def train(options: argparse.Namespace) -> None:
     """Train a run, new or resumed, and evaluate it."""
     given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in vars(options).items():
@@ -46,72 +50,55 @@ def train(options: argparse.Namespace) -> int:
         settings.check_owners(given["model"])
         tasks.make_absolute(settings)
         tasks.resolve_reference(settings)
-        # Imported before there is a folder: it takes a while, and a signal meanwhile must leave no empty run behind.
-        launch = importlib.import_module("cdt_fast.training.launch")
-        importlib.import_module("cdt_fast.training.loop")
+        from cdt_fast.training import launch, loop  # noqa: F401 - see above
+
         run = launch.create_run(options.out, settings)
-    folder = shlex.quote(str(run.path))
-    resume, measure = f"cdt-fast train {settings.task} --resume {folder}", f"cdt-fast evaluate {folder}"
-    return _train_and_evaluate(options, run, settings, entry, options.resume is not None, resume, measure)
+    options.again = f"cdt-fast train {settings.task} --resume {shlex.quote(str(run.path))}"
+    _train_and_evaluate(run, settings, entry, resumed=options.resume is not None)
 
 
-def reproduce(options: argparse.Namespace) -> int:
+def reproduce(options: argparse.Namespace) -> None:
     """Train what is left of an experiment, and compare its runs."""
-    from cdt_fast.training import launch
+    from cdt_fast.training import loop  # noqa: F401 - see above
 
-    again = "the same command"
-    launch.check_single_process("reproduce trains one run after the other; launch each with cdt-fast train")
+    _check_single_process("reproduce")
     only = None if options.runs is None else options.runs.split(",")
     experiment = experiments.Experiment.load(options.name).narrowed(only, options.steps, options.baseline)
     seeds = None if options.seeds is None else experiments.parse_seeds(options.seeds)
     out = Path(options.out or Path("runs") / experiment.name)
-    shown: set[Path] = set()
     while True:
         planned = experiments.plan(experiment, options.source, options.model, seeds, out)
         states = [run.state() for run in planned]  # all, so that a folder of another run is refused first
-        # Before there is a folder, as in `train`.
-        importlib.import_module("cdt_fast.training.loop")
+        if all(state == "done" for state in states):
+            break
         worked = False
         for number, run in enumerate(planned, 1):
             state = run.state()  # once more: other processes train as well
-            if run.path in shown and state == "done":
-                continue
-            done = " is done" if state == "done" else ", which was begun" if state == "begun" else ""
-            print(f"run {number} of {len(planned)}: {run.path}{done}", file=sys.stderr)
-            shown.add(run.path)
             if state == "done":
                 continue
+            print(f"run {number} of {len(planned)}: {run.path}", file=sys.stderr)
             tasks.resolve_reference(run.settings)
             try:
                 folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
-                entry = TASKS[experiment.task]
-                status = _train_and_evaluate(options, folder, run.settings, entry, state == "begun", again, again)
+                _train_and_evaluate(folder, run.settings, TASKS[experiment.task], resumed=state == "begun")
+                worked = True
             except RunInUse as error:
                 print(f"cdt-fast: {error}; the next one first", file=sys.stderr)
-                continue
-            worked = True
-            if status:
-                return status
-        if states == ["done"] * len(states):
-            break
         if not worked:
-            time.sleep(_WAIT)  # for those that other processes train
-    return _summarize(options, experiment, [run for run in planned if run.chosen], out)
+            time.sleep(_WAIT)
+    chosen = [run for run in planned if run.chosen]
+    if experiment.baseline:
+        _report_study(options, experiment, chosen, out)
+    else:
+        for folder in dict.fromkeys(run.path.parent for run in chosen):
+            paths = [str(run.path) for run in chosen if run.path.parent == folder]
+            _compare(paths, str(folder / "comparison"), options.json)
 
 
-_WAIT = 5.0  # seconds
-
-
-def _summarize(
+def _report_study(
     options: argparse.Namespace, experiment: experiments.Experiment, runs: list[experiments.PlannedRun], out: Path
-) -> int:
-    """Compare the runs of each source, or of a study those of all sources with its baseline."""
-    if not experiment.baseline:
-        for folder in dict.fromkeys(run.path.parent for run in runs):
-            options.folders = [str(run.path) for run in runs if run.path.parent == folder]
-            options.out = str(folder / "comparison")
-            compare(options)
-        return 0
+) -> None:
+    """Compare the runs of all sources with the baseline."""
     from cdt_fast.experiments import study, study_report
 
     cells: dict[str, dict[str, list[Any]]] = {}
@@ -122,176 +109,123 @@ def _summarize(
     words = [word for name, value in given if value is not None for word in (name, str(value))]
     command = shlex.join(["cdt-fast", "reproduce", experiment.name, *options.source, *words, "--out", str(out)])
     print(f"study: {study_report.write_study(out, experiment.title, cells, experiment.baseline, command)}")
-    if options.json is not None:
-        write_json(options.json, {"tables": study.tables(cells, experiment.baseline)})
-    return 0
+    _save(options.json, {"tables": study.tables(cells, experiment.baseline)})
 
 
-def search(options: argparse.Namespace) -> int:
+def search(options: argparse.Namespace) -> None:
     """Train trials of a run with other settings, and measure the best of them."""
-    from cdt_fast.training import launch
-
-    launch.check_single_process("search trains one trial after the other; launch each with cdt-fast train")
+    _check_single_process("search")
     check_integer("--trials", options.trials, 1)
     _, settings, entry = tasks.open_run(options.folder, trained=False)
-    from cdt_fast.experiments import search as searching  # which computes, as what follows
+    from cdt_fast.experiments import search as searching
 
-    over = [searching.parse_searched(text, settings) for text in options.over]
-    loop, status, trials = importlib.import_module("cdt_fast.training.loop"), 0, []
-
-    def train(folder: RunFolder, chosen: RunSettings, begun: bool) -> None:
-        nonlocal status
-        options.memory_hint = memory_hint(chosen)
-        try:
-            loop.train(folder, chosen, entry.load(), resume=begun)
-        except loop.Interrupted as stop:
-            print(f"cdt-fast: {stop}; continue with: the same command", file=sys.stderr)
-            status = 128 + stop.signal_number
-
-    out = Path(options.out)
-    for trial in searching.search(settings, over, options.trials, out, options.seed, train):
+    over = dict(searching.parse_searched(text, settings) for text in options.over)
+    out, trials = Path(options.out), []
+    for trial in searching.search(settings, over, options.trials, out, options.seed, entry.load()):
         trials.append(trial)
         values = ", ".join(f"{key} {value}" for key, value in trial.values.items())
         print(f"trial {len(trials)} of {options.trials}: {values}: {trial.loss:.5g}", file=sys.stderr)
-    if status:
-        return status
     table = searching.as_table(trials)
     print(as_text(table))
     write_text(out / "search.md", as_markdown(table) + "\n")
-    if options.json is not None:
-        write_json(options.json, {"table": table})
+    _save(options.json, {"table": table})
     best = RunFolder(searching.ranked(trials)[0].folder)
     print(f"\nthe best, {best.path}, on test data:")
-    return _evaluate(best, tasks.open_run(best.path)[1], entry.load())
+    _evaluate(best, tasks.open_run(best.path)[1], entry.load())
 
 
-def list_experiments() -> str:
-    """Every experiment and an example, for the end of the help."""
-    example = "cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"
-    return f"experiments:\n{experiments.listing()}\n\nexample: {example}"
+def _check_single_process(command: str) -> None:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise InputError(
+            f"launched as {processes} processes, but {command} trains one run after the other; launch each with "
+            "cdt-fast train"
+        )
 
 
-def _train_and_evaluate(
-    options: argparse.Namespace,
-    run: RunFolder,
-    settings: RunSettings,
-    entry: TaskEntry,
-    resumed: bool,
-    resume: str,
-    measure: str,
-) -> int:
-    """The exit status; a signal is answered by what resumes the training, or measures what was trained."""
+def _train_and_evaluate(run: RunFolder, settings: RunSettings, entry: TaskEntry, *, resumed: bool) -> None:
     from cdt_fast.training import launch, loop
 
-    options.memory_hint = memory_hint(settings)
     task = entry.load()
     try:
         loop.train(run, settings, task, resume=resumed)
-    except loop.Interrupted as stop:
-        print(f"cdt-fast: {stop}; continue with: {resume}", file=sys.stderr)
-        return 128 + stop.signal_number
-    except RunInUse:
+    except (Interrupted, RunInUse):
         raise
     except BaseException:
         if not resumed:
             run.remove_if_untouched()
         raise
-    options.hint = f"; the training is done, measure it with: {measure}"
-    return _evaluate(run, settings, task) if launch.is_first_process() else 0
+    if launch.is_first_process():
+        _evaluate(run, settings, task)
 
 
-def evaluate(options: argparse.Namespace) -> int:
+def evaluate(options: argparse.Namespace) -> None:
     """Evaluate a run."""
     run, settings, entry = tasks.open_run(options.folder)
-    if options.gammas is not None:
-        settings.set("evaluation", "gammas", options.gammas)
-    options.memory_hint = memory_hint(settings)
-    if options.shifts and options.clips is None:
-        raise InputError("--shifts needs --clips: the clips that are shifted")
-    if options.clips is not None:
-        return _beside_others(options, run, settings, entry.load())
-    return _evaluate(run, settings, entry.load(), options.json)
-
-
-def _beside_others(options: argparse.Namespace, run: RunFolder, settings: RunSettings, task: Any) -> int:
-    from cdt_fast.tables import as_text
-
+    if options.clips is None:
+        if options.shifts:
+            raise InputError("--shifts needs --clips: the clips that are shifted")
+        if options.gammas is not None:
+            settings.set("evaluation", "gammas", options.gammas)
+        _evaluate(run, settings, entry.load(), options.json)
+        return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
-    found = task.beside_others(run, settings, options.clips, shifts=options.shifts)
-    if options.json is not None:
-        write_json(options.json, found.values)
-    print(as_text(found.table))
-    return 0
+    measured = entry.load().beside_others(run, settings, options.clips, shifts=options.shifts)
+    _save(options.json, measured.values)
+    print(as_text(measured.table))
 
 
-def _evaluate(run: RunFolder, settings: RunSettings, task: Any, json_file: str | None = None) -> int:
-    from cdt_fast.training import evaluation, report
+def _evaluate(run: RunFolder, settings: RunSettings, task: Any, json_file: str | None = None) -> None:
+    from cdt_fast.training import evaluation
 
     measured = evaluation.evaluate_run(run, settings, task)
-    if json_file is not None:
-        write_json(json_file, measured.evaluation.model_dump(mode="json"))
-    _print_notes([measured])
-    _print_tables([measured])
-    print(report.judgment(measured, [measured]))
-    try:
-        path = report.write_report(run.path, [measured], f"cdt-fast evaluate {shlex.quote(str(run.path))}")
-    except MissingExtra as error:
-        print(f"no report.md: {error}")
-    else:
-        print(f"report: {path}")
-    return 0
+    _save(json_file, measured.evaluation.model_dump(mode="json"))
+    _report([measured], run.path, f"cdt-fast evaluate {shlex.quote(str(run.path))}")
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare(options: argparse.Namespace) -> None:
     """Set evaluated runs side by side."""
-    runs = tasks.open_all(options.folders)
+    _compare(options.folders, options.out, options.json)
+
+
+def _compare(folders: Sequence[str], out: str, json_file: str | None) -> None:
+    runs = tasks.open_all(folders)
     tasks.check_comparable(runs)
-    from cdt_fast.training import report
-
-    _print_notes(runs)
-    _print_tables(runs)
-    for run in runs:
-        print(f"{run.label}: {report.judgment(run, runs)}")
-    if options.json is not None:
-        write_json(options.json, {run.label: run.evaluation.model_dump(mode="json") for run in runs})
-    command = shlex.join(["cdt-fast", "compare", *options.folders, "--out", options.out])
-    print(f"report: {report.write_report(options.out, runs, command)}")
-    return 0
+    _save(json_file, {run.label: run.evaluation.model_dump(mode="json") for run in runs})
+    _report(runs, out, shlex.join(["cdt-fast", "compare", *folders, "--out", out]))
 
 
-def _print_notes(runs: list[Any]) -> None:
+def _report(runs: list[Any], folder: str | Path, command: str) -> None:
+    """Print the tables and verdicts of runs, and write their report into `folder`."""
     from cdt_fast.training import report
 
     for note in report.unfinished(runs):
         print(f"cdt-fast: {note}", file=sys.stderr)
-
-
-def _print_tables(runs: list[Any]) -> None:
-    from cdt_fast.tables import as_text
-    from cdt_fast.training import report
-
     for table in report.tables(runs):
         print("\n" + as_text(table))
     print()
+    for run in runs:
+        print(f"{run.label}: " * (len(runs) > 1) + report.judgment(run, runs))
+    try:
+        print(f"report: {report.write_report(folder, runs, command)}")
+    except MissingExtra as error:
+        print(f"no report.md: {error}")
 
 
-def denoise(options: argparse.Namespace) -> int:
+def _save(path: str | None, value: Any) -> None:
+    """What --json asks for."""
+    if path is not None:
+        write_json(path, value)
+
+
+def denoise(options: argparse.Namespace) -> None:
     """Denoise a video."""
     run, settings, entry = tasks.open_run(options.folder)
-    written = entry.load().denoise(
-        run,
-        settings,
-        options.source,
-        options.target,
-        depth=options.depth,
-        budget=options.budget,
-        sigma=_noise_level(options.sigma),
-        grids=options.grids,
-        overwrite=options.overwrite,
-    )
-    if options.json is not None:
-        write_json(options.json, written)
+    names = ("depth", "budget", "sigma", "grids", "overwrite")
+    chosen = {name: getattr(options, name) for name in names}
+    written = entry.load().denoise(run, settings, options.source, options.target, **chosen)
+    _save(options.json, written)
     for note in written["notes"]:
         print(f"cdt-fast: note: {note}", file=sys.stderr)
     noise = "" if written["sigma"] is None else f", noise of {written['sigma']:.3g} gray levels"
@@ -299,25 +233,13 @@ def denoise(options: argparse.Namespace) -> int:
         f"{options.target}: {written['frames']} frames, {written['width']}x{written['height']}, "
         f"{written['frame_rate']:.4g} a second, {written['depth']:.3g} of {written['layers']} layers{noise}"
     )
-    return 0
 
 
-def _noise_level(word: str) -> float | None:
-    """What --sigma says; None for auto."""
-    if word == "auto":
-        return None
-    try:
-        return float(word)
-    except ValueError:
-        raise InputError(f"--sigma must be a number of gray levels, or auto, got {word!r}") from None
-
-
-def fetch(options: argparse.Namespace) -> int:
+def fetch(options: argparse.Namespace) -> None:
     """Download a data set."""
     from cdt_fast import fetch
 
     print(fetch.fetch(options.name, options.to))
-    return 0
 
 
 def check(options: argparse.Namespace) -> int:
@@ -325,10 +247,9 @@ def check(options: argparse.Namespace) -> int:
     from cdt_fast.video import data
 
     contents = data.check(options.source)
-    if options.json is not None:
-        write_json(options.json, contents)
+    _save(options.json, contents)
     print(data.describe_check(contents))
-    return 0 if not contents.get("problems") else 1
+    return 1 if contents.get("problems") else 0
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -338,14 +259,12 @@ def bench(options: argparse.Namespace) -> int:
     return run_command(options)
 
 
-def info(options: argparse.Namespace) -> int:
+def info(options: argparse.Namespace) -> None:
     """Say what is installed."""
     from cdt_fast.info import collect
 
     facts = collect()
-    if options.json is not None:
-        write_json(options.json, facts)
+    _save(options.json, facts)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name.ljust(width)}  {value}")
-    return 0

@@ -9,21 +9,18 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import cdt_fast
+from cdt_fast import experiments
 from cdt_fast.bench.arguments import add_arguments
 from cdt_fast.cli import commands
 from cdt_fast.errors import require
 from cdt_fast.tasks import TASKS, TaskEntry
-from cdt_fast.training.settings import SECTIONS, Section
+from cdt_fast.training.settings import SECTIONS, Section, kinds_of
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that keeps the layout of the examples and answers a wrong call in one line.
+    """A parser that keeps the layout of the examples and answers a wrong call in one line."""
 
-    Attributes:
-        ending: what the help ends with, where it has to be read from files first.
-    """
-
-    ending: Callable[[], str] | None = None
+    ending: Callable[[], str] | None = None  # of the help, where it has to be read from files first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # No abbreviations: --warm would be one setting today and another one tomorrow.
@@ -57,141 +54,48 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"cdt-fast {cdt_fast.__version__}")
     shown = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
-    train = _command(shown, "train", None, "train a network")
-    train.epilog = "example: cdt-fast train video clip.mp4 --out runs/mine"
+
+    train = _command(shown, "train", None, "train a network", "train video clip.mp4 --out runs/mine")
     tasks = train.add_subparsers(dest="task", required=True, parser_class=Parser, metavar="TASK")
     for name, task in TASKS.items():
-        _add_settings(_command(tasks, name, commands.train, task.text), name, task)
+        _add_settings(_command(tasks, name, commands.train, task.text, ""), name, task)
 
-    command = _command(shown, "evaluate", commands.evaluate, "measure a run on its held-out data, and write its report")
-    command.epilog = "example: cdt-fast evaluate runs/mine --gammas 0.1,0.5,1.0 --json mine.json"
+    text = "measure a run on its held-out data, and write its report"
+    command = _command(shown, "evaluate", commands.evaluate, text, "evaluate runs/mine --gammas 0.1,0.5,1.0")
     command.add_argument("folder", metavar="RUN", help="run folder")
     command.add_argument("--gammas", metavar="LIST", help="noise levels, in place of those of the run's settings")
-    command.add_argument(
-        "--clips",
-        nargs="+",
-        metavar="CLIP",
-        help="measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame",
-    )
-    command.add_argument(
-        "--shifts",
-        action="store_true",
-        help="with --clips: after other noise, blur, JPEG, lost and frozen frames and drift, not white noise alone",
-    )
+    text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
+    command.add_argument("--clips", nargs="+", metavar="CLIP", help=text)
+    text = "with --clips: after other noise, blur, JPEG, lost and frozen frames and drift, not white noise alone"
+    command.add_argument("--shifts", action="store_true", help=text)
     _add_json(command)
 
-    command = _command(shown, "compare", commands.compare, "set runs side by side: tables, and a report with pictures")
-    command.epilog = "example: cdt-fast compare runs/constrained runs/unconstrained --out comparison"
+    text = "set runs side by side: tables, and a report with pictures"
+    command = _command(shown, "compare", commands.compare, text, "compare runs/constrained runs/unconstrained")
     command.add_argument("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same data")
     command.add_argument("--out", default="comparison", metavar="DIR", help="folder of the report (comparison)")
     _add_json(command)
 
-    command = _command(shown, "denoise", commands.denoise, "denoise a video with a trained run")
-    command.epilog = "example: cdt-fast denoise runs/mine noisy.mp4 clean.mp4 --depth 3"
+    text = "denoise a video with a trained run"
+    command = _command(shown, "denoise", commands.denoise, text, "denoise runs/mine noisy.mp4 clean.mp4 --depth 3")
     command.add_argument("folder", metavar="RUN", help="run folder")
     command.add_argument("source", metavar="IN", help="video file, frame folder or .npy")
-    command.add_argument(
-        "target", metavar="OUT", help="video file to write, same size, times and sound: .mp4, .m4v, .mov, .mkv or .avi"
-    )
-    command.add_argument(
-        "--depth", type=int, metavar="K", help="leave after K layers (default: where a window gains by no more of them)"
-    )
-    command.add_argument(
-        "--budget",
-        type=float,
-        metavar="LAYERS",
-        help="take so many layers in the mean over windows like those of the validation, where they gain most",
-    )
-    command.add_argument(
-        "--sigma",
-        default="auto",
-        metavar="LEVEL",
-        help="the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)",
-    )
-    command.add_argument(
-        "--grids",
-        type=int,
-        metavar="K",
-        help="mean over K x K shifted grids of patches (default: eight, every other of 4 x 4)",
-    )
+    text = "video file to write, same size, times and sound: .mp4, .m4v, .mov, .mkv or .avi"
+    command.add_argument("target", metavar="OUT", help=text)
+    text = "leave after K layers (default: where a window gains by no more of them)"
+    command.add_argument("--depth", type=int, metavar="K", help=text)
+    text = "take so many layers in the mean over windows like those of the validation, where they gain most"
+    command.add_argument("--budget", type=float, metavar="LAYERS", help=text)
+    text = "the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)"
+    command.add_argument("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)
+    text = "mean over K x K shifted grids of patches (default: eight, every other of 4 x 4)"
+    command.add_argument("--grids", type=int, metavar="K", help=text)
     command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     _add_json(command)
 
-    _add_reproduce(shown)
-    command = _command(shown, "search", commands.search, "train a run again with other settings, and keep the best")
-    command.description = (
-        "Search over settings with Optuna, judged on validation data: feasible first, then the loss at the last depth. "
-        "Called again, it resumes where it stopped."
-    )
-    command.epilog = (
-        "example: cdt-fast search runs/mine --over training.lr=1e-4..1e-2 constraints.rate=0..0.2 --out runs/search"
-    )
-    command.add_argument("folder", metavar="RUN", help="run whose settings all trials have, but for those of --over")
-    command.add_argument(
-        "--over",
-        nargs="+",
-        required=True,
-        metavar="SETTING",
-        help="what to search over: section.name=LOW..HIGH, logarithmic over a factor of ten, or section.name=A,B,C",
-    )
-    command.add_argument("--trials", type=int, default=20, metavar="N", help="trainings (20)")
-    command.add_argument("--seed", type=int, default=0, metavar="K", help="of the choices (0)")
-    command.add_argument("--out", default="runs/search", metavar="DIR", help="folder of the trials (runs/search)")
-    _add_json(command)
-    _add_data(shown)
-    command = _command(
-        shown, "bench", commands.bench, "measure ops and training steps against other ways to do the same"
-    )
-    command.epilog = "example: cdt-fast bench --suite step ops --repeats 9 --out benchmarks"
-    add_arguments(command)
-
-    command = _command(shown, "info", commands.info, "say what is installed, which device is used, and why")
-    command.epilog = "example: cdt-fast info --json info.json"
-    _add_json(command)
-
-    command = _command(shown, "completion", _completion, "print what completes these commands in a shell")
-    command.epilog = 'example: eval "$(cdt-fast completion bash)"'
-    command.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
-    return parser
-
-
-def _completion(options: argparse.Namespace) -> int:
-    """Print what completes the commands in a shell."""
-    shtab = require("shtab", "completion", "completing commands")
-    print(shtab.complete(build_parser(), options.shell))
-    return 0
-
-
-def _command(shown: Any, name: str, run: Any, text: str) -> Parser:
-    command: Parser = shown.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    # What to add when a signal ends the command, and when memory does.
-    command.set_defaults(run=run, hint="", memory_hint="")
-    return command
-
-
-def _add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", metavar="FILE", help="also write what was measured as JSON")
-
-
-def _add_data(shown: Any) -> None:
-    data = _command(shown, "data", None, "fetch or check data")
-    data.epilog = "example: cdt-fast data check clips/"
-    actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
-    command = _command(actions, "fetch", commands.fetch, "download a public data set, with checksum and resume")
-    command.epilog = "example: cdt-fast data fetch ucsd --to datasets"
-    command.add_argument("name", metavar="NAME", help="avenue, ucsd, shanghaitech, or smollm2, a language model")
-    command.add_argument("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
-    command = _command(actions, "check", commands.check, "say what a source holds, by decoding all of it")
-    command.epilog = "example: cdt-fast data check 'Avenue Dataset' --json avenue.json"
-    command.add_argument("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
-    _add_json(command)
-
-
-def _add_reproduce(shown: Any) -> None:
-    text = "train the runs of an experiment by its name, and compare them"
-    command = _command(shown, "reproduce", commands.reproduce, text)
-    command.description = "Train the runs of an experiment and compare them. Called again, it resumes where it stopped."
-    command.ending = commands.list_experiments
+    text = "train the runs of an experiment by its name, and compare them; called again, it resumes where it stopped"
+    command = _command(shown, "reproduce", commands.reproduce, text, "")
+    command.ending = _experiments
     command.add_argument("name", metavar="NAME", help="which experiment")
     command.add_argument("source", nargs="+", metavar="SOURCE", help="where its data are; a study takes several")
     command.add_argument("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
@@ -201,6 +105,69 @@ def _add_reproduce(shown: Any) -> None:
     command.add_argument("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     command.add_argument("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
     _add_json(command)
+
+    text = "train a run again with other settings, and keep the best"
+    example = "search runs/mine --over training.lr=1e-4..1e-2 constraints.rate=0..0.2 --out runs/search"
+    command = _command(shown, "search", commands.search, text, example)
+    command.description = (
+        "Search over settings with Optuna, judged on validation data: feasible first, then the loss at the last depth. "
+        "Called again, it resumes where it stopped."
+    )
+    command.add_argument("folder", metavar="RUN", help="run whose settings all trials have, but for those of --over")
+    text = "what to search over: section.name=LOW..HIGH, logarithmic over a factor of ten, or section.name=A,B,C"
+    command.add_argument("--over", nargs="+", required=True, metavar="SETTING", help=text)
+    command.add_argument("--trials", type=int, default=20, metavar="N", help="trainings (20)")
+    command.add_argument("--seed", type=int, default=0, metavar="K", help="of the choices (0)")
+    command.add_argument("--out", default="runs/search", metavar="DIR", help="folder of the trials (runs/search)")
+    _add_json(command)
+
+    data = _command(shown, "data", None, "fetch or check data", "data check clips/")
+    actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
+    text = "download a public data set, with checksum and resume"
+    command = _command(actions, "fetch", commands.fetch, text, "data fetch ucsd --to datasets")
+    command.add_argument("name", metavar="NAME", help="avenue, ucsd, shanghaitech, or smollm2, a language model")
+    command.add_argument("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
+    text = "say what a source holds, by decoding all of it"
+    command = _command(actions, "check", commands.check, text, "data check 'Avenue Dataset' --json avenue.json")
+    command.add_argument("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
+    _add_json(command)
+
+    text = "measure ops and training steps against other ways to do the same"
+    add_arguments(_command(shown, "bench", commands.bench, text, "bench --suite step ops --repeats 9 --out benchmarks"))
+
+    text = "say what is installed, which device is used, and why"
+    _add_json(_command(shown, "info", commands.info, text, "info --json info.json"))
+
+    text = "print what completes these commands in a shell"
+    command = _command(shown, "completion", _completion, text, "")
+    command.epilog = 'example: eval "$(cdt-fast completion bash)"'
+    command.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
+    return parser
+
+
+def _experiments() -> str:
+    example = "cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"
+    return f"experiments:\n{experiments.listing()}\n\nexample: {example}"
+
+
+def _completion(options: argparse.Namespace) -> None:
+    shtab = require("shtab", "completion", "completing commands")
+    print(shtab.complete(build_parser(), options.shell))
+
+
+def _level(word: str) -> float | None:
+    return None if word == "auto" else float(word)
+
+
+def _command(shown: Any, name: str, run: Any, text: str, example: str) -> Parser:
+    command: Parser = shown.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    command.epilog = f"example: cdt-fast {example}"
+    command.set_defaults(run=run, again="the same command")
+    return command
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="also write what was measured as JSON")
 
 
 def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) -> None:
@@ -226,15 +193,15 @@ def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) 
 def _add_setting(group: Any, section: str, values: Section, name: str) -> None:
     option, destination = f"--{name.replace('_', '-')}", f"{section}.{name}"
     field, default, owner = type(values).model_fields[name], getattr(values, name), values.owner(name)
-    text = f"{f'{owner}: ' if owner else ''}{field.description}".replace("%", "%%")
-    options = typing.get_args(field.annotation) or (field.annotation,)
-    if bool in options:
-        shown = {True: " (yes)", False: " (no)"}.get(default, "")
-        group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text + shown)
+    text = f"{f'{owner}: ' if owner else ''}{field.description}"
+    if bool in kinds_of(field.annotation):
+        text += {True: " (yes)", False: " (no)"}.get(default, "")
+        group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text)
         return
-    shown = "" if default is None else f" ({','.join(map(str, default)) if isinstance(default, list) else default})"
-    literals = [part for part in (field.annotation, *options) if typing.get_origin(part) is typing.Literal]
+    if default is not None:
+        text += f" ({','.join(map(str, default)) if isinstance(default, list) else default})"
+    parts = typing.get_args(field.annotation)
+    literals = [part for part in (field.annotation, *parts) if typing.get_origin(part) is typing.Literal]
     choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
-    only_choices = len(choices) > 1
-    metavar = "{" + ",".join(dict.fromkeys(choices)) + "}" if only_choices else "VALUE"
-    group.add_argument(option, dest=destination, metavar=metavar, help=text + shown.replace("%", "%%"))
+    metavar = "{" + ",".join(dict.fromkeys(choices)) + "}" if len(choices) > 1 else "VALUE"
+    group.add_argument(option, dest=destination, metavar=metavar, help=text.replace("%", "%%"))

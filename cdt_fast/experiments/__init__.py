@@ -51,11 +51,7 @@ class Experiment:
 
     @classmethod
     def load(cls, name: str) -> Experiment:
-        """The experiment of this name.
-
-        Raises:
-            InputError: there is none.
-        """
+        """The experiment of this name, or InputError: there is none."""
         if name not in names():
             raise InputError(f"NAME must be one of {', '.join(names())}, got {name!r}")
         return cls(name=name, **read_toml(FOLDER / f"{name}.toml"))
@@ -63,16 +59,14 @@ class Experiment:
     def narrowed(
         self, runs: Sequence[str] | None = None, steps: int | None = None, baseline: str | None = None
     ) -> Experiment:
-        """The same experiment with these of its runs alone, and the baseline (None: all), in its order; with trainings
-        of so many optimizer steps, and with another baseline (None: its own).
+        """The same experiment with some of its runs and the baseline alone, other steps, another baseline.
 
         Raises:
             InputError: it has no such run.
         """
-        for option, names in (("--runs", runs or ()), ("--baseline", () if baseline is None else [baseline])):
-            for name in names:
-                if name not in self.runs:
-                    raise InputError(f"{option} must be of {', '.join(self.runs)}, got {name!r}")
+        for name in [*(runs or ()), *([] if baseline is None else [baseline])]:
+            if name not in self.runs:
+                raise InputError(f"--runs and --baseline must be of {', '.join(self.runs)}, got {name!r}")
         baseline = self.baseline if baseline is None else baseline
         kept = {name: run for name, run in self.runs.items() if runs is None or name in (*runs, baseline)}
         shared = dict(self.shared)
@@ -83,25 +77,16 @@ class Experiment:
     def settings(
         self, run: str, seed: int, source: str, model: str | None, learning_rate: float | None = None
     ) -> RunSettings:
-        """The settings of one training.
-
-        Args:
-            run: its name.
-            seed: of the data's order, the noise and the weights.
-            source: where the data are.
-            model: the pretrained model, where the experiment needs one.
-            learning_rate: in place of that of the settings.
-        """
+        """The settings of one training; a model and a learning rate, where given, in place of the experiment's own."""
         settings = TASKS[self.task].settings()
-        for sections in (self.shared, self.runs[run]):
+        own = {"data": {"source": source}, "training": {"seed": seed}, "model": {}}
+        if model is not None:
+            own["model"]["model"] = model
+        if learning_rate is not None:
+            own["training"]["lr"] = learning_rate
+        for sections in (self.shared, self.runs[run], own):
             for section, values in sections.items():
                 settings.update(section, values)
-        settings.set("data", "source", source)
-        settings.set("training", "seed", seed)
-        if model is not None:
-            settings.set("model", "model", model)
-        if learning_rate is not None:
-            settings.set("training", "lr", learning_rate)
         make_absolute(settings)
         return settings
 
@@ -131,32 +116,24 @@ class PlannedRun:
         if not folder.config.exists():
             return "new"
         _, there, _ = open_run(self.path, trained=False)
-        if there.task != self.settings.task:
-            raise InputError(f"{self.path}: holds a run of {there.task}; choose another folder with --out")
+        wanted, present = self.settings.model_dump(), there.model_dump()
         for section in SECTIONS:
-            here, other = (getattr(settings, section).model_dump() for settings in (self.settings, there))
-            for name, wanted in here.items():
-                if wanted != other[name]:
+            for name, value in wanted[section].items():
+                if present[section].get(name) != value:
                     raise InputError(
-                        f"{self.path}: holds a run with [{section}] {name} {other[name]!r}, and the experiment has "
-                        f"{wanted!r}; choose another folder with --out"
+                        f"{self.path}: holds a run with [{section}] {name} {present[section].get(name)!r}, and the "
+                        f"experiment has {value!r}; choose another folder with --out"
                     )
-        if not folder.evaluation.exists():
-            return "begun"
         if not (folder.path / "report.md").exists() and importlib.util.find_spec("matplotlib") is not None:
-            return "begun"  # killed while the report was written
+            return "begun"  # or killed while the report was written
         try:
             return "done" if open_evaluated(self.path).evaluation.finished else "begun"
         except InputError:
-            return "begun"  # evaluated before it was trained further, or by an older version
+            return "begun"  # not evaluated, or before it was trained further, or by an older version
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds of the command line, as in 0,1,2.
-
-    Raises:
-        InputError: one is no whole number, or negative.
-    """
+    """Seeds of the command line, as in 0,1,2, or InputError: one is no whole number, or negative."""
     try:
         seeds = [int(word) for word in text.split(",")]
     except ValueError:
@@ -173,12 +150,10 @@ def names() -> list[str]:
 
 def listing() -> str:
     """Every experiment by its name, with what it needs; for the help of the command line."""
-    known = [Experiment.load(name) for name in names()]
-    width = max(len(experiment.name) for experiment in known)
     lines = []
-    for experiment in known:
+    for experiment in map(Experiment.load, names()):
         needs = f"SOURCE: {experiment.source}" + (f"; --model: {experiment.model}" if experiment.model else "")
-        lines += [f"  {experiment.name.ljust(width)}  {experiment.title}", f"  {' ' * width}  {needs}"]
+        lines += [f"  {experiment.name}: {experiment.title}", f"      {needs}"]
     return "\n".join(lines)
 
 
@@ -204,14 +179,12 @@ def plan(
     Raises:
         InputError: a model is missing or not wanted, or two sources have one name.
     """
-    if experiment.model and model is None:
-        raise InputError(f"--model is missing: {experiment.name} needs {experiment.model}")
-    if not experiment.model and model is not None:
-        raise InputError(f"--model is {model!r}, and {experiment.name} trains a network of its own")
+    if bool(experiment.model) != (model is not None):
+        needs = f"needs {experiment.model}" if experiment.model else "trains a network of its own"
+        raise InputError(f"--model is {model!r}, and {experiment.name} {needs}")
     stems = [Path(source).stem for source in sources]
-    for stem in stems:
-        if stems.count(stem) > 1:
-            raise InputError(f"SOURCE: two are called {stem}, and their runs would go to one folder; rename one")
+    if len(set(stems)) < len(stems):
+        raise InputError(f"SOURCE: two of {', '.join(stems)} would have one folder for their runs; rename one")
     chosen_seeds = list(dict.fromkeys(experiment.seeds if seeds is None else seeds))
     planned = []
     for source, stem in zip(sources, stems, strict=True):

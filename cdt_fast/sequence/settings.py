@@ -178,10 +178,6 @@ class SequenceSettings(RunSettings):
     def network(self) -> str:
         return self.own_network if self.model.model == self.own_network else _PRETRAINED
 
-    @property
-    def sample_length(self) -> tuple[str, int, int]:
-        return "max_tokens", self.data.max_tokens, 3
-
 
 class TextSettings(SequenceSettings):
     """All settings of a run on labeled texts."""

@@ -6,30 +6,20 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from cdt_fast.errors import InputError, printable
-from cdt_fast.files import parsed_json, replaced_atomically, shown
+from cdt_fast.files import replaced_atomically, shown
 from cdt_fast.tensor_file import load_tensors, recorded, serialized
 
 _FORMAT = "cdt_fast checkpoint 2"
 
 # What the state of a training holds, as `training.loop` saves it.
-_ENTRIES: dict[str, type | tuple[type, ...]] = {
-    "step": int,
-    "steps": int,
-    "model": dict,
-    "optimizer": dict,
-    "schedule": dict,
-    "constraints": dict,
-    "best": (dict, type(None)),
-    "run": dict,
-    "data": dict,
-}
+_ENTRIES = ("step", "steps", "model", "optimizer", "schedule", "constraints", "best", "run", "data")
 
 # Settings that do not say which run it is: places, and what may change between two resumptions.
 _NOT_OF_THE_RUN = (
@@ -61,7 +51,12 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
     with replaced_atomically(path) as temporary:
         temporary.write_bytes(serialized(tensors, {"format": _FORMAT, "state": json.dumps(document)}))
         if os.path.exists(path):
-            _keep(path)
+            previous = previous_checkpoint(path)
+            previous.unlink(missing_ok=True)
+            try:
+                os.link(path, previous)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path, previous)
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -72,42 +67,39 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
         run: the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
 
     Raises:
-        InputError: there is none, or none is whole. With `run` also: an entry is missing or of another type, the step
-            is below 0 or beyond the end, a weight or a moment of the optimizer is not finite, or it is of another run.
+        InputError: there is none, or none is whole. With `run` also: an entry is missing, the step is below 0 or beyond
+            the end, a weight or a moment of the optimizer is not finite, or it is of another run.
     """
     previous = previous_checkpoint(path)
     if not os.path.exists(path) and not previous.exists():
         raise InputError(f"{path}: there is no checkpoint yet")
     try:
-        state = _load(path)
+        state, tensors = _load(path)
     except InputError as error:
         try:
-            state = _load(previous)
+            state, tensors = _load(previous)
         except InputError:
             raise error from None
         line = f"cdt-fast: warning: {error}; the checkpoint before it is used, {previous.name}"
         print(printable(line), file=sys.stderr)
     if run is not None:
         _check_training_state(path, state, run)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and name.startswith((".model", ".optimizer")) and not tensor.isfinite().all():
+                raise InputError(f"{path}: holds NaN or infinity in {name[1:]}; train again, with a lower --lr")
     return state
 
 
 def saved_step(path: str | os.PathLike[str]) -> int:
     """The step of the checkpoint at `path`, read without its tensors; 0 where there is none, or none that is whole."""
     try:
-        state = parsed_json(recorded(path).get("state", ""), str(path), dict[str, dict[str, Any]])
-    except InputError:
+        return int(json.loads(recorded(path)["state"])["words"]["step"])
+    except (InputError, KeyError, TypeError, ValueError):
         return 0
-    step = state.get("words", {}).get("step")
-    return step if isinstance(step, int) else 0
 
 
 def run_identity(settings: Any) -> dict[str, Any]:
-    """The settings that a checkpoint belongs to, for `load_checkpoint`: two runs that agree in them are the same.
-
-    Args:
-        settings: of a run: an object with the sections `data`, `model`, `constraints` and `training`.
-    """
+    """The settings that a checkpoint belongs to, for `load_checkpoint`: two runs that agree in them are the same."""
     return {
         f"[{section}] {name}": value
         for section in ("data", "model", "constraints", "training")
@@ -118,12 +110,10 @@ def run_identity(settings: Any) -> dict[str, Any]:
 
 def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     """Refuse a state that the training of `run` does not leave; see `load_checkpoint`."""
-    for name, kinds in _ENTRIES.items():
-        value = state.get(name, ...)
-        if value is ... or not isinstance(value, kinds) or isinstance(value, bool):
-            what = "is missing" if value is ... else f"is {shown(value)}"
-            raise InputError(f"{path}: is no checkpoint of a training: {name} {what}")
-    if not 0 <= state["step"] <= state["steps"]:
+    missing = [name for name in _ENTRIES if name not in state]
+    if missing:
+        raise InputError(f"{path}: is no checkpoint of a training: {', '.join(missing)} missing")
+    if not (type(state["step"]) is type(state["steps"]) is int and 0 <= state["step"] <= state["steps"]):
         raise InputError(f"{path}: is at step {state['step']} of {state['steps']}, where no training comes to")
     for name, here in run.items():
         there = state["run"].get(name)
@@ -131,23 +121,10 @@ def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any]
             raise InputError(
                 f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
             )
-    for part in ("model", "optimizer"):
-        for name, tensor in _tensors(state[part], part):
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")
 
 
-def _keep(path: str | os.PathLike[str]) -> None:
-    """Make the checkpoint at `path` the previous one too."""
-    previous = previous_checkpoint(path)
-    previous.unlink(missing_ok=True)
-    try:
-        os.link(path, previous)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(path, previous)
-
-
-def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state of a checkpoint, and its tensors by their places in it."""
     file = load_tensors(path)
     if file.metadata.get("format") != _FORMAT or not file.checked:
         raise InputError(
@@ -155,20 +132,9 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
             "in another folder"
         )
     try:
-        state = _with_tensors(parsed_json(file.metadata["state"], str(path)), file.tensors)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return _with_tensors(json.loads(file.metadata["state"]), file.tensors), file.tensors
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(state, dict):
-        raise InputError(f"{path}: is damaged (its state is {shown(state)})")
-    return state
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict | list):
-        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors(entry, f"{name}.{key}")
 
 
 def _without_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -1,13 +1,11 @@
-"""SIGINT and SIGTERM during a training: the step in progress is finished and saved first."""
+"""Signals: what a training and the command line do at SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
+from typing import Any
 
 
 class Interrupted(Exception):
@@ -18,30 +16,12 @@ class Interrupted(Exception):
         self.signal_number = signal_number
 
 
-@dataclass
-class NotedSignal:
-    """The number of the signal that came, None before."""
-
-    number: int | None = None
-
-
 @contextmanager
-def signals_noted() -> Iterator[NotedSignal]:
-    """Note SIGINT and SIGTERM in place of acting on them. A second one acts at once."""
-    noted = NotedSignal()
-    if threading.current_thread() is not threading.main_thread():
-        yield noted  # signals are the main thread's
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if noted.number is not None:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        noted.number = number
-
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+def on_signals(handler: Callable[[int, Any], object], *numbers: int) -> Iterator[None]:
+    """Call `handler` at these signals while the block runs; in the main thread."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
-        yield noted
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -14,7 +17,6 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 from tqdm import tqdm
 
-from cdt_fast.constraints.duals import DualAction
 from cdt_fast.errors import InputError
 from cdt_fast.progress import SECONDS_BETWEEN_LINES
 from cdt_fast.training.allocator import disable_malloc_trim
@@ -23,9 +25,7 @@ from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.depth_schedule import check_depth_schedule, scheduled_weights
 from cdt_fast.training.execution import resolve_execution
 from cdt_fast.training.factory import build_constraints, samples_per_step, steps_per_epoch
-from cdt_fast.training.interruption import Interrupted, signals_noted
-from cdt_fast.training.launch import rank_timeout
-from cdt_fast.training.metrics import metrics_writer
+from cdt_fast.training.interruption import Interrupted, on_signals
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
@@ -54,14 +54,15 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     """
     disable_malloc_trim()
     task.check(settings)
-    waiting = InitProcessGroupKwargs(timeout=rank_timeout(settings))
+    waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=settings.training.rank_timeout))
     accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
     check_depth_schedule(settings, accelerator.num_processes)
     if settings.constraints.agreement is not None and not task.agreement:
         raise InputError("[constraints] agreement is a bound for language models (cdt-fast train lm)")
     resolve_execution(settings, accelerator, task)  # before the data are read
-    progress = progress and accelerator.is_main_process
-    with run.lock(accelerator.is_main_process):
+    main = accelerator.is_main_process
+    progress = progress and main
+    with run.lock(main):
         state = None
         if resume and run.checkpoint.exists():
             state = load_checkpoint(run.checkpoint, run=run_identity(settings))
@@ -72,14 +73,12 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
         if state is not None:
             trainer.load(state)
         if progress:
-            for note in trainer.notes():
-                print(note, file=sys.stderr)
-        if accelerator.is_main_process:
+            print(*trainer.notes(), sep="\n", file=sys.stderr)
+        if main:
             run.remove_leftovers()
-        if resume and accelerator.is_main_process:
             run.truncate_metrics(trainer.step)
         trainer.run(progress)
-        if accelerator.is_main_process:
+        if main:
             task.finish(run, settings, trainer.workload, progress)
 
 
@@ -134,6 +133,14 @@ class Trainer:
         depths = self.workload.num_constraints + 1
         self._logged_sums = torch.zeros(depths + 1, dtype=torch.float64, device=self.device)
         self._timed_samples = 0
+        self._device_step = TrainingStep(
+            losses=self.losses,
+            optimizer=self.optimizer,
+            logged_sums=self._logged_sums,
+            constraints=self.constraints if self._measured else None,
+            clip=training.clip,
+            ranks=accelerator.num_processes,
+        )
         self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
 
     def notes(self) -> list[str]:
@@ -175,11 +182,19 @@ class Trainer:
         bar = tqdm(
             total=self.workload.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal
         )
-        writer = metrics_writer(
-            self.folder, self.step, tensorboard=training.tensorboard, enabled=self.accelerator.is_main_process
-        )
+        writer: Any = nullcontext(lambda entry: None)
+        if self.accelerator.is_main_process:
+            writer = self.folder.metrics_writer(self.step, training.tensorboard)
+        signals: list[int] = []
+
+        def note(number: int, _: object) -> None:
+            if signals:  # a second one acts at once
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            signals.append(number)
+
         self.losses.train()
-        with signals_noted() as noted, bar, writer as write:
+        with on_signals(note, signal.SIGINT, signal.SIGTERM), bar, writer as write:
             started, first = time.perf_counter(), self.step
             while self.step < self.workload.steps:
                 self._train_step()
@@ -205,10 +220,10 @@ class Trainer:
                 if saved:
                     self._save_checkpoint()
                 bar.update()
-                if noted.number is not None:
+                if signals:
                     if not saved:
                         self._save_checkpoint()
-                    raise Interrupted(noted.number, self.step)
+                    raise Interrupted(signals[0], self.step)
                 started += time.perf_counter() - paused
 
     def _say_how_long(self, seconds_a_step: float) -> None:
@@ -239,11 +254,10 @@ class Trainer:
             )
         action = self.constraints.count_step() if self._measured else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
-        batches = (
-            self._batch(share or micro_batch[:1]) for share, micro_batch in zip(shares, micro_batches, strict=True)
-        )
+        chosen = [share or micro_batch[:1] for share, micro_batch in zip(shares, micro_batches, strict=True)]
+        batches = map(self._batch, chosen)
         if self._captured is None:
-            self._device_step().run(batches, counts, items, known, action)
+            self._device_step.run(batches, counts, items, known, action)
         else:
             self._captured(*chain.from_iterable(batches), counts=counts, items=items, known=known, action=action)
         self._timed_samples += sum(map(len, micro_batches))
@@ -251,28 +265,11 @@ class Trainer:
         if self.constrained and (self.step + 1) % self.steps_per_epoch == 0:
             self.constraints.epoch_end()
 
-    def _device_step(self) -> TrainingStep:
-        return TrainingStep(
-            losses=self.losses,
-            optimizer=self.optimizer,
-            logged_sums=self._logged_sums,
-            constraints=self.constraints if self._measured else None,
-            clip=self.settings.training.clip,
-            ranks=self.accelerator.num_processes,
-        )
-
-    def _step_on_buffers(
-        self,
-        *buffers: Tensor,
-        counts: tuple[int, ...],
-        items: int,
-        known: tuple[float, ...] | None,
-        action: DualAction | None,
-    ) -> None:
+    def _step_on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], **choices: Any) -> None:
         """A step on the tensors of one micro-batch after the other, all there at once."""
         size = len(buffers) // len(counts)
         batches = (buffers[start : start + size] for start in range(0, len(buffers), size))
-        self._device_step().run(batches, counts, items, known, action)
+        self._device_step.run(batches, counts, **choices)
 
     def _micro_batches(self) -> list[list[tuple[int, int]]]:
         """The samples of this step, each with a seed of its own: a function of the run's seed and the step alone.
@@ -293,7 +290,6 @@ class Trainer:
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
 
     def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        """The tensors of samples with their seeds, on the device."""
         return self.workload.batch(chosen, self.device)
 
     def _log_entry(self, seconds: float) -> dict[str, Any]:
@@ -394,8 +390,7 @@ class Trainer:
         """
         if state["step"] > self.workload.steps:
             raise InputError(
-                f"{self.folder.checkpoint}: is at step {state['step']}, but the training is of {self.workload.steps} "
-                "steps"
+                f"{self.folder.checkpoint}: is at step {state['step']}, and the training has {self.workload.steps}"
             )
         if state["data"] != self.workload.data_identity():
             raise InputError(

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.errors import InputError
-from cdt_fast.files import read_toml, remove_leftovers, try_lock, write_text
+from cdt_fast.errors import InputError, require
+from cdt_fast.files import remove_leftovers, try_lock, write_text
 from cdt_fast.training.settings import RunSettings
 
 
@@ -35,7 +35,6 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoint" / "state.safetensors"
         self.evaluation = self.path / "evaluation.json"
         self.frames = self.path / "frames.safetensors"
-        self.created = False  # by `create`, in a place where there was none
 
     @property
     def name(self) -> str:
@@ -44,53 +43,31 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], settings: RunSettings) -> RunFolder:
-        """Make a new run folder with its `config.toml`.
-
-        Of two that are made in one place at once one is refused, whose files are not touched.
+        """Make a new run folder with its `config.toml`; of two processes that make one in one place one is refused.
 
         Raises:
             InputError: the folder exists and is not empty, or cannot be made.
         """
         run = cls(path)
-        if run.config.exists():
-            raise RunInUse(f"{path}: holds a run already; resume it with --resume, or choose another folder")
-        run.created = not run.path.exists()
         temporary = run.path / f".config-{os.getpid()}.tmp.toml"
         try:
-            # Temporary files are those of a process that was killed here, or that is making a run right now.
-            if not run.created and not _is_empty(run.path):
+            if run.config.exists():
+                raise RunInUse(f"{path}: holds a run already; resume it with --resume, or choose another folder")
+            # Hidden files are those of a process that was killed here, or that is making a run right now.
+            if run.path.exists() and not all(name.startswith(".") for name in os.listdir(run.path)):
                 raise InputError(f"{path}: exists and is no empty folder; choose another one for the run")
             settings.save(temporary)
             os.link(temporary, run.config)  # fails where there is one already, which a move would replace
         except (FileExistsError, FileNotFoundError):
             raise RunInUse(f"{path}: another process is making a run there; choose another folder") from None
         except OSError as error:
+            with contextlib.suppress(OSError):
+                run.path.rmdir()
             raise InputError(f"{path}: cannot be made ({error.strerror})") from error
         finally:
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if run.created and not run.config.exists():
-                _remove_if_empty(run.path)
+                temporary.unlink()
         return run
-
-    def task_name(self) -> str:
-        """The task that `config.toml` names.
-
-        Raises:
-            InputError: the folder is no run, or its settings cannot be read.
-        """
-        if not self.config.is_file():
-            raise InputError(f"{self.path}: is no run folder (it has no config.toml)")
-        return str(read_toml(self.config).get("task", "video"))
-
-    def check_trained(self) -> None:
-        """Require that there is a model.
-
-        Raises:
-            InputError: there is none yet.
-        """
-        if not (self.model / "config.json").is_file():
-            raise InputError(f"{self.path}: has no model yet; resume its training with --resume")
 
     @contextmanager
     def lock(self, main: bool = True) -> Iterator[None]:
@@ -115,13 +92,12 @@ class RunFolder:
     def remove_if_untouched(self) -> None:
         """Take back what `create` made if no step was trained: the settings, and the folder if it is empty then."""
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
-        if logged or self.checkpoint.exists() or self.model.exists():
-            return
-        self.metrics.unlink(missing_ok=True)
-        self.config.unlink(missing_ok=True)
-        if self.created:
-            _remove_if_empty(self.checkpoint.parent)
-            _remove_if_empty(self.path)
+        if not (logged or self.checkpoint.exists() or self.model.exists()):
+            self.metrics.unlink(missing_ok=True)
+            self.config.unlink(missing_ok=True)
+            for folder in (self.checkpoint.parent, self.path):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files that a killed training left."""
@@ -141,14 +117,12 @@ class RunFolder:
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
-                if not isinstance(entry, dict) or type(entry.get("step")) is not int or entry["step"] < 0:
-                    raise ValueError("it has no step")
-            except (ValueError, RecursionError) as error:
+                entry["step"] = int(entry["step"])
+                entries.append(entry)
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 # A power cut can leave zeros where the last line was being written.
                 if number < len(lines):
                     raise InputError(f"{self.metrics}: line {number} is no entry of a run ({error})") from error
-            else:
-                entries.append(entry)
         return entries
 
     def truncate_metrics(self, step: int) -> None:
@@ -156,12 +130,43 @@ class RunFolder:
         kept = [entry for entry in self.read_metrics() if entry["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
 
+    @contextmanager
+    def metrics_writer(self, step: int, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+        """A function that appends one entry to `metrics.jsonl`, and to TensorBoard's files if asked.
 
-def _is_empty(path: Path) -> bool:
-    """Whether there is a folder that holds nothing but settings that are being written."""
-    return path.is_dir() and all(entry.name.startswith(".config-") for entry in path.iterdir())
+        Args:
+            step: where the run starts or resumes; TensorBoard is told to forget what an interrupted run wrote after it.
+            tensorboard: write TensorBoard's files too.
+
+        Raises:
+            MissingExtra: tensorboard is not installed.
+        """
+        board: Any = None
+        if tensorboard:
+            require("tensorboard", "tensorboard", "--tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step + 1)
+
+        def write(entry: dict[str, Any]) -> None:
+            try:
+                with self.metrics.open("a") as file:
+                    file.write(json.dumps(entry, allow_nan=False) + "\n")
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.metrics)) from error
+            for name, values in _scalars(entry) if tensorboard else ():
+                board.add_scalar(name, values, entry["step"])
+
+        with contextlib.closing(board) if tensorboard else contextlib.nullcontext():
+            yield write
 
 
-def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+def _scalars(entry: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of an entry by the names that TensorBoard shows, those of a depth apart."""
+    for name, value in entry.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{name}/")
+        elif isinstance(value, list):
+            yield from ((f"{prefix}{name}/{depth}", number) for depth, number in enumerate(value))
+        elif isinstance(value, int | float) and name != "step":
+            yield f"{prefix}{name}", value

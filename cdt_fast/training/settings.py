@@ -7,6 +7,8 @@ are checked and made by. Light: `cdt-fast --help` needs nothing else.
 from __future__ import annotations
 
 import os
+import re
+import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -44,36 +46,9 @@ DepthSchedule = Literal["random", "gradual", "rotational"]
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 
-# What a value has to be, by the kind of pydantic's error.
-_EXPECTED = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a number",
-    "bool_type": "true or false",
-    "string_type": "a word",
-    "list_type": "a list of numbers",
-    "dict_type": "bounds by depth, as in 12=1.01x,3=0.9",
-    "too_short": "a list of at least one number",
-    "none_required": "'none'",
-    "literal_error": "{expected}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than_equal": "at most {le:g}",
-    "less_than": "below {lt:g}",
-}
-
 
 def setting(default: Any, description: str, owner: str | None = None) -> Any:
-    """A field of a section.
-
-    Args:
-        default: where nothing is given.
-        description: the help of the command line.
-        owner: the network that alone has the setting; None: all of the task's.
-    """
+    """A field of a section, with its help; `owner` is the network that alone has it (None: all of the task's do)."""
     return Field(default, description=description, json_schema_extra={"owner": owner}, validate_default=False)
 
 
@@ -86,21 +61,20 @@ class Section(BaseModel):
     @classmethod
     def _from_words(cls, value: Any, info: ValidationInfo) -> Any:
         """Words of the command line and of TOML: "none", numbers parted by commas, and bounds by depth."""
-        options = _options(cls.model_fields[str(info.field_name)].annotation)
-        if value == "none" and type(None) in options:
-            return None
-        if isinstance(value, bool) != (bool in options) and not (value is None and type(None) in options):
-            return _NotOfTheType(value)
+        kinds = kinds_of(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, bool) and bool not in kinds:
+            raise ValueError("must not be true or false")
         if not isinstance(value, str):
             return value
-        kinds = {typing.get_origin(option) for option in options}
-        if dict in kinds:
-            return _by_depth(value)
-        if any(value in typing.get_args(option) for option in options if typing.get_origin(option) is Literal):
-            return value
-        if list in kinds and not (str in options and not all(map(_is_number, value.split(",")))):
-            takes_one = float in options or int in options
-            return value.split(",") if "," in value or not takes_one else value
+        if value == "none" and type(None) in kinds:
+            return None
+        words = value.split(",")
+        if dict in kinds and all("=" in word for word in words):
+            pairs = [word.partition("=") for word in words]
+            return {depth.strip(): _number_or_word(bound) for depth, _, bound in pairs}
+        numbers = all(isinstance(_number_or_word(word), float) for word in words)
+        if list in kinds and numbers and (len(words) > 1 or not kinds & {int, float}):
+            return words
         return value
 
     @classmethod
@@ -110,38 +84,21 @@ class Section(BaseModel):
         return extra.get("owner") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
 
-class _NotOfTheType:
-    """Refused by every type: a truth value in the place of a number, or the other way round."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _options(annotation: Any) -> tuple[Any, ...]:
-    """The types that a field may have, without what annotates them."""
-    if typing.get_origin(annotation) is Annotated:
-        return _options(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) is Literal or not typing.get_args(annotation):
-        return (annotation,)
-    if typing.get_origin(annotation) in (list, dict):
-        return (annotation,)
-    return tuple(option for part in typing.get_args(annotation) for option in _options(part))
+def kinds_of(annotation: Any) -> set[Any]:
+    """What a field may hold, without bounds and contents: `list[float] | None` is a list or None."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return kinds_of(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*map(kinds_of, parts))
+    return {origin or annotation}
 
 
-def _is_number(word: str) -> bool:
+def _number_or_word(text: str) -> float | str:
     try:
-        float(word)
+        return float(text)
     except ValueError:
-        return False
-    return True
-
-
-def _by_depth(text: str) -> Any:
-    """`12=1.01x,3=0.9` as a dictionary; what is none stays as it is, and is refused."""
-    pairs = [entry.partition("=") for entry in text.split(",")]
-    if not all(depth.strip() and equals and bound.strip() for depth, equals, bound in pairs):
-        return text
-    return {depth.strip(): float(bound) if _is_number(bound) else bound.strip() for depth, _, bound in pairs}
+        return text.strip()
 
 
 class ConstraintSettings(Section):
@@ -262,11 +219,6 @@ class RunSettings(BaseModel):
         return self.model.model
 
     @property
-    def sample_length(self) -> tuple[str, int, int]:
-        """The setting that a sample's memory grows with: its name, its value and the least it can be."""
-        raise NotImplementedError
-
-    @property
     def noise(self) -> tuple[float, float]:
         """The least and the greatest noise level of the training, in the unit of the settings.
 
@@ -324,7 +276,9 @@ class RunSettings(BaseModel):
         try:
             setattr(settings, name, value)
         except ValidationError as error:
-            raise InputError(f"[{section}] {name} must be {_expectation(error)}, got {shown(value)}") from None
+            problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors(include_url=False)]
+            words = re.sub("(Input|List|Dictionary) should", "must", " or ".join(dict.fromkeys(problems)))
+            raise InputError(f"[{section}] {name} {words}, got {shown(value)}") from None
         if name == "preset" and settings.preset is not None:  # pyright: ignore[reportAttributeAccessIssue]
             for taken, preset_value in options_of(value).items():
                 if taken == "objective" and value == self.task:  # whose default is another one without constraints
@@ -381,14 +335,3 @@ class RunSettings(BaseModel):
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         return settings
-
-
-def _expectation(error: ValidationError) -> str:
-    """What a value has to be, in words."""
-    problems = error.errors(include_url=False)
-    bounds = [problem for problem in problems if "ge" in problem.get("ctx", {}) or "lt" in problem.get("ctx", {})]
-    words = []
-    for problem in bounds or problems:  # of several types that one has whose bound is not kept is meant
-        form = _EXPECTED.get(problem["type"], problem["msg"].replace("Input should be ", ""))
-        words.append(form.format(**problem.get("ctx", {})))
-    return " or ".join(dict.fromkeys(words))

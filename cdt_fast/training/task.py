@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -268,7 +268,3 @@ class EvaluatedRun:
     def label(self) -> str:
         """The run's name and how it was trained."""
         return f"{self.name or self.folder.name} ({self.kind})"
-
-    def named(self, name: str) -> EvaluatedRun:
-        """The same run by another name."""
-        return replace(self, name=name)

@@ -223,7 +223,3 @@ class VideoSettings(RunSettings):
     def adaptive(self) -> bool:
         """Whether the network takes the noise's standard deviation."""
         return self.model.model != "vit" and self.model.adaptive
-
-    @property
-    def sample_length(self) -> tuple[str, int, int]:
-        return "window", self.data.window, 1

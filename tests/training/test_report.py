@@ -138,13 +138,9 @@ def test_the_tables_come_before_a_report_that_cannot_be_written(
 
     monkeypatch.setattr(figures, "write_figures", missing)
     answer = call("compare", trained.plain)
-    assert answer.status == 2
-    assert "identity" in answer.out
-    assert answer.err == "cdt-fast: drawing a report needs the package 'matplotlib'\n"
-    # A run that was evaluated is a result also without pictures.
-    answer = call("evaluate", trained.plain)
     assert answer.status == 0
-    assert "no report.md: drawing a report needs" in answer.out
+    assert "identity" in answer.out
+    assert answer.out.splitlines()[-1].startswith("no report.md: drawing a report needs")
 
 
 def test_the_verdict_table_shows_held_out_ratios_and_the_worst_layer(trained: Any) -> None:

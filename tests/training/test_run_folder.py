@@ -31,7 +31,7 @@ def test_a_folder_in_use_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "other" / "note").touch()
     with pytest.raises(InputError, match="no empty folder"):
         RunFolder.create(tmp_path / "other", VideoSettings())
-    with pytest.raises(InputError, match="no empty folder"):
+    with pytest.raises(InputError, match="cannot be made"):
         RunFolder.create(tmp_path / "other" / "note", VideoSettings())
     RunFolder.create(tmp_path / "empty", VideoSettings())
 
