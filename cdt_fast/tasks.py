@@ -120,12 +120,17 @@ def resolve_reference(settings: RunSettings) -> None:
         raise InputError(
             f"[constraints] reference_losses must be a run of {settings.task}, and {path} is one of {reference.task}"
         )
+    settings.set("constraints", "reference_losses", kept_losses(folder))
+
+
+def kept_losses(folder: RunFolder) -> list[float]:
+    """The validation losses of the model that a run kept, or InputError: there are none yet."""
     from cdt_fast.training.checkpoint import load_checkpoint
 
     best = load_checkpoint(folder.checkpoint)["best"]
     if best is None:
-        raise InputError(f"{folder.checkpoint}: has no validation losses yet; resume the training of {path}")
-    settings.set("constraints", "reference_losses", best["loss"])
+        raise InputError(f"{folder.checkpoint}: has no validation losses yet; resume the training of {folder.path}")
+    return best["loss"]
 
 
 def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:

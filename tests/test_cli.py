@@ -197,8 +197,8 @@ def test_unusable_frames_are_one_line_and_leave_no_run(call: Call, tmp_path: Pat
         ({"step": 0}, "step"),
         ({"window": 61}, "61"),
         ({"lr": 1e30, "clip": "none"}, "no longer finite"),
-        ({"lr": 1e38}, "[training] lr must be at most 1e+30, got 1e+38"),
-        ({"lr": 1e10, "weight_decay": 1e25}, "[training] weight_decay times lr must be at most 1e+30, got 1e+35"),
+        ({"lr": 1e38}, "times lr must be at most 1e+30, got 1e+38"),
+        ({"lr": 1e10, "weight_decay": 1e25}, "times lr must be at most 1e+30, got 1e+10, 1e+25"),
     ],
 )
 def test_settings_that_cannot_be_used_are_one_line_and_leave_no_run(

@@ -12,7 +12,7 @@ from typing import Any
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml
-from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run, resolve_reference
+from cdt_fast.tasks import TASKS, kept_losses, make_absolute, open_evaluated, open_run, resolve_reference
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import SECTIONS, RunSettings
 
@@ -212,8 +212,6 @@ def _of_a_run(
     tried = {rate: cell(seeds[0], rate) for rate in experiment.learning_rates}
     if any(tried[rate].state() != "done" for rate in tried):
         return list(tried.values())
-    from cdt_fast.experiments import study  # which computes: the help of the command line does not wait for that
-
-    best = min(tried, key=lambda rate: study.validation_loss(tried[rate].path))
+    best = min(tried, key=lambda rate: kept_losses(RunFolder(tried[rate].path))[-1])
     others = [replace(tried[rate], chosen=False) for rate in tried if rate != best]
     return [tried[best], *(cell(seed, best) for seed in seeds[1:]), *others]

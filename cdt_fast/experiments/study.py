@@ -1,32 +1,17 @@
-"""What a study came to: learning rates by validation, and differences to a baseline, paired by source and seed."""
+"""What a study came to: differences to a baseline, paired by source and seed, and what every depth reaches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean, stdev
+from typing import NamedTuple
 
-from cdt_fast.errors import InputError
-from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.report import LARGEST_RATIO
 from cdt_fast.training.task import EvaluatedRun, Summary, Table
 
 # Runs of a study by their source, then by the run's name: one a seed, in the order of the seeds.
 Cells = Mapping[str, Mapping[str, Sequence[EvaluatedRun]]]
-
-
-def validation_loss(path: Path) -> float:
-    """The validation loss at the last depth of the model that a finished run kept.
-
-    Raises:
-        InputError: its checkpoint cannot be read.
-    """
-    checkpoint = RunFolder(path).checkpoint
-    best = load_checkpoint(checkpoint).get("best")
-    if not isinstance(best, dict) or not isinstance(best.get("loss"), list):
-        raise InputError(f"{checkpoint}: holds no validation losses")
-    return best["loss"][-1]
 
 
 class Difference(NamedTuple):
@@ -46,12 +31,10 @@ class Difference(NamedTuple):
         """That of logarithms of ratios; None where there are none."""
         if not logs:
             return None
-        mean = sum(logs) / len(logs)
-        if len(logs) == 1:
-            return cls(_percent(mean))
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in logs) / (len(logs) - 1))
-        half = t_quantile(0.975, len(logs) - 1) * deviation / math.sqrt(len(logs))
-        return cls(*(_percent(value) for value in (mean, mean - half, mean + half)))
+        mean = fmean(logs)
+        half = t_quantile(0.975, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
+        bounds = [mean] if half is None else [mean, mean - half, mean + half]
+        return cls(*(100 * math.expm1(bound) for bound in bounds))
 
     def __str__(self) -> str:
         return f"{self.mean:+.1f}" + ("" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]")
@@ -59,22 +42,18 @@ class Difference(NamedTuple):
 
 def differences(cells: Cells, baseline: str) -> dict[str, dict[str, Difference | None]]:
     """Of each column, by its heading, what each run but the baseline differs by, paired by source and seed."""
-    return {
-        column.heading: {
-            name: Difference.of(
-                [
-                    ratio
-                    for runs in cells.values()
-                    for run, other in zip(runs[name], runs[baseline], strict=True)
-                    if column not in _LOSSES or run.evaluation.training_gamma == other.evaluation.training_gamma
-                    if (ratio := _log_ratio(column, run, other)) is not None
-                ]
-            )
-            for name in _names(cells)
-            if name != baseline
-        }
-        for column in _columns(cells)
-    }
+    found: dict[str, dict[str, Difference | None]] = {}
+    for column in _columns(cells):
+        found[column.heading] = {}
+        for name in _names(cells):
+            pairs = [pair for runs in cells.values() for pair in zip(runs[name], runs[baseline], strict=True)]
+            if column in _LOSSES:
+                pairs = [pair for pair in pairs if len({run.evaluation.training_gamma for run in pair}) == 1]
+            values = [[column.value(run) or 0.0 for run in pair] for pair in pairs]
+            logs = [math.log(here / there) for here, there in values if here > 0 and there > 0]
+            if name != baseline:
+                found[column.heading][name] = Difference.of(logs)
+    return found
 
 
 def paired_table(cells: Cells, baseline: str) -> Table:
@@ -83,9 +62,8 @@ def paired_table(cells: Cells, baseline: str) -> Table:
     rows = [[f"% against {baseline}", "pairs", *columns, "feasible"]]
     for name in _names(cells):
         every = [run for runs in cells.values() for run in runs[name]]
-        found = [values.get(name) for values in columns.values()]
-        words = ["" if value is None else str(value) for value in found]
-        rows.append([name, str(len(every)), *words, f"{sum(run.evaluation.feasible for run in every)} of {len(every)}"])
+        words = [str(values.get(name) or "") for values in columns.values()]
+        rows.append([name, str(len(every)), *words, _feasible(every)])
     return rows
 
 
@@ -132,10 +110,11 @@ def source_table(cells: Cells) -> Table:
     rows = [["means over seeds", "learning rate", "seeds", *(column.heading for column in columns), "feasible"]]
     for source, runs in cells.items():
         for name, group in runs.items():
-            means = [_mean([value for run in group if (value := column.value(run)) is not None]) for column in columns]
-            rates = sorted({_rate(run.settings.training.lr) for run in group})
-            feasible = f"{sum(run.evaluation.feasible for run in group)} of {len(group)}"
-            rows.append([f"{source}: {name}", " ".join(rates), str(len(group)), *means, feasible])
+            values = [[value for run in group if (value := column.value(run)) is not None] for column in columns]
+            means = [f"{fmean(of_column):.4g}" if of_column else "" for of_column in values]
+            given = {run.settings.training.lr for run in group}
+            rates = sorted("the model's" if lr is None else f"{lr:g}" for lr in given)
+            rows.append([f"{source}: {name}", " ".join(rates), str(len(group)), *means, _feasible(group)])
     return rows
 
 
@@ -146,27 +125,15 @@ def tables(cells: Cells, baseline: str) -> list[Table]:
 
 def t_quantile(probability: float, degrees: int) -> float:
     """The quantile of Student's t distribution, for a probability above one half, to 1e-6."""
-    factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
     # t = √ν tan θ turns the integral of the density into one of cos^(ν−1) over a bounded interval, by Simpson's rule.
-    low, high = 0.0, math.pi / 2
+    low, high, steps = 0.0, math.pi / 2, 400
     while high - low > 1e-9:
         middle = (low + high) / 2
-        steps = 400
         points = [math.cos(middle * index / steps) ** (degrees - 1) for index in range(steps + 1)]
         integral = middle / steps / 3 * (points[0] + points[-1] + 4 * sum(points[1::2]) + 2 * sum(points[2:-1:2]))
-        below = 0.5 + factor * math.sqrt(degrees) * integral
-        low, high = (middle, high) if below < probability else (low, middle)
+        low, high = (middle, high) if 0.5 + factor * integral < probability else (low, middle)
     return math.sqrt(degrees) * math.tan(low)
-
-
-def _names(cells: Cells) -> list[str]:
-    return list(next(iter(cells.values())))
-
-
-def _columns(cells: Cells) -> list[Summary]:
-    run = next(iter(next(iter(cells.values())).values()))[0]
-    ratio = Summary("largest ratio", lambda run: _largest(run.evaluation.layer_ratio))
-    return [*_LOSSES, *run.task.summaries([run]), ratio]
 
 
 # At the noise that a run was trained at.
@@ -176,28 +143,18 @@ _LOSSES = (
 )
 
 
+def _names(cells: Cells) -> list[str]:
+    return list(next(iter(cells.values())))
+
+
+def _columns(cells: Cells) -> list[Summary]:
+    run = next(iter(next(iter(cells.values())).values()))[0]
+    return [*_LOSSES, *run.task.summaries([run]), LARGEST_RATIO]
+
+
+def _feasible(runs: Sequence[EvaluatedRun]) -> str:
+    return f"{sum(run.evaluation.feasible for run in runs)} of {len(runs)}"
+
+
 def _geometric_mean(values: Sequence[float]) -> float | None:
-    if not values or min(values) <= 0:
-        return None
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def _rate(lr: float | None) -> str:
-    return "the model's" if lr is None else f"{lr:g}"
-
-
-def _largest(ratios: Sequence[Any]) -> float | None:
-    return max((ratio for ratio in ratios if ratio is not None), default=None)
-
-
-def _log_ratio(column: Summary, run: EvaluatedRun, other: EvaluatedRun) -> float | None:
-    here, there = column.value(run), column.value(other)
-    return math.log(here / there) if here and there and here > 0 and there > 0 else None
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.4g}" if values else ""
-
-
-def _percent(logarithm: float) -> float:
-    return 100 * math.expm1(logarithm)
+    return math.exp(fmean(map(math.log, values))) if values and min(values) > 0 else None

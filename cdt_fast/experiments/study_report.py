@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from cdt_fast.errors import MissingExtra
 from cdt_fast.experiments.study import Cells, Difference, Exits, differences, exits, tables
@@ -38,9 +38,18 @@ def write_study(folder: Path, title: str, cells: Cells, baseline: str, command: 
     for table in every:
         lines += [as_markdown(table), ""]
     write_text(folder / "study.md", "\n".join(lines))
-    pictures = _pictures(cells, baseline)
+    try:
+        pictures = "\n".join(_figure(figure, caption) for figure, caption in _pictures(cells, baseline))
+    except MissingExtra as error:
+        pictures = f"<p>No pictures: {error}</p>"
     path = folder / "study.html"
-    write_text(path, _page(title, command, every, pictures))
+    words = {"title": title, "command": command, "reading": _READING}
+    page = Template(_PAGE).substitute(
+        {name: html.escape(word) for name, word in words.items()},
+        pictures=pictures,
+        tables="\n".join(map(_table, every)),
+    )
+    write_text(path, page)
     return path
 
 
@@ -52,27 +61,16 @@ _READING = (
 )
 
 
-class Picture(NamedTuple):
-    """A drawing in SVG, and what it shows."""
-
-    svg: bytes
-    caption: str
-
-
-def _pictures(cells: Cells, baseline: str) -> list[Picture] | None:
-    """The differences with their intervals, and what the exits reach; None where matplotlib is not installed."""
-    try:
-        figures.use_without_screen()
-    except MissingExtra:
-        return None
-    drawn, reached = [], exits(cells, baseline)
-    if any(value is not None for values in reached.of_run.values() for value in values):
-        drawn.append(_of_exits(reached))
-    found = differences(cells, baseline)
+def _pictures(cells: Cells, baseline: str) -> list[tuple[Any, str]]:
+    """Figures with their captions: the differences with their intervals, and what the exits reach."""
+    drawn, reached, found = [], exits(cells, baseline), differences(cells, baseline)
     if any(value is not None for values in found.values() for value in values.values()):
         caption = f"Percent against {baseline}, with 95 % intervals; left of the gray line is less"
-        drawn.insert(0, (_of_differences(found), caption))
-    return [Picture(_svg(figure), caption) for figure, caption in drawn]
+        drawn.append((_of_differences(found), caption))
+    if any(value is not None for values in reached.of_run.values() for value in values):
+        caption = f"{reached.measure} after each layer, geometric means over sources and seeds"
+        drawn.append((_of_exits(reached), caption))
+    return drawn
 
 
 def _of_differences(differences: Mapping[str, Mapping[str, Difference | None]]) -> Any:
@@ -100,7 +98,7 @@ def _of_differences(differences: Mapping[str, Mapping[str, Difference | None]]) 
     return figure
 
 
-def _of_exits(exits: Exits) -> tuple[Any, str]:
+def _of_exits(exits: Exits) -> Any:
     figure, (axis,) = figures.axes_of(width=7.2)
     for index, (name, values) in enumerate(exits.of_run.items()):
         color, style = figures.color_and_style(index)
@@ -111,92 +109,49 @@ def _of_exits(exits: Exits) -> tuple[Any, str]:
     figures.set_log_scale(axis, exits.measure)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False, fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return figure, f"{exits.measure} after each layer, geometric means over sources and seeds"
+    return figure
 
 
-def _svg(figure: Any) -> bytes:
+def _figure(figure: Any, caption: str) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     figures.pyplot().close(figure)
-    return buffer.getvalue()
-
-
-def _page(title: str, command: str, tables: Sequence[Table], drawn: Sequence[Picture] | None) -> str:
-    if drawn is None:
-        shown = "<p>No pictures: matplotlib is not installed (the extra report).</p>"
-    else:
-        shown = "\n".join(map(_figure, drawn))
-    words = {"title": title, "command": command, "reading": _READING}
-    return Template(_PAGE).substitute(
-        {name: html.escape(word) for name, word in words.items()},
-        pictures=shown,
-        tables="\n".join(map(_table, tables)),
-    )
-
-
-def _figure(picture: Picture) -> str:
-    caption = html.escape(picture.caption)
-    data = base64.b64encode(picture.svg).decode()
-    image = f'<img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
-    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
+    image = f'<img src="data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+    return f"<figure>{image}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def _table(rows: Table) -> str:
-    head = "".join(f'<th scope="col"><button>{html.escape(word)}</button></th>' for word in rows[0])
+    head = "".join(f"<th>{html.escape(word)}</th>" for word in rows[0])
     body = "\n".join("<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in row) + "</tr>" for row in rows[1:])
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
 
 
-# A click on a heading sorts by its column, by the number that a cell begins with where all have one; a second click
-# turns the order; empty cells stay at the end.
+# A click on a heading sorts by its column: by the number that a cell begins with, else by its word; again, backward.
 _PAGE = """<!doctype html>
-<html lang="en">
-<head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root { color-scheme: light dark; --line: #8884; --soft: #8882; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
-h1 { font-size: 1.4rem; line-height: 1.25; text-wrap: balance; }
-p { max-width: 46rem; }
-code { font-size: .9em; overflow-wrap: anywhere; }
-figure { margin: 1.5rem 0; overflow-x: auto; }
-img { background: #fff; max-width: 100%; height: auto; }
-figcaption { font-size: .85rem; opacity: .75; }
-.wide { overflow-x: auto; margin: 1.5rem 0; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+img { max-width: 100%; }
+table { border-collapse: collapse; font-size: .85rem; margin: 1.5rem 0; }
+th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }
-tbody tr:hover { background: var(--soft); }
-th button { all: unset; cursor: pointer; font-weight: 600; }
-th button:focus-visible { outline: 2px solid; }
-th[aria-sort=ascending] button::after { content: " \\2191"; }
-th[aria-sort=descending] button::after { content: " \\2193"; }
+th { cursor: pointer; }
 </style>
-</head>
-<body>
 <h1>$title</h1>
 <p>Made by <code>$command</code>.</p>
 <p>$reading</p>
 $pictures
 $tables
 <script>
-for (const button of document.querySelectorAll("th button")) {
-  button.addEventListener("click", () => {
-    const head = button.parentElement, column = head.cellIndex, body = head.closest("table").tBodies[0];
-    const down = head.getAttribute("aria-sort") === "ascending";
-    for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
-    head.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const rows = [...body.rows], word = row => row.cells[column].textContent;
-    const filled = rows.filter(row => word(row) !== "");
-    const numbers = filled.every(row => !Number.isNaN(parseFloat(word(row))));
-    filled.sort((a, b) => numbers ? parseFloat(word(a)) - parseFloat(word(b)) : word(a).localeCompare(word(b)));
-    if (down) filled.reverse();
-    body.append(...filled, ...rows.filter(row => word(row) === ""));
-  });
+for (const head of document.querySelectorAll("th")) {
+  let sign = -1;
+  head.onclick = () => {
+    sign = -sign;
+    const body = head.closest("table").tBodies[0], word = row => row.cells[head.cellIndex].textContent;
+    const order = (a, b) => parseFloat(a) - parseFloat(b) || a.localeCompare(b);
+    body.append(...[...body.rows].sort((a, b) => sign * order(word(a), word(b))));
+  };
 }
 </script>
-</body>
-</html>
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,17 +16,15 @@ from cdt_fast.errors import InputError
 # the libraries and the state of the optimizer, none of which may happen while a stream is being captured.
 EAGER_CALLS = 3
 
-Result = TypeVar("Result")
-
 
 class Graphs(Protocol):
     """Where the work of a step is captured."""
 
-    def run(self, work: Callable[[], Result]) -> Result:
+    def run(self, work: Callable[[], Any]) -> Any:
         """Do the work now, where it would be captured."""
         ...
 
-    def capture(self, work: Callable[[], Result]) -> Callable[[], Result]:
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """Record the work without doing it. Each call of what is returned does all of it again, on the same tensors."""
         ...
 
@@ -48,7 +46,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, work: Callable[[], Result]) -> Result:
+    def run(self, work: Callable[[], Any]) -> Any:
         """Do the work now, on the stream of the captures, in order with what the current stream did and will do."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -57,32 +55,29 @@ class CudaGraphs:
         current.wait_stream(self._stream)
         return result
 
-    def capture(self, work: Callable[[], Result]) -> Callable[[], Result]:
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
         """Record the work in a graph. This waits for the device."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = work()
 
-        def replay() -> Result:
+        def replay() -> Any:
             graph.replay()
             return result
 
         return replay
 
 
-class CapturedStep(Generic[Result]):
+class CapturedStep:
     """A function that runs on the device alone, captured once for each kind of call and replayed from then on.
 
     A kind is the shapes and dtypes of the tensors given together with the choices. The first `EAGER_CALLS` calls of a
-    kind run eagerly, the next is captured; whoever times a step makes `EAGER_CALLS + 1` calls before.
+    kind run eagerly, the next is captured.
 
     The function is Python that runs at the eager calls and at the capture, never at a replay. So it must not look at a
     number of the device, nor count or decide anything on the host that is not in the choices; what it keeps from step
     to step it changes in place, in tensors that were there at the first call; and it sets gradients to None before its
     backward, so that they come from the memory of the graph.
-
-        step = CapturedStep(function)       # function(noisy, clean, *, update): forward, backward, optimizer
-        losses = step(noisy, clean, update=True)
 
     Args:
         function: takes tensors by position and choices by name.
@@ -92,25 +87,26 @@ class CapturedStep(Generic[Result]):
         InputError: `graphs` is None and there is no CUDA GPU.
     """
 
-    def __init__(self, function: Callable[..., Result], graphs: Graphs | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], graphs: Graphs | None = None) -> None:
         self._function = function
         self._graphs = CudaGraphs() if graphs is None else graphs
         self._buffers: dict[Hashable, tuple[Tensor, ...]] = {}
         self._eager_calls: Counter[Hashable] = Counter()
-        self._replays: dict[Hashable, Callable[[], Result]] = {}
+        self._replays: dict[Hashable, Callable[[], Any]] = {}
 
-    def __call__(self, *inputs: Tensor, **choices: Hashable) -> Result:
-        """What the function returns for these arguments.
+    def __call__(self, *inputs: Tensor, **choices: Hashable) -> Any:
+        """What the function returns for these arguments; tensors in it hold until the next call, of whatever kind.
 
         Args:
             inputs: tensors on the device; they are copied.
             choices: what decides on the host which work is done.
-
-        Returns:
-            The function's result. Tensors in it hold until the next call, of whatever kind.
         """
         layout = tuple((given.shape, given.dtype) for given in inputs)
-        buffers = self._filled(layout, inputs)
+        if layout not in self._buffers:  # made here and not inside a capture, whose memory other captures use again
+            self._buffers[layout] = tuple(torch.empty_like(given) for given in inputs)
+        buffers = self._buffers[layout]
+        for buffer, given in zip(buffers, inputs, strict=True):
+            buffer.copy_(given)
         kind = (layout, tuple(sorted(choices.items(), key=lambda choice: choice[0])))
         if kind not in self._replays:
             work = functools.partial(self._function, *buffers, **choices)
@@ -119,12 +115,3 @@ class CapturedStep(Generic[Result]):
                 return self._graphs.run(work)
             self._replays[kind] = self._graphs.capture(work)
         return self._replays[kind]()
-
-    def _filled(self, layout: Hashable, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors that graphs of this layout read, holding the inputs."""
-        if layout not in self._buffers:
-            # Made here and not inside a capture, whose memory other captures use again.
-            self._buffers[layout] = tuple(torch.empty_like(given) for given in inputs)
-        for buffer, given in zip(self._buffers[layout], inputs, strict=True):
-            buffer.copy_(given)
-        return self._buffers[layout]

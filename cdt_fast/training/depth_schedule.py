@@ -19,9 +19,6 @@ import torch
 from cdt_fast.errors import InputError
 from cdt_fast.training.settings import DepthSchedule, RunSettings
 
-_SPREAD = 1_000_003  # seeds of runs apart
-_SEEDS = 2**63
-
 
 def scheduled_weights(
     schedule: DepthSchedule,
@@ -43,7 +40,7 @@ def scheduled_weights(
         coefficients: c, L+1 numbers; None: w = C.
     """
     if schedule == "random":
-        generator = torch.Generator().manual_seed((seed * _SPREAD + step) % _SEEDS)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
         depth = 1 + int(torch.randint(layers, (), generator=generator))
         chosen = [other == depth for other in range(layers + 1)]
     elif schedule == "gradual":
@@ -74,11 +71,8 @@ def check_depth_schedule(settings: RunSettings, ranks: int = 1) -> None:
         return
     if ranks > 1:
         raise InputError(f"[training] depth_schedule is {schedule!r}, which trains in one process, got {ranks}")
-    weighed = settings.objective == "log" or (settings.objective == "depths" and schedule == "random")
-    for other, present in (("constraints", settings.constrained), ("an objective", weighed)):
-        if present:
-            remedy = "--no-constrained" if settings.constrained else "--no-constrained and without --objective"
-            raise InputError(
-                f"[training] depth_schedule is {schedule!r}, which weighs the depths, and so do {other}: train with "
-                f"{remedy}"
-            )
+    if settings.constrained or settings.objective == "log" or (settings.objective == "depths" and schedule == "random"):
+        raise InputError(
+            f"[training] depth_schedule is {schedule!r}, which weighs the depths, as do constraints and an objective: "
+            "train with --no-constrained and without --objective"
+        )

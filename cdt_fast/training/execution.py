@@ -13,11 +13,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
 
-_PRODUCTS = {
-    "bf16": "products in bfloat16, weights and sums in float32",
-    "fp32": "float32",
-    "ieee": "float32 (IEEE products)",
-}
+_PRODUCTS = {"bf16": "products in bfloat16, weights and sums in float32", "fp32": "float32", "ieee": "IEEE float32"}
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,7 @@ def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Tas
     if training.device == "cuda" and device.type != "cuda":
         raise InputError("[training] device is cuda, but torch finds no CUDA GPU here")
     if accelerator.mixed_precision == "fp16":
-        raise InputError(
-            "accelerate's mixed precision is fp16, in which the gradient of an error underflows without a scaler; "
-            "launch without it ([training] precision bf16 works)"
-        )
+        raise InputError("accelerate's mixed precision is fp16, where gradients underflow; take --precision bf16")
     precision = training.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
@@ -80,15 +73,9 @@ def _capture_obstacle(accelerator: Accelerator, task: Task) -> str | None:
     if accelerator.device.type != "cuda":
         return f"needs a CUDA GPU, and this training would run on {accelerator.device}"
     if accelerator.num_processes > 1:
-        return (
-            f"captures the step of one process, got {accelerator.num_processes} of them; train with --no-cuda-graph, "
-            "or on one GPU"
-        )
+        return f"captures the step of one process, got {accelerator.num_processes}; train with --no-cuda-graph"
     plugin: Any = accelerator.state.dynamo_plugin
     compiled = plugin is not None and plugin.backend != DynamoBackend.NO
     if compiled or accelerator.mixed_precision != "no":
-        return (
-            "works without accelerate's own mixed precision and compilation; launch without them ([training] "
-            "precision bf16 works)"
-        )
+        return "works without accelerate's own mixed precision and compilation (--precision bf16 works)"
     return None if task.fixed_shapes else "needs batches of one shape, and those of this task differ in length"

@@ -28,37 +28,25 @@ def steps_per_epoch(settings: RunSettings, samples: int) -> int:
     return math.ceil(samples / samples_per_step(settings))
 
 
-def coefficients_of(settings: RunSettings, num_constraints: int) -> list[float] | None:
-    """The coefficients of the settings as numbers, one a depth that is read; None where there are none.
-
-    Raises:
-        InputError: a factor for numbers that are given.
-    """
+def _coefficients(settings: RunSettings, num_constraints: int) -> list[float] | None:
+    """The coefficients of the settings as numbers, one a depth that is read; None where there are none."""
     chosen, given = settings.constraints, settings.coefficients
     if not isinstance(given, str):
         if chosen.exit_scale != 1.0:
-            raise InputError(
-                f"[constraints] exit_scale is {chosen.exit_scale:g}, a factor of a scale such as --coefficients linear"
-            )
+            raise InputError("[constraints] exit_scale is a factor of a scale, such as --coefficients linear")
         return given
     depths = getattr(settings.model, "taps", None) or list(range(num_constraints + 1))
     return scaled_coefficients(given, depths, chosen.exit_scale)
 
 
-def by_number(settings: RunSettings, name: str, num_constraints: int) -> dict[int, Any] | None:
-    """What `settings` give chosen depths, by their numbers among those that are read.
-
-    Raises:
-        InputError: a depth is not read.
-    """
+def _by_number(settings: RunSettings, name: str) -> dict[int, Any] | None:
+    """What the settings give chosen depths, by their numbers among those that are read."""
     given, taps = getattr(settings.constraints, name), getattr(settings.model, "taps", None)
     if given is None or taps is None:
         return given
     for depth in given:
         if depth not in taps:
-            raise InputError(
-                f"[constraints] {name} holds depth {depth}, which is not read: --taps are {', '.join(map(str, taps))}"
-            )
+            raise InputError(f"[constraints] {name} holds depth {depth}, which is not read: --taps are {taps}")
     return {taps.index(depth): value for depth, value in given.items()}
 
 
@@ -81,16 +69,13 @@ def build_constraints(
     chosen = settings.constraints
     epoch = 1 if data is None else steps_per_epoch(settings, len(data.train))
     options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if name in type(chosen).model_fields}
-    return DescentConstraints(
-        num_constraints,
-        **{
-            **options,
-            "objective": settings.objective,
-            "coefficients": coefficients_of(settings, num_constraints),
-            **{name: by_number(settings, name, num_constraints) for name in ("bounds", "agreement")},
-            "betas": tuple(chosen.betas),
-            "resilience": None if chosen.resilience == "none" else chosen.resilience,
-            "warmup_steps": chosen.warmup_epochs * epoch if settings.constrained else NEVER,
-        },
-        device=device,
-    )
+    options |= {
+        "objective": settings.objective,
+        "coefficients": _coefficients(settings, num_constraints),
+        "bounds": _by_number(settings, "bounds"),
+        "agreement": _by_number(settings, "agreement"),
+        "betas": tuple(chosen.betas),
+        "resilience": None if chosen.resilience == "none" else chosen.resilience,
+        "warmup_steps": chosen.warmup_epochs * epoch if settings.constrained else NEVER,
+    }
+    return DescentConstraints(num_constraints, **options, device=device)

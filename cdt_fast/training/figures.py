@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str,
     Raises:
         MissingExtra: matplotlib is not installed.
     """
-    use_without_screen()
+    plots = pyplot()
     task = runs[0].task
     ratios = f"Ratio of the losses of neighboring depths, for every {task.sample} and layer"
     first, *others = task.drawings()
@@ -36,37 +37,23 @@ def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str,
     drawn = []
     for name, caption, draw in drawings:
         figure = draw(runs)
-        if figure is None:
-            continue
-        with replaced_atomically(folder / name) as temporary:
-            figure.savefig(temporary, dpi=110, bbox_inches="tight")
-        pyplot().close(figure)
-        drawn.append((name, caption))
+        if figure is not None:
+            with replaced_atomically(folder / name) as temporary:
+                figure.savefig(temporary, dpi=110, bbox_inches="tight")
+            plots.close(figure)
+            drawn.append((name, caption))
     return drawn
 
 
-def use_without_screen() -> None:
-    """Have matplotlib draw to files alone.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
-    require("matplotlib", "report", "drawing a report")
-    import matplotlib
-
-    matplotlib.use("Agg")
+def pyplot() -> Any:
+    """`matplotlib.pyplot`, which draws to files alone, or MissingExtra: it is not installed."""
+    require("matplotlib", "report", "drawing a report").use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
 
 
 def color_and_style(index: int) -> tuple[str, str]:
     """The color of a line and its style, which is the next one where the colors begin again."""
     return COLORS[index % len(COLORS)], _STYLES[index // len(COLORS) % len(_STYLES)]
-
-
-def pyplot() -> Any:
-    """`matplotlib.pyplot`, imported where something is drawn."""
-    import matplotlib.pyplot as pyplot
-
-    return pyplot
 
 
 def axes_of(width: float = 6.4, columns: int = 1, *, together: bool = False) -> tuple[Any, Any]:
@@ -185,8 +172,5 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
             color, style = color_and_style(depth)
             axis.plot(steps, values, style, color=color, label=rf"$\lambda_{{{depth}}}$")
         axis.set(xlabel="step", ylabel="multiplier", title=run.label)
-        if not any(any(entry["multipliers"]) for entry in entries):
-            axis.set_ylim(0, 1)
-            axis.text(0.5, 0.5, "zero at every logged step", transform=axis.transAxes, ha="center", color=GRAY)
         add_legend(axis, columns=3)
     return figure

@@ -15,8 +15,6 @@ from cdt_fast.errors import InputError
 # Options that say how and where the update is computed, not what it is: a checkpoint's machine may have been another.
 _PLACEMENT = ("foreach", "fused", "capturable")
 
-_LARGEST = 1e30
-
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter],
@@ -26,23 +24,21 @@ def build_optimizer(
     *,
     on_device: bool,
 ) -> tuple[AdamW, LambdaLR]:
-    """AdamW and its schedule.
+    """AdamW and its schedule, which multiplies `lr` by `relative_rate` of the number of steps done.
 
     Args:
         parameters: all on one device.
-        lr: the learning rate that `relative_rate` multiplies.
-        weight_decay: decoupled, as AdamW's.
-        relative_rate: factor of `lr` by the number of steps done.
+        lr, weight_decay: AdamW's.
+        relative_rate: as above.
         on_device: keep the learning rate and the count of steps on the parameters' device and update in one fused
             kernel, so that the step can be captured in a CUDA graph: the schedule then writes the rate, as float32,
-            into the tensor that the kernel reads. The device is a GPU (torch's fused AdamW runs on a CPU too).
+            into the tensor that the kernel reads.
 
     Raises:
         InputError: the rate, or its product with the decay, is beyond what an update in float32 can be made with.
     """
-    for name, factor in (("lr", lr), ("weight_decay times lr", lr * weight_decay)):
-        if not factor <= _LARGEST:
-            raise InputError(f"[training] {name} must be at most {_LARGEST:g}, got {factor:g}")
+    if max(lr, lr * weight_decay) > 1e30:
+        raise InputError(f"[training] lr and weight_decay times lr must be at most 1e+30, got {lr:g}, {weight_decay:g}")
     if not on_device:
         optimizer = AdamW(parameters, lr=lr, weight_decay=weight_decay)
         return optimizer, LambdaLR(optimizer, relative_rate)

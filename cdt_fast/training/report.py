@@ -16,6 +16,7 @@ _VERDICT = (
     "Worst: the largest share by which a layer exceeds its bound, negative where all bounds hold, and that layer; "
     "feasible: it is not above zero."
 )
+LARGEST_RATIO = Summary("largest ratio", lambda run: max(filter(None, run.evaluation.layer_ratio), default=None))
 
 
 def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
@@ -61,20 +62,20 @@ def seed_table(runs: Sequence[EvaluatedRun]) -> Table:
     columns = [
         *runs[0].task.summaries(runs),
         Summary("ℓ_L", lambda run: run.evaluation.layer_loss[-1]),
-        Summary("largest ratio", lambda run: max(value for value in run.evaluation.layer_ratio if value is not None)),
+        LARGEST_RATIO,
     ]
     rows = [["over seeds, mean (range)", "seeds", *(column.heading for column in columns), "feasible"]]
     for group in groups.values():
-        if len(group) > 1:
-            feasible = sum(run.evaluation.feasible for run in group)
-            numbers = [_summary(column, group) for column in columns]
-            rows.append([group[0].kind, str(len(group)), *numbers, f"{feasible} of {len(group)}"])
+        if len(group) == 1:
+            continue
+        words = []
+        for column in columns:
+            values = [value for run in group if (value := column.value(run)) is not None]
+            shown = f"{sum(values) / len(values):.3g} ({min(values):.3g}..{max(values):.3g})" if values else ""
+            words.append(shown)
+        feasible = sum(run.evaluation.feasible for run in group)
+        rows.append([group[0].kind, str(len(group)), *words, f"{feasible} of {len(group)}"])
     return rows if len(rows) > 1 else []
-
-
-def _summary(column: Summary, group: Sequence[EvaluatedRun]) -> str:
-    values = [value for run in group if (value := column.value(run)) is not None]
-    return f"{sum(values) / len(values):.3g} ({min(values):.3g}..{max(values):.3g})" if values else ""
 
 
 def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
@@ -100,15 +101,7 @@ def unfinished(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 
 def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], command: str) -> Path:
-    """Write `report.md` and its pictures into `folder`.
-
-    Args:
-        folder: made if it does not exist.
-        runs: at least one, all of one task.
-        command: the command that makes the report again.
-
-    Returns:
-        The path of `report.md`.
+    """Write `report.md`, which names the command, and its pictures into `folder`; returns its path.
 
     Raises:
         MissingExtra: matplotlib is not installed.

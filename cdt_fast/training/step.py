@@ -54,17 +54,14 @@ class TrainingStep:
                 None: the constraints' own.
             action: what `constraints.count_step()` said is due; None without constraints.
         """
-        if known is not None:
-            weights: Any = known
-        elif self.constraints is not None:
+        weights: Any = known
+        if known is None:
+            assert self.constraints is not None, "without constraints the weights have to be known"
             weights = self.constraints.weights()
-        else:
-            raise ValueError("without constraints the weights have to be known")
         self.optimizer.zero_grad(set_to_none=True)
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             last = number == len(counts) - 1
-            alone = nullcontext() if last else getattr(self.losses, "no_sync", nullcontext)()
-            with alone:
+            with nullcontext() if last else getattr(self.losses, "no_sync", nullcontext)():
                 total, per_depth, *agreement = self.losses(*batch, weights)
                 # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
                 share = count * self.ranks / items

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby
 from typing import NamedTuple
 
 from cdt_fast.training.task import EvaluatedRun
 
 
 class Verdict(NamedTuple):
-    """Attributes:
-    success: the constraints hold, where the run has some, and the last depth is better than the input, every
-        baseline without weights and, where one stands beside it, the plain run.
-    text: that and where the exits stand, in words.
+    """Whether a run is a success, and that and where its exits stand in words.
+
+    Of a success the constraints hold, where the run has some, and the last depth is better than the input, every
+    baseline without weights and, where one stands beside it, the plain run.
     """
 
     success: bool
@@ -22,37 +22,36 @@ class Verdict(NamedTuple):
 
 def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> Verdict:
     """The verdict on a run; `others` are runs on the same data, among which a plain one is looked for."""
-    reading = run.task.reading(run)
-    layers = len(reading.depths) - 1
+    reading, values = run.task.reading(run), run.evaluation
+    *exits, last = reading.depths
     # What each depth has to beat: the same for all, but for the plain run's own value at that depth.
-    references = {name: [value] * (layers + 1) for name, value in reading.references.items()}
+    references = {name: [value] * len(reading.depths) for name, value in reading.references.items()}
     plain = plain_run(run, others)
     if plain is not None:
         references[f"plain training ({plain.name or plain.folder.name})"] = plain.task.reading(plain).depths
-    last = reading.depths[-1]
-    better = {name: last < values[-1] for name, values in references.items()}
-    holds = run.evaluation.feasible or not run.evaluation.constrained
-    success = holds and all(better.values())
-    words = ["all constraints hold" if holds else "constraints are violated"] if run.evaluation.constrained else []
-    for won, word in ((True, "better"), (False, "not better")):
-        names = [f"{name} ({references[name][-1]:.4g})" for name in references if better[name] == won]
-        if names:
-            subject = (
-                "" if won is False and any(better.values()) else f"the last depth ({reading.measure}: {last:.4g}) is "
-            )
-            words.append(f"{subject}{word} than {_listed(names)}")
+    better, worse = [], []
+    for name, depths in references.items():
+        (better if last < depths[-1] else worse).append(f"{name} ({depths[-1]:.4g})")
+    holds = values.feasible or not values.constrained
+    success = holds and not worse
+    words = ["all constraints hold" if holds else "constraints are violated"] if values.constrained else []
+    subject = f"the last depth ({reading.measure}: {last:.4g}) is "
+    if better:
+        words.append(f"{subject}better than {_listed(better)}")
+    if worse:
+        words.append(f"{'' if better else subject}not better than {_listed(worse)}")
     text = f"{'Success' if success else 'No success'}: {'; '.join(words)}."
-    if layers > 1:
-        exits = [
-            f"than {name}: {_ranges([depth for depth in range(1, layers) if reading.depths[depth] < values[depth]])}"
-            for name, values in references.items()
-        ]
-        text += f" Exits better {'; '.join(exits)}."
-    of = run.evaluation
-    if of.constrained and of.kept_step is not None and of.kept_step <= of.warmup_steps < of.trained_steps:
+    if len(exits) > 1:
+        beaten = {
+            name: [depth for depth in range(1, len(exits)) if exits[depth] < depths[depth]]
+            for name, depths in references.items()
+        }
+        text += f" Exits better {'; '.join(f'than {name}: {_ranges(depths)}' for name, depths in beaten.items())}."
+    kept, warmup = values.kept_step, values.warmup_steps
+    if values.constrained and kept is not None and kept <= warmup < values.trained_steps:
         text += (
-            f" The model that was kept is that of step {of.kept_step}, before the constraints came on (after step "
-            f"{of.warmup_steps}): by its last loss and the price of its violations none after it was better."
+            f" The model that was kept is that of step {kept}, before the constraints came on (after step {warmup}): "
+            "by its last loss and the price of its violations none after it was better."
         )
     return Verdict(success, text)
 
@@ -84,8 +83,5 @@ def _listed(names: Sequence[str]) -> str:
 
 def _ranges(depths: Sequence[int]) -> str:
     """`1 to 3 and 5`, or `none`."""
-    if not depths:
-        return "none"
-    starts = [depths[0], *(second for first, second in pairwise(depths) if second > first + 1)]
-    ends = [*(first for first, second in pairwise(depths) if second > first + 1), depths[-1]]
-    return _listed([str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)])
+    runs = [[depth for _, depth in run] for _, run in groupby(enumerate(depths), lambda pair: pair[1] - pair[0])]
+    return _listed([str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]) if runs else "none"
