@@ -39,34 +39,26 @@ __all__ = [
     "with_descent",
 ]
 
-# Where each public name is; None: a module of that name. Imported when it is asked for: torch alone takes a second or
-# two, for which `cdt-fast --help` need not wait.
+# Where each public name is. Imported when it is asked for: torch alone takes a second or two, for which
+# `cdt-fast --help` need not wait.
 _PLACES = {
-    "DescentCallback": "cdt_fast.integrations",
-    "DescentConstraints": "cdt_fast.constraints.descent",
-    "FeasibilityReport": "cdt_fast.constraints.feasibility",
-    "InputError": "cdt_fast.errors",
-    "LayerLosses": "cdt_fast.models.layer_losses",
-    "MissingExtra": "cdt_fast.errors",
-    "attach_layer_losses": "cdt_fast.models.layer_losses",
-    "models": None,
-    "nn": None,
-    "ops": None,
-    "perturbed": "cdt_fast.sequence.perturbation",
-    "predicted_overhead": "cdt_fast.models.layer_losses",
-    "with_descent": "cdt_fast.integrations",
+    "cdt_fast": ("models", "nn", "ops"),
+    "cdt_fast.constraints.descent": ("DescentConstraints",),
+    "cdt_fast.constraints.feasibility": ("FeasibilityReport",),
+    "cdt_fast.errors": ("InputError", "MissingExtra"),
+    "cdt_fast.integrations": ("DescentCallback", "with_descent"),
+    "cdt_fast.models.layer_losses": ("LayerLosses", "attach_layer_losses", "predicted_overhead"),
+    "cdt_fast.sequence.perturbation": ("perturbed",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = _PLACES[name]
-    value = (
-        importlib.import_module(f"cdt_fast.{name}") if place is None else getattr(importlib.import_module(place), name)
-    )
-    globals()[name] = value
-    return value
+    for place, names in _PLACES.items():
+        if name in names:
+            inside = importlib.import_module(f"{place}.{name}" if place == "cdt_fast" else place)
+            value = globals()[name] = inside if place == "cdt_fast" else getattr(inside, name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

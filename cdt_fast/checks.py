@@ -14,17 +14,7 @@ from cdt_fast.errors import InputError
 def check_number(
     name: str, value: Any, expected: str = "a finite number", holds: Callable[[float], bool] = lambda value: True
 ) -> float:
-    """`value` as a float.
-
-    Args:
-        name: what the person calls it.
-        value: a Python or NumPy number.
-        expected: the end of "must be …".
-        holds: what a finite number has to satisfy besides.
-
-    Raises:
-        InputError: it is no finite real number, or `holds` is false for it.
-    """
+    """`value` as a float, or InputError: it is no finite real number, or `holds` is false; `expected` says what is."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise InputError(f"{name} must be {expected}, got {value!r} ({type(value).__name__})")
     try:

@@ -23,16 +23,7 @@ def printable(text: str) -> str:
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import `module`, or say which extra of cdt-fast brings it.
-
-    Args:
-        module: name of the module to import, for example "av".
-        extra: name of the extra in pyproject.toml, for example "video".
-        purpose: what the package is needed for, as the end of a sentence.
-
-    Raises:
-        MissingExtra: the package is not installed.
-    """
+    """Import `module`, or raise MissingExtra: which extra of cdt-fast brings it, and for what `purpose`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -14,50 +14,31 @@ from cdt_fast.ops.shared.products import cpu_has_bf16_products
 from cdt_fast.video.data.cache import default_cache_dir
 
 # Package and the extra that brings it.
-OPTIONAL = {
-    "triton": "installed with cdt-fast on Linux",
-    "av": "extra: video",
-    "pillow": "extra: video",
-    "matplotlib": "extra: report",
-    "transformers": "extra: transformers",
-    "peft": "extra: peft",
-    "trl": "extra: trl",
-    "lightning": "extra: lightning",
-    "tensorboard": "extra: tensorboard",
-    "shtab": "extra: completion",
-}
+OPTIONAL = {"av": "video", "pillow": "video", "matplotlib": "report", "optuna": "search", "shtab": "completion"}
+OPTIONAL |= {name: name for name in ("transformers", "peft", "trl", "lightning")}
 
 
 def collect() -> dict[str, Any]:
     """Facts by name, words and numbers only."""
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    bf16 = gpu is not None and torch.cuda.is_bf16_supported(False)
     facts: dict[str, Any] = {
         "cdt_fast": cdt_fast.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": _device(),
-        "training computes in": _precision(),
+        "device": f"cuda: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" if gpu else "cpu (torch finds no CUDA GPU)",
+        "training computes in": "bfloat16 with float32 weights by default; a step of video is one CUDA graph"
+        if bf16
+        else "float32 by default",
         "ops run on": explain(),
         "CPU threads": torch.get_num_threads(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
         "CPU bf16 products": "yes" if cpu_has_bf16_products() else "no: bf16 will be slow on this processor",
         "cache of decoded clips": str(default_cache_dir()),
     }
-    for package, source in OPTIONAL.items():
+    for package, extra in {"triton": "", **OPTIONAL}.items():
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            facts[package] = f"not installed ({source})"
+            facts[package] = f"not installed (extra: {extra})" if extra else "not installed"
     return facts
-
-
-def _device() -> str:
-    if not torch.cuda.is_available():
-        return "cpu (torch finds no CUDA GPU)"
-    properties = torch.cuda.get_device_properties(0)
-    return f"cuda: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-
-
-def _precision() -> str:
-    if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False):
-        return "bfloat16 with float32 weights by default; a step of video is one CUDA graph"
-    return "float32 by default"

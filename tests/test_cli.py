@@ -212,15 +212,6 @@ def test_settings_that_cannot_be_used_are_one_line_and_leave_no_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_extra_is_named_and_leaves_no_run(
-    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    line = call("train", "video", clip, "--out", tmp_path / "run", "--tensorboard", *tiny_arguments()).line()
-    assert "cdt-fast[tensorboard]" in line
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_that_is_to_resume_is_never_removed(
     call: Call, clip: Path, tmp_path: Path, tiny_config: Callable[..., VideoSettings]
 ) -> None:

@@ -15,7 +15,7 @@ import cdt_fast
 from cdt_fast import models, ops
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = ("triton", "av", "PIL", "transformers", "trl", "lightning", "matplotlib", "tensorboard")
+OPTIONAL = ("triton", "av", "PIL", "transformers", "trl", "lightning", "matplotlib")
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -261,7 +261,7 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
         (["film", "clip"], "NAME must be one of ablation, denoiser, descent, encoder, exits, exits-smollm2, "),
         (["encoder", "reviews"], "--model is None, and encoder needs the folder of a pretrained encoder"),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
-        (["video", "clip", "--seeds", "0,a"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '0,a'"),
+        (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid _numbers value: '0,a'"),
         (
             ["video", "clip", "--runs", "tied,deep"],
             "--runs and --baseline must be of tied, untied, constrained, got 'deep'",
@@ -271,7 +271,7 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
             "--runs and --baseline must be of tied, untied, constrained, got 'deep'",
         ),
         (["video", "clip", "--steps", "0"], "[training] steps must be greater than or equal to 1, got 0"),
-        (["video", "clip", "--seeds", "-1"], "--seeds must be whole numbers of at least 0, as in 0,1,2; got '-1'"),
+        (["video", "clip", "--seeds", "-1"], "[training] seed must be greater than or equal to 0, got -1"),
     ],
 )
 def test_bad_input_is_one_line_and_makes_no_folder(
@@ -297,7 +297,7 @@ def test_several_processes_are_sent_to_the_training_command(call: Call, monkeypa
 @pytest.mark.parametrize("name", experiments.names())
 def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     experiment = experiments.Experiment.load(name)
-    planned = experiments.plan(experiment, ["data"], "encoder" if experiment.model else None, None, "out")
+    planned = experiments.plan(experiment, ["data"], "encoder" if experiment.model else None, "out")
     of_a_run = len(experiment.learning_rates or experiment.seeds)
     assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * of_a_run
     assert experiment.baseline in ("", *experiment.runs)
@@ -314,7 +314,8 @@ def test_the_reference_of_a_run_is_another_one_of_its_seed(tmp_path: Path, monke
         settings.constraints.reference_losses = [1.0, 0.5]
 
     def references() -> set[Any]:
-        planned = experiments.plan(experiments.Experiment.load("exits"), ["data"], None, [3], tmp_path)
+        experiment = experiments.Experiment.load("exits").narrowed(seeds=[3])
+        planned = experiments.plan(experiment, ["data"], None, tmp_path)
         return {str(run.settings.constraints.reference_losses) for run in planned if run.run.startswith("bounded")}
 
     monkeypatch.setattr(experiments, "resolve_reference", resolved)

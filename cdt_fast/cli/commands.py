@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,41 @@ def train(options: argparse.Namespace) -> None:
         settings.check_owners(given["model"])
         tasks.make_absolute(settings)
         tasks.resolve_reference(settings)
-        from cdt_fast.training import launch, loop  # noqa: F401 - see above
+        from cdt_fast.training import loop  # noqa: F401 - see above
 
-        run = launch.create_run(options.out, settings)
+        run = _create_run(options.out, settings)
     options.again = f"cdt-fast train {settings.task} --resume {shlex.quote(str(run.path))}"
     _train_and_evaluate(run, settings, entry, resumed=options.resume is not None)
+
+
+def _create_run(out: str | None, settings: RunSettings) -> RunFolder:
+    """`RunFolder.create` by the first process, in `runs` where `out` is None; the others wait until it is there.
+
+    Raises:
+        InputError: the folder cannot be made; raised in the first process.
+        SystemExit: the same in the others, which have nothing to add.
+    """
+    kind = "constrained" if settings.constrained else "unconstrained"
+    path = out or Path("runs") / f"{Path(settings.data.source).stem}-{kind}"
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return RunFolder.create(path, settings)
+    import torch
+    from accelerate import PartialState
+
+    waiting = timedelta(seconds=settings.training.rank_timeout)
+    state = PartialState(cpu=settings.training.device == "cpu", timeout=waiting)
+    made = torch.ones(1, device=state.device, dtype=torch.int32)
+    try:
+        if state.is_main_process:
+            RunFolder.create(path, settings)
+    except InputError:
+        made.zero_()
+        raise
+    finally:  # without this word the others would wait for a process that has ended
+        torch.distributed.broadcast(made, src=0)
+    if not made:
+        raise SystemExit(2)
+    return RunFolder(path)
 
 
 def reproduce(options: argparse.Namespace) -> None:
@@ -62,12 +93,12 @@ def reproduce(options: argparse.Namespace) -> None:
     from cdt_fast.training import loop  # noqa: F401 - see above
 
     _check_single_process("reproduce")
-    only = None if options.runs is None else options.runs.split(",")
-    experiment = experiments.Experiment.load(options.name).narrowed(only, options.steps, options.baseline)
-    seeds = None if options.seeds is None else experiments.parse_seeds(options.seeds)
+    experiment = experiments.Experiment.load(options.name).narrowed(
+        options.runs, options.steps, options.baseline, options.seeds
+    )
     out = Path(options.out or Path("runs") / experiment.name)
     while True:
-        planned = experiments.plan(experiment, options.source, options.model, seeds, out)
+        planned = experiments.plan(experiment, options.source, options.model, out)
         states = [run.state() for run in planned]  # all, so that a folder of another run is refused first
         if all(state == "done" for state in states):
             break
@@ -105,10 +136,7 @@ def _report_study(
     for run in runs:
         evaluated = tasks.open_evaluated(run.path)
         cells.setdefault(Path(run.source).stem, {}).setdefault(run.run, []).append(evaluated)
-    given = [(f"--{name}", getattr(options, name)) for name in ("runs", "baseline", "steps", "seeds")]
-    words = [word for name, value in given if value is not None for word in (name, str(value))]
-    command = shlex.join(["cdt-fast", "reproduce", experiment.name, *options.source, *words, "--out", str(out)])
-    print(f"study: {study_report.write_study(out, experiment.title, cells, experiment.baseline, command)}")
+    print(f"study: {study_report.write_study(out, experiment.title, cells, experiment.baseline, options.words)}")
     _save(options.json, {"tables": study.tables(cells, experiment.baseline)})
 
 
@@ -144,7 +172,7 @@ def _check_single_process(command: str) -> None:
 
 
 def _train_and_evaluate(run: RunFolder, settings: RunSettings, entry: TaskEntry, *, resumed: bool) -> None:
-    from cdt_fast.training import launch, loop
+    from cdt_fast.training import loop
 
     task = entry.load()
     try:
@@ -155,7 +183,7 @@ def _train_and_evaluate(run: RunFolder, settings: RunSettings, entry: TaskEntry,
         if not resumed:
             run.remove_if_untouched()
         raise
-    if launch.is_first_process():
+    if int(os.environ.get("RANK", "0")) == 0:
         _evaluate(run, settings, task)
 
 

@@ -99,8 +99,10 @@ def build_parser() -> Parser:
     command.add_argument("name", metavar="NAME", help="which experiment")
     command.add_argument("source", nargs="+", metavar="SOURCE", help="where its data are; a study takes several")
     command.add_argument("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
-    command.add_argument("--seeds", metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
-    command.add_argument("--runs", metavar="LIST", help="some of its runs by name; the baseline is always there (all)")
+    text = "seeds of each run, as in 0,1,2 (the experiment's)"
+    command.add_argument("--seeds", type=_numbers, metavar="LIST", help=text)
+    text = "some of its runs by name; the baseline is always there (all)"
+    command.add_argument("--runs", type=lambda names: names.split(","), metavar="LIST", help=text)
     command.add_argument("--baseline", metavar="RUN", help="which run the others are paired with (the experiment's)")
     command.add_argument("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     command.add_argument("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
@@ -153,6 +155,10 @@ def _experiments() -> str:
 def _completion(options: argparse.Namespace) -> None:
     shtab = require("shtab", "completion", "completing commands")
     print(shtab.complete(build_parser(), options.shell))
+
+
+def _numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
 
 
 def _level(word: str) -> float | None:

@@ -42,7 +42,7 @@ class Experiment:
     title: str
     source: str
     task: str
-    seeds: list[int]
+    seeds: Sequence[int]
     runs: Mapping[str, Mapping[str, Mapping[str, Any]]]
     shared: Mapping[str, Mapping[str, Any]]
     model: str = ""
@@ -57,9 +57,13 @@ class Experiment:
         return cls(name=name, **read_toml(FOLDER / f"{name}.toml"))
 
     def narrowed(
-        self, runs: Sequence[str] | None = None, steps: int | None = None, baseline: str | None = None
+        self,
+        runs: Sequence[str] | None = None,
+        steps: int | None = None,
+        baseline: str | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> Experiment:
-        """The same experiment with some of its runs and the baseline alone, other steps, another baseline.
+        """The same experiment with some of its runs and the baseline alone, other steps, another baseline, other seeds.
 
         Raises:
             InputError: it has no such run.
@@ -72,7 +76,7 @@ class Experiment:
         shared = dict(self.shared)
         if steps is not None:
             shared["training"] = {**shared.get("training", {}), "steps": steps}
-        return replace(self, runs=kept, shared=shared, baseline=baseline)
+        return replace(self, runs=kept, shared=shared, baseline=baseline, seeds=seeds or self.seeds)
 
     def settings(
         self, run: str, seed: int, source: str, model: str | None, learning_rate: float | None = None
@@ -132,17 +136,6 @@ class PlannedRun:
             return "begun"  # not evaluated, or before it was trained further, or by an older version
 
 
-def parse_seeds(text: str) -> list[int]:
-    """Seeds of the command line, as in 0,1,2, or InputError: one is no whole number, or negative."""
-    try:
-        seeds = [int(word) for word in text.split(",")]
-    except ValueError:
-        seeds = []
-    if not seeds or min(seeds) < 0:
-        raise InputError(f"--seeds must be whole numbers of at least 0, as in 0,1,2; got {text!r}")
-    return seeds
-
-
 def names() -> list[str]:
     """Of all experiments."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -158,11 +151,7 @@ def listing() -> str:
 
 
 def plan(
-    experiment: Experiment,
-    sources: Sequence[str],
-    model: str | None,
-    seeds: Sequence[int] | None,
-    out: str | os.PathLike[str],
+    experiment: Experiment, sources: Sequence[str], model: str | None, out: str | os.PathLike[str]
 ) -> list[PlannedRun]:
     """The trainings of an experiment, all seeds of a run one after the other.
 
@@ -173,7 +162,6 @@ def plan(
         experiment: what is trained.
         sources: where the data are; with several, each has a folder of its own in `out`, named after it.
         model: the pretrained model, where the experiment needs one.
-        seeds: in place of those of the experiment.
         out: the folder of their folders.
 
     Raises:
@@ -185,12 +173,12 @@ def plan(
     stems = [Path(source).stem for source in sources]
     if len(set(stems)) < len(stems):
         raise InputError(f"SOURCE: two of {', '.join(stems)} would have one folder for their runs; rename one")
-    chosen_seeds = list(dict.fromkeys(experiment.seeds if seeds is None else seeds))
+    seeds = list(dict.fromkeys(experiment.seeds))
     planned = []
     for source, stem in zip(sources, stems, strict=True):
         folder = Path(out) if len(sources) == 1 else Path(out) / stem
         for run in experiment.runs:
-            planned += _of_a_run(experiment, run, source, model, chosen_seeds, folder)
+            planned += _of_a_run(experiment, run, source, model, seeds, folder)
     return planned
 
 

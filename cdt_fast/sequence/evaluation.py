@@ -18,7 +18,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 from cdt_fast.sequence.settings import SequenceSettings, TextSettings
-from cdt_fast.training.per_sample import per_sample_statistics
+from cdt_fast.training.results import per_sample_statistics
 from cdt_fast.training.results import Evaluation
 
 _LARGEST_EXPONENT = 700.0  # above it a perplexity is no float

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.constraints.descent import DescentConstraints
-from cdt_fast.errors import InputError, require
+from cdt_fast.errors import InputError
 from cdt_fast.sequence import figures
 from cdt_fast.sequence.corpus import InstructionSplits, digest
 from cdt_fast.sequence.data.text import TextSplits
@@ -149,8 +149,6 @@ class SequenceTask(Task):
         if any(first >= second for first, second in pairwise(gammas)):
             raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
         _ = settings.noise  # which refuses what is no range
-        if settings.training.tensorboard:
-            require("tensorboard", "tensorboard", "--tensorboard")
 
     def counts(self, settings: SequenceSettings, data: TextSplits | InstructionSplits, kind: str) -> str:
         """How much data of a kind there are, in words."""

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from cdt_fast.constraints.descent import DescentConstraints
-from cdt_fast.errors import InputError
 from cdt_fast.files import write_json
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity
@@ -26,15 +25,11 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
     data = task.load(settings, progress)
-    try:
-        saved: dict[str, Any] = state["constraints"]
-        constraints = build_constraints(settings, data, "cpu", saved["layers"])
-        constraints.load_state_dict(saved)
-        progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
-        if state["best"] is not None:
-            progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": constraints.warmup_steps}
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{folder.checkpoint}: is no checkpoint of a training ({error})") from error
+    constraints = build_constraints(settings, data, "cpu", state["constraints"]["layers"])
+    constraints.load_state_dict(state["constraints"])
+    progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
+    if state["best"] is not None:
+        progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": constraints.warmup_steps}
     measured = task.evaluate(folder, settings, data, constraints, progress)
     evaluation = task.evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
     run = EvaluatedRun(folder, settings, task, evaluation)

@@ -6,7 +6,6 @@ import math
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cdt_fast.errors import InputError
-from cdt_fast.progress import SECONDS_BETWEEN_LINES
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
@@ -42,11 +40,9 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
 
     Args:
         run: the run folder; its `config.toml` exists.
-        settings: those of the run.
-        task: what is trained.
+        settings, task: those of the run.
         resume: continue from the checkpoint, bit for bit. Without one the run starts at its beginning.
-        progress: say on stderr what the data are and how the training goes: a bar on a terminal, elsewhere a line a
-            validation.
+        progress: say on stderr what the data are and how the training goes.
 
     Raises:
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
@@ -83,16 +79,7 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
 
 
 class Trainer:
-    """One run in memory.
-
-    Args:
-        run: its folder.
-        settings: those of the run.
-        task: what is trained.
-        data: what it trains on, from `task.load`.
-        accelerator: device and distribution.
-        graphs: where steps are captured; None: in CUDA graphs if `resolve_execution` says so, else nowhere.
-    """
+    """One run in memory; `graphs` is where its steps are captured, None: in CUDA graphs where that works."""
 
     def __init__(
         self,
@@ -144,9 +131,7 @@ class Trainer:
         self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
 
     def notes(self) -> list[str]:
-        """What the user should know before the training starts or resumes: how it computes, the workload's own note,
-        where it resumes, and that its constraints never come on.
-        """
+        """What the user should know before the training starts or resumes."""
         notes = [self.execution.describe(self.workload)]
         if self.workload.note is not None:
             notes.append(self.workload.note)
@@ -170,21 +155,13 @@ class Trainer:
         return 1 - done if training.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     def run(self, progress: bool = True) -> None:
-        """Train from the current step to the last.
-
-        Raises:
-            Interrupted: SIGINT or SIGTERM came; the checkpoint is that of the last step done.
-            InputError: the losses or the weights are no longer finite; the checkpoint is one from before.
-        """
+        """Train from the current step to the last; raises what `train` does."""
         training = self.settings.training
         shown = progress and self.accelerator.is_main_process
         on_terminal = shown and sys.stderr.isatty()
         bar = tqdm(
             total=self.workload.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal
         )
-        writer: Any = nullcontext(lambda entry: None)
-        if self.accelerator.is_main_process:
-            writer = self.folder.metrics_writer(self.step, training.tensorboard)
         signals: list[int] = []
 
         def note(number: int, _: object) -> None:
@@ -194,7 +171,7 @@ class Trainer:
             signals.append(number)
 
         self.losses.train()
-        with on_signals(note, signal.SIGINT, signal.SIGTERM), bar, writer as write:
+        with on_signals(note, signal.SIGINT, signal.SIGTERM), bar:
             started, first = time.perf_counter(), self.step
             while self.step < self.workload.steps:
                 self._train_step()
@@ -205,13 +182,13 @@ class Trainer:
                     if shown and first is not None:
                         self._say_how_long((time.perf_counter() - started) / (self.step - first))
                         first = None
-                    write(entry)
+                    self._log(entry)
                     bar.set_postfix_str(self._summary(entry["loss"]), refresh=False)
                     started = time.perf_counter()
                 paused = time.perf_counter()
                 if last or self.step % training.validate_every == 0:
                     validation = self._validate()
-                    write({"step": self.step, "validation": validation})
+                    self._log({"step": self.step, "validation": validation})
                     if shown and not on_terminal:
                         held_out = self._summary(validation["loss"])
                         print(f"step {self.step} of {self.workload.steps}: held-out {held_out}", file=sys.stderr)
@@ -226,13 +203,16 @@ class Trainer:
                     raise Interrupted(signals[0], self.step)
                 started += time.perf_counter() - paused
 
+    def _log(self, entry: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self.folder.append_metrics(entry)
+
     def _say_how_long(self, seconds_a_step: float) -> None:
         """What the first steps promise of the rest, where that is not over soon."""
         left = self.workload.steps - self.step
-        seconds = left * seconds_a_step
-        if seconds > SECONDS_BETWEEN_LINES:
-            length = f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
-            print(f"about {length} to go: {left:,} steps of {seconds_a_step:.2g} s", file=sys.stderr)
+        minutes = left * seconds_a_step / 60
+        if minutes > 0.5:
+            print(f"about {minutes:.1f} minutes to go: {left:,} steps of {seconds_a_step:.2g} s", file=sys.stderr)
 
     def _train_step(self) -> None:
         micro_batches = self._micro_batches()
@@ -241,15 +221,15 @@ class Trainer:
         counts = tuple(sum(self.workload.count(sample) for sample, _ in share) for share in shares)
         items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
         known = self.constraints.known_weights()
-        schedule = self.settings.training.depth_schedule
-        if schedule is not None:
+        training = self.settings.training
+        if training.depth_schedule is not None:
             known = scheduled_weights(
-                schedule,
+                training.depth_schedule,
                 self.workload.num_constraints,
                 self.step,
                 self.workload.steps,
-                self.settings.training.seed,
-                self.settings.training.depth_rotation or 1,
+                training.seed,
+                training.depth_rotation or 1,
                 known if self.settings.objective == "depths" else None,
             )
         action = self.constraints.count_step() if self._measured else None
@@ -383,11 +363,7 @@ class Trainer:
         return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up the state of a checkpoint.
-
-        Raises:
-            InputError: it belongs to other settings or other data.
-        """
+        """Take up the state of a checkpoint, or InputError: it belongs to other settings or other data."""
         if state["step"] > self.workload.steps:
             raise InputError(
                 f"{self.folder.checkpoint}: is at step {state['step']}, and the training has {self.workload.steps}"

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.errors import InputError
 from cdt_fast.files import remove_leftovers, try_lock, write_text
 from cdt_fast.training.settings import RunSettings
 
@@ -73,13 +73,10 @@ class RunFolder:
     def lock(self, main: bool = True) -> Iterator[None]:
         """Keep other processes from training this run until the block, or this process, ends, however it ends.
 
-        The lock is the system's, on `config.toml`, and writes nothing. A file system without locks does without it.
-
-        Args:
-            main: False in those processes of a distributed training that leave the lock to the first.
+        The lock is the system's, on `config.toml`, and writes nothing; not `main`: it is left to the first process.
 
         Raises:
-            InputError: another process is training this run.
+            RunInUse: another process is training this run.
         """
         if not main:
             yield
@@ -107,7 +104,7 @@ class RunFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`. A last line that a killed run did not finish is left out.
+        """The lines of `metrics.jsonl`, but for a last one that a killed run did not finish.
 
         Raises:
             InputError: a line before the last is no entry of a run.
@@ -130,43 +127,10 @@ class RunFolder:
         kept = [entry for entry in self.read_metrics() if entry["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
 
-    @contextmanager
-    def metrics_writer(self, step: int, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """A function that appends one entry to `metrics.jsonl`, and to TensorBoard's files if asked.
-
-        Args:
-            step: where the run starts or resumes; TensorBoard is told to forget what an interrupted run wrote after it.
-            tensorboard: write TensorBoard's files too.
-
-        Raises:
-            MissingExtra: tensorboard is not installed.
-        """
-        board: Any = None
-        if tensorboard:
-            require("tensorboard", "tensorboard", "--tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
-
-            board = SummaryWriter(str(self.path / "tensorboard"), purge_step=step + 1)
-
-        def write(entry: dict[str, Any]) -> None:
-            try:
-                with self.metrics.open("a") as file:
-                    file.write(json.dumps(entry, allow_nan=False) + "\n")
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self.metrics)) from error
-            for name, values in _scalars(entry) if tensorboard else ():
-                board.add_scalar(name, values, entry["step"])
-
-        with contextlib.closing(board) if tensorboard else contextlib.nullcontext():
-            yield write
-
-
-def _scalars(entry: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of an entry by the names that TensorBoard shows, those of a depth apart."""
-    for name, value in entry.items():
-        if isinstance(value, dict):
-            yield from _scalars(value, f"{name}/")
-        elif isinstance(value, list):
-            yield from ((f"{prefix}{name}/{depth}", number) for depth, number in enumerate(value))
-        elif isinstance(value, int | float) and name != "step":
-            yield f"{prefix}{name}", value
+    def append_metrics(self, entry: dict[str, Any]) -> None:
+        """Log an entry in a line of its own."""
+        try:
+            with self.metrics.open("a") as file:
+                file.write(json.dumps(entry, allow_nan=False) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.metrics)) from error

@@ -1,7 +1,6 @@
 """The settings of a run, a section of `config.toml` each: what every task shares, and how they are read and written.
 
-A section is a pydantic model: its types, bounds and descriptions are what the TOML file, the command line and its help
-are checked and made by. Light: `cdt-fast --help` needs nothing else.
+The types, bounds and descriptions of a section are what the TOML file, the command line and its help are made by.
 """
 
 from __future__ import annotations
@@ -191,7 +190,6 @@ class TrainingSettings(Section):
     validate_every: Positive = setting(50, "optimizer steps between validations")
     checkpoint_every: Positive = setting(50, "optimizer steps between checkpoints")
     log_every: Positive = setting(10, "optimizer steps between lines of metrics.jsonl")
-    tensorboard: bool = setting(False, "also write the metrics for TensorBoard")
     rank_timeout: Positive = setting(300, "of several processes: seconds after which one that waits for another ends")
 
 
@@ -220,11 +218,7 @@ class RunSettings(BaseModel):
 
     @property
     def noise(self) -> tuple[float, float]:
-        """The least and the greatest noise level of the training, in the unit of the settings.
-
-        Raises:
-            InputError: [data] gamma is neither one level nor a range.
-        """
+        """The least and the greatest noise level of the training; InputError: gamma is neither a level nor a range."""
         gamma = self.data.gamma
         if not isinstance(gamma, list):
             return gamma, gamma
@@ -293,20 +287,12 @@ class RunSettings(BaseModel):
             self.set(section, name, values[name])
 
     def check_owners(self, given: Iterable[str]) -> None:
-        """Refuse settings of [model] that the chosen network does not have.
-
-        Args:
-            given: the names of those that the user gave.
-
-        Raises:
-            InputError: one of them would have no effect.
-        """
+        """Refuse those of the given settings of [model] that the chosen network does not have."""
         for name in given:
             owner = type(self.model).owner(name)
             if owner is not None and self.network not in owner.split(", "):
-                raise InputError(
-                    f"--{name.replace('_', '-')} is a setting of {owner}, and the model is {self.model.model}"
-                )
+                option = f"--{name.replace('_', '-')}"
+                raise InputError(f"{option} is a setting of {owner}, and the model is {self.model.model}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings as TOML, None as the word "none"."""
@@ -331,6 +317,7 @@ class RunSettings(BaseModel):
             for section, values in document.items():
                 if not isinstance(values, dict):
                     raise InputError(f"unknown key '{section}' outside of a section")
+                values.pop("tensorboard", None)  # runs of earlier versions have it
                 settings.update(section, values)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None

@@ -87,8 +87,7 @@ class Workload(Protocol):
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         """A module whose forward `(*batch, weights)` gives `(total, per_depth)`, means over what counts.
 
-        Args:
-            autocast: the dtype of the matrix products; None: that of the weights.
+        `autocast` is the dtype of the matrix products; None: that of the weights.
         """
         ...
 
@@ -120,6 +119,8 @@ class Workload(Protocol):
 class Task(ABC):
     """One kind of training. A subclass is all that `training` needs of it; it knows no other task.
 
+    What it is given that cannot be used is an InputError, and a package that is not installed a MissingExtra.
+
     Attributes:
         name: as in the command line.
         samples: what a sample is called, in the plural.
@@ -140,20 +141,11 @@ class Task(ABC):
 
     @abstractmethod
     def check(self, settings: Any) -> None:
-        """Find settings that do not fit each other before any data are read.
-
-        Raises:
-            InputError: they do not fit each other.
-            MissingExtra: they ask for a package that is not installed.
-        """
+        """Find settings that do not fit each other before any data are read."""
 
     @abstractmethod
     def load(self, settings: Any, progress: bool = True) -> Any:
-        """What the settings name, divided into `train`, `validation` and `test`.
-
-        Raises:
-            InputError: the source cannot be read or holds too little.
-        """
+        """What the settings name, divided into `train`, `validation` and `test`."""
 
     @abstractmethod
     def describe(self, settings: Any, data: Any) -> str:
@@ -161,12 +153,7 @@ class Task(ABC):
 
     @abstractmethod
     def build(self, settings: Any, data: Any, device: torch.device) -> Workload:
-        """The training of these settings on these data, with an untrained or a pretrained model.
-
-        Raises:
-            InputError: the settings and the data do not fit each other, or a pretrained model cannot be used.
-            MissingExtra: a package that the model needs is not installed.
-        """
+        """The training of these settings on these data, with an untrained or a pretrained model."""
 
     def finish(  # noqa: B027 - most tasks have nothing left to do
         self, folder: RunFolder, settings: Any, workload: Workload, progress: bool = True
@@ -177,14 +164,7 @@ class Task(ABC):
     def evaluate(
         self, folder: RunFolder, settings: Any, data: Any, constraints: DescentConstraints, progress: bool = True
     ) -> dict[str, Any]:
-        """Measure the model that a run kept on its test data.
-
-        Returns:
-            The entries of `evaluation` but for what `training.evaluation` adds.
-
-        Raises:
-            InputError: the model cannot be read.
-        """
+        """What the model that a run kept measures on its test data: `evaluation` but for what `training` adds."""
 
     @abstractmethod
     def kind(self, run: EvaluatedRun) -> str:
@@ -221,26 +201,13 @@ class Task(ABC):
     def beside_others(
         self, folder: RunFolder, settings: Any, sources: Sequence[str], *, shifts: bool = False
     ) -> Comparison:
-        """Measure the trained model on other data beside others that do the same.
-
-        Args:
-            folder, settings: of the run.
-            sources: where the data are.
-            shifts: after other changes than the noise of the training.
-
-        Raises:
-            InputError: there is nothing to compare with in this task, or it cannot be done.
-        """
+        """Measure the trained model on other data beside others that do the same; `shifts`: after other changes too."""
         raise InputError(f"{folder.path}: is a run of `train {self.name}`; --clips is for denoisers of video")
 
     def denoise(
         self, folder: RunFolder, settings: Any, source: str, target: str | os.PathLike[str], **options: Any
     ) -> dict[str, Any]:
-        """Run the trained model over `source` and write `target`; see `cdt_fast.video.denoising.denoise_video`.
-
-        Raises:
-            InputError: there is nothing to denoise in this task, or it cannot be done.
-        """
+        """Run the trained model over `source` and write `target`; see `cdt_fast.video.denoising.denoise_video`."""
         raise InputError(f"{folder.path}: is a run of `train {self.name}`; only runs on video denoise")
 
 

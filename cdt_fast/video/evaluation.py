@@ -11,8 +11,7 @@ from torch import Tensor
 
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
-from cdt_fast.training.per_sample import per_sample_statistics
-from cdt_fast.training.results import Evaluation
+from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise, dct_denoise
 from cdt_fast.video.data import CropWindows, VideoData, Windows
 from cdt_fast.video.exits import Exits, calibrated, change

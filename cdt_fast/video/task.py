@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.constraints.descent import DescentConstraints
-from cdt_fast.errors import InputError, require
+from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
 from cdt_fast.ops.shared.backend import explain
@@ -141,8 +141,6 @@ class VideoTask(Task):
         if settings.model.pretrained is None:
             network = build_network(settings)
             build_constraints(settings, None, "cpu", network.layers)
-        if settings.training.tensorboard:
-            require("tensorboard", "tensorboard", "--tensorboard")
 
     def load(self, settings: VideoSettings, progress: bool = True) -> VideoData:
         _check_patches(settings)

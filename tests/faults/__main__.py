@@ -18,12 +18,12 @@ import matplotlib.pyplot
 import torch
 
 from cdt_fast.files import read_json, write_json
-from cdt_fast.training import evaluation, launch, loop, report
+from cdt_fast.training import evaluation, loop, report
 from tests.faults.jobs import Problem
 from tests.faults.kinds import KINDS
 from tests.faults.workshop import Workshop
 
-IMPORTED = (matplotlib.pyplot, evaluation, launch, loop, report)  # here, that a forked command need not
+IMPORTED = (matplotlib.pyplot, evaluation, loop, report)  # here, that a forked command need not
 
 
 def main() -> int:

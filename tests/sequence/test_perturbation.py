@@ -17,7 +17,7 @@ from cdt_fast.models.early_exit import wilson_interval
 from cdt_fast.sequence.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
 from cdt_fast.sequence.evaluation import area_under_curve, evaluate_classifier
 from cdt_fast.sequence.perturbation import embedding_std, perturbed
-from cdt_fast.training.per_sample import HISTOGRAM_EDGES, per_sample_statistics
+from cdt_fast.training.results import HISTOGRAM_EDGES, per_sample_statistics
 
 PAD, CLS, SEP = 0, 1, 2
 GAMMAS = [0.25 * step for step in range(9)]

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
@@ -406,47 +405,6 @@ def test_a_gpu_that_is_not_there_is_said_so(tiny_config: Config, tmp_path: Path,
     config = tiny_config(**changes)
     with pytest.raises(InputError, match="GPU"):
         train(RunFolder(tmp_path), config, progress=False)
-
-
-def test_tensorboard_without_its_package_names_the_extra(
-    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(MissingExtra, match=r"cdt-fast\[tensorboard\]"):
-        train(RunFolder(tmp_path), tiny_config(tensorboard=True), progress=False)
-
-
-def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_repeats(
-    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import types
-
-    boards = []
-
-    class Board:
-        def __init__(self, folder: str, purge_step: int) -> None:
-            self.folder, self.purge_step, self.scalars, self.closed = folder, purge_step, {}, False
-            boards.append(self)
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            self.scalars[name, step] = value
-
-        def close(self) -> None:
-            self.closed = True
-
-    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Board  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    trainer = trainer_for(tiny_config(tensorboard=True, steps=2), tmp_path / "run")
-    trainer.run(progress=False)
-    (board,) = boards
-    assert board.closed
-    assert board.purge_step == 1
-    entries = trainer.folder.read_metrics()
-    assert board.scalars["loss/2", 2] == entries[0]["loss"][2]
-    assert board.scalars["lr", 2] == entries[0]["lr"]
-    assert board.scalars["validation/loss/0", 2] == entries[1]["validation"]["loss"][0]
 
 
 _RANK = """

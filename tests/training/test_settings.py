@@ -116,7 +116,7 @@ def test_a_preset_sets_what_it_names_and_gives_way_to_what_is_beside_it(name: st
         ("[training]\nlr = -inf\n", ["[training] lr must be a finite number, got -inf"]),
         (f"[training]\nlr = 1{'0' * 400}\n", ["[training] lr must be a valid number"]),
         ("[training]\nlr = -0.1\n", ["[training] lr must be greater than or equal to 0, got -0.1"]),
-        ("[training]\ntensorboard = 2\n", ["[training] tensorboard must be a valid boolean", "got 2"]),
+        ("[model]\nadaptive = 2\n", ["[model] adaptive must be a valid boolean", "got 2"]),
         (
             "[evaluation]\ngammas = []\n",
             ["[evaluation] gammas must have at least 1 item after validation, not 0, got []"],

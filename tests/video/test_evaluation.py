@@ -14,7 +14,7 @@ from cdt_fast.files import read_json
 from cdt_fast.models import DUST
 from cdt_fast.training.evaluation import judged
 from cdt_fast.training.factory import build_constraints
-from cdt_fast.training.per_sample import HISTOGRAM_EDGES
+from cdt_fast.training.results import HISTOGRAM_EDGES
 from cdt_fast.video.baselines import THRESHOLD_FACTOR, dct3d_denoise, dct_denoise, orthonormal_dct
 from cdt_fast.video.data import Windows, from_patches, to_patches
 from cdt_fast.video.evaluation import evaluate, mean_depth_losses
