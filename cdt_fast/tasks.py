@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,8 +39,7 @@ class TaskEntry:
 
     def load(self) -> Task:
         """The task itself, with all that it imports."""
-        module, _, name = self.place.partition(":")
-        return getattr(importlib.import_module(module), name)()
+        return pkgutil.resolve_name(self.place)()
 
 
 TASKS = {
@@ -54,10 +53,8 @@ TASKS = {
         TextSettings,
         "train a classifier of texts or of pairs of texts, then evaluate it on held-out ones under perturbation",
         (
-            "aclImdb --out runs/imdb",
             "reviews.tsv --text-column Text --label-column Sentiment --max-tokens 128",
             "MNLI --model path/to/encoder --gamma 1 --epochs 2 --out runs/nli",
-            "--resume runs/imdb",
         ),
         "cdt_fast.sequence.text:TextTask",
     ),
@@ -67,7 +64,6 @@ TASKS = {
         (
             "alpaca_data.json --out runs/small",
             "alpaca_data.json --model path/to/llama --lora-rank 16 --taps 0,8,16,24,32 --inner-fraction 0.125",
-            "--resume runs/small",
         ),
         "cdt_fast.sequence.language:LanguageTask",
     ),
@@ -107,11 +103,7 @@ def make_absolute(settings: RunSettings) -> None:
 
 
 def resolve_reference(settings: RunSettings) -> None:
-    """Where `reference_losses` names a run, put the validation losses of the model that it kept in its place.
-
-    Raises:
-        InputError: it is no trained run, or one of another task.
-    """
+    """Put in the place of a run that `reference_losses` names its validation losses; InputError: it has none."""
     path = settings.constraints.reference_losses
     if not isinstance(path, str):
         return
@@ -134,11 +126,7 @@ def kept_losses(folder: RunFolder) -> list[float]:
 
 
 def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
-    """Open a run that has been evaluated since it was last trained.
-
-    Raises:
-        InputError: it is no run, has no evaluation of this version, or was trained further since.
-    """
+    """Open a run that has been evaluated since it was last trained, or InputError: it has not."""
     from cdt_fast.training.checkpoint import saved_step
     from cdt_fast.training.task import EvaluatedRun
 
@@ -158,11 +146,7 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
 
 
 def open_all(paths: Sequence[str | os.PathLike[str]]) -> list[EvaluatedRun]:
-    """Open several evaluated runs; those whose folders have the same name are called by the paths that were given.
-
-    Raises:
-        InputError: one is no run, or is given twice, or has no evaluation of this version.
-    """
+    """Open several evaluated runs; those whose folders have the same name are called by the paths that were given."""
     runs = [open_evaluated(path) for path in paths]
     if len({run.folder.path.resolve() for run in runs}) < len(runs):
         raise InputError(f"of {', '.join(map(str, paths))} one is given more than once")

@@ -189,7 +189,7 @@ def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any, tmp_p
     assert "http" not in page, "needs no other file"
     exact = plain.evaluation.model_copy(update={"depth_rmse": [[1.0, 0.0, 0.0]] * len(plain.evaluation.depth_rmse)})
     alone = {"clip": {"plain": [replace(plain, evaluation=exact)]}}
-    assert study.exits(alone, "plain").of_run == {"plain": [None, None]}
+    assert study.exits(alone, "plain")[1] == {"plain": [None, None]}
     assert study_report.write_study(tmp_path, "exact", alone, "plain", "again").read_text().count("<img") == 0
     with pytest.raises(InputError, match=r"training_gamma is 0\.5 and 0\.15"):
         check_comparable([run for group in cells["clip"].values() for run in group])

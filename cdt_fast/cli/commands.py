@@ -8,13 +8,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from cdt_fast import experiments, tasks
 from cdt_fast.checks import check_integer
-from cdt_fast.errors import InputError, MissingExtra
+from cdt_fast.errors import InputError
 from cdt_fast.files import write_json, write_text
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import TASKS, TaskEntry
@@ -53,39 +52,11 @@ def train(options: argparse.Namespace) -> None:
         tasks.resolve_reference(settings)
         from cdt_fast.training import loop  # noqa: F401 - see above
 
-        run = _create_run(options.out, settings)
+        kind = "constrained" if settings.constrained else "unconstrained"
+        path = options.out or Path("runs") / f"{Path(settings.data.source).stem}-{kind}"
+        run = RunFolder.create(path, settings) if _is_first_process() else RunFolder(path)
     options.again = f"cdt-fast train {settings.task} --resume {shlex.quote(str(run.path))}"
     _train_and_evaluate(run, settings, entry, resumed=options.resume is not None)
-
-
-def _create_run(out: str | None, settings: RunSettings) -> RunFolder:
-    """`RunFolder.create` by the first process, in `runs` where `out` is None; the others wait until it is there.
-
-    Raises:
-        InputError: the folder cannot be made; raised in the first process.
-        SystemExit: the same in the others, which have nothing to add.
-    """
-    kind = "constrained" if settings.constrained else "unconstrained"
-    path = out or Path("runs") / f"{Path(settings.data.source).stem}-{kind}"
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return RunFolder.create(path, settings)
-    import torch
-    from accelerate import PartialState
-
-    waiting = timedelta(seconds=settings.training.rank_timeout)
-    state = PartialState(cpu=settings.training.device == "cpu", timeout=waiting)
-    made = torch.ones(1, device=state.device, dtype=torch.int32)
-    try:
-        if state.is_main_process:
-            RunFolder.create(path, settings)
-    except InputError:
-        made.zero_()
-        raise
-    finally:  # without this word the others would wait for a process that has ended
-        torch.distributed.broadcast(made, src=0)
-    if not made:
-        raise SystemExit(2)
-    return RunFolder(path)
 
 
 def reproduce(options: argparse.Namespace) -> None:
@@ -162,6 +133,11 @@ def search(options: argparse.Namespace) -> None:
     _evaluate(best, tasks.open_run(best.path)[1], entry.load())
 
 
+def _is_first_process() -> bool:
+    """Whether this process is the one that writes, of those that torchrun or accelerate launched."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def _check_single_process(command: str) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
@@ -183,7 +159,7 @@ def _train_and_evaluate(run: RunFolder, settings: RunSettings, entry: TaskEntry,
         if not resumed:
             run.remove_if_untouched()
         raise
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _is_first_process():
         _evaluate(run, settings, task)
 
 
@@ -235,10 +211,7 @@ def _report(runs: list[Any], folder: str | Path, command: str) -> None:
     print()
     for run in runs:
         print(f"{run.label}: " * (len(runs) > 1) + report.judgment(run, runs))
-    try:
-        print(f"report: {report.write_report(folder, runs, command)}")
-    except MissingExtra as error:
-        print(f"no report.md: {error}")
+    print(f"report: {report.write_report(folder, runs, command)}")
 
 
 def _save(path: str | None, value: Any) -> None:

@@ -16,6 +16,8 @@ from cdt_fast.errors import require
 from cdt_fast.tasks import TASKS, TaskEntry
 from cdt_fast.training.settings import SECTIONS, Section, kinds_of
 
+_JSON = "also write what was measured as JSON"
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that keeps the layout of the examples and answers a wrong call in one line."""
@@ -61,84 +63,80 @@ def build_parser() -> Parser:
         _add_settings(_command(tasks, name, commands.train, task.text, ""), name, task)
 
     text = "measure a run on its held-out data, and write its report"
-    command = _command(shown, "evaluate", commands.evaluate, text, "evaluate runs/mine --gammas 0.1,0.5,1.0")
-    command.add_argument("folder", metavar="RUN", help="run folder")
-    command.add_argument("--gammas", metavar="LIST", help="noise levels, in place of those of the run's settings")
+    add = _command(shown, "evaluate", commands.evaluate, text, "evaluate runs/mine --gammas 0.1,0.5,1.0").add_argument
+    add("folder", metavar="RUN", help="run folder")
+    add("--gammas", metavar="LIST", help="noise levels, in place of those of the run's settings")
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
-    command.add_argument("--clips", nargs="+", metavar="CLIP", help=text)
+    add("--clips", nargs="+", metavar="CLIP", help=text)
     text = "with --clips: after other noise, blur, JPEG, lost and frozen frames and drift, not white noise alone"
-    command.add_argument("--shifts", action="store_true", help=text)
-    _add_json(command)
+    add("--shifts", action="store_true", help=text)
+    add("--json", metavar="FILE", help=_JSON)
 
     text = "set runs side by side: tables, and a report with pictures"
-    command = _command(shown, "compare", commands.compare, text, "compare runs/constrained runs/unconstrained")
-    command.add_argument("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same data")
-    command.add_argument("--out", default="comparison", metavar="DIR", help="folder of the report (comparison)")
-    _add_json(command)
+    add = _command(shown, "compare", commands.compare, text, "compare runs/constrained runs/plain").add_argument
+    add("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same data")
+    add("--out", default="comparison", metavar="DIR", help="folder of the report (comparison)")
+    add("--json", metavar="FILE", help=_JSON)
 
     text = "denoise a video with a trained run"
-    command = _command(shown, "denoise", commands.denoise, text, "denoise runs/mine noisy.mp4 clean.mp4 --depth 3")
-    command.add_argument("folder", metavar="RUN", help="run folder")
-    command.add_argument("source", metavar="IN", help="video file, frame folder or .npy")
+    add = _command(shown, "denoise", commands.denoise, text, "denoise runs/mine noisy.mp4 clean.mp4").add_argument
+    add("folder", metavar="RUN", help="run folder")
+    add("source", metavar="IN", help="video file, frame folder or .npy")
     text = "video file to write, same size, times and sound: .mp4, .m4v, .mov, .mkv or .avi"
-    command.add_argument("target", metavar="OUT", help=text)
+    add("target", metavar="OUT", help=text)
     text = "leave after K layers (default: where a window gains by no more of them)"
-    command.add_argument("--depth", type=int, metavar="K", help=text)
+    add("--depth", type=int, metavar="K", help=text)
     text = "take so many layers in the mean over windows like those of the validation, where they gain most"
-    command.add_argument("--budget", type=float, metavar="LAYERS", help=text)
+    add("--budget", type=float, metavar="LAYERS", help=text)
     text = "the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)"
-    command.add_argument("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)
+    add("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)
     text = "mean over K x K shifted grids of patches (default: eight, every other of 4 x 4)"
-    command.add_argument("--grids", type=int, metavar="K", help=text)
-    command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    _add_json(command)
+    add("--grids", type=int, metavar="K", help=text)
+    add("--overwrite", action="store_true", help="replace OUT if it exists")
+    add("--json", metavar="FILE", help=_JSON)
 
     text = "train the runs of an experiment by its name, and compare them; called again, it resumes where it stopped"
     command = _command(shown, "reproduce", commands.reproduce, text, "")
-    command.ending = _experiments
-    command.add_argument("name", metavar="NAME", help="which experiment")
-    command.add_argument("source", nargs="+", metavar="SOURCE", help="where its data are; a study takes several")
-    command.add_argument("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
-    text = "seeds of each run, as in 0,1,2 (the experiment's)"
-    command.add_argument("--seeds", type=_numbers, metavar="LIST", help=text)
+    command.ending, add = _experiments, command.add_argument
+    add("name", metavar="NAME", help="which experiment")
+    add("source", nargs="+", metavar="SOURCE", help="where its data are; a study takes several")
+    add("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
+    add("--seeds", type=_numbers, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     text = "some of its runs by name; the baseline is always there (all)"
-    command.add_argument("--runs", type=lambda names: names.split(","), metavar="LIST", help=text)
-    command.add_argument("--baseline", metavar="RUN", help="which run the others are paired with (the experiment's)")
-    command.add_argument("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
-    command.add_argument("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
-    _add_json(command)
+    add("--runs", type=lambda names: names.split(","), metavar="LIST", help=text)
+    add("--baseline", metavar="RUN", help="which run the others are paired with (the experiment's)")
+    add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
+    add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
+    add("--json", metavar="FILE", help=_JSON)
 
-    text = "train a run again with other settings, and keep the best"
+    text = "train a run with other settings that Optuna chooses, best on validation data; called again, it resumes"
     example = "search runs/mine --over training.lr=1e-4..1e-2 constraints.rate=0..0.2 --out runs/search"
-    command = _command(shown, "search", commands.search, text, example)
-    command.description = (
-        "Search over settings with Optuna, judged on validation data: feasible first, then the loss at the last depth. "
-        "Called again, it resumes where it stopped."
-    )
-    command.add_argument("folder", metavar="RUN", help="run whose settings all trials have, but for those of --over")
+    add = _command(shown, "search", commands.search, text, example).add_argument
+    add("folder", metavar="RUN", help="run whose settings all trials have, but for those of --over")
     text = "what to search over: section.name=LOW..HIGH, logarithmic over a factor of ten, or section.name=A,B,C"
-    command.add_argument("--over", nargs="+", required=True, metavar="SETTING", help=text)
-    command.add_argument("--trials", type=int, default=20, metavar="N", help="trainings (20)")
-    command.add_argument("--seed", type=int, default=0, metavar="K", help="of the choices (0)")
-    command.add_argument("--out", default="runs/search", metavar="DIR", help="folder of the trials (runs/search)")
-    _add_json(command)
+    add("--over", nargs="+", required=True, metavar="SETTING", help=text)
+    add("--trials", type=int, default=20, metavar="N", help="trainings (20)")
+    add("--seed", type=int, default=0, metavar="K", help="of the choices (0)")
+    add("--out", default="runs/search", metavar="DIR", help="folder of the trials (runs/search)")
+    add("--json", metavar="FILE", help=_JSON)
 
     data = _command(shown, "data", None, "fetch or check data", "data check clips/")
     actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
     text = "download a public data set, with checksum and resume"
-    command = _command(actions, "fetch", commands.fetch, text, "data fetch ucsd --to datasets")
-    command.add_argument("name", metavar="NAME", help="avenue, ucsd, shanghaitech, or smollm2, a language model")
-    command.add_argument("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
+    add = _command(actions, "fetch", commands.fetch, text, "data fetch ucsd --to datasets").add_argument
+    add("name", metavar="NAME", help="avenue, ucsd, shanghaitech, or smollm2, a language model")
+    add("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
     text = "say what a source holds, by decoding all of it"
-    command = _command(actions, "check", commands.check, text, "data check 'Avenue Dataset' --json avenue.json")
-    command.add_argument("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
-    _add_json(command)
+    add = _command(actions, "check", commands.check, text, "data check 'Avenue Dataset'").add_argument
+    add("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
+    add("--json", metavar="FILE", help=_JSON)
 
     text = "measure ops and training steps against other ways to do the same"
     add_arguments(_command(shown, "bench", commands.bench, text, "bench --suite step ops --repeats 9 --out benchmarks"))
 
     text = "say what is installed, which device is used, and why"
-    _add_json(_command(shown, "info", commands.info, text, "info --json info.json"))
+    add = _command(shown, "info", commands.info, text, "info --json info.json").add_argument
+    add("--json", metavar="FILE", help=_JSON)
 
     text = "print what completes these commands in a shell"
     command = _command(shown, "completion", _completion, text, "")
@@ -172,10 +170,6 @@ def _command(shown: Any, name: str, run: Any, text: str, example: str) -> Parser
     return command
 
 
-def _add_json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", metavar="FILE", help="also write what was measured as JSON")
-
-
 def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) -> None:
     """What `train` takes for a task: SOURCE, where to write, and its settings, a group a section."""
     call = f"cdt-fast train {name}"
@@ -199,7 +193,7 @@ def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) 
 def _add_setting(group: Any, section: str, values: Section, name: str) -> None:
     option, destination = f"--{name.replace('_', '-')}", f"{section}.{name}"
     field, default, owner = type(values).model_fields[name], getattr(values, name), values.owner(name)
-    text = f"{f'{owner}: ' if owner else ''}{field.description}"
+    text = f"{f'{owner}: ' if owner else ''}{field.description}".replace("%", "%%")
     if bool in kinds_of(field.annotation):
         text += {True: " (yes)", False: " (no)"}.get(default, "")
         group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text)
@@ -210,4 +204,4 @@ def _add_setting(group: Any, section: str, values: Section, name: str) -> None:
     literals = [part for part in (field.annotation, *parts) if typing.get_origin(part) is typing.Literal]
     choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
     metavar = "{" + ",".join(dict.fromkeys(choices)) + "}" if len(choices) > 1 else "VALUE"
-    group.add_argument(option, dest=destination, metavar=metavar, help=text.replace("%", "%%"))
+    group.add_argument(option, dest=destination, metavar=metavar, help=text)

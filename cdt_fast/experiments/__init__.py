@@ -1,9 +1,7 @@
-"""Experiments by name, a TOML file each: several trainings on the same data, which `cdt-fast reproduce` sets side by
-side."""
+"""Experiments by name, a TOML file each: several trainings, which `cdt-fast reproduce` sets side by side."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml
 from cdt_fast.tasks import TASKS, kept_losses, make_absolute, open_evaluated, open_run, resolve_reference
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.settings import SECTIONS, RunSettings
+from cdt_fast.training.settings import RunSettings
 
 FOLDER = Path(__file__).parent
 
@@ -63,11 +61,7 @@ class Experiment:
         baseline: str | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Experiment:
-        """The same experiment with some of its runs and the baseline alone, other steps, another baseline, other seeds.
-
-        Raises:
-            InputError: it has no such run.
-        """
+        """The same experiment with some of its runs and the baseline alone, other steps, another baseline and seeds."""
         for name in [*(runs or ()), *([] if baseline is None else [baseline])]:
             if name not in self.runs:
                 raise InputError(f"--runs and --baseline must be of {', '.join(self.runs)}, got {name!r}")
@@ -111,27 +105,22 @@ class PlannedRun:
     chosen: bool = True
 
     def state(self) -> str:
-        """What is there: "new" (nothing), "begun", or "done", which is trained to its end and measured.
-
-        Raises:
-            InputError: the folder holds a run with other settings.
-        """
-        folder = RunFolder(self.path)
-        if not folder.config.exists():
+        """What is there: "new" (nothing), "begun", or "done"; InputError: it is a run with other settings."""
+        if not RunFolder(self.path).config.exists():
             return "new"
         _, there, _ = open_run(self.path, trained=False)
-        wanted, present = self.settings.model_dump(), there.model_dump()
-        for section in SECTIONS:
-            for name, value in wanted[section].items():
-                if present[section].get(name) != value:
+        present = there.model_dump()
+        for section, values in self.settings.model_dump().items():
+            for name, value in values.items():
+                other = present[section].get(name)
+                if other != value:
                     raise InputError(
-                        f"{self.path}: holds a run with [{section}] {name} {present[section].get(name)!r}, and the "
-                        f"experiment has {value!r}; choose another folder with --out"
+                        f"{self.path}: holds a run with [{section}] {name} {other!r}, and the experiment has "
+                        f"{value!r}; choose another folder with --out"
                     )
-        if not (folder.path / "report.md").exists() and importlib.util.find_spec("matplotlib") is not None:
-            return "begun"  # or killed while the report was written
         try:
-            return "done" if open_evaluated(self.path).evaluation.finished else "begun"
+            evaluated = open_evaluated(self.path).evaluation.finished and (self.path / "report.md").exists()
+            return "done" if evaluated else "begun"
         except InputError:
             return "begun"  # not evaluated, or before it was trained further, or by an older version
 
@@ -158,11 +147,7 @@ def plan(
     With a grid of learning rates, those of the first seed; and once they are done, of each run the other seeds at the
     best of them.
 
-    Args:
-        experiment: what is trained.
-        sources: where the data are; with several, each has a folder of its own in `out`, named after it.
-        model: the pretrained model, where the experiment needs one.
-        out: the folder of their folders.
+    With several sources each has a folder of its own in `out`, named after it.
 
     Raises:
         InputError: a model is missing or not wanted, or two sources have one name.

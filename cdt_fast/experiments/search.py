@@ -50,13 +50,8 @@ def parse_searched(text: str, settings: RunSettings) -> tuple[str, Any]:
 
 
 class Trial(NamedTuple):
-    """What a trial came to, on validation data.
-
-    Attributes:
-        folder: of its run.
-        values: by the settings that are searched over.
-        loss: at the last depth.
-        violation: the largest of its constraints, at most 0 where all hold; None without constraints.
+    """What a trial came to on validation data: its run's folder, the settings that were searched over, the loss at the
+    last depth, and the largest violation of its constraints (None without, at most 0 where all hold).
     """
 
     folder: Path
@@ -64,16 +59,11 @@ class Trial(NamedTuple):
     loss: float
     violation: float | None
 
-    @property
-    def feasible(self) -> bool:
-        """Whether all constraints hold."""
-        return self.violation is None or self.violation <= 0
-
 
 def search(
     settings: RunSettings, over: Mapping[str, Any], trials: int, out: Path, seed: int, task: Task
 ) -> Iterator[Trial]:
-    """The trials one by one, as they end. What is in `out` already is not trained again.
+    """The trials one by one, as they end, in folders `trial-000` and on of `out`. What is there is not trained again.
 
     The same seed and results choose the same settings, so that a search that was stopped resumes where it was.
 
@@ -81,7 +71,7 @@ def search(
         settings: of every trial, but for what is searched over.
         over: the settings that a trial chooses, from `parse_searched`.
         trials: how many.
-        out: where their folders `trial-000` and on are.
+        out: the folder of their folders.
         seed: of the choices.
         task: what is trained.
 
@@ -115,14 +105,14 @@ def search(
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
     """The best first: where constraints hold by the loss, then by how far they are from holding."""
-    return sorted(trials, key=lambda trial: (0.0 if trial.feasible else trial.violation, trial.loss))
+    return sorted(trials, key=lambda trial: (max(trial.violation or 0.0, 0.0), trial.loss))
 
 
 def as_table(trials: Sequence[Trial]) -> Table:
     """A row a trial, the best first."""
-    rows = [["trial", *trials[0].values, "validation loss, last depth", "largest violation", "feasible"]]
+    rows = [["trial", *trials[0].values, "validation loss, last depth", "largest violation"]]
     for trial in ranked(trials):
         shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.values.values()]
         violation = "" if trial.violation is None else f"{trial.violation:+.1%}"
-        rows.append([trial.folder.name, *shown, f"{trial.loss:.5g}", violation, "yes" if trial.feasible else "no"])
+        rows.append([trial.folder.name, *shown, f"{trial.loss:.5g}", violation])
     return rows

@@ -67,30 +67,20 @@ def paired_table(cells: Cells, baseline: str) -> Table:
     return rows
 
 
-class Exits(NamedTuple):
-    """What every depth reaches, beside networks of that depth: geometric means over sources and seeds.
+def exits(cells: Cells, baseline: str) -> tuple[str, dict[str, list[float | None]]]:
+    """What was measured, and what every depth from 1 on of every run reaches: geometric means over sources and seeds.
 
-    Attributes:
-        measure: what was measured, with the noise level.
-        of_run: a value for each depth from 1 on, None where one is not positive. Runs that were trained at another
-            noise level than the baseline are left out: what is read is at the training's.
+    None where one is not positive. Runs that were trained at another noise level than the baseline are left out: what
+    is read is at the training's.
     """
-
-    measure: str
-    of_run: dict[str, list[float | None]]
-
-
-def exits(cells: Cells, baseline: str) -> Exits:
-    """What every depth of every run reaches."""
     every = {name: [run for runs in cells.values() for run in runs[name]] for name in _names(cells)}
     readings = {name: [run.task.reading(run) for run in runs] for name, runs in every.items()}
     measure = readings[baseline][0].measure
-    means = {
+    return measure, {
         name: [_geometric_mean(values) for values in zip(*(reading.depths[1:] for reading in group), strict=True)]
         for name, group in readings.items()
         if group[0].measure == measure
     }
-    return Exits(measure, means)
 
 
 def exit_table(cells: Cells, baseline: str) -> Table:

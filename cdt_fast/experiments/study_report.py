@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from cdt_fast.errors import MissingExtra
-from cdt_fast.experiments.study import Cells, Difference, Exits, differences, exits, tables
+from cdt_fast.experiments.study import Cells, Difference, differences, exits, tables
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import check_comparable
@@ -63,13 +63,14 @@ _READING = (
 
 def _pictures(cells: Cells, baseline: str) -> list[tuple[Any, str]]:
     """Figures with their captions: the differences with their intervals, and what the exits reach."""
-    drawn, reached, found = [], exits(cells, baseline), differences(cells, baseline)
+    measure, reached = exits(cells, baseline)
+    drawn, found = [], differences(cells, baseline)
     if any(value is not None for values in found.values() for value in values.values()):
         caption = f"Percent against {baseline}, with 95 % intervals; left of the gray line is less"
         drawn.append((_of_differences(found), caption))
-    if any(value is not None for values in reached.of_run.values() for value in values):
-        caption = f"{reached.measure} after each layer, geometric means over sources and seeds"
-        drawn.append((_of_exits(reached), caption))
+    if any(value is not None for values in reached.values() for value in values):
+        caption = f"{measure} after each layer, geometric means over sources and seeds"
+        drawn.append((_of_exits(measure, reached), caption))
     return drawn
 
 
@@ -98,15 +99,15 @@ def _of_differences(differences: Mapping[str, Mapping[str, Difference | None]]) 
     return figure
 
 
-def _of_exits(exits: Exits) -> Any:
+def _of_exits(measure: str, reached: Mapping[str, list[float | None]]) -> Any:
     figure, (axis,) = figures.axes_of(width=7.2)
-    for index, (name, values) in enumerate(exits.of_run.items()):
+    for index, (name, values) in enumerate(reached.items()):
         color, style = figures.color_and_style(index)
         known = [(depth, value) for depth, value in enumerate(values, 1) if value is not None]
         if known:
             axis.plot(*zip(*known, strict=True), f"o{style}", color=color, label=name, markersize=4)
     axis.set(xlabel="layers run")
-    figures.set_log_scale(axis, exits.measure)
+    figures.set_log_scale(axis, measure)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False, fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return figure

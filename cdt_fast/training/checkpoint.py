@@ -37,10 +37,8 @@ def previous_checkpoint(path: str | os.PathLike[str]) -> Path:
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write `state` to `path` with checksums, atomically; the checkpoint that was there before is kept beside it.
 
-    Args:
-        path: the file.
-        state: nested dictionaries (keys: words or whole numbers), lists and tuples of tensors, numbers, words, truth
-            values and None. Tuples come back as lists.
+    A state is nested dictionaries (keys: words or whole numbers), lists and tuples (which come back as lists) of
+    tensors, numbers, words, truth values and None.
 
     Raises:
         OSError: the file cannot be written; it names `path`.
@@ -62,9 +60,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
 def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read what `save_checkpoint` wrote, on the CPU; where that is damaged the one before it, with a warning on stderr.
 
-    Args:
-        path: the file.
-        run: the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
+    `run` is the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
 
     Raises:
         InputError: there is none, or none is whole. With `run` also: an entry is missing, the step is below 0 or beyond

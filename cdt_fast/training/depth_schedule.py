@@ -31,13 +31,7 @@ def scheduled_weights(
 ) -> tuple[float, ...]:
     """The weights of the depths 0..L at a step of a training of `steps`; a function of its arguments alone.
 
-    Args:
-        schedule: as above.
-        layers: L.
-        step, steps: which of how many.
-        seed: of the draws of "random".
-        rotation: R.
-        coefficients: c, L+1 numbers; None: w = C.
+    `layers` is L, `rotation` R, `seed` is of the draws of "random", and `coefficients` are c `[L+1]` (None: w = C).
     """
     if schedule == "random":
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
@@ -55,12 +49,7 @@ def scheduled_weights(
 
 
 def check_depth_schedule(settings: RunSettings, ranks: int = 1) -> None:
-    """Require that nothing else weighs the depths, and that one process trains.
-
-    Raises:
-        InputError: constraints or an objective do, several processes would wait for gradients that no depth gives, or
-            a rotation is given to another schedule.
-    """
+    """Require that nothing else weighs the depths, and that one process trains: others would wait for gradients."""
     schedule, rotation = settings.training.depth_schedule, settings.training.depth_rotation
     if (rotation is not None) != (schedule == "rotational"):
         raise InputError(

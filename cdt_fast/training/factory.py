@@ -55,13 +55,8 @@ def build_constraints(
 ) -> DescentConstraints:
     """The constraints that the settings describe, on `device`, nothing recorded yet.
 
-    Those of a run without constraints never come on: their warm-up does not end.
-
-    Args:
-        settings: of the run.
-        data: what the run trains on, `train` of it: it says how long an epoch is; None: to check the settings alone.
-        device: where the multipliers are.
-        num_constraints: L.
+    Those of a run without constraints never come on: their warm-up does not end. `data` says how long an epoch is;
+    None: to check the settings alone.
 
     Raises:
         InputError: the settings do not fit each other or the number of layers.

@@ -18,11 +18,7 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
-    """Draw every picture into `folder` and return names and captions.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Draw every picture into `folder` and return names and captions, or MissingExtra: matplotlib is not installed."""
     plots = pyplot()
     task = runs[0].task
     ratios = f"Ratio of the losses of neighboring depths, for every {task.sample} and layer"
@@ -88,8 +84,7 @@ def set_log_scale(axis: Any, name: str) -> None:
     if min(values) <= 0 or max(values) < 3 * min(values):
         axis.set(ylabel=name)
         return
-    from matplotlib import ticker
-
+    ticker = importlib.import_module("matplotlib.ticker")
     axis.set(ylabel=f"{name}, log scale", yscale="log")
     axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
@@ -112,12 +107,8 @@ def early_exits(
 ) -> tuple[Any, Any]:
     """What every depth reaches, at the noise level next to the training's and at the largest.
 
-    Args:
-        runs: the runs.
-        name: the entry of an evaluation, a row a noise level with a number a depth.
-        also: draws more into the axis of a noise level, by its index.
-        cost: of a run's depths 0..L; None: the number of layers.
-        sign: the letter that a noise level goes by.
+    `name` is an entry of an evaluation, a row a noise level; `also` draws more into the axis of a noise level, by its
+    index; `cost` is that of a run's depths 0..L (None: the layers); `sign` the letter that a noise level goes by.
     """
     costs = [range(run.evaluation.layers + 1) if cost is None else cost(run) for run in runs]
     reference = runs[0].evaluation

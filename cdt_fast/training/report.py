@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from cdt_fast.errors import MissingExtra
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown
 from cdt_fast.training import figures
@@ -101,13 +102,8 @@ def unfinished(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 
 def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], command: str) -> Path:
-    """Write `report.md`, which names the command, and its pictures into `folder`; returns its path.
-
-    Raises:
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write `report.md`, which names the command, and where matplotlib is installed its pictures; returns its path."""
     folder = Path(folder)
-    pictures = figures.write_figures(folder, runs)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs on {Path(runs[0].evaluation.source).name}"
     lines = [f"# {title}", "", f"Made by `{command}`.", ""]
     lines += [f"{runs[0].task.conditions(runs[0])} {_VERDICT}", ""]
@@ -118,8 +114,11 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     for run in runs:
         lines += [f"- {run.label}: {judgment(run, runs)}{run.task.remark(run)}"]
     lines.append("")
-    for name, caption in pictures:
-        lines += [f"![{caption}]({name})", "", f"*{caption}*", ""]
+    try:
+        for name, caption in figures.write_figures(folder, runs):
+            lines += [f"![{caption}]({name})", "", f"*{caption}*", ""]
+    except MissingExtra as error:
+        lines += [f"No pictures: {error}", ""]
     path = folder / "report.md"
     write_text(path, "\n".join(lines))
     return path

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from typing_extensions import Self
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -66,19 +65,6 @@ class Evaluation(_Part):
     success: bool | None = None  # see `training.verdict`: of the run alone, with no plain one beside it
     verdict: str = ""
 
-    @model_validator(mode="after")
-    def _of_one_size(self) -> Self:
-        depths = self.layers + 1
-        sizes = {"layer_loss": depths, "layer_ratio": depths - 1, "rate": depths - 1, "violation": depths}
-        for name, size in {**sizes, **self.sizes()}.items():
-            if len(getattr(self, name)) != size:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, expected {size}")
-        return self
-
-    def sizes(self) -> dict[str, int]:
-        """How many entries the lists of a task's own have, by name."""
-        return {}
-
     @property
     def finished(self) -> bool:
         """Whether the training had come to its end."""
@@ -89,15 +75,7 @@ HISTOGRAM_EDGES = [round(0.05 * index, 2) for index in range(41)]  # of the per-
 
 
 def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
-    """Statistics of the ratios ℓ_l / ℓ_{l−1} of every single sample at every layer, the `per_sample` of an evaluation.
-
-    Args:
-        losses: `[L+1, samples]`, depth 0 first.
-
-    Returns:
-        `mean_ratio`, `median_ratio`, `descending_fraction` (of the ratios below 1) and `histogram` (`edges`, `counts`;
-        the last bin holds all above). A ratio to a loss of zero is left out; the statistics are None when none is left.
-    """
+    """The `PerSample` of losses `[L+1, samples]`, depth 0 first; a ratio to a loss of zero is left out."""
     losses = losses.to(torch.float64)
     ratios = (losses[1:] / losses[:-1]).flatten().cpu()
     ratios = ratios[ratios.isfinite()]

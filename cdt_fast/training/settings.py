@@ -17,18 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from typing_extensions import Self
 
 from cdt_fast.checks import suggestion
-from cdt_fast.constraints.presets import (
-    DEFAULTS,
-    Coupling,
-    DepthScale,
-    Dual,
-    ObjectiveName,
-    Preset,
-    Ratio,
-    ReferenceMode,
-    Resilience,
-    options_of,
-)
+from cdt_fast.constraints import presets
+from cdt_fast.constraints.presets import DEFAULTS, options_of
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml, shown, write_text
 
@@ -37,8 +27,8 @@ Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Bounds = Annotated[dict[int, float | str], Field(min_length=1)]
 Shares = Annotated[dict[int, float], Field(min_length=1)]
-# Beyond a million times the signal squares leave float32.
 NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a range
+# Beyond a million times the signal squares leave float32.
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
 Precision = Literal["auto", "bf16", "fp32", "ieee"]
 DepthSchedule = Literal["random", "gradual", "rotational"]
@@ -104,13 +94,13 @@ class ConstraintSettings(Section):
     """[constraints]: what every layer must achieve, and how the multipliers see to it."""
 
     constrained: bool = setting(True, "train with descent constraints")
-    preset: Preset | Literal["paper"] | None = setting(
+    preset: presets.Preset | Literal["paper"] | None = setting(
         None, "take the settings below from a preset, before those given; 'paper' is that of the task"
     )
-    objective: ObjectiveName | None = setting(
+    objective: presets.ObjectiveName | None = setting(
         None, "what is minimized over the depths (default: last; for a denoiser of video with constraints log)"
     )
-    coefficients: list[NonNegative] | DepthScale | None = setting(
+    coefficients: list[NonNegative] | presets.DepthScale | None = setting(
         None, "weights of the depths in the objective: numbers, or a scale over the depths (default: ones)"
     )
     exit_scale: NonNegative = setting(1.0, "factor of a scale's coefficients at the depths before the last")
@@ -120,8 +110,8 @@ class ConstraintSettings(Section):
     reference: float | Literal["auto"] | None = setting(
         DEFAULTS.reference, "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
-    reference_mode: ReferenceMode = setting(DEFAULTS.reference_mode, "how the reference enters")
-    coupling: Coupling = setting(DEFAULTS.coupling, "what bounds a layer's loss")
+    reference_mode: presets.ReferenceMode = setting(DEFAULTS.reference_mode, "how the reference enters")
+    coupling: presets.Coupling = setting(DEFAULTS.coupling, "what bounds a layer's loss")
     bounds: Bounds | None = setting(
         DEFAULTS.bounds, "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of a reference's"
     )
@@ -133,7 +123,7 @@ class ConstraintSettings(Section):
         DEFAULTS.reference_losses,
         "what factors are taken of: a loss a depth, or the folder of a run (default: the end of the warm-up)",
     )
-    ratio: Ratio = setting(
+    ratio: presets.Ratio = setting(
         DEFAULTS.ratio, "what judges a layer: the ratio of mean losses, the mean of micro-batches' ratios, or the worst"
     )
     tail: float = setting(DEFAULTS.tail, "share of the micro-batches that 'cvar' calls the worst")
@@ -144,7 +134,7 @@ class ConstraintSettings(Section):
     tighten_steps: Count = setting(
         DEFAULTS.tighten_steps, "steps after the warm-up over which rate and margin grow from zero to what they are"
     )
-    dual: Dual = setting(DEFAULTS.dual, "rule that moves the multipliers")
+    dual: presets.Dual = setting(DEFAULTS.dual, "rule that moves the multipliers")
     dual_lr: float | None = setting(
         DEFAULTS.dual_lr, "step size of the multipliers (default: 0.002 with adam and the objective last, else 0.05)"
     )
@@ -156,7 +146,7 @@ class ConstraintSettings(Section):
     )
     gain_limit: float = setting(DEFAULTS.gain_limit, "the largest gain that 'pi' grows to")
     barrier_width: float = setting(DEFAULTS.barrier_width, "violation that doubles a multiplier of 'barrier'")
-    resilience: Resilience | Literal["none"] = setting(
+    resilience: presets.Resilience | Literal["none"] = setting(
         DEFAULTS.resilience or "none", "what gives way when bounds cannot be met"
     )
     slack_cost: float = setting(DEFAULTS.slack_cost, "cost of squared slack: the larger, the harder the constraints")
@@ -243,14 +233,14 @@ class RunSettings(BaseModel):
         return self.constraints.constrained
 
     @property
-    def objective(self) -> ObjectiveName:
+    def objective(self) -> presets.ObjectiveName:
         """What the run minimizes: without constraints the last loss alone, where nothing else is asked for."""
         if self.constraints.objective is not None:
             return self.constraints.objective
         return DEFAULTS.objective if self.constrained else "last"
 
     @property
-    def coefficients(self) -> list[float] | DepthScale | None:
+    def coefficients(self) -> list[float] | presets.DepthScale | None:
         """The weights of the depths in the objective; None: those of `DescentConstraints`."""
         return self.constraints.coefficients
 
