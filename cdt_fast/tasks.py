@@ -147,9 +147,7 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
 
 def open_all(paths: Sequence[str | os.PathLike[str]]) -> list[EvaluatedRun]:
     """Open several evaluated runs; those whose folders have the same name are called by the paths that were given."""
-    runs = [open_evaluated(path) for path in paths]
-    if len({run.folder.path.resolve() for run in runs}) < len(runs):
-        raise InputError(f"of {', '.join(map(str, paths))} one is given more than once")
+    runs = [open_evaluated(path) for path in dict.fromkeys(paths)]
     names = [run.folder.name for run in runs]
     return [replace(run, name=str(run.folder.path)) if names.count(run.folder.name) > 1 else run for run in runs]
 

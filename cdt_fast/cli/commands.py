@@ -14,8 +14,8 @@ from typing import Any
 from cdt_fast import experiments, tasks
 from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
-from cdt_fast.files import write_json, write_text
-from cdt_fast.tables import as_markdown, as_text
+from cdt_fast.files import write_json
+from cdt_fast.tables import as_text
 from cdt_fast.tasks import TASKS, TaskEntry
 from cdt_fast.training.interruption import Interrupted
 from cdt_fast.training.run_folder import RunFolder, RunInUse
@@ -126,7 +126,6 @@ def search(options: argparse.Namespace) -> None:
         print(f"trial {len(trials)} of {options.trials}: {values}: {trial.loss:.5g}", file=sys.stderr)
     table = searching.as_table(trials)
     print(as_text(table))
-    write_text(out / "search.md", as_markdown(table) + "\n")
     _save(options.json, {"table": table})
     best = RunFolder(searching.ranked(trials)[0].folder)
     print(f"\nthe best, {best.path}, on test data:")

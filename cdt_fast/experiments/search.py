@@ -67,13 +67,7 @@ def search(
 
     The same seed and results choose the same settings, so that a search that was stopped resumes where it was.
 
-    Args:
-        settings: of every trial, but for what is searched over.
-        over: the settings that a trial chooses, from `parse_searched`.
-        trials: how many.
-        out: the folder of their folders.
-        seed: of the choices.
-        task: what is trained.
+    `settings` are those of every trial, but for what is searched `over`, the distributions of `parse_searched`.
 
     Raises:
         InputError: a folder holds a run with other settings.
@@ -88,7 +82,8 @@ def search(
     for number in range(trials):
         asked, chosen = study.ask(dict(over)), copy.deepcopy(settings)
         for key, value in asked.params.items():
-            chosen.set(*key.split("."), value)
+            section, _, name = key.partition(".")
+            chosen.set(section, name, value)
         path = out / f"trial-{number:03}"
         begun = PlannedRun(path, chosen, "", "trial", seed).state() != "new"
         folder = RunFolder(path) if begun else RunFolder.create(path, chosen)

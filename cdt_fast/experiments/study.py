@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from cdt_fast.training.report import LARGEST_RATIO
+from cdt_fast.training.report import LARGEST_RATIO, LAST_LOSS
 from cdt_fast.training.task import EvaluatedRun, Summary, Table
 
 # Runs of a study by their source, then by the run's name: one a seed, in the order of the seeds.
@@ -127,10 +127,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 # At the noise that a run was trained at.
-_LOSSES = (
-    Summary("ℓ_L", lambda run: run.evaluation.layer_loss[-1]),
-    Summary("exits", lambda run: _geometric_mean(run.evaluation.layer_loss[1:-1])),
-)
+_LOSSES = (LAST_LOSS, Summary("exits", lambda run: _geometric_mean(run.evaluation.layer_loss[1:-1])))
 
 
 def _names(cells: Cells) -> list[str]:

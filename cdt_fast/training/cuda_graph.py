@@ -18,25 +18,17 @@ EAGER_CALLS = 3
 
 
 class Graphs(Protocol):
-    """Where the work of a step is captured."""
+    """Where the work of a step is captured; tests have others than `CudaGraphs`."""
 
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Do the work now, where it would be captured."""
-        ...
+    def run(self, work: Callable[[], Any]) -> Any: ...
 
-    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Record the work without doing it. Each call of what is returned does all of it again, on the same tensors."""
-        ...
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]: ...
 
 
 class CudaGraphs:
-    """CUDA graphs of one device. They share one pool of memory, as they are never replayed side by side.
+    """CUDA graphs of one device (None: the current one), or InputError: there is no CUDA GPU.
 
-    Args:
-        device: the GPU; None: the current one.
-
-    Raises:
-        InputError: there is no CUDA GPU.
+    They share one pool of memory, as they are never replayed side by side.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -56,7 +48,7 @@ class CudaGraphs:
         return result
 
     def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Record the work in a graph. This waits for the device."""
+        """Record the work without doing it, and wait for that. What is returned does it again, on the same tensors."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = work()
@@ -82,9 +74,6 @@ class CapturedStep:
     Args:
         function: takes tensors by position and choices by name.
         graphs: where it is captured; None: CUDA graphs of the current device.
-
-    Raises:
-        InputError: `graphs` is None and there is no CUDA GPU.
     """
 
     def __init__(self, function: Callable[..., Any], graphs: Graphs | None = None) -> None:

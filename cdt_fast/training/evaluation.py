@@ -17,11 +17,7 @@ from cdt_fast.training.verdict import verdict
 
 
 def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress: bool = True) -> EvaluatedRun:
-    """Measure the model that a run kept, and write `evaluation.json`.
-
-    Raises:
-        InputError: the run's model, data or checkpoint cannot be read.
-    """
+    """Measure the model that a run kept, and write `evaluation.json`."""
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
     data = task.load(settings, progress)

@@ -26,13 +26,9 @@ def build_optimizer(
 ) -> tuple[AdamW, LambdaLR]:
     """AdamW and its schedule, which multiplies `lr` by `relative_rate` of the number of steps done.
 
-    Args:
-        parameters: all on one device.
-        lr, weight_decay: AdamW's.
-        relative_rate: as above.
-        on_device: keep the learning rate and the count of steps on the parameters' device and update in one fused
-            kernel, so that the step can be captured in a CUDA graph: the schedule then writes the rate, as float32,
-            into the tensor that the kernel reads.
+    `on_device` keeps the learning rate and the count of steps on the parameters' device and updates in one fused
+    kernel, so that the step can be captured in a CUDA graph: the schedule then writes the rate, as float32, into the
+    tensor that the kernel reads.
 
     Raises:
         InputError: the rate, or its product with the decay, is beyond what an update in float32 can be made with.
@@ -52,11 +48,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: AdamW, state: Mapping[str, Any]) -> None:
-    """Take up what `optimizer.state_dict()` returned, there or on another device; the placement stays as built.
-
-    Raises:
-        KeyError, ValueError: it is the state of other parameters.
-    """
+    """Take up what `optimizer.state_dict()` returned, there or on another device; the placement stays as built."""
     groups = [{name: group[name] for name in (*_PLACEMENT, "lr")} for group in optimizer.param_groups]
     saved = [
         {**group, **{name: own[name] for name in _PLACEMENT}}

@@ -17,6 +17,7 @@ _VERDICT = (
     "Worst: the largest share by which a layer exceeds its bound, negative where all bounds hold, and that layer; "
     "feasible: it is not above zero."
 )
+LAST_LOSS = Summary("ℓ_L", lambda run: run.evaluation.layer_loss[-1])
 LARGEST_RATIO = Summary("largest ratio", lambda run: max(filter(None, run.evaluation.layer_ratio), default=None))
 
 
@@ -60,20 +61,13 @@ def seed_table(runs: Sequence[EvaluatedRun]) -> Table:
     for run in runs:
         seedless = run.settings.model_copy(update={"training": run.settings.training.model_copy(update={"seed": 0})})
         groups.setdefault(repr(seedless), []).append(run)
-    columns = [
-        *runs[0].task.summaries(runs),
-        Summary("ℓ_L", lambda run: run.evaluation.layer_loss[-1]),
-        LARGEST_RATIO,
-    ]
+    columns = [*runs[0].task.summaries(runs), LAST_LOSS, LARGEST_RATIO]
     rows = [["over seeds, mean (range)", "seeds", *(column.heading for column in columns), "feasible"]]
     for group in groups.values():
         if len(group) == 1:
             continue
-        words = []
-        for column in columns:
-            values = [value for run in group if (value := column.value(run)) is not None]
-            shown = f"{sum(values) / len(values):.3g} ({min(values):.3g}..{max(values):.3g})" if values else ""
-            words.append(shown)
+        every = [[value for run in group if (value := column.value(run)) is not None] for column in columns]
+        words = [f"{sum(of) / len(of):.3g} ({min(of):.3g}..{max(of):.3g})" if of else "" for of in every]
         feasible = sum(run.evaluation.feasible for run in group)
         rows.append([group[0].kind, str(len(group)), *words, f"{feasible} of {len(group)}"])
     return rows if len(rows) > 1 else []

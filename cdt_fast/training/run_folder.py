@@ -21,11 +21,7 @@ class RunInUse(InputError):
 
 
 class RunFolder:
-    """The paths of a run: `config.toml`, `metrics.jsonl`, `model/`, `checkpoint/`, `evaluation.json`, `report.md`.
-
-    Args:
-        path: the folder; it need not exist yet.
-    """
+    """The paths of a run: `config.toml`, `metrics.jsonl`, `model/`, `checkpoint/`, `evaluation.json`, `report.md`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -38,17 +38,11 @@ class Summary(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a verdict reads of a run: the lower, the better.
+    """What a verdict reads of a run: the lower, the better."""
 
-    Attributes:
-        measure: what was measured, with the noise level, as "RMSE at γ 0.15".
-        depths: its value at every depth 0 to L.
-        references: its value for what costs no training, by name: the input, baselines without weights, a guess.
-    """
-
-    measure: str
-    depths: list[float]
-    references: dict[str, float]
+    measure: str  # with the noise level, as "RMSE at γ 0.15"
+    depths: list[float]  # 0 to L
+    references: dict[str, float]  # of what costs no training, by name: the input, baselines without weights, a guess
 
 
 class Comparison(NamedTuple):
