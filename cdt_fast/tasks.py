@@ -6,7 +6,7 @@ import os
 import pkgutil
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,13 +143,6 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
             f"{path}: was evaluated after step {evaluation.trained_steps} and trained to step {trained} since; {remedy}"
         )
     return EvaluatedRun(folder, settings, task, evaluation)
-
-
-def open_all(paths: Sequence[str | os.PathLike[str]]) -> list[EvaluatedRun]:
-    """Open several evaluated runs; those whose folders have the same name are called by the paths that were given."""
-    runs = [open_evaluated(path) for path in dict.fromkeys(paths)]
-    names = [run.folder.name for run in runs]
-    return [replace(run, name=str(run.folder.path)) if names.count(run.folder.name) > 1 else run for run in runs]
 
 
 def check_comparable(runs: Sequence[EvaluatedRun], *, of_one_noise: bool = True) -> None:

@@ -291,7 +291,7 @@ def test_an_experiment_that_cannot_be_read_is_in_the_way_of_no_other_command(cal
 
 def test_several_processes_are_sent_to_the_training_command(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "launched as 2 processes" in call("reproduce", "video", "demo").line()
+    assert "reproduce trains in one process" in call("reproduce", "video", "demo").line()
 
 
 @pytest.mark.parametrize("name", experiments.names())

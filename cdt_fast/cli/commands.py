@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,8 @@ def _is_first_process() -> bool:
 
 
 def _check_single_process(command: str) -> None:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        raise InputError(
-            f"launched as {processes} processes, but {command} trains one run after the other; launch each with "
-            "cdt-fast train"
-        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(f"{command} trains in one process, a run after the other; launch each with cdt-fast train")
 
 
 def _train_and_evaluate(run: RunFolder, settings: RunSettings, entry: TaskEntry, *, resumed: bool) -> None:
@@ -193,7 +190,10 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def _compare(folders: Sequence[str], out: str, json_file: str | None) -> None:
-    runs = tasks.open_all(folders)
+    runs = [tasks.open_evaluated(folder) for folder in dict.fromkeys(folders)]
+    names = [run.folder.name for run in runs]
+    if len(set(names)) < len(names):  # folders of one name are called by their paths
+        runs = [replace(run, name=str(run.folder.path)) for run in runs]
     tasks.check_comparable(runs)
     _save(json_file, {run.label: run.evaluation.model_dump(mode="json") for run in runs})
     _report(runs, out, shlex.join(["cdt-fast", "compare", *folders, "--out", out]))

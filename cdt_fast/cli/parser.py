@@ -97,7 +97,7 @@ def build_parser() -> Parser:
 
     text = "train the runs of an experiment by its name, and compare them; called again, it resumes where it stopped"
     command = _command(shown, "reproduce", commands.reproduce, text, "")
-    command.ending, add = _experiments, command.add_argument
+    command.ending, add = experiments.listing, command.add_argument
     add("name", metavar="NAME", help="which experiment")
     add("source", nargs="+", metavar="SOURCE", help="where its data are; a study takes several")
     add("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
@@ -145,11 +145,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def _experiments() -> str:
-    example = "cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"
-    return f"experiments:\n{experiments.listing()}\n\nexample: {example}"
-
-
 def _completion(options: argparse.Namespace) -> None:
     shtab = require("shtab", "completion", "completing commands")
     print(shtab.complete(build_parser(), options.shell))
@@ -192,8 +187,8 @@ def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) 
 
 def _add_setting(group: Any, section: str, values: Section, name: str) -> None:
     option, destination = f"--{name.replace('_', '-')}", f"{section}.{name}"
-    field, default, owner = type(values).model_fields[name], getattr(values, name), values.owner(name)
-    text = f"{f'{owner}: ' if owner else ''}{field.description}".replace("%", "%%")
+    field, default = type(values).model_fields[name], getattr(values, name)
+    text = f"{f'{field.title}: ' if field.title else ''}{field.description}".replace("%", "%%")
     if bool in kinds_of(field.annotation):
         text += {True: " (yes)", False: " (no)"}.get(default, "")
         group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text)

@@ -131,12 +131,12 @@ def names() -> list[str]:
 
 
 def listing() -> str:
-    """Every experiment by its name, with what it needs; for the help of the command line."""
-    lines = []
+    """Every experiment by its name, with what it needs, and an example; for the end of the help."""
+    lines = ["experiments:"]
     for experiment in map(Experiment.load, names()):
         needs = f"SOURCE: {experiment.source}" + (f"; --model: {experiment.model}" if experiment.model else "")
         lines += [f"  {experiment.name}: {experiment.title}", f"      {needs}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "example: cdt-fast reproduce video clip.mp4 --seeds 0 --out runs/clip"])
 
 
 def plan(

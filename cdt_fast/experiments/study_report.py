@@ -76,9 +76,9 @@ def _pictures(cells: Cells, baseline: str) -> list[tuple[Any, str]]:
 
 def _of_differences(differences: Mapping[str, Mapping[str, Difference | None]]) -> Any:
     names = list(next(iter(differences.values())))
-    size = (2.1 * len(differences) + 1.5, 0.8 + 0.24 * len(names))
-    figure, panels = figures.pyplot().subplots(1, len(differences), figsize=size, sharey=True, squeeze=False)
-    for panel, (heading, values) in zip(panels[0], differences.items(), strict=True):
+    figure, panels = figures.axes_of(width=2.6, columns=len(differences), together=True)
+    figure.set_figheight(0.8 + 0.24 * len(names))
+    for panel, (heading, values) in zip(panels, differences.items(), strict=True):
         panel.axvline(0, color=figures.GRAY, linewidth=1, zorder=0)
         for place, name in enumerate(names):
             value = values[name]
@@ -94,8 +94,6 @@ def _of_differences(differences: Mapping[str, Mapping[str, Difference | None]]) 
         panel.set_yticks(range(len(names)), names, fontsize="x-small")
         panel.set_ylim(len(names) - 0.5, -0.5)
         panel.tick_params(axis="x", labelsize="xx-small")
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -79,10 +79,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
         line = f"cdt-fast: warning: {error}; the checkpoint before it is used, {previous.name}"
         print(printable(line), file=sys.stderr)
     if run is not None:
-        _check_training_state(path, state, run)
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and name.startswith((".model", ".optimizer")) and not tensor.isfinite().all():
-                raise InputError(f"{path}: holds NaN or infinity in {name[1:]}; train again, with a lower --lr")
+        _check_of_a_training(path, state, tensors, run)
     return state
 
 
@@ -104,7 +101,9 @@ def run_identity(settings: Any) -> dict[str, Any]:
     }
 
 
-def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+def _check_of_a_training(
+    path: str | os.PathLike[str], state: Mapping[str, Any], tensors: Mapping[str, Tensor], run: Mapping[str, Any]
+) -> None:
     """Refuse a state that the training of `run` does not leave; see `load_checkpoint`."""
     missing = [name for name in _ENTRIES if name not in state]
     if missing:
@@ -117,6 +116,9 @@ def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any]
             raise InputError(
                 f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
             )
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and name.startswith((".model", ".optimizer")) and not tensor.isfinite().all():
+            raise InputError(f"{path}: holds NaN or infinity in {name[1:]}; train again, with a lower --lr")
 
 
 def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

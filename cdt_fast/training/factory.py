@@ -18,14 +18,9 @@ from cdt_fast.training.settings import RunSettings
 NEVER = 2**62
 
 
-def samples_per_step(settings: RunSettings) -> int:
-    """Samples (windows, texts, sequences) that one optimizer step sees."""
-    return settings.training.batch * settings.training.accumulate
-
-
 def steps_per_epoch(settings: RunSettings, samples: int) -> int:
     """Optimizer steps that see every one of `samples` once; the last may see fewer than the others."""
-    return math.ceil(samples / samples_per_step(settings))
+    return math.ceil(samples / (settings.training.batch * settings.training.accumulate))
 
 
 def _coefficients(settings: RunSettings, num_constraints: int) -> list[float] | None:

@@ -22,7 +22,7 @@ from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_che
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.depth_schedule import check_depth_schedule, scheduled_weights
 from cdt_fast.training.execution import resolve_execution
-from cdt_fast.training.factory import build_constraints, samples_per_step, steps_per_epoch
+from cdt_fast.training.factory import build_constraints, steps_per_epoch
 from cdt_fast.training.interruption import Interrupted, on_signals
 from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
@@ -180,7 +180,12 @@ class Trainer:
                 if last or self.step % training.log_every == 0:
                     entry = self._log_entry(time.perf_counter() - started)
                     if shown and first is not None:
-                        self._say_how_long((time.perf_counter() - started) / (self.step - first))
+                        each, left = (
+                            (time.perf_counter() - started) / (self.step - first),
+                            self.workload.steps - self.step,
+                        )
+                        if each * left > 30:
+                            print(f"about {each * left / 60:.1f} minutes to go: {left:,} steps", file=sys.stderr)
                         first = None
                     self._log(entry)
                     bar.set_postfix_str(self._summary(entry["loss"]), refresh=False)
@@ -206,13 +211,6 @@ class Trainer:
     def _log(self, entry: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
             self.folder.append_metrics(entry)
-
-    def _say_how_long(self, seconds_a_step: float) -> None:
-        """What the first steps promise of the rest, where that is not over soon."""
-        left = self.workload.steps - self.step
-        minutes = left * seconds_a_step / 60
-        if minutes > 0.5:
-            print(f"about {minutes:.1f} minutes to go: {left:,} steps of {seconds_a_step:.2g} s", file=sys.stderr)
 
     def _train_step(self) -> None:
         micro_batches = self._micro_batches()
@@ -257,8 +255,8 @@ class Trainer:
         A sample has the same seed however the step is cut into micro-batches and spread over ranks.
         """
         epoch, position = divmod(self.step, self.steps_per_epoch)
-        together = samples_per_step(self.settings)
-        seed = self.settings.training.seed
+        seed, batch = self.settings.training.seed, self.settings.training.batch
+        together = batch * self.settings.training.accumulate
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % _SEEDS)
         order = torch.randperm(self.workload.training_samples, generator=generator).tolist()
         first_seed = (seed + 1) * _SEED_SPACING + self.step * together
@@ -266,7 +264,6 @@ class Trainer:
             (sample, (first_seed + number) % _SEEDS)
             for number, sample in enumerate(order[position * together : (position + 1) * together])
         ]
-        batch = self.settings.training.batch
         return [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
 
     def _batch(self, chosen: list[tuple[int, int]]) -> tuple[Tensor, ...]:

@@ -30,15 +30,14 @@ Shares = Annotated[dict[int, float], Field(min_length=1)]
 NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a range
 # Beyond a million times the signal squares leave float32.
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
-Precision = Literal["auto", "bf16", "fp32", "ieee"]
 DepthSchedule = Literal["random", "gradual", "rotational"]
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 
 
 def setting(default: Any, description: str, owner: str | None = None) -> Any:
-    """A field of a section, with its help; `owner` is the network that alone has it (None: all of the task's do)."""
-    return Field(default, description=description, json_schema_extra={"owner": owner}, validate_default=False)
+    """A field of a section, with its help; `owner`, its title, is the network that alone has it (None: all do)."""
+    return Field(default, description=description, title=owner, validate_default=False)
 
 
 class Section(BaseModel):
@@ -65,12 +64,6 @@ class Section(BaseModel):
         if list in kinds and numbers and (len(words) > 1 or not kinds & {int, float}):
             return words
         return value
-
-    @classmethod
-    def owner(cls, name: str) -> str | None:
-        """The network that alone has the setting `name`, or None where all of the task's have it."""
-        extra = cls.model_fields[name].json_schema_extra
-        return extra.get("owner") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
 
 def kinds_of(annotation: Any) -> set[Any]:
@@ -171,7 +164,7 @@ class TrainingSettings(Section):
         None, "steps between two of an inner depth under 'rotational'"
     )
     weight_decay: NonNegative = setting(0.0, "decoupled weight decay (AdamW)")
-    precision: Precision = setting(
+    precision: Literal["auto", "bf16", "fp32", "ieee"] = setting(
         "auto",
         "matrix products: bf16 with float32 masters, fp32 (TF32 on a GPU) or ieee; auto: bf16 on a GPU, else fp32",
     )
@@ -203,7 +196,7 @@ class RunSettings(BaseModel):
 
     @property
     def network(self) -> str:
-        """Which of the task's networks the settings are for, as `Section.owner` names it."""
+        """Which of the task's networks the settings are for, as the owner of a setting names it."""
         return self.model.model
 
     @property
@@ -279,7 +272,7 @@ class RunSettings(BaseModel):
     def check_owners(self, given: Iterable[str]) -> None:
         """Refuse those of the given settings of [model] that the chosen network does not have."""
         for name in given:
-            owner = type(self.model).owner(name)
+            owner = type(self.model).model_fields[name].title
             if owner is not None and self.network not in owner.split(", "):
                 option = f"--{name.replace('_', '-')}"
                 raise InputError(f"{option} is a setting of {owner}, and the model is {self.model.model}")
