@@ -37,7 +37,7 @@ class _Terminated(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input is one line on stderr and status 2."""
-    options = argparse.Namespace()
+    options = argparse.Namespace(hint="")
     try:
         # Here, where a signal is one line too: the settings of all tasks take a moment.
         from cdt_fast.cli.parser import build_parser
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + stop.signal_number
     except (KeyboardInterrupt, _Terminated) as stop:
         number = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
-        _say(f"stopped by {number.name}")
+        _say(f"stopped by {number.name}{options.hint}")
         return 128 + number
     return BAD_INPUT
 

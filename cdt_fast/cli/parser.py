@@ -161,7 +161,7 @@ def _level(word: str) -> float | None:
 def _command(shown: Any, name: str, run: Any, text: str, example: str) -> Parser:
     command: Parser = shown.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     command.epilog = f"example: cdt-fast {example}"
-    command.set_defaults(run=run, again="the same command")
+    command.set_defaults(run=run, again="the same command", hint="")
     return command
 
 
