@@ -330,7 +330,7 @@ def test_a_bound_may_be_a_factor_of_another_run(call: Call, clip: Path, tmp_path
     ("words", "message"),
     [
         (["--bounds", "9=1.0"], "bounds holds depth 9, which is not read: the depths are 0 to 2"),
-        (["--bounds", "2:0.9"], "[constraints] bounds must be a valid dictionary, got '2:0.9'"),
+        (["--bounds", "2:0.9"], "[constraints] bounds must be values by depth, as in 12=1.01x,3=0.9, got '2:0.9'"),
         (["--bounds", "2=0.9y"], "bounds[2] must be a finite number > 0, or a factor such as \"1.01x\", got '0.9y'"),
         (
             ["--objective", "log", "--coefficients", "1,-1,1"],

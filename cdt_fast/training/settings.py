@@ -57,8 +57,10 @@ class Section(BaseModel):
         if value == "none" and type(None) in kinds:
             return None
         words = value.split(",")
-        if dict in kinds and all("=" in word for word in words):
+        if dict in kinds:
             pairs = [word.partition("=") for word in words]
+            if not all(equals for _, equals, _ in pairs):
+                raise ValueError("must be values by depth, as in 12=1.01x,3=0.9")
             return {depth.strip(): _number_or_word(bound) for depth, _, bound in pairs}
         numbers = all(isinstance(_number_or_word(word), float) for word in words)
         if list in kinds and numbers and (len(words) > 1 or not kinds & {int, float}):

@@ -130,7 +130,7 @@ def test_a_preset_sets_what_it_names_and_gives_way_to_what_is_beside_it(name: st
         ),
         (
             '[constraints]\nbounds = "3:0.9"\n',
-            ["[constraints] bounds must be a valid dictionary, got '3:0.9'"],
+            ["[constraints] bounds must be values by depth, as in 12=1.01x,3=0.9, got '3:0.9'"],
         ),
         ('[constraints]\nbounds = "last=0.9"\n', ["[constraints] bounds must be a valid integer", "got 'last=0.9'"]),
         (
