@@ -23,19 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskEntry:
-    """A task as the command line shows it, before anything of it is loaded.
-
-    Attributes:
-        settings: the type of its settings.
-        text: what `train` does in it.
-        examples: what may follow `cdt-fast train NAME`.
-        place: module and class of its `training.task.Task`.
-    """
+    """A task as the command line shows it, before anything of it is loaded."""
 
     settings: type[RunSettings]
-    text: str
-    examples: tuple[str, ...]
-    place: str
+    text: str  # what `train` does in it
+    examples: tuple[str, ...]  # of what may follow `cdt-fast train NAME`
+    place: str  # module and class of its `training.task.Task`
 
     def load(self) -> Task:
         """The task itself, with all that it imports."""

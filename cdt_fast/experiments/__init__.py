@@ -21,31 +21,20 @@ FOLDER = Path(__file__).parent
 class Experiment:
     """What an experiment's file says.
 
-    Attributes:
-        name: that of the file.
-        title: what is trained.
-        source: what SOURCE has to be.
-        model: what MODEL has to be, or "" where the experiment brings its own.
-        learning_rates: of which each run takes, for each source, the best by validation with the first seed; none: that
-            of the settings.
-        baseline: the run that a study pairs the others with; "" where it is no study.
-        task: "video", "text" or "lm".
-        seeds: of each run.
-        shared: settings of all runs, by section.
-        runs: what is different in each run, likewise, by the run's name. The `reference_losses` of one may be the name
-            of another before it: its losses with the same seed.
+    With `learning_rates` each run takes, for each source, the best of them by validation with the first seed. The
+    `reference_losses` of a run may be the name of another before it: its losses with the same seed.
     """
 
-    name: str
+    name: str  # that of the file
     title: str
-    source: str
+    source: str  # what SOURCE has to be
     task: str
     seeds: Sequence[int]
-    runs: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    shared: Mapping[str, Mapping[str, Any]]
-    model: str = ""
+    runs: Mapping[str, Mapping[str, Mapping[str, Any]]]  # what is different in each run, by section
+    shared: Mapping[str, Mapping[str, Any]]  # settings of all runs, by section
+    model: str = ""  # what MODEL has to be, or "" where the experiment brings its own
     learning_rates: Sequence[float] = ()
-    baseline: str = ""
+    baseline: str = ""  # the run that a study pairs the others with; "" where it is no study
 
     @classmethod
     def load(cls, name: str) -> Experiment:
@@ -91,18 +80,14 @@ class Experiment:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training of an experiment: where it goes, with which settings, and what it is a run of.
-
-    Attributes:
-        chosen: whether it is compared: False where another learning rate was better.
-    """
+    """One training of an experiment: where it goes, with which settings, and what it is a run of."""
 
     path: Path
     settings: RunSettings
     source: str
     run: str
     seed: int
-    chosen: bool = True
+    chosen: bool = True  # to be compared: False where another learning rate was better
 
     def state(self) -> str:
         """What is there: "new" (nothing), "begun", or "done"; InputError: it is a run with other settings."""

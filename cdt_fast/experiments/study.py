@@ -15,11 +15,8 @@ Cells = Mapping[str, Mapping[str, Sequence[EvaluatedRun]]]
 
 
 class Difference(NamedTuple):
-    """By how many percent a run differs from the baseline: the geometric mean over pairs.
-
-    Attributes:
-        mean: over the pairs.
-        low, high: its 95 % interval (Student's t, pairs taken for independent); None with a single pair.
+    """By how many percent a run differs from the baseline: the geometric mean over pairs, and its 95 % interval
+    (Student's t, pairs taken for independent), which a single pair does not have.
     """
 
     mean: float

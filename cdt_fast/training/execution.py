@@ -18,17 +18,11 @@ _PRODUCTS = {"bf16": "products in bfloat16, weights and sums in float32", "fp32"
 
 @dataclass(frozen=True)
 class Execution:
-    """How a training computes.
-
-    Attributes:
-        device: where.
-        precision: of the matrix products: "bf16", "fp32" (TF32 on a GPU) or "ieee".
-        captured: a step is launched as one CUDA graph.
-    """
+    """Where and how a training computes."""
 
     device: torch.device
-    precision: str
-    captured: bool
+    precision: str  # of the matrix products: "bf16", "fp32" (TF32 on a GPU) or "ieee"
+    captured: bool  # a step is launched as one CUDA graph
 
     @property
     def autocast(self) -> torch.dtype | None:

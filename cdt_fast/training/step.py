@@ -18,22 +18,16 @@ from cdt_fast.constraints.duals import DualAction
 class TrainingStep:
     """What the device does in one optimizer step. Nothing here waits for it, nor changes anything on the host.
 
-    Attributes:
-        losses: its forward `(*batch, weights)` gives `(total, per_depth)`, and behind them shares of agreement where
-            the constraints ask for some; or a wrapper of it.
-        optimizer: of the model's parameters.
-        logged_sums: `[L+2]`, the sums of the losses and the count since the last log; added to in place.
-        constraints: give the weights of the losses; None: unconstrained.
-        clip: the largest norm of the gradient, None: no bound.
-        ranks: processes that take part.
+    The forward `(*batch, weights)` of `losses` gives `(total, per_depth)`, and behind them shares of agreement where
+    the constraints ask for some.
     """
 
     losses: nn.Module
     optimizer: Optimizer
-    logged_sums: Tensor
-    constraints: DescentConstraints | None
-    clip: float | None = None
-    ranks: int = 1
+    logged_sums: Tensor  # `[L+2]`, the sums of the losses and the count since the last log; added to in place
+    constraints: DescentConstraints | None  # give the weights of the losses; None: unconstrained
+    clip: float | None = None  # the largest norm of the gradient
+    ranks: int = 1  # processes that take part
 
     def run(
         self,

@@ -57,26 +57,18 @@ class Workload(Protocol):
 
     A sample (a window, a text, a sequence) is chosen by its number among the training samples, and comes with a seed of
     its own for what is drawn for it.
-
-    Attributes:
-        model: the network, on the CPU until the loop places it.
-        num_constraints: L; there are L+1 losses.
-        training_samples: how many there are to train on.
-        lr: the learning rate.
-        steps: optimizer steps of the whole training.
-        note: what the user should know before the training starts, or None.
-        after_update: what is done to the parameters after each update of the optimizer, on their device; or None.
     """
 
-    model: nn.Module
-    num_constraints: int
+    model: nn.Module  # on the CPU until the loop places it
+    num_constraints: int  # L; there are L+1 losses
     training_samples: int
     lr: float
-    steps: int
-    note: str | None
+    steps: int  # optimizer steps of the whole training
+    note: str | None  # what the user should know before the training starts
 
     @property
-    def after_update(self) -> Callable[[], None] | None: ...
+    def after_update(self) -> Callable[[], None] | None:
+        """What is done to the parameters after each update of the optimizer, on their device; or None."""
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         """A module whose forward `(*batch, weights)` gives `(total, per_depth)`, means over what counts.
@@ -114,24 +106,15 @@ class Task(ABC):
     """One kind of training. A subclass is all that `training` needs of it; it knows no other task.
 
     What it is given that cannot be used is an InputError, and a package that is not installed a MissingExtra.
-
-    Attributes:
-        name: as in the command line.
-        samples: what a sample is called, in the plural.
-        subject: what the samples are taken from, in the plural.
-        sample: what `per_sample` of an evaluation is of, in the singular.
-        evaluation: the type of its `evaluation.json`.
-        fixed_shapes: all full batches of a run have the same shapes, so that a step can be captured.
-        agreement: its losses give shares of agreement where the constraints ask for some.
     """
 
-    name: ClassVar[str]
-    samples: ClassVar[str]
-    subject: ClassVar[str]
-    sample: ClassVar[str]
-    evaluation: ClassVar[type[Evaluation]]
-    fixed_shapes: ClassVar[bool]
-    agreement: ClassVar[bool] = False
+    name: ClassVar[str]  # as in the command line
+    samples: ClassVar[str]  # what a sample is called, in the plural
+    subject: ClassVar[str]  # what the samples are taken from, in the plural
+    sample: ClassVar[str]  # what `per_sample` of an evaluation is of, in the singular
+    evaluation: ClassVar[type[Evaluation]]  # of its `evaluation.json`
+    fixed_shapes: ClassVar[bool]  # all full batches of a run have the same shapes, so that a step can be captured
+    agreement: ClassVar[bool] = False  # its losses give shares of agreement where the constraints ask for some
 
     @abstractmethod
     def check(self, settings: Any) -> None:
