@@ -281,8 +281,7 @@ def test_a_run_that_is_not_finished_is_measured_with_a_note(
     save_checkpoint(copied_run.checkpoint, {**load_checkpoint(copied_run.checkpoint), "steps": 60})
     answer = call("evaluate", copied_run.path)
     assert answer.status == 0
-    note = f"the training of {copied_run.path} is not finished, this is step 30 of 60"
-    assert answer.err == f"cdt-fast: note: {note}\n"
+    assert "The training is not finished, this is step 30 of 60." in answer.out
 
 
 def test_options_win_over_a_file_and_a_file_over_the_defaults(

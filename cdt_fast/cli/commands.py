@@ -203,8 +203,6 @@ def _report(runs: list[Any], folder: str | Path, command: str) -> None:
     """Print the tables and verdicts of runs, and write their report into `folder`."""
     from cdt_fast.training import report
 
-    for note in report.unfinished(runs):
-        print(f"cdt-fast: {note}", file=sys.stderr)
     for table in report.tables(runs):
         print("\n" + as_text(table))
     print()

@@ -80,19 +80,13 @@ def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
 
 
 def judgment(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> str:
-    """The verdict on one of several runs, and that on its constraints where it has some."""
-    text = verdict(run, [other for other in runs if other is not run]).text
-    return f"{text} {run.evaluation.report.text}" if run.evaluation.constrained else text
-
-
-def unfinished(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """A line for each run that was evaluated before its training had come to its end."""
-    return [
-        f"note: the training of {run.folder.path} is not finished, this is step {run.evaluation.trained_steps} of "
-        f"{run.evaluation.steps}"
-        for run in runs
-        if not run.evaluation.finished
-    ]
+    """The verdict on one of several runs, that on its constraints where it has some, and whether it is finished."""
+    values, words = run.evaluation, [verdict(run, [other for other in runs if other is not run]).text]
+    if values.constrained:
+        words.append(values.report.text)
+    if not values.finished:
+        words.append(f"The training is not finished, this is step {values.trained_steps} of {values.steps}.")
+    return " ".join(words)
 
 
 def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], command: str) -> Path:
@@ -101,8 +95,6 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs on {Path(runs[0].evaluation.source).name}"
     lines = [f"# {title}", "", f"Made by `{command}`.", ""]
     lines += [f"{runs[0].task.conditions(runs[0])} {_VERDICT}", ""]
-    for note in unfinished(runs):
-        lines += [note, ""]
     for table in tables(runs):
         lines += [as_markdown(table), ""]
     for run in runs:
