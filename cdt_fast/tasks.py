@@ -112,8 +112,8 @@ def kept_losses(folder: RunFolder) -> list[float]:
     """The validation losses of the model that a run kept, or InputError: there are none yet."""
     from cdt_fast.training.checkpoint import load_checkpoint
 
-    best = load_checkpoint(folder.checkpoint)["best"]
-    if best is None:
+    best = load_checkpoint(folder.checkpoint).get("best")
+    if not isinstance(best, dict) or not isinstance(best.get("loss"), list):
         raise InputError(f"{folder.checkpoint}: has no validation losses yet; resume the training of {folder.path}")
     return best["loss"]
 

@@ -6,20 +6,30 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from cdt_fast.errors import InputError, printable
-from cdt_fast.files import replaced_atomically, shown
+from cdt_fast.files import parsed_json, replaced_atomically, shown
 from cdt_fast.tensor_file import load_tensors, recorded, serialized
 
 _FORMAT = "cdt_fast checkpoint 2"
 
 # What the state of a training holds, as `training.loop` saves it.
-_ENTRIES = ("step", "steps", "model", "optimizer", "schedule", "constraints", "best", "run", "data")
+_ENTRIES: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "steps": int,
+    "model": dict,
+    "optimizer": dict,
+    "schedule": dict,
+    "constraints": dict,
+    "best": (dict, type(None)),
+    "run": dict,
+    "data": dict,
+}
 
 # Settings that do not say which run it is: places, and what may change between two resumptions.
 _NOT_OF_THE_RUN = (
@@ -37,8 +47,10 @@ def previous_checkpoint(path: str | os.PathLike[str]) -> Path:
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write `state` to `path` with checksums, atomically; the checkpoint that was there before is kept beside it.
 
-    A state is nested dictionaries (keys: words or whole numbers), lists and tuples (which come back as lists) of
-    tensors, numbers, words, truth values and None.
+    Args:
+        path: the file.
+        state: nested dictionaries (keys: words or whole numbers), lists and tuples of tensors, numbers, words, truth
+            values and None. Tuples come back as lists.
 
     Raises:
         OSError: the file cannot be written; it names `path`.
@@ -49,50 +61,53 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
     with replaced_atomically(path) as temporary:
         temporary.write_bytes(serialized(tensors, {"format": _FORMAT, "state": json.dumps(document)}))
         if os.path.exists(path):
-            previous = previous_checkpoint(path)
-            previous.unlink(missing_ok=True)
-            try:
-                os.link(path, previous)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(path, previous)
+            _keep(path)
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read what `save_checkpoint` wrote, on the CPU; where that is damaged the one before it, with a warning on stderr.
 
-    `run` is the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
+    Args:
+        path: the file.
+        run: the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
 
     Raises:
-        InputError: there is none, or none is whole. With `run` also: an entry is missing, the step is below 0 or beyond
-            the end, a weight or a moment of the optimizer is not finite, or it is of another run.
+        InputError: there is none, or none is whole. With `run` also: an entry is missing or of another type, the step
+            is below 0 or beyond the end, a weight or a moment of the optimizer is not finite, or it is of another run.
     """
     previous = previous_checkpoint(path)
     if not os.path.exists(path) and not previous.exists():
         raise InputError(f"{path}: there is no checkpoint yet")
     try:
-        state, tensors = _load(path)
+        state = _load(path)
     except InputError as error:
         try:
-            state, tensors = _load(previous)
+            state = _load(previous)
         except InputError:
             raise error from None
         line = f"cdt-fast: warning: {error}; the checkpoint before it is used, {previous.name}"
         print(printable(line), file=sys.stderr)
     if run is not None:
-        _check_of_a_training(path, state, tensors, run)
+        _check_training_state(path, state, run)
     return state
 
 
 def saved_step(path: str | os.PathLike[str]) -> int:
     """The step of the checkpoint at `path`, read without its tensors; 0 where there is none, or none that is whole."""
     try:
-        return int(json.loads(recorded(path)["state"])["words"]["step"])
-    except (InputError, KeyError, TypeError, ValueError):
+        state = parsed_json(recorded(path).get("state", ""), str(path), dict[str, dict[str, Any]])
+    except InputError:
         return 0
+    step = state.get("words", {}).get("step")
+    return step if isinstance(step, int) else 0
 
 
 def run_identity(settings: Any) -> dict[str, Any]:
-    """The settings that a checkpoint belongs to, for `load_checkpoint`: two runs that agree in them are the same."""
+    """The settings that a checkpoint belongs to, for `load_checkpoint`: two runs that agree in them are the same.
+
+    Args:
+        settings: of a run: an object with the sections `data`, `model`, `constraints` and `training`.
+    """
     return {
         f"[{section}] {name}": value
         for section in ("data", "model", "constraints", "training")
@@ -101,14 +116,14 @@ def run_identity(settings: Any) -> dict[str, Any]:
     }
 
 
-def _check_of_a_training(
-    path: str | os.PathLike[str], state: Mapping[str, Any], tensors: Mapping[str, Tensor], run: Mapping[str, Any]
-) -> None:
+def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     """Refuse a state that the training of `run` does not leave; see `load_checkpoint`."""
-    missing = [name for name in _ENTRIES if name not in state]
-    if missing:
-        raise InputError(f"{path}: is no checkpoint of a training: {', '.join(missing)} missing")
-    if not (type(state["step"]) is type(state["steps"]) is int and 0 <= state["step"] <= state["steps"]):
+    for name, kinds in _ENTRIES.items():
+        value = state.get(name, ...)
+        if value is ... or not isinstance(value, kinds) or isinstance(value, bool):
+            what = "is missing" if value is ... else f"is {shown(value)}"
+            raise InputError(f"{path}: is no checkpoint of a training: {name} {what}")
+    if not 0 <= state["step"] <= state["steps"]:
         raise InputError(f"{path}: is at step {state['step']} of {state['steps']}, where no training comes to")
     for name, here in run.items():
         there = state["run"].get(name)
@@ -116,13 +131,23 @@ def _check_of_a_training(
             raise InputError(
                 f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
             )
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and name.startswith((".model", ".optimizer")) and not tensor.isfinite().all():
-            raise InputError(f"{path}: holds NaN or infinity in {name[1:]}; train again, with a lower --lr")
+    for part in ("model", "optimizer"):
+        for name, tensor in _tensors(state[part], part):
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")
 
 
-def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state of a checkpoint, and its tensors by their places in it."""
+def _keep(path: str | os.PathLike[str]) -> None:
+    """Make the checkpoint at `path` the previous one too."""
+    previous = previous_checkpoint(path)
+    previous.unlink(missing_ok=True)
+    try:
+        os.link(path, previous)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, previous)
+
+
+def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = load_tensors(path)
     if file.metadata.get("format") != _FORMAT or not file.checked:
         raise InputError(
@@ -130,9 +155,20 @@ def _load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
             "in another folder"
         )
     try:
-        return _with_tensors(json.loads(file.metadata["state"]), file.tensors), file.tensors
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        state = _with_tensors(parsed_json(file.metadata["state"], str(path)), file.tensors)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(state, dict):
+        raise InputError(f"{path}: is damaged (its state is {shown(state)})")
+    return state
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(entry, f"{name}.{key}")
 
 
 def _without_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

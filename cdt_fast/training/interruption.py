@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,9 @@ class Interrupted(Exception):
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], object], *numbers: int) -> Iterator[None]:
-    """Call `handler` at these signals while the block runs; in the main thread."""
+    """Call `handler` at these signals while the block runs, where that is in the main thread, whose signals are."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

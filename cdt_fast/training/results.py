@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
+from typing_extensions import Self
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -64,6 +65,19 @@ class Evaluation(_Part):
     warmup_steps: Count = 0  # after which the constraints came on
     success: bool | None = None  # see `training.verdict`: of the run alone, with no plain one beside it
     verdict: str = ""
+
+    @model_validator(mode="after")
+    def _of_one_size(self) -> Self:
+        depths = self.layers + 1
+        sizes = {"layer_loss": depths, "layer_ratio": depths - 1, "rate": depths - 1, "violation": depths}
+        for name, size in {**sizes, **self.sizes()}.items():
+            if len(getattr(self, name)) != size:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, expected {size}")
+        return self
+
+    def sizes(self) -> dict[str, int]:
+        """How many entries the lists of a task's own have, by name."""
+        return {}
 
     @property
     def finished(self) -> bool:

@@ -110,9 +110,10 @@ class RunFolder:
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
-                entry["step"] = int(entry["step"])
+                if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+                    raise ValueError("it has no step")
                 entries.append(entry)
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 # A power cut can leave zeros where the last line was being written.
                 if number < len(lines):
                     raise InputError(f"{self.metrics}: line {number} is no entry of a run ({error})") from error

@@ -57,6 +57,10 @@ class VideoEvaluation(Evaluation):
     spectral_ratio: list[float]
     exits: list[Exits] = Field(default_factory=list)
 
+    def sizes(self) -> dict[str, int]:
+        names = ("rmse", "psnr", "ssim", "identity_rmse", "identity_psnr", "identity_ssim", "depth_rmse")
+        return dict.fromkeys(names, len(self.gamma))
+
 
 @torch.no_grad()
 def mean_depth_losses(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -308,6 +309,17 @@ def test_a_signal_while_a_video_is_written_leaves_nothing(
     answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4")
     assert answer.status == 143
     assert not os.listdir(tmp_path)
+
+
+def test_training_outside_of_the_main_thread_works(
+    tiny_config: Config, tmp_path: Path, uninterrupted: Callable[[str], RunFolder]
+) -> None:
+    config = tiny_config(**SETTINGS["plain"])
+    run = RunFolder.create(tmp_path / "run", config)
+    thread = threading.Thread(target=train, args=(run, config), kwargs={"progress": False})
+    thread.start()
+    thread.join(60)
+    assert_same_runs(run, uninterrupted("plain"))
 
 
 @pytest.mark.slow
