@@ -5,13 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 
-from cdt_fast.bench.arguments import add_arguments
-from cdt_fast.bench.run import run_command
+from cdt_fast.bench.suites import SIZES, SUITES
 from cdt_fast.errors import InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options, which `run.run_command` reads; those of `cdt-fast bench`, too."""
+    parser.add_argument("--suite", nargs="+", choices=SUITES, metavar="NAME", help=f"{', '.join(SUITES)} (all)")
+    parser.add_argument("--case", metavar="TEXT", help="only the cases whose name contains this (all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is a GPU)")
+    parser.add_argument("--size", choices=SIZES, help="shapes: for a CPU, for a GPU, or tiny (as the device)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (as many as fit into some seconds)")
+    parser.add_argument(
+        "--out", default="benchmarks", metavar="DIR", help="folder of results files, to which runs add (benchmarks)"
+    )
 
 
 def main() -> int:
     """Run the bench; bad input is one line on stderr and status 2, an interruption one and status 130."""
+    from cdt_fast.bench.run import run_command  # with torch, which the help of `cdt-fast` does not wait for
+
     parser = argparse.ArgumentParser(
         prog="python -m cdt_fast.bench", description="Measure the ops and the training step.", allow_abbrev=False
     )

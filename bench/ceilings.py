@@ -6,23 +6,20 @@ implementation can be faster, however it is written, unless it saves work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from cdt_fast.bench.clock import calls_a_reading, seconds
 
 # Rows of the reference's products (tokens of a step), the side of a square product, bytes of a copy.
-_ROWS = {"toy": 320, "cpu": 8000, "gpu": 64000}
-_SQUARE = {"toy": 128, "cpu": 2048, "gpu": 8192}
-_COPIED = {"toy": 2**20, "cpu": 2**28, "gpu": 2**30}
+_SIZES = {"toy": (320, 128, 2**20), "cpu": (8000, 2048, 2**28), "gpu": (64000, 8192, 2**30)}
 _TRIES = 5
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """A piece of work that nothing but one ceiling bounds."""
 
     name: str
@@ -41,38 +38,32 @@ class Ceilings:
     """The probes of one device at one of the suites' sizes, each chosen and measured when it is first asked for."""
 
     def __init__(self, device: torch.device, size: str) -> None:
-        self._device, self._size = device, size
-        self._products: dict[str, list[Probe]] = {}
-        self._copy: Probe | None = None
+        self._device, (self._rows, self._square, self._copied) = device, _SIZES[size]
+        self._products: dict[str, dict[str, float]] = {}
+        self._copies: dict[str, float] = {}
+        self.product, self.copy = functools.cache(self._fastest_product), functools.cache(self._copy)
 
-    def product(self, dtype: str) -> Probe:
-        """The fastest product of `dtype`: of the reference's three shapes (256 by 1024, forward and both gradients)
-        and a square one."""
-        if dtype not in self._products:
-            rows, square = _ROWS[self._size], _SQUARE[self._size]
-            shapes = [(rows, 256, 1024), (rows, 1024, 256), (256, rows, 1024), (square, square, square)]
-            self._products[dtype] = [self._product(getattr(torch, dtype), *shape) for shape in shapes]
-        return max(self._products[dtype], key=lambda probe: probe.rate)
+    def _fastest_product(self, dtype: str) -> Probe:
+        """Of `dtype`: of the reference's three shapes (256 by 1024, forward and both gradients) and a square one."""
+        rows, square = self._rows, self._square
+        shapes = [(rows, 256, 1024), (rows, 1024, 256), (256, rows, 1024), (square, square, square)]
+        probes = [self._product(getattr(torch, dtype), *shape) for shape in shapes]
+        self._products[dtype] = {probe.name: probe.rate for probe in probes}
+        return max(probes, key=lambda probe: probe.rate)
 
-    def copy(self) -> Probe:
-        """A copy of a block larger than the caches; every byte is read and written."""
-        if self._copy is None:
-            # Not zeros, which are moved and multiplied faster than numbers are.
-            source = torch.randint(256, (_COPIED[self._size],), dtype=torch.uint8, device=self._device)
-            target = torch.empty_like(source)
-            self._copy = self._measured(
-                f"copy of {_COPIED[self._size] / 2**20:g} MiB", lambda: target.copy_(source), 2.0 * source.numel()
-            )
-        return self._copy
+    def _copy(self) -> Probe:
+        """Of a block larger than the caches; every byte is read and written."""
+        # Not zeros, which are moved and multiplied faster than numbers are.
+        source = torch.randint(256, (self._copied,), dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source)
+        name = f"copy of {self._copied / 2**20:g} MiB"
+        probe = self._measured(name, lambda: target.copy_(source), 2.0 * self._copied)
+        self._copies[probe.name] = probe.rate
+        return probe
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured so far: every product by dtype, and the copy."""
-        return {
-            "flop_per_second": {
-                dtype: {probe.name: probe.rate for probe in probes} for dtype, probes in self._products.items()
-            },
-            "bytes_per_second": {} if self._copy is None else {self._copy.name: self._copy.rate},
-        }
+        return {"flop_per_second": self._products, "bytes_per_second": self._copies}
 
     def _product(self, dtype: torch.dtype, rows: int, inner: int, columns: int) -> Probe:
         left = torch.randn(rows, inner, device=self._device).to(dtype)
@@ -86,21 +77,3 @@ class Ceilings:
         calls = calls_a_reading(seconds(step, self._device), self._device)
         rate = work / min(seconds(step, self._device, calls) for _ in range(_TRIES))
         return Probe(name, step, work, rate, calls)
-
-
-# A probe in the rounds of a case: its FLOP or bytes, and its seconds, one a round.
-Probed = tuple[float, Sequence[float]]
-
-
-def shares_of_floor(taken: Sequence[float], flop: float, moved: float, product: Probed, copy: Probed) -> list[float]:
-    """Floor over time, a round at a time: a drift of the machine slows the probes of a round as it slows the work.
-
-    Args:
-        taken: seconds of the work, one a round.
-        flop, moved: what it has to compute and to move.
-        product, copy: the probes that took turns with it.
-    """
-    shares = []
-    for spent, product_seconds, copy_seconds in zip(taken, product[1], copy[1], strict=True):
-        shares.append(floor_seconds(flop, moved, product[0] / product_seconds, copy[0] / copy_seconds) / spent)
-    return shares

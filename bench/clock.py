@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -40,19 +39,12 @@ def calls_a_reading(once: float, device: torch.device) -> int:
     return min(_MOST_CALLS[device.type], max(1, math.ceil(_SHORTEST_READING[device.type] / max(once, 1e-9))))
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """How many rounds of a case are timed: as many as fit into a time, within bounds."""
+class Rounds(NamedTuple):
+    """How many rounds of a case are timed: at least and at most so many, and as many as fit into so many seconds."""
 
-    # least, most: the bounds
     least: int
     most: int
-    budget: float  # seconds for the rounds of a case, beside what `least` rounds need
-
-    @classmethod
-    def exactly(cls, count: int) -> Rounds:
-        """So many rounds of everything, however long they take."""
-        return cls(count, count, 0.0)
+    budget: float
 
     def fitting(self, round_seconds: float) -> int:
         """Rounds that fit, where one takes so long."""

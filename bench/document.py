@@ -8,7 +8,6 @@ The same files give the same text. A figure that no file holds is an empty cell.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import string
@@ -17,16 +16,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.bench import tables
+from cdt_fast.bench import pictures, tables
 from cdt_fast.bench.goals import GOALS
-from cdt_fast.bench.pictures import write_picture
 from cdt_fast.bench.results_file import read
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.errors import InputError
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown
 
-Results = Mapping[str, Mapping[str, Any]]
+File = Mapping[str, Any]
+Results = Mapping[str, File]
 
 _INTRODUCTION = """\
 # Benchmarks
@@ -71,27 +70,26 @@ _SETTING = {
 }
 
 
-def document(results: Results, links: Mapping[str, str] | None = None) -> str:
+def document(results: Results, links: str = "") -> str:
     """The text of the document.
 
     Args:
-        results: contents of the results files by the name of the file; of the shapes of a CPU or a GPU.
-        links: where each results file and each picture is, by the name of the file.
+        results: contents of the results files by the name of the file; those at toy size are left out.
+        links: how the document refers to their folder, in which the pictures are too.
     """
     order = list(SUITES)
     files = sorted(results.items(), key=lambda item: (item[1]["name"], order.index(item[1]["suite"]), item[0]))
     files = [(name, file) for name, file in files if file["size"] != "toy"]
     lines = [_INTRODUCTION]
     for device, title in (("cpu", "On a CPU"), ("cuda", "On an NVIDIA GPU")):
-        of_device = [file for _, file in files if file["device"] == device]
-        lines += [f"### {title}", "", *_goals(device, of_device)]
+        lines += [f"### {title}", "", *_goals(device, [file for _, file in files if file["device"] == device])]
     lines.append(_METHOD)
     for machine in dict.fromkeys(file["name"] for _, file in files):
-        lines += _machine(machine, {name: file for name, file in files if file["name"] == machine}, links or {})
+        lines += _machine(machine, {name: file for name, file in files if file["name"] == machine}, links)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _goals(device: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
+def _goals(device: str, results: Sequence[File]) -> list[str]:
     """How many of the goals are met by each machine, and a row a goal."""
     goals = [goal for goal in GOALS if goal.device == device]
     names = dict.fromkeys(result["name"] for result in results)
@@ -109,76 +107,58 @@ def _goals(device: str, results: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*(lines or ["Nothing has been measured."]), "", as_markdown(rows), ""]
 
 
-def _machine(machine: str, files: Results, links: Mapping[str, str]) -> list[str]:
-    runs = {(name, key): run for name, file in files.items() for key, run in file["runs"].items()}
-    # One that measured several suites is in the file of each, with the ceilings that were known by then.
-    one_run: dict[str, list[tuple[str, str]]] = {}
-    for key in sorted(runs, key=lambda key: (runs[key]["date"], key)):
-        one_run.setdefault(json.dumps([runs[key]["date"], runs[key]["machine"]], sort_keys=True), []).append(key)
-    names = (f"{letter}{turn or ''}" for turn in itertools.count() for letter in string.ascii_lowercase)  # a … z, a1 …
-    letters = {key: name for keys, name in zip(one_run.values(), names, strict=False) for key in keys}
-    fullest = {letters[keys[0]]: max((runs[key] for key in keys), key=_rates_known) for keys in one_run.values()}
-    lines = [f"## {machine}", "", as_markdown(_run_rows(fullest)), ""]
+def _machine(machine: str, files: Results, links: str) -> list[str]:
+    # A run that measured several suites is in the file of each, with the ceilings that were known by then.
+    runs: dict[str, list[File]] = {}
+    for run in sorted((run for file in files.values() for run in file["runs"].values()), key=lambda run: run["date"]):
+        runs.setdefault(_key(run), []).append(run)
+    letters = {key: f"{string.ascii_lowercase[turn % 26]}{turn // 26 or ''}" for turn, key in enumerate(runs)}
+    rows = [["run", "date", "command", "source", "fastest products, GFLOP/s", "copy, GB/s"]]
     settings: dict[str, list[str]] = {}
-    for letter, run in fullest.items():
-        settings.setdefault(_setting(run["machine"]), []).append(letter)
+    for key, same in runs.items():
+        run = max(same, key=_rates_known)
+        rows.append([letters[key], *_run_cells(run)])
+        settings.setdefault(_setting(run["machine"]), []).append(letters[key])
+    lines = [f"## {machine}", "", as_markdown(rows), ""]
     lines += [*(f"- Run {', '.join(of)}: {setting}." for setting, of in settings.items()), ""]
     for name, file in files.items():
-        called = {key: letters[name, key] for key in file["runs"]}
-        lines += _suite(name, file, called, links)
+        lines += _suite(name, file, {key: letters[_key(run)] for key, run in file["runs"].items()}, links)
     return lines
 
 
-def _rates_known(run: Mapping[str, Any]) -> int:
+def _key(run: File) -> str:
+    return json.dumps([run["date"], run["machine"]], sort_keys=True)
+
+
+def _rates_known(run: File) -> int:
     return sum(len(rates) for rates in run["ceilings"].get("flop_per_second", {}).values())
 
 
-def _run_rows(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    rows = [["run", "date", "command", "source", "fastest products, GFLOP/s", "copy, GB/s"]]
-    for letter, run in runs.items():
-        machine, ceilings = run["machine"], run["ceilings"]
-        products = (
-            f"{dtype} {max(rates.values()) / 1e9:,.0f}" for dtype, rates in ceilings.get("flop_per_second", {}).items()
-        )
-        copies = (f"{rate / 1e9:,.1f}" for rate in ceilings.get("bytes_per_second", {}).values())
-        cells = [run["date"], f"`{machine['command']}`", machine.get("source", ""), ", ".join(products)]
-        rows.append([letter, *cells, ", ".join(copies)])
-    return rows
+def _run_cells(run: File) -> list[str]:
+    machine, ceilings = run["machine"], run["ceilings"]
+    products = (
+        f"{dtype} {max(rates.values()) / 1e9:,.0f}" for dtype, rates in ceilings.get("flop_per_second", {}).items()
+    )
+    copies = (f"{rate / 1e9:,.1f}" for rate in ceilings.get("bytes_per_second", {}).values())
+    command = f"`{machine['command']}`"
+    return [run["date"], command, machine.get("source", ""), ", ".join(products), ", ".join(copies)]
 
 
-def _setting(machine: Mapping[str, Any]) -> str:
+def _setting(machine: File) -> str:
     shown = {title: machine[name] for name, title in _SETTING.items() if machine.get(name) is not None}
     words = {True: "yes", False: "no"}
     return "; ".join(f"{title} {words[value] if isinstance(value, bool) else value}" for title, value in shown.items())
 
 
-def _suite(name: str, file: Mapping[str, Any], runs: Mapping[str, str], links: Mapping[str, str]) -> list[str]:
+def _suite(name: str, file: File, runs: Mapping[str, str], links: str) -> list[str]:
     cases = file["cases"]
     notes = list(dict.fromkeys(case["note"] for case in cases if case["note"]))
-    lines = [f"### {file['suite']}", ""]
     picture = Path(name).with_suffix(".png").name
-    if picture in links:
-        lines += [f"![{file['suite']} on {file['name']}]({links[picture]})", ""]
+    lines = [f"### {file['suite']}", "", f"![{file['suite']} on {file['name']}]({links}{picture})", ""]
     lines += [as_markdown(tables.case_table(cases, runs, notes)), ""]
     lines += [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""] if notes else []
     lines += [f"- {reason}" for reason in tables.grouped_remarks(cases)]
-    where = f"[{name}]({links[name]})" if name in links else name
-    return [*lines, f"- Every implementation and every round: {where}.", ""]
-
-
-def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results files of a folder by their names.
-
-    Raises:
-        InputError: a file there is not one that `cdt-fast bench` wrote.
-    """
-    return {path.name: read(path) for path in sorted(folder.glob("*.json"))}
-
-
-def find_links(folder: Path, out: Path) -> dict[str, str]:
-    """The results files and pictures of a folder, as they are linked from the file `out`."""
-    paths = sorted([*folder.glob("*.json"), *folder.glob("*.png")])
-    return {path.name: Path(os.path.relpath(path, out.parent)).as_posix() for path in paths}
+    return [*lines, f"- Every implementation and every round: [{name}]({links}{name}).", ""]
 
 
 def main() -> None:
@@ -188,15 +168,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"), help="file (docs/benchmarks.md)")
     options = parser.parse_args()
     try:
-        results = read_results(options.results)
-        try:
-            for name, file in results.items():
-                write_picture((options.results / name).with_suffix(".png"), file)
-        except ImportError as error:
-            print(f"the pictures stay as they are: {error}")
-        write_text(options.out, document(results, find_links(options.results, options.out)))
+        results = {path: read(path) for path in sorted(options.results.glob("*.json"))}
     except InputError as error:
         sys.exit(str(error))
+    pictures.draw(results)
+    links = Path(os.path.relpath(options.results, options.out.parent)).as_posix() + "/"
+    write_text(options.out, document({path.name: file for path, file in results.items()}, links))
     print(f"written to {options.out}")
 
 

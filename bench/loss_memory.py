@@ -38,29 +38,16 @@ def step_of(name: str, depths: int, vocabulary: int) -> Step:
     return IMPLEMENTATIONS[name](make_inputs(shape, torch.float32, torch.device("cpu")))
 
 
-def peak_of(name: str, depths: int, vocabulary: int) -> int:
-    """The growth in bytes, measured in a process of its own.
-
-    Raises:
-        NotMeasured: the process gave no figure.
-    """
-    return peak_in_a_process("cdt_fast.bench.loss_memory", name, str(depths), str(vocabulary))
-
-
-def together(peaks: dict[tuple[int, int], int]) -> int:
-    """Bytes that are owed to depths and vocabulary together, of the peaks by `(depths, vocabulary)`."""
-    few, many = min(peaks), max(peaks)
-    return peaks[many] - peaks[many[0], few[1]] - peaks[few[0], many[1]] + peaks[few]
-
-
 def main() -> None:
     """Print the table."""
     grid = [(depths, vocabulary) for vocabulary, depths in itertools.product(VOCABULARIES, DEPTHS)]
     rows = [["MiB", *(f"{depths} depths, V {vocabulary:,}" for depths, vocabulary in grid), "depths × V"]]
     for name in IMPLEMENTATIONS:
-        peaks = {place: peak_of(name, *place) for place in grid}
-        rows.append([name, *(f"{peak / 2**20:,.1f}" for peak in [*peaks.values(), together(peaks)])])
-    logits = (max(DEPTHS) - min(DEPTHS)) * TOKENS * (max(VOCABULARIES) - min(VOCABULARIES)) * 4
+        peaks = [peak_in_a_process("cdt_fast.bench.loss_memory", name, *map(str, place)) for place in grid]
+        sizes = [float(peak) / 2**20 for peak in peaks]
+        together = sizes[-1] - sizes[len(DEPTHS) - 1] - sizes[-len(DEPTHS)] + sizes[0]
+        rows.append([name, *(f"{size:,.1f}" for size in [*sizes, together])])
+    logits = (DEPTHS[-1] - DEPTHS[0]) * TOKENS * (VOCABULARIES[-1] - VOCABULARIES[0]) * 4
     print(f"N {TOKENS}, d {WIDTH}, float32; torch {torch.__version__}, {torch.get_num_threads()} threads\n")
     print(as_markdown(rows))
     print(f"\nthe logits alone, depths × V: {logits / 2**20:,.1f}")

@@ -13,18 +13,16 @@ from typing import Any
 import torch
 
 import cdt_fast
-from cdt_fast import kernels, models
+from cdt_fast import constraints, kernels, models, ops, training
 from cdt_fast.ops.shared.products import cpu_has_bf16_products
 
 
 def processor_name() -> str:
     """The processor as it calls itself; its architecture where the system does not say."""
     information = Path("/proc/cpuinfo")
-    if information.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
+    said = information.read_text(encoding="utf-8") if information.exists() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", said, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def describe(device: torch.device, allocator: str) -> dict[str, Any]:
@@ -51,30 +49,24 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts["name"] = properties.name
-        facts["memory_bytes"] = properties.total_memory
-        facts["multiprocessors"] = properties.multi_processor_count
-        facts["compute_capability"] = f"{properties.major}.{properties.minor}"
-        facts["bf16_instructions"] = properties.major >= 8
-        facts["cuda"] = torch.version.cuda
+        facts |= {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "bf16_instructions": properties.major >= 8,
+            "cuda": torch.version.cuda,
+        }
     return facts
 
 
 def source_digest() -> str:
     """Eight digits that differ wherever the code that is measured does: the version alone does not tell two states of
     it apart."""
-    whole = Path(cdt_fast.__file__).parent
-    files: list[Path] = []
-    for folder in (
-        whole / "constraints",
-        whole / "ops",
-        whole / "training",
-        *(Path(part.__path__[0]) for part in (kernels, models)),
-    ):
-        files += sorted(folder.rglob("*.py"))
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
+    for part in (constraints, ops, training, kernels, models):
+        for file in sorted(Path(part.__path__[0]).rglob("*.py")):
+            digest.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:8]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
-from cdt_fast.bench.ceilings import Ceilings, Probe, shares_of_floor
+from cdt_fast.bench.ceilings import Ceilings, floor_seconds
 from cdt_fast.bench.clock import Rounds, calls_a_reading, round_robin, seconds
 
 # Peak memory of an implementation of a case: bytes, or the reason why there is no figure.
@@ -25,25 +25,21 @@ _LONGEST_REASON = 300
 # Seconds: the gate's own run of an implementation tells well enough how long one takes, if that is so long.
 _LONG = 1.0
 
-# On a CPU each is a process of its own, which does little but import and prepare, and whose memory nobody else counts.
-_PEAKS_AT_ONCE = {"cpu": 2, "cuda": 1}
-
 
 class Refused(Exception):
     """An implementation that the gate does not let through; the message is the reason."""
 
 
 @dataclass
-class _Taken:
-    """An implementation and what has been measured of it."""
+class _Timed:
+    """What takes its turn in a round, an implementation or a probe, and what has been measured of it."""
 
-    implementation: Implementation
-    step: Step | None = None
+    step: Callable[[], Any] | None = None
+    calls: int = 1
+    once: float = 0.0
     difference: float | None = None
     status: str = "timed"
     reason: str = ""
-    calls: int = 1
-    turn: float = 0.0
     seconds: list[float] = field(default_factory=list)
 
     def drop(self, status: str, reason: str) -> None:
@@ -60,16 +56,16 @@ def disagreement(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         raise Refused(f"gives {len(actual)} tensors or other shapes than the formula's {len(expected)}")
     worst = 0.0
     for one, other in zip(actual, expected, strict=True):
-        wide = torch.promote_types(other.dtype, torch.float32)
-        size = other.to(wide).square().mean().sqrt().item()
-        difference = (one.to(other.device, wide) - other.to(wide)).square().mean().sqrt().item()
-        if not other.numel() or difference == 0.0:
-            continue
-        relative = difference / size if size else math.inf
-        worst = relative if math.isnan(relative) else max(worst, relative)
-        if math.isnan(worst):
-            return math.inf
+        truth = other.to(torch.promote_types(other.dtype, torch.float32))
+        difference = _root_mean_square(one.to(truth) - truth) if other.numel() else 0.0
+        if difference:
+            relative = difference / (_root_mean_square(truth) or math.nan)
+            worst = max(worst, relative if math.isfinite(relative) else math.inf)
     return worst
+
+
+def _root_mean_square(tensor: Tensor) -> float:
+    return tensor.square().mean().sqrt().item()
 
 
 class Gate:
@@ -91,20 +87,15 @@ class Gate:
         started = time.perf_counter()
         actual = step()
         spent = time.perf_counter() - started
-        difference = disagreement(actual, self._expected(candidate.expected or self._case.expected))
+        formula = candidate.expected or self._case.expected
+        if formula not in self._known:
+            self._known[formula] = formula()
+        difference = disagreement(actual, self._known[formula])
         if not difference <= self._case.tolerance:
             raise Refused(
                 f"differs from the formula by {difference:.1e}, more than {self._case.tolerance:.0e}: not timed"
             )
         return step, difference, spent
-
-    def _expected(self, step: Step) -> list[Tensor]:
-        if step not in self._known:
-            try:
-                self._known[step] = step()
-            except Exception as error:
-                raise Refused(f"nothing to compare with: the formula gave {_one_line(error)}") from error
-        return self._known[step]
 
 
 def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings, peak: PeakMemory) -> dict[str, Any]:
@@ -121,12 +112,12 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
         Words and numbers only. What could not run, or was wrong, has a status, a reason and no figure.
     """
     gate = Gate(case)
-    taken = [_admitted(gate, candidate, device) for candidate in case.implementations]
+    taken = {one.name: _admitted(gate, one, device) for one in case.implementations}
     del gate  # what was expected is not part of any implementation's peak
-    runs = any(one.step is not None for one in taken)
-    bounded = runs and bool(case.flop or case.moved)
-    probes = {"product": ceilings.product(case.dtype), "copy": ceilings.copy()} if bounded else {}
-    probed = _time_round_robin(taken, probes, device, rounds)
+    running = [one for one in taken.values() if one.step is not None]
+    probes = [ceilings.product(case.dtype), ceilings.copy()] if running and (case.flop or case.moved) else []
+    probed = [_Timed(probe.step, probe.calls, probe.work / probe.rate) for probe in probes]
+    _time_round_robin([*running, *probed], device, rounds)
     result: dict[str, Any] = {
         "suite": case.suite,
         "case": case.name,
@@ -137,89 +128,76 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
         "moved_bytes": case.moved,
         "tolerance": case.tolerance,
         "floor_seconds": None,
-        "implementations": {},
     }
+    floors: list[float] = []
     if probes:
-        medians = {name: probes[name].work / statistics.median(probed[name]) for name in probes}
-        floor = max(case.flop / medians["product"], case.moved / medians["copy"])
-        result |= {"floor_seconds": floor, "flop_per_second": medians["product"], "bytes_per_second": medians["copy"]}
-    timed = [one for one in taken if one.status == "timed"]
-    eager = next((one for one in taken if one.implementation.role == "eager"), None)
-    peers = [one for one in timed if one.implementation.role == "peer"]
-    best = min(peers, key=lambda one: statistics.median(one.seconds), default=None)
-    result["best_peer"] = None if best is None else best.implementation.name
-    peaks = _peaks(case, timed, peak, at_once=_PEAKS_AT_ONCE[device.type])
-    for one in taken:
-        figures: dict[str, Any] = {
-            "role": one.implementation.role,
-            "status": one.status,
-            "reason": one.reason,
-            "difference": one.difference,
-        }
+        both = zip(probes, probed, strict=True)
+        product, copy = ([probe.work / spent for spent in one.seconds] for probe, one in both)
+        flop_rate, byte_rate = statistics.median(product), statistics.median(copy)
+        result["floor_seconds"] = floor_seconds(case.flop, case.moved, flop_rate, byte_rate)
+        result |= {"flop_per_second": flop_rate, "bytes_per_second": byte_rate}
+        # A round at a time: a drift of the machine slows the probes of a round as it slows the work.
+        floors = [floor_seconds(case.flop, case.moved, *rates) for rates in zip(product, copy, strict=True)]
+    timed = [one for one in case.implementations if taken[one.name].status == "timed"]
+    eager = next((one.name for one in case.implementations if one.role == "eager"), None)
+    peers = [one.name for one in timed if one.role == "peer"]
+    best = min(peers, key=lambda name: statistics.median(taken[name].seconds), default=None)
+    others = {"over_eager": eager, "over_best_peer": best}
+    result["best_peer"] = best
+    # On a CPU each is a process of its own, which does little but import and prepare.
+    with ThreadPoolExecutor(2 if device.type == "cpu" else 1) as workers:
+        found = workers.map(lambda one: _peak(case, one, taken[one.name].step, peak), timed)
+        peaks = dict(zip((one.name for one in timed), found, strict=True))
+    result["implementations"] = {}
+    for candidate in case.implementations:
+        one = taken[candidate.name]
+        figures = {"role": candidate.role, "status": one.status, "reason": one.reason, "difference": one.difference}
         if one.status == "timed":
-            figures |= _times(one, eager, best)
-            if probes:
-                beside = {name: (probes[name].work, probed[name]) for name in probes}
-                shares = shares_of_floor(one.seconds, case.flop, case.moved, beside["product"], beside["copy"])
-                figures["share_of_floor"] = statistics.median(shares)
-            figures |= peaks[one.implementation.name]
-        result["implementations"][one.implementation.name] = figures
+            figures |= {
+                "median_seconds": statistics.median(one.seconds),
+                "spread_seconds": [min(one.seconds), max(one.seconds)],
+                "seconds": one.seconds,
+                "calls": one.calls,
+            }
+            for name, other in others.items():
+                known = other is not None and taken[other].status == "timed"
+                figures[name] = median_ratio(taken[other].seconds, one.seconds) if known else None
+            if floors:
+                figures["share_of_floor"] = median_ratio(floors, one.seconds)
+            figures |= peaks[candidate.name]
+        result["implementations"][candidate.name] = figures
     return result
 
 
-def _admitted(gate: Gate, candidate: Implementation, device: torch.device) -> _Taken:
-    one = _Taken(candidate)
+def _admitted(gate: Gate, candidate: Implementation, device: torch.device) -> _Timed:
+    one = _Timed()
     try:
-        one.step, one.difference, once = gate.open(candidate)
-        if once < _LONG or device.type == "cuda":  # on a GPU the host does not wait
-            once = seconds(one.step, device)
-        one.calls = calls_a_reading(once, device)
-        one.turn = one.calls * once
+        one.step, one.difference, one.once = gate.open(candidate)
+        if one.once < _LONG or device.type == "cuda":  # on a GPU the host does not wait
+            one.once = seconds(one.step, device)
+        one.calls = calls_a_reading(one.once, device)
     except Unavailable as reason:
         one.drop("unavailable", str(reason))
     except Refused as reason:
         one.drop("wrong", str(reason))
     except Exception as error:  # an implementation that cannot do it is a result, too
-        one.drop("failed", _one_line(error))
+        one.drop("failed", f"{type(error).__name__}: {error}")
     if one.step is None and device.type == "cuda":
         torch.cuda.empty_cache()  # one that ran out of memory must not leave too little for the next
     return one
 
 
-def _time_round_robin(
-    taken: Sequence[_Taken], probes: Mapping[str, Probe], device: torch.device, rounds: Rounds
-) -> dict[str, list[float]]:
-    """Fill in the seconds of every implementation; the seconds of the probes, by name."""
-    candidates = {f"implementation {number}": one for number, one in enumerate(taken) if one.step is not None}
-    round_seconds = sum(one.turn for one in candidates.values())
-    round_seconds += sum(probe.calls * probe.work / probe.rate for probe in probes.values())
-    probed: dict[str, list[float]] = {name: [] for name in probes}
-    for order in round_robin([*candidates, *probes], rounds.fitting(round_seconds) if candidates else 0):
-        for name in order:
-            if name in probed:
-                probed[name].append(seconds(probes[name].step, device, probes[name].calls))
-                continue
-            one = candidates[name]
+def _time_round_robin(taken: Sequence[_Timed], device: torch.device, rounds: Rounds) -> None:
+    """Fill in the seconds of all."""
+    count = rounds.fitting(sum(one.calls * one.once for one in taken))
+    for order in round_robin(taken, count if taken else 0):
+        for one in order:
             if one.step is None:
                 continue
             try:
                 one.seconds.append(seconds(one.step, device, one.calls))
             except Exception as error:
-                one.drop("failed", _one_line(error))
-    return probed
-
-
-def _times(one: _Taken, eager: _Taken | None, best: _Taken | None) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "median_seconds": statistics.median(one.seconds),
-        "spread_seconds": [min(one.seconds), max(one.seconds)],
-        "seconds": one.seconds,
-        "calls": one.calls,
-    }
-    for name, other in (("over_eager", eager), ("over_best_peer", best)):
-        known = other is not None and other.status == "timed"
-        figures[name] = median_ratio(other.seconds, one.seconds) if other is not None and known else None
-    return figures
+                one.drop("failed", f"{type(error).__name__}: {error}")
 
 
 def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
@@ -227,19 +205,11 @@ def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
     return statistics.median(other / one for other, one in zip(others, own, strict=True))
 
 
-def _peaks(case: Case, timed: Sequence[_Taken], peak: PeakMemory, at_once: int) -> dict[str, dict[str, Any]]:
-    """Peak memory of the implementations, or the reason why there is no figure, by their names."""
-
-    def one_peak(one: _Taken) -> dict[str, Any]:
-        if not case.with_memory or one.step is None:
-            return {"peak_bytes": None, "peak_reason": "not measured for this case"}
-        bytes_or_reason = peak(case, one.implementation, one.step)
-        measured = isinstance(bytes_or_reason, int)
-        return {"peak_bytes": bytes_or_reason if measured else None, "peak_reason": "" if measured else bytes_or_reason}
-
-    with ThreadPoolExecutor(at_once) as workers:
-        return dict(zip((one.implementation.name for one in timed), workers.map(one_peak, timed), strict=True))
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _peak(case: Case, candidate: Implementation, step: Step | None, peak: PeakMemory) -> dict[str, Any]:
+    """Peak memory, or the reason why there is no figure."""
+    if not case.with_memory or step is None:
+        return {"peak_bytes": None, "peak_reason": "not measured for this case"}
+    found = peak(case, candidate, step)
+    if isinstance(found, str):
+        return {"peak_bytes": None, "peak_reason": found}
+    return {"peak_bytes": found, "peak_reason": ""}

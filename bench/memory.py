@@ -13,7 +13,6 @@ more: the growth of the mark is the figure.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -24,18 +23,13 @@ from pathlib import Path
 
 import torch
 
-from cdt_fast.bench.baselines.compiled import name_of
+from cdt_fast.bench.baselines.support import name_of_mode
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
-from cdt_fast.bench.suites import SIZES, SUITES
+from cdt_fast.bench.suites import SUITES
 from cdt_fast.training.allocator import disable_malloc_trim
 
 _STATUS = Path("/proc/self/status")
 _MARK = Path("/proc/self/clear_refs")
-_RESET_MARK = "5"
-
-
-class NotMeasured(Exception):
-    """There is no figure; the message is the reason. A figure of 0 is a figure."""
 
 
 def allocator_peak(step: Callable[[], object], device: torch.device) -> int:
@@ -52,7 +46,7 @@ def resident_peak(step: Callable[[], object]) -> int:
     """Bytes by which the resident memory of this process grows at the peak of `step`. Call it once in a process.
 
     Raises:
-        NotMeasured: the system does not say (it is Linux that does), or its mark cannot be reset.
+        OSError: the system does not say (it is Linux that does), or its mark cannot be reset.
     """
     step()
     gc.collect()
@@ -60,14 +54,10 @@ def resident_peak(step: Callable[[], object]) -> int:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    try:
-        before = _resident("VmRSS")
-        _MARK.write_text(_RESET_MARK, encoding="ascii")
-        # A system that takes the number and does nothing with it is found out here.
-        if _resident("VmHWM") - _resident("VmRSS") >= 2**22:
-            raise OSError("it stays where it was")
-    except OSError as error:
-        raise NotMeasured(f"the mark of the largest resident size cannot be reset here ({error})") from error
+    before = _resident("VmRSS")
+    _MARK.write_text("5", encoding="ascii")
+    if _resident("VmHWM") - _resident("VmRSS") >= 2**22:  # there are systems that take the number and do nothing
+        raise OSError("the mark of the largest resident size cannot be reset here")
     step()
     return max(0, _resident("VmHWM") - before)
 
@@ -77,78 +67,49 @@ def _resident(entry: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def find(suite: str, case: str, name: str, size: str, device: torch.device) -> Implementation:
-    """The implementation of a case by name.
-
-    Raises:
-        LookupError: there is none.
-    """
-    for one in SUITES[suite](device, size):
-        for candidate in one.implementations:
-            if (one.name, candidate.name) == (case, name):
-                return candidate
-    raise LookupError(f"suite {suite} has no case {case!r} with {name!r} at size {size}")
-
-
 def peak_memory(size: str, device: torch.device) -> Callable[[Case, Implementation, Step], int | str]:
     """How a run takes peak memory: the function that `measure.measure` asks for."""
 
     def by_allocator(case: Case, one: Implementation, step: Step) -> int | str:
-        if name_of("max-autotune") in one.name and "no-cudagraphs" not in one.name:
+        if name_of_mode("max-autotune") in one.name and "no-cudagraphs" not in one.name:
             return "a CUDA graph's memory is allocated once and held, which a step does not show"
         return allocator_peak(step, device)
 
     def by_process(case: Case, one: Implementation, step: Step) -> int | str:
         if size == "toy":
             return "at toy size a step is smaller than what the system counts in"
-        try:
-            return peak_in_a_process("cdt_fast.bench.memory", case.suite, case.name, one.name, size)
-        except NotMeasured as reason:
-            return str(reason)
+        return peak_in_a_process("cdt_fast.bench.memory", case.suite, case.name, one.name, size)
 
     return by_allocator if device.type == "cuda" else by_process
 
 
-def peak_in_a_process(module: str, *arguments: str) -> int:
-    """What `python -m module arguments…` measures of itself by `report_peak`, a process that has computed nothing yet.
-
-    Raises:
-        NotMeasured: it gave no figure; the reason.
-    """
+def peak_in_a_process(module: str, *arguments: str) -> int | str:
+    """What `python -m module arguments…` says of itself by `report_peak`: bytes, or why there is no figure."""
     process = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
     if process.returncode:
         last = (process.stderr.strip().splitlines() or ["nothing"])[-1]
-        raise NotMeasured(f"the process that measures it ended with status {process.returncode}: {last}"[:300])
-    answer = json.loads(process.stdout.splitlines()[-1])
-    if answer["peak_bytes"] is None:
-        raise NotMeasured(answer["reason"])
-    return answer["peak_bytes"]
+        return f"the process that measures it ended with status {process.returncode}: {last}"[:300]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def report_peak(prepare: Callable[[], Callable[[], object]]) -> None:
-    """Print `{"peak_bytes": …, "reason": …}` of the step that `prepare` returns."""
+    """Print the peak of the step that `prepare` returns, in a process that has computed nothing yet."""
     disable_malloc_trim()
-    answer: dict[str, int | str | None] = {"peak_bytes": None, "reason": ""}
     try:
-        answer["peak_bytes"] = resident_peak(prepare())
-    except (NotMeasured, Unavailable) as reason:
-        answer["reason"] = str(reason)
+        answer: int | str = resident_peak(prepare())
+    except (OSError, Unavailable) as reason:
+        answer = str(reason)
     print(json.dumps(answer))
 
 
 def main() -> None:
     """One implementation in this process."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("suite", choices=SUITES, help="name of the suite")
-    parser.add_argument("case", help="name of the case")
-    parser.add_argument("implementation", help="name of the implementation")
-    parser.add_argument("size", choices=SIZES, help="shapes of the suite")
-    options = parser.parse_args()
-    try:
-        one = find(options.suite, options.case, options.implementation, options.size, torch.device("cpu"))
-    except LookupError as error:
-        sys.exit(str(error))
-    report_peak(one.prepare)
+    suite, case, name, size = sys.argv[1:]
+    for one in SUITES[suite](torch.device("cpu"), size):
+        for candidate in one.implementations:
+            if (one.name, candidate.name) == (case, name):
+                return report_peak(candidate.prepare)
+    sys.exit(f"suite {suite} has no case {case!r} with {name!r} at size {size}")
 
 
 if __name__ == "__main__":

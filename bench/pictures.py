@@ -16,30 +16,25 @@ _MARKS = "os^vDP*X<>"
 _AXIS, _LETTER, _LINE = 5.5, 0.068, 0.26
 
 
-def write_picture(path: Path, contents: Mapping[str, Any]) -> Path | None:
-    """Draw what a results file holds.
+def draw(files: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Draw each results file, by its path, beside it; without matplotlib a line says that there are no pictures."""
+    try:
+        require("matplotlib", "report", "drawing the bench")
+        import matplotlib
 
-    Returns:
-        `path`, or None where nothing was timed.
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
 
-    Raises:
-        ImportError: matplotlib, or another package that the reports need, is not installed.
-    """
-    require("matplotlib", "report", "drawing the bench")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    timed = [case for case in contents["cases"] if _timed(case)]
-    if not timed:
-        return None
-    figure = _ratios(timed)
-    figure.suptitle(f"{contents['suite']} on {contents['name']}", fontsize="medium")
-    with replaced_atomically(path) as temporary:
-        figure.savefig(temporary, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
-    return path
+        for path, contents in files.items():
+            timed = [case for case in contents["cases"] if _timed(case)]
+            if timed:
+                figure = _ratios(timed)
+                figure.suptitle(f"{contents['suite']} on {contents['name']}", fontsize="medium")
+                with replaced_atomically(path.with_suffix(".png")) as temporary:
+                    figure.savefig(temporary, dpi=110, bbox_inches="tight")
+                pyplot.close(figure)
+    except ImportError as error:
+        print(f"no pictures: {error}")
 
 
 def _timed(case: Case) -> dict[str, Any]:
@@ -54,6 +49,18 @@ def _ratios(cases: Sequence[Case]) -> Any:
 
     ours, *others = [COLORS[1], *(color for color in COLORS if color != COLORS[1])]
     peers = list(dict.fromkeys(n for case in cases for n, one in _timed(case).items() if one["role"] == "peer"))
+    styles: dict[str, dict[str, Any]] = {
+        name: {
+            "marker": _MARKS[number % len(_MARKS)],
+            "color": others[number % len(others)],
+            "markersize": 6,
+            "fillstyle": "none",
+            "zorder": 1,
+            "label": name,
+        }
+        for number, name in enumerate(peers)
+    }
+    own = {"marker": "o", "color": ours, "markersize": 8, "fillstyle": "full", "zorder": 2, "label": "cdt_fast"}
     titles = _without_common_start([case["case"] for case in cases])
     width = _AXIS + _LETTER * max(map(len, titles))
     figure, axis = pyplot.subplots(figsize=(width, 1.2 + _LINE * len(cases)), layout="constrained")
@@ -62,20 +69,8 @@ def _ratios(cases: Sequence[Case]) -> Any:
         for name, one in _timed(case).items():
             if one["over_eager"] is None or one["role"] == "eager":
                 continue
-            mine = one["role"] == "ours"
-            number = 0 if mine else peers.index(name)
-            axis.plot(
-                one["over_eager"],
-                place,
-                marker="o" if mine else _MARKS[number % len(_MARKS)],
-                color=ours if mine else others[number % len(others)],
-                markersize=8 if mine else 6,
-                fillstyle="full" if mine else "none",
-                linestyle="none",
-                zorder=2 if mine else 1,
-                label="cdt_fast" if mine else name,
-            )
-            if mine:
+            axis.plot(one["over_eager"], place, linestyle="none", **styles.get(name, own))
+            if one["role"] == "ours":
                 above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
                 axis.annotate(f"{one['over_eager']:.2f}", (one["over_eager"], place), fontsize="xx-small", **above)
     axis.set_yticks(range(len(cases)), titles, fontsize="x-small")
@@ -89,9 +84,8 @@ def _ratios(cases: Sequence[Case]) -> Any:
     axis.spines[["top", "right", "left"]].set_visible(False)
     known = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     order = [name for name in ("cdt_fast", *peers) if name in known]
-    figure.legend(
-        [known[name] for name in order], order, loc="outside lower left", ncols=2, frameon=False, fontsize="x-small"
-    )
+    handles = [known[name] for name in order]
+    figure.legend(handles, order, loc="outside lower left", ncols=2, frameon=False, fontsize="x-small")
     return figure
 
 

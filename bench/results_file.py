@@ -14,8 +14,6 @@ from cdt_fast.bench.machine import file_stem
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, write_json
 
-_KEYS = ("name", "device", "suite", "size", "runs", "cases")
-
 
 def read(path: Path) -> dict[str, Any]:
     """The contents of a results file.
@@ -24,9 +22,8 @@ def read(path: Path) -> dict[str, Any]:
         InputError: it is not one.
     """
     contents = read_json(path)
-    missing = [key for key in _KEYS if not isinstance(contents, dict) or key not in contents]
-    if missing:
-        raise InputError(f"{path}: has no {', '.join(missing)}; expected a file that cdt-fast bench wrote")
+    if not isinstance(contents, dict) or not {"name", "device", "suite", "size", "runs", "cases"} <= contents.keys():
+        raise InputError(f"{path}: expected a file that cdt-fast bench wrote")
     return contents
 
 
@@ -40,11 +37,8 @@ class ResultsFile:
         run: machine, versions, date and command of this run.
         order: names of the suite's cases; the file forgets those that the suite no longer has.
 
-    Attributes:
-        contents: all that the file says.
-
     Raises:
-        InputError: there is a file of that name, which is of something else or not a results file.
+        InputError: there is a file of that name, which is not a results file.
     """
 
     def __init__(
@@ -53,17 +47,10 @@ class ResultsFile:
         name = run["machine"]["name"]
         own = {"cpu": "cpu", "cuda": "gpu"}[device]
         self.path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
-        head = {"name": name, "device": device, "suite": suite, "size": size}
-        self.contents: dict[str, Any] = {**head, "runs": {}, "cases": []}
+        self.contents = {"name": name, "device": device, "suite": suite, "size": size, "runs": {}, "cases": []}
         if self.path.exists():
             self.contents = read(self.path)
-        for key, value in head.items():
-            if self.contents[key] != value:
-                raise InputError(f"{self.path}: its {key} is {self.contents[key]!r}; expected {value!r}, as this run's")
-        self._run, self._order = dict(run), list(order)
-        self._key = str(run["date"])
-        while self._key in self.contents["runs"]:
-            self._key += "+"
+        self._run, self._order = run, order
 
     def add(self, case: Mapping[str, Any], ceilings: Mapping[str, Any]) -> None:
         """Take in a case, in place of an earlier measurement of it, and write the file.
@@ -72,10 +59,11 @@ class ResultsFile:
             case: what `measure.measure` returned.
             ceilings: what the run has measured of the machine so far.
         """
+        key = self._run["date"]
         known = {known["case"]: known for known in self.contents["cases"]}
-        known[case["case"]] = {**case, "run": self._key}
-        self.contents["runs"][self._key] = {**self._run, "ceilings": ceilings}
-        self.contents["cases"] = [known[name] for name in self._order if name in known]
-        used = {one["run"] for one in self.contents["cases"]}
-        self.contents["runs"] = {key: run for key, run in self.contents["runs"].items() if key in used}
+        known[case["case"]] = {**case, "run": key}
+        cases = [known[name] for name in self._order if name in known]
+        runs = {**self.contents["runs"], key: {**self._run, "ceilings": ceilings}}
+        used = {one["run"] for one in cases}
+        self.contents |= {"runs": {key: run for key, run in runs.items() if key in used}, "cases": cases}
         write_json(self.path, self.contents)

@@ -8,7 +8,6 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,8 @@ ROUNDS = {"cpu": Rounds(5, 15, 8.0), "cuda": Rounds(10, 50, 5.0)}
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run what the options of `arguments.add_arguments` ask for.
+    """Run what the options ask for. A suite's table goes to stdout, and each part of a case into its file as soon as it
+    is known: a run that is stopped has not been for nothing.
 
     Raises:
         InputError: a GPU is asked for and there is none, `--repeats` is below 1, `--case` is part of no name, or a
@@ -45,88 +45,59 @@ def run_command(options: argparse.Namespace) -> int:
     rounds = ROUNDS[device.type]
     command = f"cdt-fast bench --suite {' '.join(suites)} --device {device.type} --size {size}"
     if options.repeats is not None:
-        rounds = Rounds.exactly(check_integer("--repeats", options.repeats, 1))
+        check_integer("--repeats", options.repeats, 1)
+        rounds = Rounds(options.repeats, options.repeats, 0.0)
         command += f" --repeats {options.repeats}"
     if options.case:
         command += f" --case {shlex.quote(options.case)}"
     kept = device.type == "cpu" and disable_malloc_trim()
     machine = {**describe(device, "freed memory kept" if kept else "as it comes"), "command": command}
-    every, missing = _cases(suites, device, size)
+    run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"}
+    every = {name: list(SUITES[name](device, size)) for name in suites}
     chosen = {name: [case for case in cases if (options.case or "") in case.name] for name, cases in every.items()}
-    if options.case and not any(chosen.values()):
+    count = sum(map(len, chosen.values()))
+    if options.case and not count:
         raise InputError(f"--case is {options.case!r}, which no name of a case of {', '.join(suites)} contains")
-    run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M}"}
     folder = Path(options.out)
     files = {
-        name: ResultsFile(folder, device.type, name, size, run, [case.name for case in cases])
-        for name, cases in every.items()
+        name: ResultsFile(folder, device.type, name, size, run, [case.name for case in every[name]])
+        for name, cases in chosen.items()
+        if cases
     }
     options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
-    _measure(device, size, chosen, missing, rounds, files)
-    written = [files[name] for name in suites if chosen[name]]
-    try:
-        for file in written:
-            pictures.write_picture(file.path.with_suffix(".png"), file.contents)
-    except ImportError as error:
-        print(f"no pictures: {error}")
-    print(f"written to {', '.join(str(file.path) for file in written)}")
-    return 0
-
-
-def _measure(
-    device: torch.device,
-    size: str,
-    chosen: Mapping[str, Sequence[Case]],
-    missing: Mapping[str, str],
-    rounds: Rounds,
-    files: Mapping[str, ResultsFile],
-) -> None:
-    """Measure cases; a suite's table goes to stdout, and each part of a case into its file as soon as it is known: a
-    run that is stopped has not been for nothing."""
     torch.manual_seed(0)
     ceilings, peak = Ceilings(device, size), peak_memory(size, device)
-    count, done, begun = sum(map(len, chosen.values())), 0, time.perf_counter()
-    for name, cases in chosen.items():
+    done, begun = 0, time.perf_counter()
+    for name, file in files.items():
         measured: list[dict[str, Any]] = []
-        for case in cases:
-            started = time.perf_counter()
-            for number, part in enumerate(parts_of(case, device)):
+        for case in chosen[name]:
+            started, result = time.perf_counter(), {}
+            for part in parts_of(case, device):
                 result = measure(part, device, rounds, ceilings, peak)
-                measured[len(measured) - (number > 0) :] = [result]
-                files[name].add(result, ceilings.as_dict())
+                file.add(result, ceilings.as_dict())
                 gc.collect()  # the tensors of a case hang on closures that know each other
+            measured.append(result)
             done += 1
             now = time.perf_counter()
             left = f", about {(now - begun) / done * (count - done) / 60:.0f} min left" if done < count else ""
             print(f"{name}: {case.name}: {now - started:.1f} s; {done} of {count}{left}", file=sys.stderr, flush=True)
-        print(tables.suite_as_text(name, missing.get(name, ""), measured), flush=True)
-
-
-def _cases(suites: Sequence[str], device: torch.device, size: str) -> tuple[dict[str, list[Case]], dict[str, str]]:
-    """The cases of each suite, and why there are none of a suite that needs a package which is missing."""
-    cases: dict[str, list[Case]] = {}
-    missing: dict[str, str] = {}
-    for name in suites:
-        cases[name] = []
-        try:
-            cases[name] += SUITES[name](device, size)
-        except ImportError as error:
-            missing[name] = f"{type(error).__name__}: {error}"
-    return cases, missing
+        print(tables.suite_as_text(name, measured), flush=True)
+    pictures.draw({file.path: file.contents for file in files.values()})
+    print(f"written to {', '.join(str(file.path) for file in files.values())}")
+    return 0
 
 
 def parts_of(case: Case, device: torch.device) -> list[Case]:
     """What is measured of a case, each in place of the one before: on a GPU, which may be lent for minutes, first all
     but the implementations that take long to prepare."""
     early = tuple(candidate for candidate in case.implementations if not candidate.late)
-    return (
-        [replace(case, implementations=early), case]
-        if device.type == "cuda" and 0 < len(early) < len(case.implementations)
-        else [case]
-    )
+    if device.type == "cuda" and 0 < len(early) < len(case.implementations):
+        return [replace(case, implementations=early), case]
+    return [case]
 
 
 def chosen_device(asked: str | None) -> torch.device:
+    """The device that is asked for, or the one that is there."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda, but torch finds no CUDA GPU here")
     return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))

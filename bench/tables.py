@@ -18,29 +18,27 @@ CASE_HEAD = (
 Case = Mapping[str, Any]
 
 
-def suite_as_text(name: str, reason: str, cases: Sequence[Case]) -> str:
+def suite_as_text(name: str, cases: Sequence[Case]) -> str:
     """One table of all implementations of all cases, each case under its name, with what was not timed and why.
 
     Args:
         name: of the suite.
-        reason: why it has no cases; empty where it has.
         cases: as they were measured.
     """
-    lines = ["", f"== {name} ==", *([reason] if reason else [])]
-    rows = [[name, *_cells(one)] for case in cases for name, one in case["implementations"].items()]
-    if cases:
-        head, rule, *table = as_text([HEAD, *rows]).splitlines()
-        lines += [head, rule]
-        for case in cases:
-            count = len(case["implementations"])
-            shape = ", ".join(f"{name} {value:,}" for name, value in case["shape"].items())
-            note = f"; {case['note']}" if case["note"] else ""
-            lines += ["", f"{case['case']} ({shape}{note})", *table[:count]]
-            del table[:count]
-            groups: dict[str, list[str]] = defaultdict(list)
-            for name, remark in [*_remarks(case), *_without_peak(case)]:
-                groups[remark].append(name)
-            lines += [f"  {', '.join(names)}: {remark}" for remark, names in groups.items()]
+    every = [named for case in cases for named in case["implementations"].items()]
+    rows = [[name, one["role"], *_words(one).values()] for name, one in every]
+    head, rule, *table = as_text([HEAD, *rows]).splitlines()
+    lines = ["", f"== {name} ==", head, rule]
+    for case in cases:
+        count = len(case["implementations"])
+        shape = ", ".join(f"{name} {value:,}" for name, value in case["shape"].items())
+        note = f"; {case['note']}" if case["note"] else ""
+        lines += ["", f"{case['case']} ({shape}{note})", *table[:count]]
+        del table[:count]
+        lines += [f"  {name}: {remark}" for name, remark in _remarks(case)]
+        for name, one in case["implementations"].items():
+            if one["status"] == "timed" and one["peak_bytes"] is None:
+                lines.append(f"  {name}: no peak memory: {one['peak_reason']}")
     return "\n".join(lines)
 
 
@@ -49,12 +47,6 @@ def _remarks(case: Case) -> Iterator[tuple[str, str]]:
     for name, one in case["implementations"].items():
         if one["status"] != "timed":
             yield name, f"{one['status']}: {one['reason']}"
-
-
-def _without_peak(case: Case) -> Iterator[tuple[str, str]]:
-    for name, one in case["implementations"].items():
-        if one["status"] == "timed" and one["peak_bytes"] is None:
-            yield name, f"no peak memory: {one['peak_reason']}"
 
 
 def grouped_remarks(cases: Sequence[Case]) -> list[str]:
@@ -80,60 +72,38 @@ def case_table(cases: Sequence[Case], runs: Mapping[str, str], notes: Sequence[s
     """
     rows = [list(CASE_HEAD)]
     for case in cases:
-        known = case["implementations"]
-        if not any(one["status"] == "timed" for one in known.values()):
+        words = {name: _words(one) for name, one in case["implementations"].items()}
+        if not any(one["rounds"] for one in words.values()):
             continue
-        baseline = next((name for name, one in known.items() if one["role"] == "eager"), None)
-        others = [
-            "" if name is None else f"{name} {_median(known[name]) or known[name]['status']}"
-            for name in (baseline, case["best_peer"])
-        ]
-        own = timed(case, "ours")
-        peak, other = _mebibytes(own), _mebibytes({} if baseline is None else known[baseline])
-        spread = f"{_spread(own)} in {len(own['seconds'])}" if own else ""
-        ratios = [_ratio(own, "over_eager"), _ratio(own, "over_best_peer")]
+        baseline = next((name for name, one in case["implementations"].items() if one["role"] == "eager"), "")
+        others = [f"{name} {words[name]['median']}" if name else "" for name in (baseline, case["best_peer"])]
+        own = _words(timed(case, "ours"))
+        spread = f"{own['spread']} in {own['rounds']}" if own["rounds"] else ""
+        other_peak = words[baseline]["peak"] if baseline else ""
+        peak = own["peak"] + (f" ({other_peak})" if other_peak else "")
         title = case["case"] + (f" ({notes.index(case['note']) + 1})" if case["note"] else "")
-        cells = [_median(own), spread, *ratios, peak + (f" ({other})" if other else ""), _share(own)]
-        rows.append([title, *others, *cells, runs[case["run"]]])
+        ratios = [own["over_eager"], own["over_best_peer"]]
+        rows.append([title, *others, own["median"], spread, *ratios, peak, own["share_of_floor"], runs[case["run"]]])
     return rows
 
 
-def _cells(one: Mapping[str, Any]) -> list[str]:
-    """Those of `HEAD` after the name."""
-    if one["status"] != "timed":
-        return [one["role"], "", one["status"], "", "", "", "", ""]
-    figures = (_ratio(one, "over_eager"), _ratio(one, "over_best_peer"), _mebibytes(one), _share(one))
-    return [one["role"], str(len(one["seconds"])), _median(one), _spread(one), *figures]
-
-
-# Each is a figure of an implementation in words, empty where there is none.
+def _words(one: Mapping[str, Any]) -> dict[str, str]:
+    """The figures of an implementation in words, in the order of `HEAD`; in place of its time why there is none."""
+    words = dict.fromkeys(("rounds", "median", "spread", "over_eager", "over_best_peer", "peak", "share_of_floor"), "")
+    words["median"] = one.get("status", "")
+    if words["median"] == "timed":
+        words["rounds"] = str(len(one["seconds"]))
+        words["median"] = _seconds(one["median_seconds"])
+        words["spread"] = "..".join(map(_seconds, one["spread_seconds"]))
+        words |= {name: f"{one[name]:.2f}" for name in ("over_eager", "over_best_peer") if one[name] is not None}
+        if one["peak_bytes"] is not None:
+            words["peak"] = f"{one['peak_bytes'] / 2**20:,.1f}"
+        if "share_of_floor" in one:
+            words["share_of_floor"] = f"{100 * one['share_of_floor']:.1f} %"
+    return words
 
 
 def _seconds(value: float) -> str:
     """A time with three digits and its unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
-
-
-def _median(one: Mapping[str, Any]) -> str:
-    return _seconds(one["median_seconds"]) if "median_seconds" in one else ""
-
-
-def _spread(one: Mapping[str, Any]) -> str:
-    return "..".join(map(_seconds, one["spread_seconds"]))
-
-
-def _mebibytes(one: Mapping[str, Any]) -> str:
-    peak = one.get("peak_bytes")
-    return "" if peak is None else f"{peak / 2**20:,.1f}"
-
-
-def _share(one: Mapping[str, Any]) -> str:
-    return f"{100 * one['share_of_floor']:.1f} %" if "share_of_floor" in one else ""
-
-
-def _ratio(one: Mapping[str, Any], name: str) -> str:
-    value = one.get(name)
-    return "" if value is None else f"{value:.2f}"
+    unit, size = next((pair for pair in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)) if value >= pair[1]), ("ns", 1e-9))
+    return f"{value / size:.3g} {unit}"

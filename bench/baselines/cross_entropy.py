@@ -1,5 +1,8 @@
 """The cross-entropy behind a linear head by others: each is prepared for a device and a dtype, and then called as
-`loss(hidden [N, d], head [V, d], targets [N], reduction)`."""
+`loss(hidden [N, d], head [V, d], targets [N], reduction)`.
+
+Each raises `Unavailable` where a GPU, a package or a dtype that it needs is missing.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,6 @@ def torch_chunked(device: torch.device, dtype: torch.dtype) -> Loss:
 
     With "mean" gradients are computed in the forward and scaled in the backward; with "none" the backward computes the
     logits again.
-
-    Raises:
-        Unavailable: this torch has no such function.
     """
     # Looked up by name: the package supports versions of torch that lack both.
     chunked = getattr(torch.nn.functional, "linear_cross_entropy", None)
@@ -43,9 +43,6 @@ def liger(device: torch.device, dtype: torch.dtype) -> Loss:
 
     It cannot weight tokens while it computes gradients in its forward: with reduction "none" it computes the logits
     again in the backward (and in versions that do not, its gradients are wrong and the gate keeps it from being timed).
-
-    Raises:
-        Unavailable: no GPU, or no Liger.
     """
     require_gpu("Liger", device)
     kind = imported("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss
@@ -55,15 +52,8 @@ def liger(device: torch.device, dtype: torch.dtype) -> Loss:
 
 
 def cce(device: torch.device, dtype: torch.dtype, *, filtered: bool) -> Loss:
-    """Cut cross-entropy, whose logits never leave the chip.
-
-    Args:
-        device, dtype: of the hidden states and of the head.
-        filtered: leave gradients of logits that are small in `dtype` out, as is its default; else compute all of them.
-
-    Raises:
-        Unavailable: no GPU, no cut_cross_entropy, or a dtype that its backward does not take.
-    """
+    """Cut cross-entropy, whose logits never leave the chip; filtered: gradients of small logits are left out, as is its
+    default."""
     require_gpu("CCE", device)
     function = imported("cut_cross_entropy").linear_cross_entropy
     if dtype not in (torch.float16, torch.bfloat16):

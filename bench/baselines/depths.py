@@ -31,25 +31,21 @@ class Depths:
 def a_depth_at_a_time(loss: Loss, depths: Depths, draw: Callable[[], Tensor | None] = lambda: None) -> Step:
     """Loss and gradients of one depth after the other, so that nothing of a depth is kept: the weights are known.
 
-    Args:
-        loss: of one depth.
-        depths: what it reads.
-        draw: asked once a step: the tokens that every depth but the last is estimated from, `[count]`; None: all.
+    `draw` is asked once a step for the tokens that every depth but the last is estimated from, `[count]`; None: all.
     """
 
     def step() -> list[Tensor]:
-        losses, of_hidden, of_head = [], [], None
-        sample = draw()
+        losses, of_hidden, of_head = [], [], torch.zeros(())
+        sample, last = draw(), len(depths.hidden) - 1
         for depth, hidden in enumerate(depths.hidden):
             states, targets = hidden, depths.targets
-            if sample is not None and depth < len(depths.hidden) - 1:
+            if sample is not None and depth < last:
                 states, targets = hidden[sample], targets[sample]
             value = loss(states, depths.head, targets, "mean")
             gradient, more = torch.autograd.grad(depths.weights[depth] * value, [hidden, depths.head])
-            of_head = more if of_head is None else of_head.add_(more)
+            of_head = of_head.add_(more) if depth else more
             of_hidden.append(gradient)
             losses.append(value.detach().float())
-        assert of_head is not None  # there is a depth
         return [torch.stack(losses), *of_hidden, of_head]
 
     return step

@@ -1,31 +1,35 @@
-"""Why a baseline cannot run here, in one line."""
+"""torch.compile in the modes that a user would try, and why a baseline cannot run here, in one line."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
+from collections.abc import Callable
 from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from cdt_fast.bench.case import Step, Unavailable
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 _LONGEST_REASON = 200
+# Every shape of a suite compiles the same functions anew; beyond its limit torch would go on in eager without a word.
+_MOST_SHAPES = 100_000
 
 
 def imported(name: str) -> ModuleType:
-    """The module `name`.
+    """The module `name`; a package built for another torch fails in many ways.
 
     Raises:
         Unavailable: it is not installed, or its import fails.
     """
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        if (error.name or "").partition(".")[0] == package:
-            raise Unavailable(f"{package} is not installed") from error
-        raise Unavailable(f"{name} cannot be imported: {one_line(error)}") from error
-    except Exception as error:  # a package built for another torch fails in many implementations
+    except Exception as error:
         raise Unavailable(f"{name} cannot be imported: {one_line(error)}") from error
 
 
@@ -45,8 +49,6 @@ def tried(step: Step) -> Step:
     """
     try:
         step()
-    except Unavailable:
-        raise
     except Exception as error:
         raise Unavailable(one_line(error)) from error
     return step
@@ -54,5 +56,51 @@ def tried(step: Step) -> Step:
 
 def one_line(error: Exception) -> str:
     """The type of an error and the first line of what it says."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    first = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {first}"[:_LONGEST_REASON]
+
+
+def modes(device: torch.device, autotune: bool = True) -> tuple[str, ...]:
+    """The modes of torch.compile worth timing on `device`; a CPU has no CUDA graphs."""
+    if not autotune:
+        return ("default",)
+    without_graphs = ("default", "max-autotune-no-cudagraphs")
+    return (*without_graphs, "max-autotune") if device.type == "cuda" else without_graphs
+
+
+def name_of_mode(mode: str) -> str:
+    """As it is printed."""
+    return "torch.compile" if mode == "default" else f"torch.compile, {mode}"
+
+
+def compiled(
+    function: Callable[Arguments, Result], mode: str, device: torch.device, fullgraph: bool = True
+) -> Callable[Arguments, Result]:
+    """`function`, compiled for static shapes on its first call.
+
+    Raises:
+        Unavailable: no C++ compiler (CPU) or no Triton (GPU).
+    """
+    if device.type == "cuda":
+        imported("triton")
+    elif not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name):
+        raise Unavailable("torch.compile needs a C++ compiler on a CPU, and finds neither $CXX nor g++ nor clang++")
+    return torch.compile(function, mode=mode, dynamic=False, fullgraph=fullgraph)
+
+
+def first_run(step: Step) -> Step:
+    """A step of compiled functions after its first run, which compiles them.
+
+    Raises:
+        Unavailable: the run fails, or torch would go on without compiling.
+    """
+
+    def marked() -> list[torch.Tensor]:
+        # Without the mark, a CUDA graph would keep the outputs of the steps before alive.
+        torch.compiler.cudagraph_mark_step_begin()
+        return step()
+
+    with torch._dynamo.config.patch(
+        recompile_limit=_MOST_SHAPES, accumulated_recompile_limit=_MOST_SHAPES, fail_on_recompile_limit_hit=True
+    ):
+        return tried(marked)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,10 +11,21 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.bench.baselines import attention as others
-from cdt_fast.bench.baselines import compiled
 from cdt_fast.bench.baselines.attention import Attend, Prepare
+from cdt_fast.bench.baselines.support import first_run, modes
 from cdt_fast.bench.case import Case, Implementation, Step
-from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, compilers, formula_dtype, name_of, normal, peer, seeded
+from cdt_fast.bench.suites.inputs import (
+    TOLERANCE,
+    Inputs,
+    compilers,
+    formula_dtype,
+    name_of,
+    normal,
+    peer,
+    seeded,
+    shared,
+    step_of,
+)
 
 
 class Shape(NamedTuple):
@@ -60,21 +71,6 @@ SHAPES = {
 }
 
 
-@dataclass
-class Inputs:
-    """`z` `[B, T, d]` and `values` `[B, T, k]` with gradients, `lengths` `[B]`, `upstream` as the output."""
-
-    z: Tensor
-    values: Tensor | None
-    lengths: Tensor | None
-    upstream: Tensor
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers as leaves of another dtype."""
-        values = None if self.values is None else self.values.detach().to(dtype).requires_grad_()
-        return Inputs(self.z.detach().to(dtype).requires_grad_(), values, self.lengths, self.upstream.to(dtype))
-
-
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """All shapes in float32 and bfloat16."""
     for number, shape in enumerate(SHAPES[size]):
@@ -82,18 +78,18 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
             # Compiling takes seconds to a minute: at toy size once, and autotuned where it may matter most.
             compiles = size != "toy" or (number == 0 and dtype == torch.float32)
             autotunes = shape.tokens == 512 and not shape.padded
-            yield case_of(shape, dtype, device, size, compiled.modes(device, autotunes) if compiles else ())
+            yield case_of(shape, dtype, device, size, modes(device, autotunes) if compiles else ())
 
 
 def case_of(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()) -> Case:
     """The attention and its gradients in every implementation, of torch.compile in these modes."""
-    inputs = Shared(lambda: make_inputs(shape, dtype, device))
+    inputs = shared(lambda: make_inputs(shape, dtype, device))
 
     def step(prepare: Prepare) -> Step:
         return _step(prepare, inputs())
 
     backends = others.SDPA_BACKENDS if device.type == "cuda" else ()
-    sdpa = {"SDPA": others.sdpa(), **{f"SDPA, {name}": others.sdpa(name) for name in backends}}
+    sdpa = [peer(f"SDPA, {one}", lambda one=one: step(functools.partial(others.sdpa, backend=one))) for one in backends]
     kind = "tied values" if not shape.values else f"values of width {shape.values}"
     return Case(
         suite="attention",
@@ -103,9 +99,10 @@ def case_of(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, m
         dtype=name_of(dtype),
         implementations=(
             Implementation("eager", "eager", lambda: step(others.eager)),
-            *compilers(modes, lambda mode: step(others.torch_compiled(mode))),
-            *(peer(name, lambda prepare=prepare: step(prepare)) for name, prepare in sdpa.items()),
-            peer("FlexAttention", lambda: compiled.first_run(step(others.flex)), late=True),
+            *compilers(modes, lambda mode: step(functools.partial(others.torch_compiled, mode=mode))),
+            peer("SDPA", lambda: step(others.sdpa)),
+            *sdpa,
+            Implementation("FlexAttention", "peer", lambda: first_run(step(others.flex)), late=True),
             peer("xformers", lambda: step(others.xformers)),
             Implementation("cdt_fast", "ours", lambda: step(_fused)),
         ),
@@ -118,13 +115,15 @@ def case_of(shape: Shape, dtype: torch.dtype, device: torch.device, size: str, m
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Tokens of squared norm about 4: each attends to itself most, and to all others."""
+    """`z` `[B, T, d]` of squared norm about 4 (each token attends to itself most, and to all others), `values`
+    `[B, T, k]` unless they are tied, and `lengths` `[B]` where there is padding."""
     generator = seeded(device)
-    z = normal(generator, shape.batch, shape.tokens, shape.width).mul_(2 * shape.width**-0.5).to(dtype)
-    values = normal(generator, shape.batch, shape.tokens, shape.values).to(dtype) if shape.values else None
-    upstream = normal(generator, *z.shape[:-1], shape.values or shape.width).to(dtype)
-    lengths = torch.tensor(lengths_of(shape), device=device) if shape.padded else None
-    return Inputs(z.requires_grad_(), None if values is None else values.requires_grad_(), lengths, upstream)
+    leaves = [normal(generator, shape.batch, shape.tokens, shape.width).mul_(2 * shape.width**-0.5)]
+    if shape.values:
+        leaves.append(normal(generator, shape.batch, shape.tokens, shape.values))
+    upstream = normal(generator, shape.batch, shape.tokens, shape.values or shape.width)
+    lengths = [torch.tensor(lengths_of(shape), device=device)] if shape.padded else []
+    return Inputs(leaves, lengths, [upstream]).to(dtype)
 
 
 def lengths_of(shape: Shape) -> list[int]:
@@ -159,15 +158,9 @@ def moved(shape: Shape, dtype: torch.dtype) -> float:
 
 
 def _step(prepare: Prepare, inputs: Inputs) -> Step:
-    leaves = [inputs.z] if inputs.values is None else [inputs.z, inputs.values]
-    attend = prepare(inputs.z, inputs.lengths)
-
-    def step() -> list[Tensor]:
-        output = attend(inputs.z, inputs.values)
-        return [output.detach(), *torch.autograd.grad(output, leaves, inputs.upstream)]
-
-    return step
+    attend = prepare(inputs.leaves[0], inputs.others[0] if inputs.others else None)
+    return step_of(lambda inputs: [attend(*inputs.leaves)], inputs)
 
 
 def _fused(z: Tensor, lengths: Tensor | None) -> Attend:
-    return lambda z, values: ops.symmetric_attention(z, values, lengths=lengths)
+    return functools.partial(ops.symmetric_attention, lengths=lengths)

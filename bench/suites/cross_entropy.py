@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +11,10 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.bench.baselines import cross_entropy as others
-from cdt_fast.bench.baselines.compiled import compiled
-from cdt_fast.bench.baselines.compiled import modes as modes_of
 from cdt_fast.bench.baselines.depths import Depths, Loss, a_depth_at_a_time, all_depths_then_backward, flattened
+from cdt_fast.bench.baselines.support import compiled, modes
 from cdt_fast.bench.case import Case, Implementation, Step
-from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, compilers, formula_dtype, name_of, normal, peer, seeded
+from cdt_fast.bench.suites.inputs import TOLERANCE, compilers, formula_dtype, name_of, normal, peer, seeded, shared
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
 
 
@@ -79,26 +77,29 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
             for work in (KNOWN, UNKNOWN, SAMPLED):
                 # At toy size once: compiling takes longer than all the rest.
                 compiles = size != "toy" or (work == KNOWN and dtype == torch.float32)
-                modes = modes_of(device, autotune=size == "gpu") if compiles else ()
-                yield case_of(shape, work, dtype, device, size, modes)
+                yield case_of(shape, work, dtype, device, size, modes(device, size == "gpu") if compiles else ())
             yield _against_the_last_depth(shape, dtype, device, size)
 
 
 def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.device, size: str) -> Case:
     """What the inner depths, sampled, add to the loss of an unconstrained step; other work, so there is no floor."""
-    inputs = Shared(lambda: make_inputs(shape, dtype, device))
-    alone = Implementation(
-        "the last depth alone",
-        "eager",
-        lambda: fused(last_alone(inputs()), KNOWN),
-        expected=lambda: _formula(last_alone(inputs()), KNOWN, size)(),
-    )
+    inputs = shared(lambda: make_inputs(shape, dtype, device))
+
+    def last() -> Depths:
+        every = inputs()
+        return Depths(every.hidden[-1:], every.head, every.targets, torch.ones_like(every.weights[-1:]))
+
     return Case(
         suite="cross_entropy",
         name=f"layerwise cross-entropy, {SAMPLED}, against the last depth alone, {name_of(dtype)}, {shape.model}",
         shape=shape.sizes,
         dtype=name_of(dtype),
-        implementations=(alone, Implementation("all depths", "ours", lambda: fused(inputs(), SAMPLED))),
+        implementations=(
+            Implementation(
+                "the last depth alone", "eager", lambda: fused(last(), KNOWN), lambda: _formula(last(), KNOWN, size)()
+            ),
+            Implementation("all depths", "ours", lambda: fused(inputs(), SAMPLED)),
+        ),
         expected=lambda: _formula(inputs(), SAMPLED, size)(),
         tolerance=TOLERANCE[dtype],
         note="; ".join(filter(None, ("both by cdt_fast", shape.note))),
@@ -109,7 +110,7 @@ def case_of(
     shape: Shape, work: str, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()
 ) -> Case:
     """The losses of all depths and their gradients in every implementation, of torch.compile in these modes."""
-    inputs = Shared(lambda: make_inputs(shape, dtype, device))
+    inputs = shared(lambda: make_inputs(shape, dtype, device))
     return Case(
         suite="cross_entropy",
         name=f"layerwise cross-entropy, {work}, {name_of(dtype)}, {shape.model}: {shape.depths} depths, "
@@ -127,7 +128,7 @@ def case_of(
 
 
 def _implementations(
-    inputs: Shared[Depths], work: str, dtype: torch.dtype, device: torch.device, modes: tuple[str, ...]
+    inputs: Callable[[], Depths], work: str, dtype: torch.dtype, device: torch.device, modes: tuple[str, ...]
 ) -> Iterator[Implementation]:
     def each(loss: Loss) -> Step:
         if work == UNKNOWN:
@@ -135,8 +136,7 @@ def _implementations(
         return a_depth_at_a_time(loss, inputs(), draw_of(inputs(), work))
 
     yield Implementation("eager, a depth at a time", "eager", lambda: each(others.eager))
-    for one in compilers(modes, lambda mode: each(compiled(others.eager, mode, device))):
-        yield replace(one, name=f"{one.name}, a depth at a time")
+    yield from compilers(modes, lambda mode: each(compiled(others.eager, mode, device)), ", a depth at a time")
     if work == KNOWN:
         # What a training loop does that sums the losses of the depths: the baseline of the claim about memory.
         yield peer(ALL_ALIVE, lambda: all_depths_then_backward(others.eager, inputs()))
@@ -171,11 +171,6 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depth
         # None is zero: a depth that is switched off would be skipped by some of the implementations.
         weights=torch.linspace(-0.5, 1.5, 2 * shape.depths, device=device)[1::2].contiguous(),
     )
-
-
-def last_alone(depths: Depths) -> Depths:
-    """The last depth, with weight 1: what a training without constraints computes."""
-    return Depths(depths.hidden[-1:], depths.head, depths.targets, torch.ones_like(depths.weights[-1:]))
 
 
 def draw_of(depths: Depths, work: str) -> Callable[[], Tensor | None]:

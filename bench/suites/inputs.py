@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from cdt_fast.bench.baselines import compiled
-from cdt_fast.bench.baselines.support import tried
+from cdt_fast.bench.baselines.support import first_run, name_of_mode, tried
 from cdt_fast.bench.case import Implementation, Step
 
-Inputs = TypeVar("Inputs")
+Made = TypeVar("Made")
 
 # Relative root mean square. A result is rounded once, and before that attention weights, gradients of scores or logits
 # are, and sums over tokens; each rounding adds at most half a unit, 2^-9 in bfloat16 and 2^-24 in float32, relative to
@@ -21,19 +21,43 @@ Inputs = TypeVar("Inputs")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-class Shared(Generic[Inputs]):
+@dataclass
+class Inputs:
+    """What an op reads."""
+
+    leaves: list[Tensor]  # with gradients, in the order in which the op takes them
+    others: list[Tensor]  # without a gradient
+    upstream: list[Tensor]  # gradients of the outputs
+    step: float = 0.0  # 1/c of the dictionary among the leaves
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same numbers as leaves of another dtype."""
+        return Inputs(
+            [leaf.detach().to(dtype).requires_grad_() for leaf in self.leaves],
+            [other.to(dtype) if other.is_floating_point() else other for other in self.others],
+            [gradient.to(dtype) for gradient in self.upstream],
+            self.step,
+        )
+
+
+Apply = Callable[[Inputs], Sequence[Tensor]]
+
+
+def step_of(apply: Apply, inputs: Inputs) -> Step:
+    """Outputs and gradients of an op."""
+
+    def step() -> list[Tensor]:
+        outputs = apply(inputs)
+        gradients = torch.autograd.grad(outputs, inputs.leaves, inputs.upstream)
+        return [*(output.detach() for output in outputs), *gradients]
+
+    return step
+
+
+def shared(make: Callable[[], Made]) -> Callable[[], Made]:
     """Inputs of a case: made when the first step is prepared, and freed with the last one that reads them."""
-
-    def __init__(self, make: Callable[[], Inputs]) -> None:
-        self._make = make
-        self._made: weakref.ref[Inputs] | None = None
-
-    def __call__(self) -> Inputs:
-        made = None if self._made is None else self._made()
-        if made is None:
-            made = self._make()
-            self._made = weakref.ref(made)
-        return made
+    made: weakref.WeakValueDictionary[str, Made] = weakref.WeakValueDictionary()
+    return lambda: made.get("inputs") or made.setdefault("inputs", make())
 
 
 def seeded(device: torch.device) -> torch.Generator:
@@ -56,14 +80,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def peer(name: str, prepare: Callable[[], Step], late: bool = False) -> Implementation:
-    """A peer that is unavailable, with the reason, also where its first run fails; late: as `Implementation` has it."""
-    return Implementation(name, "peer", lambda: tried(prepare()), late=late)
+def peer(name: str, prepare: Callable[[], Step]) -> Implementation:
+    """A peer that is unavailable, with the reason, also where its first run fails."""
+    return Implementation(name, "peer", lambda: tried(prepare()))
 
 
-def compilers(modes: tuple[str, ...], prepare: Callable[[str], Step]) -> Iterator[Implementation]:
+def compilers(modes: tuple[str, ...], prepare: Callable[[str], Step], suffix: str = "") -> Iterator[Implementation]:
     """torch.compile in these modes; `prepare` gives the step in one."""
     for mode in modes:
-        yield Implementation(
-            compiled.name_of(mode), "peer", lambda mode=mode: compiled.first_run(prepare(mode)), late=True
-        )
+        yield Implementation(name_of_mode(mode) + suffix, "peer", lambda mode=mode: first_run(prepare(mode)), late=True)

@@ -3,136 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.bench.baselines import compiled
 from cdt_fast.bench.baselines.formulas import identity_step
-from cdt_fast.bench.case import Case, Implementation, Step
-from cdt_fast.bench.suites.inputs import TOLERANCE, Shared, compilers, formula_dtype, name_of, normal, peer, seeded
+from cdt_fast.bench.baselines.support import compiled, modes
+from cdt_fast.bench.case import Case, Implementation
+from cdt_fast.bench.suites.inputs import (
+    TOLERANCE,
+    Apply,
+    Inputs,
+    compilers,
+    formula_dtype,
+    name_of,
+    normal,
+    peer,
+    seeded,
+    shared,
+    step_of,
+)
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
 from cdt_fast.ops.lista_step import lista_step_reference
 from cdt_fast.ops.residual_linear import residual_linear_reference
 from cdt_fast.ops.soft_threshold import soft_threshold_reference
 from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
 
-
-class Shape(NamedTuple):
-    """B windows of T tokens, signals of width n, codes of width m, L+1 depths."""
-
-    batch: int
-    tokens: int
-    signal: int
-    codes: int
-    depths: int
-
-
-SHAPES = {"toy": Shape(3, 5, 8, 24, 3), "cpu": Shape(400, 20, 256, 1024, 6), "gpu": Shape(3200, 20, 256, 1024, 6)}
+# B windows of T tokens, signals of width n, codes of width m, L+1 depths.
+SHAPES = {"toy": (3, 5, 8, 24, 3), "cpu": (400, 20, 256, 1024, 6), "gpu": (3200, 20, 256, 1024, 6)}
 # A power of two, so that no dtype rounds it.
 THRESHOLD = 2.0**-4
-
-
-@dataclass
-class Inputs:
-    """What an op reads."""
-
-    leaves: list[Tensor]  # with gradients, in the order in which the op takes them
-    others: list[Tensor]  # without a gradient
-    upstream: list[Tensor]  # gradients of the outputs
-    step: float = 0.0  # 1/c of the dictionary among the leaves
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers as leaves of another dtype."""
-        return Inputs(
-            [leaf.detach().to(dtype).requires_grad_() for leaf in self.leaves],
-            [other.to(dtype) for other in self.others],
-            [gradient.to(dtype) for gradient in self.upstream],
-            self.step,
-        )
-
-
-Apply = Callable[[Inputs], Sequence[Tensor]]
 
 
 class Work(NamedTuple):
     """An op at one shape, and the implementations to do it."""
 
-    # name, sizes: as the case has them
-    name: str
-    sizes: Mapping[str, int]
-    # draws leaves, others and upstream gradients, in float32, from a generator
-    make: Callable[[torch.Generator], Inputs]
+    name: str  # as the case has it
+    sizes: Mapping[str, int]  # as the case has them
+    make: Callable[[torch.Generator], Inputs]  # draws the inputs in float32
     eager: Apply  # the formula, which is also compiled
     ours: Apply  # the op
-    # flop, numbers: of the cheapest known implementation; how many numbers it reads and writes
-    flop: float
-    numbers: float
+    flop: float  # of the cheapest known implementation
+    numbers: float  # that it reads and writes
     peers: Mapping[str, Apply] = {}  # other implementations in eager torch, by name
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """Every op in float32 and bfloat16."""
-    for number, work in enumerate(works(SHAPES[size])):
+    for number, make in enumerate((soft_threshold, lista_step, unrolled_layer, residual_linear, loss)):
         for dtype in (torch.float32, torch.bfloat16):
             # At toy size once: compiling takes longer than all the rest.
             compiles = size != "toy" or (number == 0 and dtype == torch.float32)
-            modes = compiled.modes(device, autotune=size == "gpu") if compiles else ()
-            yield case_of(work, dtype, device, size, modes)
+            yield _case(make(*SHAPES[size]), dtype, device, size, modes(device, size == "gpu") if compiles else ())
 
 
-def case_of(work: Work, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()) -> Case:
-    """An op by its formula in eager torch, compiled in these modes, by the peers that there are, and by itself."""
-
-    def make() -> Inputs:
-        return work.make(seeded(device)).to(dtype)
-
-    inputs = Shared(make)
-
-    sizes = ", ".join(f"{name} {count}" for name, count in work.sizes.items())
+def _case(work: Work, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
+    inputs = shared(lambda: work.make(seeded(device)).to(dtype))
     return Case(
         suite="ops",
-        name=f"{work.name}, {name_of(dtype)}, {sizes}",
+        name=", ".join([work.name, name_of(dtype), *(f"{name} {count}" for name, count in work.sizes.items())]),
         shape=work.sizes,
         dtype=name_of(dtype),
         implementations=(
-            Implementation("eager", "eager", lambda: _step(work.eager, inputs())),
-            *compilers(modes, lambda mode: _step(compiled.compiled(work.eager, mode, device), inputs())),
-            *(peer(name, lambda apply=apply: _step(apply, inputs())) for name, apply in work.peers.items()),
-            Implementation("cdt_fast", "ours", lambda: _step(work.ours, inputs())),
+            Implementation("eager", "eager", lambda: step_of(work.eager, inputs())),
+            *compilers(modes, lambda mode: step_of(compiled(work.eager, mode, device), inputs())),
+            *(peer(name, lambda apply=apply: step_of(apply, inputs())) for name, apply in work.peers.items()),
+            Implementation("cdt_fast", "ours", lambda: step_of(work.ours, inputs())),
         ),
-        expected=lambda: _step(work.eager, inputs().to(formula_dtype(size)))(),
+        expected=lambda: step_of(work.eager, inputs().to(formula_dtype(size)))(),
         tolerance=TOLERANCE[dtype],
         flop=work.flop,
         moved=work.numbers * dtype.itemsize,
     )
 
 
-def _step(apply: Apply, inputs: Inputs) -> Step:
-    def step() -> list[Tensor]:
-        outputs = apply(inputs)
-        gradients = torch.autograd.grad(outputs, inputs.leaves, inputs.upstream)
-        return [*(output.detach() for output in outputs), *gradients]
-
-    return step
-
-
-def works(shape: Shape) -> tuple[Work, ...]:
-    """All ops at one shape."""
-    return soft_threshold(shape), lista_step(shape), unrolled_layer(shape), residual_linear(shape), loss(shape)
-
-
-def soft_threshold(shape: Shape) -> Work:
+def soft_threshold(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
     """Shrinkage of codes."""
-    sizes = (shape.batch, shape.tokens, shape.codes)
-    count = shape.batch * shape.tokens * shape.codes
+    count = batch * tokens * m
     return Work(
         "soft_threshold",
-        {"B": shape.batch, "T": shape.tokens, "m": shape.codes},
-        lambda generator: Inputs([normal(generator, *sizes)], [], [normal(generator, *sizes)]),
+        {"B": batch, "T": tokens, "m": m},
+        lambda generator: Inputs([normal(generator, batch, tokens, m)], [], [normal(generator, batch, tokens, m)]),
         eager=lambda inputs: [soft_threshold_reference(inputs.leaves[0], THRESHOLD)],
         ours=lambda inputs: [ops.soft_threshold(inputs.leaves[0], THRESHOLD)],
         # Forward a magnitude, a difference, a maximum and a sign; backward a comparison and a choice.
@@ -141,31 +94,28 @@ def soft_threshold(shape: Shape) -> Work:
     )
 
 
-def lista_step(shape: Shape) -> Work:
+def lista_step(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
     """One LISTA step: two products forward, and backward two for the tokens and two for the dictionary."""
-    batch, tokens, n, m, _ = shape
     rows = batch * tokens
 
-    def eager(inputs: Inputs) -> list[Tensor]:
-        return [lista_step_reference(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)]
-
-    def ours(inputs: Inputs) -> list[Tensor]:
-        return [ops.lista_step(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)]
+    def make(generator: torch.Generator) -> Inputs:
+        inputs = _layer_inputs(generator, batch, tokens, n, m)
+        inputs.upstream.append(normal(generator, batch, tokens, m))
+        return inputs
 
     return Work(
         "lista_step",
         {"B": batch, "T": tokens, "n": n, "m": m},
-        lambda generator: _layer_inputs(generator, shape, lambda: [normal(generator, batch, tokens, m)]),
-        eager,
-        ours,
+        make,
+        eager=lambda inputs: [lista_step_reference(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)],
+        ours=lambda inputs: [ops.lista_step(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)],
         flop=2.0 * rows * n * m * 6,
         numbers=4.0 * rows * m + 2.0 * rows * n + 2.0 * n * m,
     )
 
 
-def unrolled_layer(shape: Shape) -> Work:
+def unrolled_layer(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
     """A layer alone, which computes its own first projection, with the error of its reconstruction."""
-    batch, tokens, n, m, _ = shape
     rows = batch * tokens
 
     def with_error(outputs: Sequence[Tensor], target: Tensor) -> list[Tensor]:
@@ -173,8 +123,8 @@ def unrolled_layer(shape: Shape) -> Work:
         return [*outputs, (outputs[1].to(wide) - target.to(wide)).square().sum()]
 
     def eager(inputs: Inputs) -> list[Tensor]:
-        options = {"step": inputs.step, "threshold": THRESHOLD}
-        return with_error(unrolled_layer_reference(*inputs.leaves, **options), inputs.others[0])
+        outputs = unrolled_layer_reference(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)
+        return with_error(outputs, inputs.others[0])
 
     def identity(inputs: Inputs) -> list[Tensor]:
         codes, signal, dictionary = inputs.leaves
@@ -187,12 +137,10 @@ def unrolled_layer(shape: Shape) -> Work:
         return list(ops.unrolled_layer(*inputs.leaves, **options, target=inputs.others[0]))
 
     def make(generator: torch.Generator) -> Inputs:
-        def upstream() -> list[Tensor]:
-            weight = torch.tensor(0.5, device=generator.device)
-            return [normal(generator, batch, tokens, m), normal(generator, batch, tokens, n), weight]
-
-        inputs = _layer_inputs(generator, shape, upstream)
-        inputs.others.append(inputs.leaves[1].detach() + 0.1 * normal(generator, batch, tokens, n))
+        inputs = _layer_inputs(generator, batch, tokens, n, m)
+        inputs.upstream += [normal(generator, batch, tokens, m), normal(generator, batch, tokens, n)]
+        inputs.upstream.append(torch.tensor(0.5, device=generator.device))
+        inputs.others.append(inputs.leaves[1] + 0.1 * normal(generator, batch, tokens, n))
         return inputs
 
     # A product with the dictionary: three forward (one of them the first projection), six backward. Products with the
@@ -212,9 +160,8 @@ def unrolled_layer(shape: Shape) -> Work:
     )
 
 
-def residual_linear(shape: Shape) -> Work:
+def residual_linear(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
     """A linear map on a residual, behind a ReLU: one product forward and two backward."""
-    batch, tokens, n, m, _ = shape
     rows = batch * tokens
 
     def make(generator: torch.Generator) -> Inputs:
@@ -235,9 +182,8 @@ def residual_linear(shape: Shape) -> Work:
     )
 
 
-def loss(shape: Shape) -> Work:
+def loss(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
     """The reconstruction loss of all depths, weighted."""
-    batch, tokens, n, _, depths = shape
     count = batch * tokens * n
 
     def make(generator: torch.Generator) -> Inputs:
@@ -270,18 +216,16 @@ def loss(shape: Shape) -> Work:
     )
 
 
-def _layer_inputs(generator: torch.Generator, shape: Shape, upstream: Callable[[], list[Tensor]]) -> Inputs:
+def _layer_inputs(generator: torch.Generator, batch: int, tokens: int, n: int, m: int) -> Inputs:
     """Sparse codes, a signal near what they stand for, a dictionary, and 1/c with c about its squared norm.
 
     The tokens of a window share their support, as those of a still scene do, so that no update comes near the
     threshold: there rounding would decide whether a gradient passes, and hide what the gate looks for.
     """
-    batch, tokens, n, m, _ = shape
     dictionary = normal(generator, n, m).mul_(n**-0.5)
     support = soft_threshold_reference(normal(generator, batch, 1, m), 1.5).sign()
     # Squared norms of projections of a few units: in bfloat16 larger scores would be off by a whole one.
     codes = support * (4 + torch.rand(batch, tokens, m, generator=generator, device=generator.device)) * THRESHOLD
     signal = codes @ dictionary.mT + 0.1 * THRESHOLD * normal(generator, batch, tokens, n)
     # The largest singular value of such a matrix is close to 1 + sqrt(m / n).
-    step = 1 / (1 + (m / n) ** 0.5) ** 2
-    return Inputs([codes, signal, dictionary], [], upstream(), step)
+    return Inputs([codes, signal, dictionary], [], [], step=1 / (1 + (m / n) ** 0.5) ** 2)

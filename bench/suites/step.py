@@ -8,14 +8,15 @@ a CUDA graph, against the same step launched kernel by kernel.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
 
-from cdt_fast.bench.baselines.compiled import compiled, first_run, modes, name_of
+from cdt_fast.bench.baselines.support import compiled, first_run, modes, name_of_mode
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites.trained import DTYPES, TextWork, Trained, VideoWork
 from cdt_fast.bench.suites.training_step import (
@@ -25,7 +26,7 @@ from cdt_fast.bench.suites.training_step import (
     Form,
     Losses,
     captured,
-    expected_of,
+    first_step,
     fused,
     graphs_of,
     prepared,
@@ -48,34 +49,30 @@ _POSITIONS = {"toy": 2, "cpu": 100, "gpu": 100}
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """The steps of DUST, VideoUT and TextUT; those of DUST and VideoUT at small batches captured, too."""
-    for work in _videos(size):
-        reference = work.family == "DUST" and work.tied
-        for dtype in DTYPES:
-            yield against_eager(work, device, dtype, CONSTRAINED, compilers=reference, toy=size == "toy")
-            if reference:
-                yield against_eager(work, device, dtype, LOGGED)
-            yield against_unconstrained(work, device, dtype)
-            if reference and dtype == "float32":
-                for form in itertools.product(get_args(ObjectiveName), get_args(Coupling)):
-                    if form != (DEFAULTS.objective, DEFAULTS.coupling):
-                        yield against_unconstrained(work, device, dtype, form)
-    for dtype in DTYPES:
-        yield against_eager(TEXTS[size], device, dtype, CONSTRAINED)
-        yield against_unconstrained(TEXTS[size], device, dtype)
+    sequences, toy = {"toy": 4, "cpu": 400, "gpu": 3200}[size], _TOY if size == "toy" else {}
+    for family in ("DUST", "VideoUT"):
+        yield from _of_a_model(VideoWork(family, sequences, **toy), device, family == "DUST", toy=size == "toy")
+        yield from _of_a_model(VideoWork(family, sequences, **toy, tied=False, readout="next"), device)
+        if family == "DUST":
+            yield from _of_a_model(VideoWork(family, sequences, **toy, tied=False), device)
+    yield from _of_a_model(TEXTS[size], device)
     for family in ("DUST", "VideoUT"):
         for windows in SMALL_BATCHES:
-            work = VideoWork(family, windows * _POSITIONS[size], **(_TOY if size == "toy" else {}))
+            work = VideoWork(family, windows * _POSITIONS[size], **toy)
             yield against_launches(work, device, "bfloat16", windows)
 
 
-def _videos(size: str) -> Iterator[VideoWork]:
-    sequences = {"toy": 4, "cpu": 400, "gpu": 3200}[size]
-    for family in ("DUST", "VideoUT"):
-        work = VideoWork(family, sequences, **(_TOY if size == "toy" else {}))
-        yield work
-        yield replace(work, tied=False, readout="next")
-        if family == "DUST":
-            yield replace(work, tied=False)
+def _of_a_model(work: Trained, device: torch.device, reference: bool = False, toy: bool = False) -> Iterator[Case]:
+    """The cases of a model; of the reference also with torch.compile, with the losses logged, and for every form."""
+    for dtype in DTYPES:
+        yield against_eager(work, device, dtype, CONSTRAINED, reference, toy)
+        if reference:
+            yield against_eager(work, device, dtype, LOGGED)
+        yield against_unconstrained(work, device, dtype)
+        if reference and dtype == "float32":
+            for form in itertools.product(get_args(ObjectiveName), get_args(Coupling)):
+                if form != (DEFAULTS.objective, DEFAULTS.coupling):
+                    yield against_unconstrained(work, device, dtype, form)
 
 
 def against_eager(
@@ -83,81 +80,89 @@ def against_eager(
 ) -> Case:
     """The step by eager torch, its compilers where asked for, and `cdt_fast`."""
     autocast = dtype == "bfloat16"
-    eager = weighted(work.formula)
 
     def candidate(name: str, role: str, losses: Losses, autocast: bool = autocast) -> Implementation:
-        return Implementation(name, role, prepared(work, losses, device, reads, autocast))
+        return Implementation(name, role, lambda: prepared(work, losses, device, reads, autocast))
 
-    def compiled_one(mode: str) -> Implementation:
-        def prepare() -> Step:
-            if toy:
-                raise Unavailable("at toy size it would take far longer to compile than all else together")
-            step = prepared(work, weighted(compiled(work.formula, mode, device)), device, reads, autocast)()
-            run = first_run(step)
-            step.restart()
-            return run
+    def compiled_step(mode: str) -> Step:
+        if toy:
+            raise Unavailable("at toy size it would take far longer to compile than all else together")
+        step = prepared(work, weighted(compiled(work.formula, mode, device)), device, reads, autocast)
+        run = first_run(step)
+        step.restart()
+        return run
 
-        return Implementation(name_of(mode), "peer", prepare, late=True)
-
-    candidates = [
-        candidate("eager", "eager", eager),
-        *(candidate(name, "peer", weighted(formula)) for name, formula in work.other_formulas.items()),
-        *(compiled_one(mode) for mode in modes(device) if compilers),
-        candidate("cdt_fast", "ours", fused),
-    ]
-    note = ""
+    eager = weighted(work.formula)
     if autocast and device.type == "cpu":
         # The goal is set against the step in float32, which is what a CPU is trained in unless somebody chooses.
-        candidates[0] = replace(candidates[0], name="eager, bfloat16", role="peer")
-        candidates.insert(0, candidate("eager, float32", "eager", eager, autocast=False))
+        baselines = [
+            candidate("eager, float32", "eager", eager, autocast=False),
+            candidate("eager, bfloat16", "peer", eager),
+        ]
         note = "eager is in float32, all else in bfloat16"
+    else:
+        baselines, note = [candidate("eager", "eager", eager)], ""
+    candidates = [
+        *baselines,
+        *(candidate(name, "peer", weighted(formula)) for name, formula in work.other_formulas.items()),
+        *(
+            Implementation(name_of_mode(mode), "peer", functools.partial(compiled_step, mode), late=True)
+            for mode in modes(device)
+            if compilers
+        ),
+        candidate("cdt_fast", "ours", fused),
+    ]
     what = "constrained" if reads == CONSTRAINED else "unconstrained"
-    return _case(work, device, dtype, f"{what}, {dtype}", tuple(candidates), reads=reads, note=note)
+    return _case(work, device, dtype, f"{what}, {dtype}", candidates, note, reads)
 
 
 def against_unconstrained(work: Trained, device: torch.device, dtype: str, form: Form | None = None) -> Case:
     """The constrained step of `cdt_fast` against its unconstrained one; `form` None: the default constraints."""
-    autocast = dtype == "bfloat16"
 
     def candidate(name: str, role: str, losses: Losses, reads: str) -> Implementation:
-        step = prepared(work, losses, device, reads, autocast, form)
-        return Implementation(name, role, step, expected_of(work, device, reads, form))
+        return Implementation(
+            name,
+            role,
+            lambda: prepared(work, losses, device, reads, dtype == "bfloat16", form),
+            expected=lambda: first_step(work, device, reads, form),
+        )
 
-    logged = candidate("unconstrained, all depths logged", "peer", fused, LOGGED)
-    candidates = (
+    candidates = [
         candidate("unconstrained", "eager", work.last_loss, LAST),
-        *([logged] if form is None else []),
+        candidate("unconstrained, all depths logged", "peer", fused, LOGGED),
         candidate("constrained", "ours", fused, CONSTRAINED),
-    )
+    ]
+    what = "constrained"
+    if form is not None:
+        del candidates[1]
+        what = "constrained ({}, {})".format(*form)
     note = "all by cdt_fast; each agrees with the formula of its own loss"
-    what = "constrained" if form is None else "constrained ({}, {})".format(*form)
-    title = f"{what} against unconstrained, {dtype}"
-    return _case(work, device, dtype, title, candidates, CONSTRAINED, note, form)
+    return _case(work, device, dtype, f"{what} against unconstrained, {dtype}", candidates, note, form=form)
 
 
 def against_launches(work: Trained, device: torch.device, dtype: str, windows: int) -> Case:
     """The constrained step replayed from a CUDA graph, as `--cuda-graph` does, against the same, launched."""
     autocast = dtype == "bfloat16"
 
-    def candidate(name: str, role: str, losses: Losses, replayed: bool) -> Implementation:
+    def candidate(name: str, role: str, losses: Losses) -> Implementation:
         def prepare() -> Step:
             graphs = graphs_of(device)  # the first, so that without a GPU neither implementation costs anything
             refuse_slow_bf16(device, autocast)
-            if replayed:
+            if name.endswith("CUDA graph"):
                 return captured(work, losses, device, autocast, graphs)
-            return prepared(work, losses, device, CONSTRAINED, autocast)()
+            return prepared(work, losses, device, CONSTRAINED, autocast)
 
         return Implementation(name, role, prepare)
 
-    candidates = (
-        candidate("cdt_fast, launched", "eager", fused, replayed=False),
-        candidate("eager, launched", "peer", weighted(work.formula), replayed=False),
-        candidate("eager, CUDA graph", "peer", weighted(work.formula), replayed=True),
-        candidate("cdt_fast, CUDA graph", "ours", fused, replayed=True),
-    )
+    candidates = [
+        candidate("cdt_fast, launched", "eager", fused),
+        candidate("eager, launched", "peer", weighted(work.formula)),
+        candidate("eager, CUDA graph", "peer", weighted(work.formula)),
+        candidate("cdt_fast, CUDA graph", "ours", fused),
+    ]
     title = f"CUDA graph against launches, {windows} window{'s' if windows > 1 else ''}, {dtype}"
     note = "against cdt_fast launched kernel by kernel; the memory of a graph is allocated once and held"
-    return replace(_case(work, device, dtype, title, candidates, CONSTRAINED, note), with_memory=False)
+    return replace(_case(work, device, dtype, title, candidates, note), with_memory=False)
 
 
 def _case(
@@ -165,9 +170,9 @@ def _case(
     device: torch.device,
     dtype: str,
     title: str,
-    candidates: tuple[Implementation, ...],
-    reads: str,
+    candidates: Sequence[Implementation],
     note: str,
+    reads: str = CONSTRAINED,
     form: Form | None = None,
 ) -> Case:
     return Case(
@@ -175,8 +180,8 @@ def _case(
         name=f"{work.title}, {title}",
         shape=work.shape,
         dtype=dtype,
-        implementations=candidates,
-        expected=expected_of(work, device, reads, form),
+        implementations=tuple(candidates),
+        expected=lambda: first_step(work, device, reads, form),
         tolerance=work.tolerances[dtype],
         flop=work.flop,
         moved=work.moved(dtype),

@@ -22,19 +22,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class VideoWork:
-    """A model that denoises.
-
-    Attributes:
-        family: "DUST" or "VideoUT".
-        tied, readout: as the model's arguments.
-        sequences, window: B and T.
-        patch, code: n and m.
-        layers: L.
-        tolerances: by dtype, the largest relative difference from the formula that is rounding.
-        formula, other_formulas: the losses as everyone would write them first, and in eager torch otherwise, by name.
-        title, shape: model and readout in words, and the sizes by the names of the formulas.
-        items: what a loss is a mean over.
-    """
+    """A model that denoises: `sequences` B of `window` T tokens, `patch` n numbers each; codes of width `code` m."""
 
     family: str
     sequences: int
@@ -45,7 +33,9 @@ class VideoWork:
     tied: bool = True
     readout: str = "own"
 
+    # By dtype, the largest relative difference from the formula that is rounding.
     tolerances: ClassVar[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 3e-2}
+    # The losses as everyone would write them first, and in eager torch otherwise, by name.
     formula: ClassVar[Formula] = staticmethod(written_out_losses)
     other_formulas: ClassVar[Mapping[str, Formula]] = {"eager by the identity": identity_losses}
 
@@ -59,6 +49,7 @@ class VideoWork:
 
     @property
     def items(self) -> int:
+        """What a loss is a mean over."""
         return self.sequences * self.window
 
     @property
@@ -95,15 +86,7 @@ class VideoWork:
 
 @dataclass(frozen=True)
 class TextWork:
-    """TextUT, which tells classes of texts apart.
-
-    Attributes:
-        texts, tokens: B and T; no text has padding.
-        width: d, and the width k of Z.
-        layers: L.
-        vocabulary, classes: of the embeddings and of the head.
-        tolerances, formula, other_formulas, title, shape, items: as those of `VideoWork`.
-    """
+    """TextUT, which classifies texts: `texts` B of `tokens` T without padding, tokens and Z of width d."""
 
     texts: int
     tokens: int

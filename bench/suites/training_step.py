@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cdt_fast import DescentConstraints
 from cdt_fast.bench.baselines.support import require_gpu
-from cdt_fast.bench.case import Step, Unavailable
+from cdt_fast.bench.case import Unavailable
 from cdt_fast.bench.suites.trained import Formula, Trained, Weights
 from cdt_fast.constraints.duals import DualAction
 from cdt_fast.constraints.presets import Coupling, ObjectiveName
@@ -65,13 +65,9 @@ class TrainingStep:
         self._constraints = constraints_under_way(work.layers, device, form) if reads == CONSTRAINED else None
         self._duals = None if self._constraints is None else self._constraints.state_dict()
         self._count = work.items
-        self._last_alone = (*[0.0] * work.layers, 1.0)
-        self._step = training.TrainingStep(
-            losses=self._losses,
-            optimizer=self._optimizer,
-            logged_sums=torch.zeros(2 if reads == LAST else work.layers + 2, dtype=torch.float64, device=device),
-            constraints=self._constraints,
-        )
+        self._known = (*[0.0] * work.layers, 1.0) if self._constraints is None else None
+        logged = torch.zeros(2 if reads == LAST else work.layers + 2, dtype=torch.float64, device=device)
+        self._step = training.TrainingStep(self._losses, self._optimizer, logged, self._constraints)
         self._run = self._on if graphs is None else CapturedStep(self._on, graphs)
 
     @torch.no_grad()
@@ -93,8 +89,7 @@ class TrainingStep:
         return [self._losses.per_layer, *(gradient for gradient in gradients if gradient is not None)]
 
     def _on(self, inputs: Tensor, targets: Tensor, *, action: DualAction | None) -> None:
-        known = self._last_alone if self._constraints is None else None
-        self._step.run([(inputs, targets)], [self._count], self._count, known, action)
+        self._step.run([(inputs, targets)], [self._count], self._count, self._known, action)
 
 
 class _Losses(nn.Module):
@@ -143,14 +138,10 @@ def weighted(formula: Formula) -> Losses:
 
 def prepared(
     work: Trained, losses: Losses, device: torch.device, reads: str, autocast: bool, form: Form | None = None
-) -> Callable[[], TrainingStep]:
+) -> TrainingStep:
     """The step as an implementation prepares it."""
-
-    def prepare() -> TrainingStep:
-        refuse_slow_bf16(device, autocast)
-        return TrainingStep(work, losses, device, reads, autocast=autocast, form=form)
-
-    return prepare
+    refuse_slow_bf16(device, autocast)
+    return TrainingStep(work, losses, device, reads, autocast=autocast, form=form)
 
 
 def refuse_slow_bf16(device: torch.device, autocast: bool) -> None:
@@ -161,19 +152,13 @@ def refuse_slow_bf16(device: torch.device, autocast: bool) -> None:
         raise Unavailable("this processor has no instructions for bfloat16 products")
 
 
-def expected_of(work: Trained, device: torch.device, reads: str, form: Form | None = None) -> Step:
-    """The first step by the formula, in float64 where that is quick; what is read of one depth is read of all."""
-
-    def step() -> list[Tensor]:
-        per_layer, *gradients = _first_step(work, device, LOGGED if reads == LAST else reads, form)
-        return [per_layer[-1:] if reads == LAST else per_layer, *gradients]
-
-    return step
-
-
 # Several cases are held to the same step, which takes as long as all of a round.
 @functools.lru_cache(maxsize=4)
-def _first_step(work: Trained, device: torch.device, reads: str, form: Form | None) -> list[Tensor]:
+def first_step(work: Trained, device: torch.device, reads: str, form: Form | None = None) -> list[Tensor]:
+    """The first step by the formula, in float64 where that is quick; what is read of one depth is read of all."""
+    if reads == LAST:
+        per_layer, *gradients = first_step(work, device, LOGGED, form)
+        return [per_layer[-1:], *gradients]
     # In float64 a GPU of the consumer kind takes minutes and more memory than it has.
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     return TrainingStep(work, weighted(work.formula), device, reads, dtype, form=form)()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import cdt_fast
 from cdt_fast import experiments
-from cdt_fast.bench.arguments import add_arguments
+from cdt_fast.bench.__main__ import add_arguments
 from cdt_fast.cli import commands
 from cdt_fast.errors import require
 from cdt_fast.tasks import TASKS, TaskEntry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast.bench.baselines import attention, compiled, cross_entropy, depths, support
+from cdt_fast.bench.baselines import attention, cross_entropy, depths, support
 from cdt_fast.bench.baselines.attention import Prepare
 from cdt_fast.bench.case import Step, Unavailable
 
@@ -77,7 +78,7 @@ def test_attention(baseline: str, width: int | None, padded: bool, monkeypatch: 
     lengths = torch.tensor([6, 1, 4]) if padded else None
     no_gpu_needed(monkeypatch)
     install_xformers(monkeypatch)
-    prepare = {"eager": attention.eager, "SDPA": attention.sdpa(), "xformers": attention.xformers}[baseline]
+    prepare = {"eager": attention.eager, "SDPA": attention.sdpa, "xformers": attention.xformers}[baseline]
     found, expected = (gradients(one, z, values, lengths) for one in (prepare, attention_written_out))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -85,11 +86,12 @@ def test_attention(baseline: str, width: int | None, padded: bool, monkeypatch: 
 
 def test_an_implementation_of_sdpa_runs_or_says_that_it_cannot() -> None:
     z = torch.randn(2, 5, 16, requires_grad=True)
-    found, expected = (gradients(one, z, None, None) for one in (attention.sdpa("flash"), attention_written_out))
+    flash = functools.partial(attention.sdpa, backend="flash")
+    found, expected = (gradients(one, z, None, None) for one in (flash, attention_written_out))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):  # there is none on a CPU
-        gradients(attention.sdpa("cuDNN"), z, None, None)
+        gradients(functools.partial(attention.sdpa, backend="cuDNN"), z, None, None)
 
 
 def setting() -> depths.Depths:
@@ -206,18 +208,15 @@ def test_a_missing_gpu_or_package_is_the_reason(package: str, monkeypatch: pytes
         attention.flex(torch.zeros(1, 2, 3), None)
     no_gpu_needed(monkeypatch)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(Unavailable, match=rf"^{package} is not installed$"):
+    with pytest.raises(Unavailable, match=rf"^{package}.* cannot be imported: ModuleNotFoundError"):
         PREPARED[package]()
 
 
 def test_a_package_that_does_not_import_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "built_for_another.py").write_text("raise OSError('undefined symbol\\nand more')")
-    (tmp_path / "needs_another.py").write_text("import a_package_that_is_nowhere")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Unavailable, match=r"^built_for_another cannot be imported: OSError: undefined symbol$"):
         support.imported("built_for_another")
-    with pytest.raises(Unavailable, match=r"^needs_another cannot be imported: .*a_package_that_is_nowhere"):
-        support.imported("needs_another")
 
 
 def test_a_torch_without_the_function_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,14 +229,14 @@ def test_a_missing_compiler_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(Unavailable, match=r"needs a C\+\+ compiler"):
-        compiled.compiled(torch.sin, "default", CPU)
+        support.compiled(torch.sin, "default", CPU)
 
 
 def test_a_run_that_fails_is_the_reason() -> None:
     def fails() -> list[Tensor]:
         raise RuntimeError("\nno kernel for this width\nTriton said: …")
 
-    for first_run in (support.tried, compiled.first_run):
+    for first_run in (support.tried, support.first_run):
         with pytest.raises(Unavailable, match=r"^RuntimeError: no kernel for this width$"):
             first_run(fails)
     runs: list[int] = []
@@ -251,9 +250,9 @@ def test_a_run_that_fails_is_the_reason() -> None:
 
 
 def test_modes_of_compilation() -> None:
-    assert compiled.modes(CPU) == ("default", "max-autotune-no-cudagraphs")
-    assert compiled.modes(torch.device("cuda")) == ("default", "max-autotune-no-cudagraphs", "max-autotune")
-    assert compiled.modes(torch.device("cuda"), autotune=False) == ("default",)
+    assert support.modes(CPU) == ("default", "max-autotune-no-cudagraphs")
+    assert support.modes(torch.device("cuda")) == ("default", "max-autotune-no-cudagraphs", "max-autotune")
+    assert support.modes(torch.device("cuda"), autotune=False) == ("default",)
 
 
 def test_many_shapes_of_one_function_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +275,7 @@ def test_many_shapes_of_one_function_are_all_compiled(monkeypatch: pytest.Monkey
 
     for size in range(1, 12):
         x = torch.ones(size)
-        double = compiled.compiled(twice, "default", CPU)
-        step = compiled.first_run(lambda double=double, x=x: [double(x)])
+        double = support.compiled(twice, "default", CPU)
+        step = support.first_run(lambda double=double, x=x: [double(x)])
         assert step()[0].tolist() == [2.0] * size
         assert len(graphs) == size

@@ -9,7 +9,7 @@ import torch
 
 from cdt_fast.bench import measure as measuring
 from cdt_fast.bench.case import Case, Implementation, Step
-from cdt_fast.bench.ceilings import Ceilings, floor_seconds, shares_of_floor
+from cdt_fast.bench.ceilings import Ceilings, Probe, floor_seconds
 from cdt_fast.bench.clock import Rounds, calls_a_reading, round_robin
 from cdt_fast.bench.measure import Refused, disagreement, measure, median_ratio
 from tests.bench.bench_cases import case_of, fails, steady, unavailable
@@ -21,9 +21,8 @@ def no_memory(case: Case, candidate: Implementation, step: Step) -> str:
     return "not asked for"
 
 
-def measured(case: Case, rounds: Rounds | int = 3) -> dict[str, dict[str, object]]:
-    rounds = Rounds.exactly(rounds) if isinstance(rounds, int) else rounds
-    return measure(case, CPU, rounds, Ceilings(CPU, "toy"), no_memory)["implementations"]
+def measured(case: Case, rounds: int = 3) -> dict[str, dict[str, object]]:
+    return measure(case, CPU, Rounds(rounds, rounds, 0.0), Ceilings(CPU, "toy"), no_memory)["implementations"]
 
 
 def test_what_differs_fails_or_is_missing_is_reported_and_not_timed() -> None:
@@ -81,8 +80,8 @@ def test_a_formula_that_fails_lets_no_way_through() -> None:
 
     (candidate,) = measured(case_of(Implementation("eager", "eager", steady(1.0)), expected=too_large)).values()
     assert (candidate["status"], candidate["reason"]) == (
-        "wrong",
-        "nothing to compare with: the formula gave MemoryError: too large",
+        "failed",
+        "MemoryError: too large",
     )
 
 
@@ -111,13 +110,13 @@ def test_every_way_takes_its_turn_once_a_round_and_first_in_turn() -> None:
 def test_as_many_rounds_as_fit_and_no_fewer_than_the_least() -> None:
     rounds = Rounds(least=5, most=15, budget=8.0)
     assert [rounds.fitting(one) for one in (100.0, 1.7, 1.0, 0.8, 0.0)] == [5, 5, 8, 10, 15]
-    assert [Rounds.exactly(3).fitting(one) for one in (100.0, 1e-6)] == [3, 3]
+    assert [Rounds(3, 3, 0.0).fitting(one) for one in (100.0, 1e-6)] == [3, 3]
 
 
 def test_nothing_is_probed_where_no_way_can_run() -> None:
     ceilings = Ceilings(CPU, "toy")
     case = case_of(Implementation("eager", "eager", unavailable), flop=1.0, moved=1.0)
-    found = measure(case, CPU, Rounds.exactly(2), ceilings, no_memory)
+    found = measure(case, CPU, Rounds(2, 2, 0.0), ceilings, no_memory)
     assert found["floor_seconds"] is None
     assert ceilings.as_dict() == {"flop_per_second": {}, "bytes_per_second": {}}
 
@@ -153,9 +152,20 @@ def test_short_steps_are_called_several_times_a_reading() -> None:
 def test_the_floor_is_the_larger_of_compute_and_copy() -> None:
     assert floor_seconds(flop=8.0, moved=2.0, flop_rate=4.0, byte_rate=2.0) == 2.0
     assert floor_seconds(flop=8.0, moved=6.0, flop_rate=4.0, byte_rate=2.0) == 3.0
-    # Two rounds: in the second the machine is half as fast, the probes too.
-    shares = shares_of_floor([4.0, 8.0], 8.0, 2.0, product=(4.0, [1.0, 2.0]), copy=(2.0, [1.0, 2.0]))
-    assert shares == [0.5, 0.5]
+
+
+def test_the_share_of_the_floor_is_of_the_probes_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings = Ceilings(CPU, "toy")
+    taken = {"product": 2.0, "copy": 1.0, "ours": 4.0}
+    monkeypatch.setattr(ceilings, "product", lambda dtype: Probe("", lambda: "product", 8.0, 1.0, 1))
+    monkeypatch.setattr(ceilings, "copy", lambda: Probe("", lambda: "copy", 2.0, 1.0, 1))
+    monkeypatch.setattr(
+        measuring, "seconds", lambda step, device, calls=1: taken[x] if isinstance(x := step(), str) else taken["ours"]
+    )
+    case = case_of(Implementation("ours", "ours", steady(1.0)), flop=8.0, moved=2.0)
+    found = measure(case, CPU, Rounds(2, 2, 0.0), ceilings, no_memory)
+    assert (found["floor_seconds"], found["flop_per_second"], found["bytes_per_second"]) == (2.0, 4.0, 2.0)
+    assert found["implementations"]["ours"]["share_of_floor"] == 0.5
 
 
 def test_ceilings_are_of_the_fastest_product() -> None:

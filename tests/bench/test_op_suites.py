@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cdt_fast.bench.case import ROLES, Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites import attention, cross_entropy, ops
-from cdt_fast.bench.suites.inputs import TOLERANCE
+from cdt_fast.bench.suites.inputs import TOLERANCE, Inputs
 
 CPU = torch.device("cpu")
 SUITES = {"attention": attention, "ops": ops, "cross_entropy": cross_entropy}
@@ -105,9 +105,9 @@ def test_implementations_share_their_inputs_and_the_last_step_frees_them(monkeyp
     made: list[weakref.ref[Tensor]] = []
     make = attention.make_inputs
 
-    def counting(*arguments: object) -> attention.Inputs:
+    def counting(*arguments: object) -> Inputs:
         inputs = make(*arguments)  # pyright: ignore[reportArgumentType]
-        made.append(weakref.ref(inputs.z))
+        made.append(weakref.ref(inputs.leaves[0]))
         return inputs
 
     monkeypatch.setattr(attention, "make_inputs", counting)
@@ -153,8 +153,7 @@ def test_flop_of_attention() -> None:
 
 def test_flop_of_attention_of_padded_sequences() -> None:
     shape = attention.Shape(3, 7, 8, padded=True)
-    lengths = attention.make_inputs(shape, torch.float32, CPU).lengths
-    assert lengths is not None
+    (lengths,) = attention.make_inputs(shape, torch.float32, CPU).others
     assert lengths.tolist() == attention.lengths_of(shape)
     assert min(lengths.tolist()) < 7
     one_each = [attention.flop(attention.Shape(1, length, 8)) for length in lengths.tolist()]

@@ -46,7 +46,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[TapeGraphs]:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    return measure(case, CPU, Rounds.exactly(2), Ceilings(CPU, "toy"), lambda *_: "not asked for")["implementations"]
+    return measure(case, CPU, Rounds(2, 2, 0.0), Ceilings(CPU, "toy"), lambda *_: "not asked for")["implementations"]
 
 
 @pytest.mark.parametrize("family", ["DUST", "VideoUT"])
