@@ -142,7 +142,6 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
     eager = next((one.name for one in case.implementations if one.role == "eager"), None)
     peers = [one.name for one in timed if one.role == "peer"]
     best = min(peers, key=lambda name: statistics.median(taken[name].seconds), default=None)
-    others = {"over_eager": eager, "over_best_peer": best}
     result["best_peer"] = best
     # On a CPU each is a process of its own, which does little but import and prepare.
     with ThreadPoolExecutor(2 if device.type == "cpu" else 1) as workers:
@@ -159,9 +158,9 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
                 "seconds": one.seconds,
                 "calls": one.calls,
             }
-            for name, other in others.items():
-                known = other is not None and taken[other].status == "timed"
-                figures[name] = median_ratio(taken[other].seconds, one.seconds) if known else None
+            for name, other in (("over_eager", eager), ("over_best_peer", best)):
+                beside = taken[other].seconds if other and taken[other].status == "timed" else None
+                figures[name] = median_ratio(beside, one.seconds) if beside else None
             if floors:
                 figures["share_of_floor"] = median_ratio(floors, one.seconds)
             figures |= peaks[candidate.name]

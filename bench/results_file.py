@@ -12,7 +12,7 @@ from typing import Any
 
 from cdt_fast.bench.machine import file_stem
 from cdt_fast.errors import InputError
-from cdt_fast.files import read_json, write_json
+from cdt_fast.files import read_json
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -27,43 +27,28 @@ def read(path: Path) -> dict[str, Any]:
     return contents
 
 
-class ResultsFile:
-    """The file of one suite during a run: `folder/NAME-SUITE.json`, and other shapes than the device's own apart.
+def open_file(folder: Path, device: str, suite: str, size: str, name: str) -> tuple[Path, dict[str, Any]]:
+    """Path and contents of the file of a suite on a card or processor: `folder/NAME-SUITE.json`, and other shapes than
+    the device's own apart."""
+    own = {"cpu": "cpu", "cuda": "gpu"}[device]
+    path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
+    if path.exists():
+        return path, read(path)
+    return path, {"name": name, "device": device, "suite": suite, "size": size, "runs": {}, "cases": []}
+
+
+def add(contents: dict[str, Any], case: Mapping[str, Any], run: Mapping[str, Any], order: Sequence[str]) -> None:
+    """Take a case into the contents of a file, in place of an earlier measurement of it.
 
     Args:
-        folder: where it is, or will be.
-        device: "cpu" or "cuda".
-        suite, size: what is measured, with which shapes.
-        run: machine, versions, date and command of this run.
+        contents: what is changed.
+        case: what `measure.measure` returned.
+        run: machine, versions, date, command and ceilings of this run.
         order: names of the suite's cases; the file forgets those that the suite no longer has.
-
-    Raises:
-        InputError: there is a file of that name, which is not a results file.
     """
-
-    def __init__(
-        self, folder: Path, device: str, suite: str, size: str, run: Mapping[str, Any], order: Sequence[str]
-    ) -> None:
-        name = run["machine"]["name"]
-        own = {"cpu": "cpu", "cuda": "gpu"}[device]
-        self.path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
-        self.contents = {"name": name, "device": device, "suite": suite, "size": size, "runs": {}, "cases": []}
-        if self.path.exists():
-            self.contents = read(self.path)
-        self._run, self._order = run, order
-
-    def add(self, case: Mapping[str, Any], ceilings: Mapping[str, Any]) -> None:
-        """Take in a case, in place of an earlier measurement of it, and write the file.
-
-        Args:
-            case: what `measure.measure` returned.
-            ceilings: what the run has measured of the machine so far.
-        """
-        key = self._run["date"]
-        known = {known["case"]: known for known in self.contents["cases"]}
-        known[case["case"]] = {**case, "run": key}
-        cases = [known[name] for name in self._order if name in known]
-        runs = {**self.contents["runs"], key: {**self._run, "ceilings": ceilings}}
-        used = {one["run"] for one in cases}
-        self.contents |= {"runs": {key: run for key, run in runs.items() if key in used}, "cases": cases}
-        write_json(self.path, self.contents)
+    known = {known["case"]: known for known in contents["cases"]}
+    known[case["case"]] = {**case, "run": run["date"]}
+    contents["cases"] = [known[name] for name in order if name in known]
+    used = {one["run"] for one in contents["cases"]}
+    runs = {**contents["runs"], run["date"]: dict(run)}
+    contents["runs"] = {key: run for key, run in runs.items() if key in used}

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from cdt_fast.bench import pictures, tables
+from cdt_fast.bench import pictures, results_file, tables
 from cdt_fast.bench.case import Case
 from cdt_fast.bench.ceilings import Ceilings
 from cdt_fast.bench.clock import Rounds
 from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.memory import peak_memory
-from cdt_fast.bench.results_file import ResultsFile
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
+from cdt_fast.files import write_json
 from cdt_fast.training.allocator import disable_malloc_trim
 
 # On two cores the whole bench then takes less than an hour, most of which are preparation, compilation and memory.
@@ -60,7 +60,7 @@ def run_command(options: argparse.Namespace) -> int:
         raise InputError(f"--case is {options.case!r}, which no name of a case of {', '.join(suites)} contains")
     folder = Path(options.out)
     files = {
-        name: ResultsFile(folder, device.type, name, size, run, [case.name for case in every[name]])
+        name: results_file.open_file(folder, device.type, name, size, machine["name"])
         for name, cases in chosen.items()
         if cases
     }
@@ -68,13 +68,15 @@ def run_command(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     ceilings, peak = Ceilings(device, size), peak_memory(size, device)
     done, begun = 0, time.perf_counter()
-    for name, file in files.items():
+    for name, (path, contents) in files.items():
+        order = [case.name for case in every[name]]
         measured: list[dict[str, Any]] = []
         for case in chosen[name]:
             started, result = time.perf_counter(), {}
             for part in parts_of(case, device):
                 result = measure(part, device, rounds, ceilings, peak)
-                file.add(result, ceilings.as_dict())
+                results_file.add(contents, result, {**run, "ceilings": ceilings.as_dict()}, order)
+                write_json(path, contents)
                 gc.collect()  # the tensors of a case hang on closures that know each other
             measured.append(result)
             done += 1
@@ -82,8 +84,8 @@ def run_command(options: argparse.Namespace) -> int:
             left = f", about {(now - begun) / done * (count - done) / 60:.0f} min left" if done < count else ""
             print(f"{name}: {case.name}: {now - started:.1f} s; {done} of {count}{left}", file=sys.stderr, flush=True)
         print(tables.suite_as_text(name, measured), flush=True)
-    pictures.draw({file.path: file.contents for file in files.values()})
-    print(f"written to {', '.join(str(file.path) for file in files.values())}")
+    pictures.draw(dict(files.values()))
+    print(f"written to {', '.join(str(path) for path, _ in files.values())}")
     return 0
 
 

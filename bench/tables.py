@@ -89,7 +89,8 @@ def case_table(cases: Sequence[Case], runs: Mapping[str, str], notes: Sequence[s
 
 def _words(one: Mapping[str, Any]) -> dict[str, str]:
     """The figures of an implementation in words, in the order of `HEAD`; in place of its time why there is none."""
-    words = dict.fromkeys(("rounds", "median", "spread", "over_eager", "over_best_peer", "peak", "share_of_floor"), "")
+    columns = ["rounds", "median", "spread", "over_eager", "over_best_peer", "peak", "share_of_floor"]
+    words = dict.fromkeys(columns, "")
     words["median"] = one.get("status", "")
     if words["median"] == "timed":
         words["rounds"] = str(len(one["seconds"]))

@@ -19,7 +19,7 @@ from cdt_fast.bench.document import document
 from cdt_fast.bench.goals import GOALS
 from cdt_fast.bench.machine import describe, source_digest
 from cdt_fast.bench.measure import measure
-from cdt_fast.bench.results_file import ResultsFile, read
+from cdt_fast.bench.results_file import add, open_file, read
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.errors import InputError
 from cdt_fast.files import write_json
@@ -51,16 +51,21 @@ def read_results(folder: Path) -> dict[str, Results]:
     return {path.name: read(path) for path in sorted(folder.glob("*.json"))}
 
 
-def file_in(folder: Path, run: Results, order: list[str], suite: str = "step") -> ResultsFile:
-    return ResultsFile(folder, "cpu", suite, "cpu", run, order)
+def add_to(
+    folder: Path, run: Results, order: list[str], case: Results, suite: str = "step", size: str = "cpu", **ceilings: Any
+) -> Path:
+    """Add a case as a run does; the path of the file."""
+    path, contents = open_file(folder, "cpu", suite, size, run["machine"]["name"])
+    add(contents, case, {**run, "ceilings": ceilings}, order)
+    write_json(path, contents)
+    return path
 
 
 @pytest.fixture
 def result(measured: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The contents of a results file with that case."""
-    file = file_in(tmp_path_factory.mktemp("result"), run_of(), [REFERENCE])
-    file.add(copy.deepcopy(measured), {"flop_per_second": {"float32": {"1x1 by 1x1": 2e9}}, "bytes_per_second": {}})
-    return read(file.path)
+    rates = {"flop_per_second": {"float32": {"1x1 by 1x1": 2e9}}, "bytes_per_second": {}}
+    return read(add_to(tmp_path_factory.mktemp("result"), run_of(), [REFERENCE], copy.deepcopy(measured), **rates))
 
 
 def named(measured: Results, name: str, **changes: Any) -> Results:
@@ -69,12 +74,11 @@ def named(measured: Results, name: str, **changes: Any) -> Results:
 
 def test_a_run_adds_its_cases_and_replaces_what_it_measures_again(measured: Results, tmp_path: Path) -> None:
     order = ["a", "b", "c"]
-    first = file_in(tmp_path, run_of("2026-01-01 00:00"), [*order, "gone"])
     for name in ("c", "gone", "a"):
-        first.add(named(measured, name), {"of": "first"})
-    second = file_in(tmp_path, run_of("2026-02-02 00:00", torch="9.9"), order)
+        add_to(tmp_path, run_of("2026-01-01 00:00"), [*order, "gone"], named(measured, name), of="first")
+    second = run_of("2026-02-02 00:00", torch="9.9")
     for name in ("b", "c"):
-        second.add(named(measured, name, note="again"), {"of": "second"})
+        add_to(tmp_path, second, order, named(measured, name, note="again"), of="second")
     found = read(tmp_path / "made-up-1-step.json")
     assert [(case["case"], case["note"]) for case in found["cases"]] == [
         ("a", "made up"),
@@ -89,7 +93,7 @@ def test_a_run_adds_its_cases_and_replaces_what_it_measures_again(measured: Resu
 
 def test_a_run_that_nothing_is_left_of_is_forgotten(measured: Results, tmp_path: Path) -> None:
     for date in ("2026-01-01 00:00", "2026-02-02 00:00"):
-        file_in(tmp_path, run_of(date), ["a"]).add(named(measured, "a"), {})
+        add_to(tmp_path, run_of(date), ["a"], named(measured, "a"))
     assert [run["date"] for run in read(tmp_path / "made-up-1-step.json")["runs"].values()] == ["2026-02-02 00:00"]
 
 
@@ -100,7 +104,7 @@ def test_other_machines_sizes_and_suites_have_files_of_their_own(measured: Resul
         (run_of(), "ops", "cpu"),
         (run_of(), "step", "toy"),
     ):
-        ResultsFile(tmp_path, "cpu", suite, size, run, ["a"]).add(named(measured, "a"), {})
+        add_to(tmp_path, run, ["a"], named(measured, "a"), suite, size)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "made-up-1-ops.json",
         "made-up-1-step-toy.json",
@@ -167,8 +171,8 @@ def test_the_document_says_of_each_figure_which_run_it_is_from(
 ) -> None:
     write_json(tmp_path / "made-up-1-step.json", result)
     later = run_of("2026-02-02 00:00", torch="9.9", source="0123abcd")
-    file = file_in(tmp_path, later, [REFERENCE, "DUST tied, unconstrained, float32"])
-    file.add(named(measured, "DUST tied, unconstrained, float32", note=""), {})
+    order = [REFERENCE, "DUST tied, unconstrained, float32"]
+    add_to(tmp_path, later, order, named(measured, order[1], note=""))
     text = document(read_results(tmp_path))
     assert cells(text, REFERENCE)[-1] == "a"
     assert cells(text, "DUST tied, unconstrained, float32")[-1] == "b"
@@ -186,9 +190,8 @@ def test_a_run_of_several_suites_is_one_run(measured: Results, tmp_path: Path) -
         ("ops", {"float32": {"mm": 2e9}}),
         ("step", {"float32": {"mm": 2e9}, "bfloat16": {"mm": 5e9}}),
     ):
-        file_in(tmp_path, run_of(), [f"{suite} case"], suite).add(
-            {**named(measured, f"{suite} case"), "suite": suite}, {"flop_per_second": rates}
-        )
+        case = {**named(measured, f"{suite} case"), "suite": suite}
+        add_to(tmp_path, run_of(), [f"{suite} case"], case, suite, flop_per_second=rates)
     text = document(read_results(tmp_path))
     assert cells(text, "a | ")[-2] == "float32 2, bfloat16 5"
     assert not [line for line in text.splitlines() if line.startswith("| b |")]
