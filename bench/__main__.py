@@ -25,9 +25,8 @@ def main() -> int:
     """Run the bench; bad input is one line on stderr and status 2, an interruption one and status 130."""
     from cdt_fast.bench.run import run_command  # with torch, which the help of `cdt-fast` does not wait for
 
-    parser = argparse.ArgumentParser(
-        prog="python -m cdt_fast.bench", description="Measure the ops and the training step.", allow_abbrev=False
-    )
+    about = "Measure the ops and the training step."
+    parser = argparse.ArgumentParser(prog="python -m cdt_fast.bench", description=about, allow_abbrev=False)
     add_arguments(parser)
     options = parser.parse_args()
     try:

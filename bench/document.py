@@ -71,12 +71,8 @@ _SETTING = {
 
 
 def document(results: Results, links: str = "") -> str:
-    """The text of the document.
-
-    Args:
-        results: contents of the results files by the name of the file; those at toy size are left out.
-        links: how the document refers to their folder, in which the pictures are too.
-    """
+    """The text of the document from the contents of the results files by name, of which those at toy size are left out;
+    `links` is how it refers to their folder, in which the pictures are too."""
     order = list(SUITES)
     files = sorted(results.items(), key=lambda item: (item[1]["name"], order.index(item[1]["suite"]), item[0]))
     files = [(name, file) for name, file in files if file["size"] != "toy"]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cdt_fast.bench.suites.cross_entropy import ALL_ALIVE
 
 Case = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Goal:
+class Goal(NamedTuple):
     """One goal."""
 
     device: Literal["cpu", "cuda"]

@@ -26,12 +26,7 @@ def processor_name() -> str:
 
 
 def describe(device: torch.device, allocator: str) -> dict[str, Any]:
-    """Names, versions and settings; words and numbers only, none of them a path.
-
-    Args:
-        device: what is measured.
-        allocator: how freed memory is handled.
-    """
+    """Names, versions and settings, `allocator` (how freed memory is handled) among them; none of them is a path."""
     facts: dict[str, Any] = {
         "name": processor_name(),
         "device": device.type,
@@ -61,8 +56,7 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
 
 
 def source_digest() -> str:
-    """Eight digits that differ wherever the code that is measured does: the version alone does not tell two states of
-    it apart."""
+    """Eight digits that differ wherever the code that is measured does."""
     digest = hashlib.sha256()
     for part in (constraints, ops, training, kernels, models):
         for file in sorted(Path(part.__path__[0]).rglob("*.py")):

@@ -18,7 +18,7 @@ from cdt_fast.bench.ceilings import Ceilings, floor_seconds
 from cdt_fast.bench.clock import Rounds, calls_a_reading, round_robin, seconds
 
 # Peak memory of an implementation of a case: bytes, or the reason why there is no figure.
-PeakMemory = Callable[[Case, Implementation, Step], "int | str"]
+PeakMemory = Callable[[Case, Implementation, Any], "int | str"]
 
 _LONGEST_REASON = 300
 
@@ -34,7 +34,7 @@ class Refused(Exception):
 class _Timed:
     """What takes its turn in a round, an implementation or a probe, and what has been measured of it."""
 
-    step: Callable[[], Any] | None = None
+    step: Callable[[], Any] | None = None  # None once it cannot run
     calls: int = 1
     once: float = 0.0
     difference: float | None = None
@@ -99,17 +99,10 @@ class Gate:
 
 
 def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings, peak: PeakMemory) -> dict[str, Any]:
-    """Times, ratios, peak memory and share of the floor of every implementation to do a case.
+    """Times, ratios, peak memory and share of the floor of every implementation to do a case, in words and numbers.
 
-    Args:
-        case: the work.
-        device: where it runs.
-        rounds: how many are timed.
-        ceilings: of the device; their probes take turns with the implementations where the case has a floor.
-        peak: measures the peak memory of an implementation that has been timed.
-
-    Returns:
-        Words and numbers only. What could not run, or was wrong, has a status, a reason and no figure.
+    What could not run, or was wrong, has a status, a reason and no figure. The probes of the ceilings take turns with
+    the implementations where the case has a floor.
     """
     gate = Gate(case)
     taken = {one.name: _admitted(gate, one, device) for one in case.implementations}
@@ -143,10 +136,12 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
     peers = [one.name for one in timed if one.role == "peer"]
     best = min(peers, key=lambda name: statistics.median(taken[name].seconds), default=None)
     result["best_peer"] = best
-    # On a CPU each is a process of its own, which does little but import and prepare.
-    with ThreadPoolExecutor(2 if device.type == "cpu" else 1) as workers:
-        found = workers.map(lambda one: _peak(case, one, taken[one.name].step, peak), timed)
-        peaks = dict(zip((one.name for one in timed), found, strict=True))
+    peaks: dict[str, int | str] = {}
+    if case.with_memory:
+        # On a CPU each is a process of its own, which does little but import and prepare.
+        with ThreadPoolExecutor(2 if device.type == "cpu" else 1) as workers:
+            found = workers.map(lambda one: peak(case, one, taken[one.name].step), timed)
+            peaks = dict(zip((one.name for one in timed), found, strict=True))
     result["implementations"] = {}
     for candidate in case.implementations:
         one = taken[candidate.name]
@@ -163,7 +158,9 @@ def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings
                 figures[name] = median_ratio(beside, one.seconds) if beside else None
             if floors:
                 figures["share_of_floor"] = median_ratio(floors, one.seconds)
-            figures |= peaks[candidate.name]
+            found = peaks.get(candidate.name, "not measured for this case")
+            known = isinstance(found, int)
+            figures |= {"peak_bytes": found if known else None, "peak_reason": "" if known else found}
         result["implementations"][candidate.name] = figures
     return result
 
@@ -202,13 +199,3 @@ def _time_round_robin(taken: Sequence[_Timed], device: torch.device, rounds: Rou
 def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:
     """The median over the rounds of another implementation's time over this one's: above 1, this one is faster."""
     return statistics.median(other / one for other, one in zip(others, own, strict=True))
-
-
-def _peak(case: Case, candidate: Implementation, step: Step | None, peak: PeakMemory) -> dict[str, Any]:
-    """Peak memory, or the reason why there is no figure."""
-    if not case.with_memory or step is None:
-        return {"peak_bytes": None, "peak_reason": "not measured for this case"}
-    found = peak(case, candidate, step)
-    if isinstance(found, str):
-        return {"peak_bytes": None, "peak_reason": found}
-    return {"peak_bytes": found, "peak_reason": ""}

@@ -67,20 +67,15 @@ def _resident(entry: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def peak_memory(size: str, device: torch.device) -> Callable[[Case, Implementation, Step], int | str]:
-    """How a run takes peak memory: the function that `measure.measure` asks for."""
-
-    def by_allocator(case: Case, one: Implementation, step: Step) -> int | str:
+def peak_memory(size: str, device: torch.device, case: Case, one: Implementation, step: Step) -> int | str:
+    """Peak memory of an implementation of a case, or the reason why there is no figure."""
+    if device.type == "cuda":
         if name_of_mode("max-autotune") in one.name and "no-cudagraphs" not in one.name:
             return "a CUDA graph's memory is allocated once and held, which a step does not show"
         return allocator_peak(step, device)
-
-    def by_process(case: Case, one: Implementation, step: Step) -> int | str:
-        if size == "toy":
-            return "at toy size a step is smaller than what the system counts in"
-        return peak_in_a_process("cdt_fast.bench.memory", case.suite, case.name, one.name, size)
-
-    return by_allocator if device.type == "cuda" else by_process
+    if size == "toy":
+        return "at toy size a step is smaller than what the system counts in"
+    return peak_in_a_process("cdt_fast.bench.memory", case.suite, case.name, one.name, size)
 
 
 def peak_in_a_process(module: str, *arguments: str) -> int | str:

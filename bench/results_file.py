@@ -16,11 +16,7 @@ from cdt_fast.files import read_json
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The contents of a results file.
-
-    Raises:
-        InputError: it is not one.
-    """
+    """The contents of a results file; InputError where it is not one."""
     contents = read_json(path)
     if not isinstance(contents, dict) or not {"name", "device", "suite", "size", "runs", "cases"} <= contents.keys():
         raise InputError(f"{path}: expected a file that cdt-fast bench wrote")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import gc
 import shlex
 import sys
@@ -66,7 +67,7 @@ def run_command(options: argparse.Namespace) -> int:
     }
     options.hint = f"; what was measured so far is in {shlex.quote(str(folder))}"
     torch.manual_seed(0)
-    ceilings, peak = Ceilings(device, size), peak_memory(size, device)
+    ceilings, peak = Ceilings(device, size), functools.partial(peak_memory, size, device)
     done, begun = 0, time.perf_counter()
     for name, (path, contents) in files.items():
         order = [case.name for case in every[name]]

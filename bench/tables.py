@@ -19,12 +19,7 @@ Case = Mapping[str, Any]
 
 
 def suite_as_text(name: str, cases: Sequence[Case]) -> str:
-    """One table of all implementations of all cases, each case under its name, with what was not timed and why.
-
-    Args:
-        name: of the suite.
-        cases: as they were measured.
-    """
+    """One table of all implementations of all cases of a suite, with what was not timed and why."""
     every = [named for case in cases for named in case["implementations"].items()]
     rows = [[name, one["role"], *_words(one).values()] for name, one in every]
     head, rule, *table = as_text([HEAD, *rows]).splitlines()
@@ -63,13 +58,8 @@ def grouped_remarks(cases: Sequence[Case]) -> list[str]:
 
 
 def case_table(cases: Sequence[Case], runs: Mapping[str, str], notes: Sequence[str]) -> list[list[str]]:
-    """A row a case in which anything was timed: `cdt_fast` beside the baseline and its best peer.
-
-    Args:
-        cases: of one suite.
-        runs: what the table calls each run.
-        notes: those of the cases, which the table refers to by number.
-    """
+    """A row a case in which anything was timed: `cdt_fast` beside the baseline and its best peer, what the table calls
+    the run, and the number of the case's note."""
     rows = [list(CASE_HEAD)]
     for case in cases:
         words = {name: _words(one) for name, one in case["implementations"].items()}

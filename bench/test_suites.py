@@ -1,7 +1,6 @@
 """Every case and implementation as a pytest-benchmark, for its statistics and for comparing two checkouts.
 
-    pytest bench/test_suites.py --benchmark-enable --benchmark-only [--bench-suite step] [--bench-size cpu]
-        [--bench-device cuda] [--benchmark-autosave]
+    pytest bench/test_suites.py --benchmark-enable --benchmark-only [-k step] [--bench-size cpu] [--bench-device cuda]
 
 `cdt-fast bench` times the implementations in round robin and is what ratios are read from; here each is timed on its
 own, one after the other.
@@ -15,8 +14,19 @@ import pytest
 import torch
 
 from cdt_fast.bench.case import Case, Implementation, Unavailable
+from cdt_fast.bench.clock import seconds
 from cdt_fast.bench.measure import Gate
+from cdt_fast.bench.suites import SUITES
 from cdt_fast.training.allocator import disable_malloc_trim
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test an implementation of a case; what the cases compute on is made when a test asks for it."""
+    device = torch.device(metafunc.config.option.bench_device)
+    cases = [case for suite in SUITES.values() for case in suite(device, metafunc.config.option.bench_size)]
+    both = [(case, one) for case in cases for one in case.implementations]
+    ids = [f"{case.suite} - {case.name} - {one.name}" for case, one in both]
+    metafunc.parametrize(("case", "implementation"), both, ids=ids)
 
 
 def test_implementation(
@@ -29,11 +39,4 @@ def test_implementation(
         pytest.skip(str(reason))
     benchmark.group = f"{case.suite}: {case.name}"
     benchmark.extra_info.update(difference=difference, role=implementation.role, dtype=case.dtype, **case.shape)
-    on_gpu = pytestconfig.option.bench_device == "cuda"
-
-    def finished() -> None:
-        step()
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    benchmark(finished)
+    benchmark(seconds, step, torch.device(pytestconfig.option.bench_device))  # which waits for a GPU

@@ -54,11 +54,8 @@ def sdpa(z: Tensor, lengths: Tensor | None, backend: str | None = None) -> Atten
 def flex(z: Tensor, lengths: Tensor | None) -> Attend:
     """FlexAttention, compiled on its first call; the lengths as a mask of blocks, made once for all steps.
 
-    Its kernels refuse narrow tokens (below 16 numbers) and wide ones, of which a block does not fit into shared memory:
-    its own message is the reason that is shown.
-
-    Raises:
-        Unavailable: no GPU (on a CPU it has no backward), or torch.compile has no compiler.
+    On a CPU it has no backward; its kernels refuse narrow tokens (below 16 numbers) and wide ones, of which a block
+    does not fit into shared memory: its own message is the reason that is shown.
     """
     require_gpu("FlexAttention's backward", z.device)
     batch, tokens, _ = z.shape
@@ -83,11 +80,7 @@ def flex(z: Tensor, lengths: Tensor | None) -> Attend:
 
 
 def xformers(z: Tensor, lengths: Tensor | None) -> Attend:
-    """xformers' memory-efficient attention; sequences of several lengths are packed into one.
-
-    Raises:
-        Unavailable: no GPU, or no xformers.
-    """
+    """xformers' memory-efficient attention; sequences of several lengths are packed into one."""
     require_gpu("xformers", z.device)
     attention = imported("xformers.ops").memory_efficient_attention
     padding = padding_mask(lengths, z)

@@ -18,17 +18,12 @@ def written_out_losses(model: DUST, noisy: Tensor, clean: Tensor) -> Tensor:
     dictionaries, readouts = dictionaries_of(model)
     codes = model.step * noisy @ dictionaries[0]
     reconstructions = [codes @ readouts[0].mT]
+    options = {"step": model.step, "threshold": model.threshold, "scale": model.scale}
     for dictionary, readout in zip(dictionaries, readouts[1:], strict=True):
-        codes, reconstruction = unrolled_layer_reference(
-            codes,
-            noisy,
-            dictionary,
-            step=model.step,
-            threshold=model.threshold,
-            scale=model.scale,
-            nonlinearity=model.nonlinearity,
-            next_dictionary=readout,
+        layer = unrolled_layer_reference(
+            codes, noisy, dictionary, **options, nonlinearity=model.nonlinearity, next_dictionary=readout
         )
+        codes, reconstruction = layer
         reconstructions.append(reconstruction)
     return layerwise_reconstruction_loss_reference(reconstructions, clean)
 
@@ -39,11 +34,11 @@ def identity_losses(model: DUST, noisy: Tensor, clean: Tensor) -> Tensor:
     dictionaries, readouts = dictionaries_of(model)
     codes = model.step * noisy @ dictionaries[0]
     reconstructions = [codes @ readouts[0].mT]
+    options = {"step": model.step, "threshold": model.threshold, "scale": model.scale}
     for level, dictionary in enumerate(dictionaries, 1):
         # An untied model that reads with its own dictionary has read the depth before with another one.
         known = readouts[level - 1] is dictionary
         projection = reconstructions[-1] if known else codes @ dictionary.mT
-        options = {"step": model.step, "threshold": model.threshold, "scale": model.scale}
         codes = identity_step(codes, projection, noisy, dictionary, **options, nonlinearity=model.nonlinearity)
         reconstructions.append(codes @ readouts[level].mT)
     return layerwise_reconstruction_loss_reference(reconstructions, clean)

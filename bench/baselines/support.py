@@ -1,4 +1,5 @@
-"""torch.compile in the modes that a user would try, and why a baseline cannot run here, in one line."""
+"""torch.compile in the modes that a user would try, and why a baseline cannot run here: each function that finds it out
+raises `Unavailable` with the reason in one line."""
 
 from __future__ import annotations
 
@@ -22,11 +23,7 @@ _MOST_SHAPES = 100_000
 
 
 def imported(name: str) -> ModuleType:
-    """The module `name`; a package built for another torch fails in many ways.
-
-    Raises:
-        Unavailable: it is not installed, or its import fails.
-    """
+    """The module `name`; a package built for another torch fails in many ways."""
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -34,19 +31,13 @@ def imported(name: str) -> ModuleType:
 
 
 def require_gpu(what: str, device: torch.device) -> None:
-    """Raises:
-    Unavailable: `device` is no NVIDIA GPU.
-    """
+    """Refuse another device than an NVIDIA GPU."""
     if device.type != "cuda":
         raise Unavailable(f"{what} needs an NVIDIA GPU")
 
 
 def tried(step: Step) -> Step:
-    """`step` after one run, in which what is compiled on first use is compiled.
-
-    Raises:
-        Unavailable: the run fails; a shape or dtype that a peer does not take is no error of the bench.
-    """
+    """`step` after one run; a shape or dtype that a peer does not take is no error of the bench."""
     try:
         step()
     except Exception as error:
@@ -76,11 +67,7 @@ def name_of_mode(mode: str) -> str:
 def compiled(
     function: Callable[Arguments, Result], mode: str, device: torch.device, fullgraph: bool = True
 ) -> Callable[Arguments, Result]:
-    """`function`, compiled for static shapes on its first call.
-
-    Raises:
-        Unavailable: no C++ compiler (CPU) or no Triton (GPU).
-    """
+    """`function`, compiled for static shapes on its first call, by a C++ compiler (CPU) or Triton (GPU)."""
     if device.type == "cuda":
         imported("triton")
     elif not any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name):
@@ -89,11 +76,7 @@ def compiled(
 
 
 def first_run(step: Step) -> Step:
-    """A step of compiled functions after its first run, which compiles them.
-
-    Raises:
-        Unavailable: the run fails, or torch would go on without compiling.
-    """
+    """A step of compiled functions after its first run, which compiles them, or fails where torch would not."""
 
     def marked() -> list[torch.Tensor]:
         # Without the mark, a CUDA graph would keep the outputs of the steps before alive.

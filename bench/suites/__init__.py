@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -12,15 +13,12 @@ if TYPE_CHECKING:  # the command line lists the suites, and must not wait for to
     from cdt_fast.bench.case import Case
 
 SIZES = ("toy", "cpu", "gpu")
-Suite = Callable[["torch.device", str], Iterator["Case"]]
 
 
-def _suite(name: str) -> Suite:
-    # Imported when its cases are asked for: what one suite needs (a peer library) does not keep the others away.
-    def cases(device: torch.device, size: str) -> Iterator[Case]:
-        return importlib.import_module(f"cdt_fast.bench.suites.{name}").cases(device, size)
-
-    return cases
+def _cases(name: str, device: torch.device, size: str) -> Iterator[Case]:
+    return importlib.import_module(f"cdt_fast.bench.suites.{name}").cases(device, size)
 
 
-SUITES: dict[str, Suite] = {name: _suite(name) for name in ("attention", "ops", "step", "cross_entropy")}
+SUITES: dict[str, Callable[[torch.device, str], Iterator[Case]]] = {
+    name: functools.partial(_cases, name) for name in ("attention", "ops", "step", "cross_entropy")
+}

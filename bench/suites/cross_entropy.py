@@ -36,20 +36,20 @@ class Shape(NamedTuple):
 
 # A head of a few classes, on the mean token of each text: the cost is that of the calls, not of the products.
 CLASSIFIER = "classifier"
-CLASSIFIERS = (
+_CLASSIFIERS = [
     (4, 64, 64, 2),
     (4, 64, 384, 2),
     (4, 64, 384, 32),
     (4, 256, 128, 10),
     (13, 256, 128, 64),
     (4, 4096, 384, 10),
-)
+]
 SHAPES = {
     "toy": (Shape("toy", 3, 24, 16, 100), Shape(CLASSIFIER, 2, 8, 16, 2)),
     "cpu": (
         Shape("GPT2-small", 13, 256, 192, 12564, "scaled down from N 8,192, d 768, V 50,257"),
         Shape("Llama-8B", 33, 128, 256, 8016, "scaled down from N 2,048, d 4,096, V 128,256"),
-        *(Shape(CLASSIFIER, *sizes) for sizes in CLASSIFIERS),
+        *(Shape(CLASSIFIER, *sizes) for sizes in _CLASSIFIERS),
     ),
     "gpu": (
         Shape("GPT2-small", 13, 8192, 768, 50257),
@@ -64,21 +64,17 @@ ALL_ALIVE = "eager, the logits of all depths alive"
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
-    """Every shape in float32 and bfloat16: with the weights known before, with weights that follow, and sampled.
-
-    A classifier's depths are neither sampled nor compiled: there is nothing to save.
-    """
+    """Every shape in float32 and bfloat16: with the weights known before, with weights that follow, and sampled; those
+    of a classifier neither sampled nor compiled, as there is nothing to save."""
     for shape in SHAPES[size]:
         for dtype in (torch.float32, torch.bfloat16):
-            if shape.model == CLASSIFIER:
-                for work in (KNOWN, UNKNOWN):
-                    yield case_of(shape, work, dtype, device, size)
-                continue
-            for work in (KNOWN, UNKNOWN, SAMPLED):
+            classifies = shape.model == CLASSIFIER
+            for work in (KNOWN, UNKNOWN) if classifies else (KNOWN, UNKNOWN, SAMPLED):
                 # At toy size once: compiling takes longer than all the rest.
-                compiles = size != "toy" or (work == KNOWN and dtype == torch.float32)
+                compiles = not classifies and (size != "toy" or (work == KNOWN and dtype == torch.float32))
                 yield case_of(shape, work, dtype, device, size, modes(device, size == "gpu") if compiles else ())
-            yield _against_the_last_depth(shape, dtype, device, size)
+            if not classifies:
+                yield _against_the_last_depth(shape, dtype, device, size)
 
 
 def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.device, size: str) -> Case:
@@ -89,17 +85,16 @@ def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.devi
         every = inputs()
         return Depths(every.hidden[-1:], every.head, every.targets, torch.ones_like(every.weights[-1:]))
 
+    def formula() -> list[Tensor]:
+        return _formula(last(), KNOWN, size)()
+
+    alone = Implementation("the last depth alone", "eager", lambda: fused(last(), KNOWN), formula)
     return Case(
         suite="cross_entropy",
         name=f"layerwise cross-entropy, {SAMPLED}, against the last depth alone, {name_of(dtype)}, {shape.model}",
         shape=shape.sizes,
         dtype=name_of(dtype),
-        implementations=(
-            Implementation(
-                "the last depth alone", "eager", lambda: fused(last(), KNOWN), lambda: _formula(last(), KNOWN, size)()
-            ),
-            Implementation("all depths", "ours", lambda: fused(inputs(), SAMPLED)),
-        ),
+        implementations=(alone, Implementation("all depths", "ours", lambda: fused(inputs(), SAMPLED))),
         expected=lambda: _formula(inputs(), SAMPLED, size)(),
         tolerance=TOLERANCE[dtype],
         note="; ".join(filter(None, ("both by cdt_fast", shape.note))),
@@ -150,11 +145,8 @@ def _implementations(
 
 
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depths:
-    """Hidden states that point to their targets the more the deeper, as trained ones do, plus noise.
-
-    The last depth's loss is 2 to 3 nats: where all logits are alike, gradients of logits are so small that to leave
-    small ones out would be flattered.
-    """
+    """Hidden states that point to their targets the more the deeper, as trained ones do, plus noise; the last depth's
+    loss is 2 to 3 nats: where all logits are alike, to leave small gradients of logits out would be flattered."""
     generator = seeded(device)
     head = normal(generator, shape.vocabulary, shape.width).mul_(shape.width**-0.5)
     targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator, device=device)
@@ -205,26 +197,19 @@ def fused(depths: Depths, work: str) -> Step:
 
 def _formula(depths: Depths, work: str, size: str) -> Step:
     dtype = formula_dtype(size)
-    wide = Depths(
-        [states.detach().to(dtype).requires_grad_() for states in depths.hidden],
-        depths.head.detach().to(dtype).requires_grad_(),
-        depths.targets,
-        depths.weights.to(dtype),
-    )
-    return a_depth_at_a_time(
-        lambda hidden, head, targets, reduction: layerwise_cross_entropy_reference(
-            [hidden], head, targets, reduction=reduction
-        )[0],
-        wide,
-        draw_of(depths, work),
-    )
+    hidden = [states.detach().to(dtype).requires_grad_() for states in depths.hidden]
+    head = depths.head.detach().to(dtype).requires_grad_()
+    wide = Depths(hidden, head, depths.targets, depths.weights.to(dtype))
+
+    def loss(hidden: Tensor, head: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return layerwise_cross_entropy_reference([hidden], head, targets)[0]
+
+    return a_depth_at_a_time(loss, wide, draw_of(depths, work))
 
 
 def flop(shape: Shape, work: str) -> float:
-    """Of the products, at two a multiplication: logits, and the gradients of hidden states and head.
-
-    Weights that follow from the losses need no more: what keeps the logits has them when the weights come.
-    """
+    """Of the products, at two a multiplication: logits, and the gradients of hidden states and head. Weights that
+    follow from the losses need no more: what keeps the logits has them when the weights come."""
     rows = shape.depths * shape.tokens
     if work == SAMPLED:
         rows = shape.tokens + (shape.depths - 1) * math.ceil(FRACTION * shape.tokens)

@@ -93,6 +93,7 @@ def against_eager(
         return run
 
     eager = weighted(work.formula)
+    baselines, note = [candidate("eager", "eager", eager)], ""
     if autocast and device.type == "cpu":
         # The goal is set against the step in float32, which is what a CPU is trained in unless somebody chooses.
         baselines = [
@@ -100,8 +101,6 @@ def against_eager(
             candidate("eager, bfloat16", "peer", eager),
         ]
         note = "eager is in float32, all else in bfloat16"
-    else:
-        baselines, note = [candidate("eager", "eager", eager)], ""
     candidates = [
         *baselines,
         *(candidate(name, "peer", weighted(formula)) for name, formula in work.other_formulas.items()),

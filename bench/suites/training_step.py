@@ -30,12 +30,10 @@ Losses = Callable[[Any, Tensor, Tensor, Weights], tuple[Tensor, Tensor]]
 
 
 class TrainingStep:
-    """Trains one step a call; returns the losses it reads, then the gradients of the parameters.
+    """Trains one step of `work` a call; returns the losses that it reads, then the gradients of the parameters.
 
     Args:
-        work: what is trained.
-        losses: how its losses are computed.
-        device: where.
+        work, losses, device: what is trained, how, and where.
         reads: `CONSTRAINED`, `LOGGED` or `LAST`.
         dtype: of parameters and tokens.
         autocast: whether the losses are computed under bfloat16 autocast.
@@ -145,9 +143,7 @@ def prepared(
 
 
 def refuse_slow_bf16(device: torch.device, autocast: bool) -> None:
-    """Raises:
-    Unavailable: bfloat16 is asked for on a processor that emulates it.
-    """
+    """Raise `Unavailable` where bfloat16 is asked for on a processor that emulates it."""
     if autocast and device.type == "cpu" and not cpu_has_bf16_products():
         raise Unavailable("this processor has no instructions for bfloat16 products")
 
@@ -165,11 +161,7 @@ def first_step(work: Trained, device: torch.device, reads: str, form: Form | Non
 
 
 def graphs_of(device: torch.device) -> Graphs:
-    """Where steps on `device` are captured.
-
-    Raises:
-        Unavailable: it is no NVIDIA GPU.
-    """
+    """Where steps on `device` are captured; `Unavailable` but on an NVIDIA GPU."""
     require_gpu("a CUDA graph", device)
     return CudaGraphs(device)
 

@@ -84,12 +84,8 @@ def test_attention(baseline: str, width: int | None, padded: bool, monkeypatch: 
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_an_implementation_of_sdpa_runs_or_says_that_it_cannot() -> None:
+def test_an_implementation_of_sdpa_that_is_not_there_fails() -> None:
     z = torch.randn(2, 5, 16, requires_grad=True)
-    flash = functools.partial(attention.sdpa, backend="flash")
-    found, expected = (gradients(one, z, None, None) for one in (flash, attention_written_out))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
     with pytest.raises(RuntimeError, match=r"No (available kernel|viable backend)"):  # there is none on a CPU
         gradients(functools.partial(attention.sdpa, backend="cuDNN"), z, None, None)
 
@@ -247,12 +243,6 @@ def test_a_run_that_fails_is_the_reason() -> None:
 
     support.tried(counts)()
     assert len(runs) == 2
-
-
-def test_modes_of_compilation() -> None:
-    assert support.modes(CPU) == ("default", "max-autotune-no-cudagraphs")
-    assert support.modes(torch.device("cuda")) == ("default", "max-autotune-no-cudagraphs", "max-autotune")
-    assert support.modes(torch.device("cuda"), autotune=False) == ("default",)
 
 
 def test_many_shapes_of_one_function_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_without_a_mark_that_can_be_reset_there_is_no_figure(monkeypatch: pytest
 
 def test_at_toy_size_there_is_a_reason_and_no_figure() -> None:
     candidate = Implementation("eager", "eager", steady(1.0))
-    found = memory.peak_memory("toy", torch.device("cpu"))(case_of(candidate), candidate, candidate.prepare())
+    found = memory.peak_memory("toy", torch.device("cpu"), case_of(candidate), candidate, candidate.prepare())
     assert isinstance(found, str)
 
 
@@ -129,3 +129,11 @@ def test_the_table_says_what_is_owed_to_depths_and_vocabulary_together(
     loss_memory.main()
     owed = 11 * (16 - 2) * (32768 - 2048) / 2**20
     assert capsys.readouterr().out.count(f"| {owed:,.1f} |") == len(loss_memory.IMPLEMENTATIONS)
+
+
+def test_what_is_measured_in_a_process_is_named_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "peak_in_a_process", lambda *arguments: " ".join(arguments))
+    candidate = Implementation("eager", "eager", steady(1.0))
+    case = case_of(candidate, suite="ops")
+    found = memory.peak_memory("cpu", torch.device("cpu"), case, candidate, candidate.prepare())
+    assert found == "cdt_fast.bench.memory ops three ones eager cpu"
