@@ -18,12 +18,17 @@ def written_out_losses(model: DUST, noisy: Tensor, clean: Tensor) -> Tensor:
     dictionaries, readouts = dictionaries_of(model)
     codes = model.step * noisy @ dictionaries[0]
     reconstructions = [codes @ readouts[0].mT]
-    options = {"step": model.step, "threshold": model.threshold, "scale": model.scale}
     for dictionary, readout in zip(dictionaries, readouts[1:], strict=True):
-        layer = unrolled_layer_reference(
-            codes, noisy, dictionary, **options, nonlinearity=model.nonlinearity, next_dictionary=readout
+        codes, reconstruction = unrolled_layer_reference(
+            codes,
+            noisy,
+            dictionary,
+            step=model.step,
+            threshold=model.threshold,
+            scale=model.scale,
+            nonlinearity=model.nonlinearity,
+            next_dictionary=readout,
         )
-        codes, reconstruction = layer
         reconstructions.append(reconstruction)
     return layerwise_reconstruction_loss_reference(reconstructions, clean)
 
