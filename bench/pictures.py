@@ -12,6 +12,8 @@ from cdt_fast.files import replaced_atomically
 Case = Mapping[str, Any]
 
 _MARKS = "os^vDP*X<>"
+_OWN = {"markersize": 8, "fillstyle": "full", "zorder": 2}
+_PEER = {"markersize": 6, "fillstyle": "none", "zorder": 1}
 # Inches: of the axis, of a letter of a label, of a line.
 _AXIS, _LETTER, _LINE = 5.5, 0.068, 0.26
 
@@ -50,17 +52,10 @@ def _ratios(cases: Sequence[Case]) -> Any:
     ours, *others = [COLORS[1], *(color for color in COLORS if color != COLORS[1])]
     peers = list(dict.fromkeys(n for case in cases for n, one in _timed(case).items() if one["role"] == "peer"))
     styles: dict[str, dict[str, Any]] = {
-        name: {
-            "marker": _MARKS[number % len(_MARKS)],
-            "color": others[number % len(others)],
-            "markersize": 6,
-            "fillstyle": "none",
-            "zorder": 1,
-            "label": name,
-        }
+        name: {"marker": _MARKS[number % len(_MARKS)], "color": others[number % len(others)], "label": name, **_PEER}
         for number, name in enumerate(peers)
     }
-    own = {"marker": "o", "color": ours, "markersize": 8, "fillstyle": "full", "zorder": 2, "label": "cdt_fast"}
+    own = {"marker": "o", "color": ours, "label": "cdt_fast", **_OWN}
     titles = _without_common_start([case["case"] for case in cases])
     width = _AXIS + _LETTER * max(map(len, titles))
     figure, axis = pyplot.subplots(figsize=(width, 1.2 + _LINE * len(cases)), layout="constrained")
