@@ -54,7 +54,12 @@ def run_command(options: argparse.Namespace) -> int:
     kept = device.type == "cpu" and disable_malloc_trim()
     machine = {**describe(device, "freed memory kept" if kept else "as it comes"), "command": command}
     run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"}
-    every = {name: list(SUITES[name](device, size)) for name in suites}
+    every: dict[str, list[Case]] = {}
+    for name in suites:
+        try:
+            every[name] = list(SUITES[name](device, size))
+        except ImportError as error:  # of a package that this suite needs, and others do not
+            print(f"{name}: left out: {type(error).__name__}: {error}", file=sys.stderr)
     chosen = {name: [case for case in cases if (options.case or "") in case.name] for name, cases in every.items()}
     count = sum(map(len, chosen.values()))
     if options.case and not count:

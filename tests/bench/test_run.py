@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cdt_fast.bench import run as running
-from cdt_fast.bench.case import ROLES, Implementation, Step
+from cdt_fast.bench.case import ROLES, Case, Implementation, Step
 from cdt_fast.bench.run import parts_of
 from cdt_fast.bench.suites import SUITES
 from tests.bench.bench_cases import case_of, fails, made_up, steady, unavailable
@@ -131,6 +131,20 @@ def test_what_was_measured_is_kept_when_a_run_is_stopped(
     assert answer.status == 130
     assert "stopped by SIGINT; what was measured so far is in" in answer.err
     assert [case["case"] for case in results_of(tmp_path, "step")["cases"]] == ["three ones"]
+
+
+def test_a_suite_whose_package_is_missing_leaves_the_others(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(device: torch.device, size: str) -> Iterator[Case]:
+        raise ModuleNotFoundError("No module named 'tqdm'")
+
+    monkeypatch.setitem(SUITES, "ops", missing)
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(Implementation("eager", "eager", steady(1.0)), suite="step")))
+    answer = call("bench", "--suite", "ops", "step", "--device=cpu", "--size=toy", f"--out={tmp_path}")
+    assert answer.status == 0
+    assert "ModuleNotFoundError: No module named 'tqdm'" in answer.err
+    assert results_of(tmp_path, "step")["cases"]
 
 
 def test_without_matplotlib_only_the_pictures_are_missing(
