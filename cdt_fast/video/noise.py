@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +19,6 @@ LEAST_DEVIATION = LITTLE_NOISE / LEVELS
 # Noise of the evaluation: the same for every run, and apart from the noise of any training.
 _NOISE_SEED = 20_260_117
 _GOLDEN = 0.6180339887498949
-
-
-class NoisyBatch(NamedTuple):
-    """Frames `[b, T, h, w]` in [0, 1] with and without noise, and the standard deviation of the noise `[b]`."""
-
-    noisy: Tensor
-    clean: Tensor
-    deviation: Tensor
 
 
 def add_noise_by_window(
@@ -68,8 +59,12 @@ def noisy_batches(
     device: torch.device,
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
-) -> Iterator[NoisyBatch]:
-    """All windows with noise that depends on the window alone; of a range its levels are spread evenly over them."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """All windows with noise that depends on the window alone; of a range its levels are spread evenly over them.
+
+    Yields:
+        Frames `[b, T, h, w]` in [0, 1] with and without noise, and the standard deviation of the noise `[b]`.
+    """
     generator = torch.Generator(device)
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
     for start in range(0, len(windows), batch):
@@ -81,7 +76,7 @@ def noisy_batches(
             given, deviation = add_noise_by_window(frame, level, sigma, generator, [_NOISE_SEED + index])
             noisy.append(given)
             deviations.append(deviation)
-        yield NoisyBatch(torch.cat(noisy), frames, torch.cat(deviations))
+        yield torch.cat(noisy), frames, torch.cat(deviations)
 
 
 def windows_at_once(windows: Windows | CropWindows, size: int) -> int:

@@ -30,12 +30,6 @@ def tokens_of(frames: Tensor, settings: VideoSettings) -> Tensor:
     return to_patches(frames, data.patch, data.sequence, data.patch_frames)
 
 
-def frames_of(tokens: Tensor, frames: Tensor, settings: VideoSettings) -> Tensor:
-    """The tokens of frames of the shape of `frames` as such."""
-    data, shape = settings.data, tuple(frames.shape)
-    return from_patches(tokens, shape, data.patch, data.sequence, data.patch_frames)
-
-
 def refines_mean(model: Denoiser, settings: VideoSettings) -> bool:
     """Whether each layer starts from the mean over grids: in a network that was trained on overlapping ones."""
     return isinstance(model, DUST) and settings.overlapping
@@ -124,8 +118,7 @@ class _Grids:
 
     def continued(self, frames: Tensor) -> Tensor:
         """Frames as far as the grids reach beyond them."""
-        top, left = _furthest(self.places)
-        height, width = self._filled(self.places)
+        (top, left), (height, width) = _furthest(self.places), self._filled(self.places)
         return continued(frames, (left, width - self._shape[1], top, height - self._shape[0]))
 
     def tokens(self, whole: Tensor, some: Corners) -> Tensor:

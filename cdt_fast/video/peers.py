@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import MissingExtra, require
+from cdt_fast.errors import InputError, require
 from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
 from cdt_fast.video.quality import psnr_of, ssim
@@ -24,10 +24,6 @@ Denoise = Callable[[Tensor, float], Tensor]
 
 PIECE = (8, 32, 32)
 _PATCH = 8  # of the transforms; a window is all frames that are measured
-
-
-class Unavailable(Exception):
-    """A peer cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +50,15 @@ class Measured:
 
 
 def peers() -> dict[str, Denoise]:
-    """All of them by name. One that is not installed raises `Unavailable` when it is called."""
-    named: dict[str, Denoise] = {
+    """All of them by name. One that cannot run here raises ImportError or InputError when it is called."""
+    return {
         "noisy frames": lambda frames, _: frames,
-        "mean of 3x3 pixels": _of_planes(blur),
-        "3-D DCT, hard threshold": _of_planes(dct3d_denoise),
-        "3-D DCT, shifted grids": _of_planes(dct3d_shifted_denoise),
+        "mean of 3x3 pixels": partial(_of_planes, blur),
+        "3-D DCT, hard threshold": partial(_of_planes, dct3d_denoise),
+        "3-D DCT, shifted grids": partial(_of_planes, dct3d_shifted_denoise),
         "OpenCV, multi-frame non-local means": _opencv,
+        **{f"libavfilter, {name}": partial(_filtered, name, options) for name, options in _FILTERS.items()},
     }
-    for name, options in _FILTERS.items():
-        named[f"libavfilter, {name}"] = _filter(name, options)
-    return named
 
 
 def measured(
@@ -91,7 +85,7 @@ def measured(
             begin = time.perf_counter()
             try:
                 found = denoise(noisy, sigma)
-            except Unavailable as reason:
+            except (ImportError, InputError) as reason:
                 return Measured(name, [], [], 0.0, str(reason))
             started += time.perf_counter() - begin
             frames += len(clean)
@@ -107,21 +101,18 @@ def measured(
     return Measured(name, psnr, alike, float(np.median(seconds)), pieces=pieces)
 
 
-def _of_planes(denoise: Callable[[Tensor, float, int], Tensor]) -> Denoise:
-    def run(frames: Tensor, sigma: float) -> Tensor:
-        height, width = frames.shape[-2:]
-        fill = (0, -width % _PATCH, 0, -height % _PATCH)
-        whole = torch.nn.functional.pad(frames.unsqueeze(0), fill, mode="replicate")
-        return denoise(whole, sigma / LEVELS, _PATCH)[0, :, :height, :width]
-
-    return run
+def _of_planes(denoise: Callable[[Tensor, float, int], Tensor], frames: Tensor, sigma: float) -> Tensor:
+    height, width = frames.shape[-2:]
+    fill = (0, -width % _PATCH, 0, -height % _PATCH)
+    whole = torch.nn.functional.pad(frames.unsqueeze(0), fill, mode="replicate")
+    return denoise(whole, sigma / LEVELS, _PATCH)[0, :, :height, :width]
 
 
 def _opencv(frames: Tensor, sigma: float) -> Tensor:
     try:
-        cv2 = importlib.import_module("cv2")
+        import cv2  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise Unavailable("opencv-python is not installed") from error
+        raise ImportError("opencv-python is not installed") from error
     bytes_ = list(_as_bytes(frames))
     # The window of frames is odd and lies within the clip; h at the strength that was best of a few factors.
     reach = min(2, (len(bytes_) - 1) // 2)
@@ -145,49 +136,34 @@ _FILTERS: dict[str, Callable[[float], str]] = {
 }
 
 
-def _filter(name: str, options: Callable[[float], str]) -> Denoise:
-    def run(frames: Tensor, sigma: float) -> Tensor:
-        try:
-            av = require("av", "video", "the filters of libavfilter")
-        except MissingExtra as error:
-            raise Unavailable(str(error)) from error
-        if name not in av.filter.filters_available:
-            raise Unavailable(f"this build of libavfilter has no {name}")
-        graph = av.filter.Graph()
-        height, width = frames.shape[-2:]
-        # Of its formats dctdnoiz takes colors alone.
-        form = "rgb24" if name == "dctdnoiz" else "gray"
-        start = graph.add_buffer(width=width, height=height, format=form, time_base=Fraction(1, 25))
-        chosen, end = graph.add(name, options(sigma)), graph.add("buffersink")
-        start.link_to(chosen)
-        chosen.link_to(end)
-        graph.configure()
-        found = list(_through(av, graph, _as_bytes(frames), form))
-        if len(found) != len(frames):
-            raise Unavailable(f"{name} gave {len(found)} of {len(frames)} frames")
-        return torch.from_numpy(np.stack(found)).float() / LEVELS
-
-    return run
-
-
-def _through(av: Any, graph: Any, pictures: Iterator[np.ndarray], form: str) -> Iterator[np.ndarray]:
-    def pulled() -> Iterator[np.ndarray]:
-        while True:
-            try:
-                frame = graph.pull()
-            except (av.error.BlockingIOError, av.error.EOFError):
-                return
-            pixels = frame.to_ndarray(format=form)
-            yield pixels if pixels.ndim == 2 else pixels[..., 1]
-
-    for number, picture in enumerate(pictures):
+def _filtered(name: str, options: Callable[[float], str], frames: Tensor, sigma: float) -> Tensor:
+    """All frames through a filter of libavfilter."""
+    av = require("av", "video", "the filters of libavfilter")
+    if name not in av.filter.filters_available:
+        raise InputError(f"this build of libavfilter has no {name}")
+    graph = av.filter.Graph()
+    height, width = frames.shape[-2:]
+    # Of its formats dctdnoiz takes colors alone.
+    form = "rgb24" if name == "dctdnoiz" else "gray"
+    start = graph.add_buffer(width=width, height=height, format=form, time_base=Fraction(1, 25))
+    chosen, end = graph.add(name, options(sigma)), graph.add("buffersink")
+    start.link_to(chosen)
+    chosen.link_to(end)
+    graph.configure()
+    for number, picture in enumerate(_as_bytes(frames)):
         given = np.repeat(picture[..., np.newaxis], 3, axis=2) if form == "rgb24" else picture
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(given), format=form)
         frame.pts, frame.time_base = number, Fraction(1, 25)
         graph.push(frame)
-        yield from pulled()
     graph.push(None)
-    yield from pulled()
+    found = []
+    while len(found) < len(frames):
+        try:
+            pixels = graph.pull().to_ndarray(format=form)
+        except (av.error.BlockingIOError, av.error.EOFError) as error:
+            raise InputError(f"{name} gave {len(found)} of {len(frames)} frames") from error
+        found.append(pixels if pixels.ndim == 2 else pixels[..., 1])
+    return torch.from_numpy(np.stack(found)).float() / LEVELS
 
 
 def _as_bytes(frames: Tensor) -> Iterator[np.ndarray]:

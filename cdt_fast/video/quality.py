@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LEVELS = 255.0
+from cdt_fast.video.noise import LEVELS
+
 _SIDE, _DEVIATION = 11, 1.5  # of the window of SSIM, as in its paper
 _BRIGHTNESS, _CONTRAST = 0.01**2, 0.03**2
 
 
 def psnr_of(rmse: float) -> float | None:
     """`20 log10(255 / RMSE)` in dB of an error on 0..255; None where there is no error."""
-    return 20 * math.log10(_LEVELS / rmse) if rmse > 0 else None
+    return 20 * math.log10(LEVELS / rmse) if rmse > 0 else None
 
 
 def mean_psnr(values: Sequence[float | None]) -> float | None:
@@ -35,13 +36,11 @@ def ssim(frames: Tensor, clean: Tensor) -> Tensor:
     Args:
         frames, clean: `[b, T, h, w]`, values in [0, 1].
     """
-    height, width = clean.shape[-2:]
     pair = torch.stack([frames, clean]).flatten(0, 2).unsqueeze(1)
     first, second = pair.chunk(2)
     moments = torch.cat([first, second, first * first, second * second, first * second])
-    for axis, length in ((2, height), (3, width)):
-        weights = _gaussian(min(_SIDE, length)).to(moments)
-        shape = (1, 1, -1, 1) if axis == 2 else (1, 1, 1, -1)
+    for axis, shape in ((2, (1, 1, -1, 1)), (3, (1, 1, 1, -1))):
+        weights = _gaussian(min(_SIDE, moments.shape[axis])).to(moments)
         moments = torch.nn.functional.conv2d(moments, weights.view(shape))
     x, y, xx, yy, xy = moments.chunk(5)
     brightness = (2 * x * y + _BRIGHTNESS) / (x * x + y * y + _BRIGHTNESS)

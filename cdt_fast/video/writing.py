@@ -13,14 +13,15 @@ import numpy as np
 
 from cdt_fast.errors import InputError, require
 from cdt_fast.video.data import FrameSource
-from cdt_fast.video.data.sound import Sound, carried_sound
+from cdt_fast.video.data.sound import carried_sound
 
 # For sources that state no rate: folders of frames and arrays.
 DEFAULT_FRAME_RATE = Fraction(25)
 # Containers that take H.264 and state the frame rate. Others that FFmpeg knows by their suffix (.gif, .webm, .png) take
 # other codecs; .ts and .flv do not keep every rate.
 CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".avi")
-_ONE_RATE = (".avi",)  # holds frames at one rate alone
+_ONE_RATE = ".avi"  # holds frames at one rate alone
+_TICK = Fraction(1, 90_000)  # of uneven frame times, in seconds
 
 
 @dataclass
@@ -69,7 +70,7 @@ def write_video(path: Path, target: Path, frames: Iterator[np.ndarray], source: 
     written = Written()
     rate = source.frame_rate or DEFAULT_FRAME_RATE
     times = source.uneven_times()
-    if times is not None and target.suffix.lower() in _ONE_RATE:
+    if times is not None and target.suffix.lower() == _ONE_RATE:
         written.notes.append(f"uneven frame times do not come through in {target.suffix}; .mp4 and .mkv hold them")
         times = None
     try:
@@ -79,8 +80,21 @@ def write_video(path: Path, target: Path, frames: Iterator[np.ndarray], source: 
             for frame in frames:
                 if stream is None:
                     written.height, written.width = frame.shape[:2]
-                    stream = _video_stream(av, container, rate, times, written)
-                _encode(av, container, stream, frame, written, times, sound)
+                    stream = _video_stream(av, container, rate, written)
+                    if times is not None:
+                        stream.codec_context.time_base = stream.time_base = _TICK
+                pixels = np.repeat(frame, 3, axis=2) if frame.shape[2] == 1 else frame
+                picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+                if times is not None:
+                    # Of a damaged clip more frames may come than packets have times: they follow at the shortest one.
+                    late = max(0, written.frames - len(times) + 1)
+                    time = times[min(written.frames, len(times) - 1)] + Fraction(late, 1000)
+                    picture.time_base, picture.pts = _TICK, round(time / _TICK)
+                for packet in stream.encode(picture):
+                    container.mux(packet)
+                    if packet.dts is not None:
+                        sound.write_until(packet.dts * packet.time_base)
+                written.frames += 1
             if stream is not None:
                 container.mux(stream.encode(None))
                 sound.write_until(None)
@@ -93,7 +107,7 @@ def write_video(path: Path, target: Path, frames: Iterator[np.ndarray], source: 
     return written
 
 
-def _video_stream(av: Any, container: Any, rate: Fraction, times: list[Fraction] | None, written: Written) -> Any:
+def _video_stream(av: Any, container: Any, rate: Fraction, written: Written) -> Any:
     # Without macroblock trees, whose assembly reads beyond small frames: the same frames are then the same bytes.
     options = {"crf": "16", "preset": "medium", "x264-params": "mbtree=0"}
     stream = container.add_stream("libx264", rate=rate, options=options)
@@ -103,29 +117,4 @@ def _video_stream(av: Any, container: Any, rate: Fraction, times: list[Fraction]
     # What FFmpeg turns RGB into; untagged, players take pictures of HD size for BT.709.
     stream.codec_context.colorspace = av.video.reformatter.Colorspace.smpte170m
     stream.codec_context.color_range = av.video.reformatter.ColorRange.MPEG
-    if times is not None:
-        stream.codec_context.time_base = stream.time_base = Fraction(1, 90_000)
     return stream
-
-
-def _encode(
-    av: Any,
-    container: Any,
-    stream: Any,
-    frame: np.ndarray,
-    written: Written,
-    times: list[Fraction] | None,
-    sound: Sound,
-) -> None:
-    pixels = np.repeat(frame, 3, axis=2) if frame.shape[2] == 1 else frame
-    picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
-    if times is not None:
-        # Of a damaged clip more frames may come than packets have times: they follow at the shortest distance.
-        late = max(0, written.frames - len(times) + 1)
-        time = times[min(written.frames, len(times) - 1)] + Fraction(late, 1000)
-        picture.time_base, picture.pts = Fraction(1, 90_000), round(time * 90_000)
-    for packet in stream.encode(picture):
-        container.mux(packet)
-        if packet.dts is not None:
-            sound.write_until(packet.dts * packet.time_base)
-    written.frames += 1
