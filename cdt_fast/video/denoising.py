@@ -148,7 +148,9 @@ def denoise_video(
     target = Path(target)
     check_target(target, Path(source), overwrite)
     denoising = Denoising(model, settings, depth, sigma, grids, exits)
-    shown = progress_bar(_colored(frames.frames()), desc=f"denoise {frames.name}", unit="frame", shown=progress)
+    # Gray frames `[h, w]` have one color.
+    colored = (np.atleast_3d(frame) for frame in frames.frames())
+    shown = progress_bar(colored, desc=f"denoise {frames.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
         written = write_video(temporary, target, denoising.frames(shown), frames)
     found = float(np.median(denoising.found)) if denoising.found else None
@@ -180,19 +182,11 @@ def _noise_notes(settings: VideoSettings, sigma: float | None, estimated: bool) 
     if sigma is None:
         return []
     if estimated and sigma <= LITTLE_NOISE:
-        return [
-            f"hardly any noise was found (sigma {sigma:.2g}), and hardly anything removed; give --sigma to remove more"
-        ]
+        return [f"hardly any noise was found (sigma {sigma:.2g}) and removed; give --sigma to remove more"]
     least, greatest = settings.noise
     if settings.data.unit == "level" and not least <= sigma <= greatest:
         return [f"the noise, sigma {sigma:.3g}, is beyond what the model was trained on, {least:g} to {greatest:g}"]
     return []
-
-
-def _colored(frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Gray frames `[h, w]` as `[h, w, 1]`; color as it is."""
-    for frame in frames:
-        yield frame[..., np.newaxis] if frame.ndim == 2 else frame
 
 
 @torch.no_grad()

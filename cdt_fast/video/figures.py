@@ -65,10 +65,8 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
-    identity = runs[0].evaluation.identity_rmse
-
     def add_identity(axis: Any, index: int) -> None:
-        axis.axhline(identity[index], linestyle=":", color=GRAY, label="identity")
+        axis.axhline(runs[0].evaluation.identity_rmse[index], linestyle=":", color=GRAY, label="identity")
 
     figure, axes = early_exits(runs, "depth_rmse", add_identity, _cost, level_sign(runs[0]))
     for axis in axes:
@@ -89,15 +87,15 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
     kept = [frames for run in runs if (frames := read_frames(run.folder.frames)) is not None]
     if len(kept) < len(runs):
         return None
-    rows, columns = len(kept[0].gammas), 2 + len(runs)
-    figure, axes = pyplot().subplots(
-        rows, columns, figsize=(2.6 * columns, 2.8 * rows), squeeze=False, layout="constrained"
-    )
-    for number, (row, gamma) in enumerate(zip(axes, kept[0].gammas, strict=True)):
-        shown = {"clean": kept[0].clean, f"noisy, {level_sign(runs[0])} = {gamma:g}": kept[0].noisy[number]}
-        shown.update({run.label: frames.denoised[number] for run, frames in zip(runs, kept, strict=True)})
+    first, sign = kept[0], level_sign(runs[0])
+    rows, columns = len(first["gammas"]), 2 + len(runs)
+    size = (2.6 * columns, 2.8 * rows)
+    figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for number, (row, gamma) in enumerate(zip(axes, first["gammas"].tolist(), strict=True)):
+        shown = {"clean": first["clean"], f"noisy, {sign} = {gamma:g}": first["noisy"][number]}
+        shown.update({run.label: frames["denoised"][number] for run, frames in zip(runs, kept, strict=True)})
         for axis, (title, frame) in zip(row, shown.items(), strict=True):
-            error = 255 * (frame - kept[0].clean).square().mean().sqrt().item()
+            error = 255 * (frame - first["clean"]).square().mean().sqrt().item()
             axis.imshow(frame.numpy(), cmap="gray", vmin=0, vmax=1)
             axis.set_title(f"{title}\nRMSE {error:.1f}" if error else title, fontsize="small", wrap=True)
             axis.axis("off")

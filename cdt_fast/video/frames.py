@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,35 +11,36 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import replaced_atomically
-from cdt_fast.video.data import CropWindows, Windows
+from cdt_fast.video.data import VideoData
+from cdt_fast.video.denoising import denoised_frames
+from cdt_fast.video.networks import Denoiser, device_of
 from cdt_fast.video.noise import noisy_batches
+from cdt_fast.video.settings import VideoSettings
+
+_SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
 
 
-@dataclass(frozen=True)
-class KeptFrames:
-    """One frame of the first test window, values in [0, 1], float32.
-
-    Attributes:
-        gammas: the noise levels.
-        clean: `[h, w]`.
-        noisy, denoised: `[levels, h, w]`.
-    """
-
-    gammas: list[float]
-    clean: Tensor
-    noisy: Tensor
-    denoised: Tensor
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write them as safetensors, atomically."""
-        tensors = {"clean": self.clean, "noisy": self.noisy, "denoised": self.denoised}
-        tensors["gammas"] = torch.tensor(self.gammas, dtype=torch.float64)
-        with replaced_atomically(path) as temporary:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+@torch.no_grad()
+def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSettings) -> None:
+    """Write the middle frame of the first test window at two noise levels, as `read_frames` reads it."""
+    nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
+    gammas = sorted({settings.typical_noise, nearest})
+    middle = data.test.window // 2
+    clean, noisy, denoised = torch.empty(0), [], []
+    for gamma in gammas:
+        given, target, deviation = next(noisy_batches(data.test, gamma, data.sigma, device_of(model)))
+        clean = target[0, middle].cpu()
+        noisy.append(given[0, middle].cpu())
+        denoised.append(denoised_frames(model, settings, given, deviation)[0, middle].float().cpu())
+    tensors = {"clean": clean.contiguous(), "noisy": torch.stack(noisy), "denoised": torch.stack(denoised)}
+    with replaced_atomically(path) as temporary:
+        save_file({**tensors, "gammas": torch.tensor(gammas, dtype=torch.float64)}, temporary)
 
 
-def read_frames(path: Path) -> KeptFrames | None:
-    """What `KeptFrames.save` wrote; None where there is nothing.
+def read_frames(path: Path) -> dict[str, Tensor] | None:
+    """`gammas` `[levels]`, and frames in [0, 1]: `clean` `[h, w]`, `noisy` and `denoised` `[levels, h, w]`.
+
+    None where there is no file.
 
     Raises:
         InputError: the file is not whole, or no such file.
@@ -50,29 +48,10 @@ def read_frames(path: Path) -> KeptFrames | None:
     if not path.exists():
         return None
     try:
-        tensors = load_file(path)
-        frames = KeptFrames(tensors["gammas"].tolist(), tensors["clean"], tensors["noisy"], tensors["denoised"])
+        frames = load_file(path)
+        levels = (len(frames["gammas"]), *frames["clean"].shape)
+        if frames["noisy"].shape == frames["denoised"].shape == levels:
+            return frames
     except (OSError, SafetensorError, KeyError) as error:
         raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
-    if not frames.noisy.shape == frames.denoised.shape == (len(frames.gammas), *frames.clean.shape):
-        raise InputError(f"{path}: its frames do not fit each other")
-    return frames
-
-
-@torch.no_grad()
-def keep_frames(
-    windows: Windows | CropWindows,
-    gammas: Sequence[float],
-    sigma: float,
-    device: torch.device,
-    denoise: Callable[[Tensor, Tensor], Tensor],
-) -> KeptFrames:
-    """The middle frame of the first window at each noise level, before and after `denoise`."""
-    middle = windows.window // 2
-    clean, noisy, denoised = torch.empty(0), [], []
-    for gamma in gammas:
-        given, target, deviation = next(noisy_batches(windows, gamma, sigma, device))
-        clean = target[0, middle].cpu()
-        noisy.append(given[0, middle].cpu())
-        denoised.append(denoise(given, deviation)[0, middle].float().cpu())
-    return KeptFrames(list(gammas), clean, torch.stack(noisy), torch.stack(denoised))
+    raise InputError(f"{path}: its frames do not fit each other")

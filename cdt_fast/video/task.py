@@ -26,7 +26,7 @@ from cdt_fast.training.task import Comparison, Drawing, EvaluatedRun, Reading, S
 from cdt_fast.video import figures
 from cdt_fast.video.comparison import SIGMAS, as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video, to_patches
-from cdt_fast.video.denoising import denoise_video, denoised_frames
+from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
 from cdt_fast.video.exits import Exits, chosen
 from cdt_fast.video.frames import keep_frames
@@ -36,8 +36,6 @@ from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.regularization import bound_spectral_norms
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.shifts import SHIFTS
-
-_SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
 
 
 class VideoWorkload:
@@ -175,15 +173,7 @@ class VideoTask(Task):
     ) -> dict[str, Any]:
         model = load_network(folder.model, settings.training.device)
         measured = evaluate(model, data, settings, progress)
-        nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
-        levels = sorted({settings.typical_noise, nearest})
-        keep_frames(
-            data.test,
-            levels,
-            data.sigma,
-            device_of(model),
-            lambda noisy, deviation: denoised_frames(model, settings, noisy, deviation),
-        ).save(folder.frames)
+        keep_frames(folder.frames, model, data, settings)
         return measured
 
     def kind(self, run: EvaluatedRun) -> str:
@@ -213,9 +203,8 @@ class VideoTask(Task):
         references = {"the input": values.identity_rmse[index]}
         for name, rmse in values.baseline_rmse.items():
             references[figures.baseline_label(run, name)] = rmse[index]
-        return Reading(
-            f"RMSE at {figures.level_sign(run)} {values.gamma[index]:g}", values.depth_rmse[index], references
-        )
+        measure = f"RMSE at {figures.level_sign(run)} {values.gamma[index]:g}"
+        return Reading(measure, values.depth_rmse[index], references)
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         return [error_table(runs), quality_table(runs)]
@@ -275,33 +264,33 @@ def _exits(folder: RunFolder) -> list[Exits]:
 
 def error_table(runs: Sequence[EvaluatedRun]) -> Table:
     """RMSE a noise level and their mean: identity, baselines without weights, then the runs."""
-    reference = runs[0].evaluation
-    sign = figures.level_sign(runs[0])
-    rows = [["RMSE (0..255)", "parameters", *(f"{sign} {gamma:g}" for gamma in reference.gamma), "mean"]]
-    plain = {"identity (the noisy frames)": reference.identity_rmse}
-    for name, values in reference.baseline_rmse.items():
-        plain[figures.baseline_label(runs[0], name)] = values
-    for name, values in plain.items():
-        rows.append([name, "0", *(f"{value:.2f}" for value in values), f"{sum(values) / len(values):.2f}"])
-    for run in runs:
-        values = run.evaluation
-        numbers = [*values.rmse, values.mean_rmse]
-        rows.append([run.label, f"{values.parameters:,}", *(f"{value:.2f}" for value in numbers)])
+    rows = [["RMSE (0..255)", "parameters", *_levels(runs), "mean"]]
+    for name, parameters, values in _measured(runs, "rmse"):
+        mean = sum(values) / len(values)
+        rows.append([name, f"{parameters:,}", *(f"{value:.2f}" for value in (*values, mean))])
     return rows
 
 
 def quality_table(runs: Sequence[EvaluatedRun]) -> Table:
     """PSNR and SSIM a noise level, of the same rows."""
-    reference, sign = runs[0].evaluation, figures.level_sign(runs[0])
-    rows = [["PSNR in dB / SSIM", *(f"{sign} {gamma:g}" for gamma in reference.gamma), "mean"]]
-    measured = {"identity (the noisy frames)": (reference.identity_psnr, reference.identity_ssim)}
-    for name, values in reference.baseline_psnr.items():
-        measured[figures.baseline_label(runs[0], name)] = (values, reference.baseline_ssim[name])
-    measured.update({run.label: (run.evaluation.psnr, run.evaluation.ssim) for run in runs})
-    for name, (psnr, ssim) in measured.items():
-        pairs = [*zip(psnr, ssim, strict=True), (mean_psnr(psnr), sum(ssim) / len(ssim))]
+    rows = [["PSNR in dB / SSIM", *_levels(runs), "mean"]]
+    for (name, _, psnr), (_, _, alike) in zip(_measured(runs, "psnr"), _measured(runs, "ssim"), strict=True):
+        pairs = [*zip(psnr, alike, strict=True), (mean_psnr(psnr), sum(alike) / len(alike))]
         rows.append([name, *("" if level is None else f"{level:.2f} / {like:.3f}" for level, like in pairs)])
     return rows
+
+
+def _levels(runs: Sequence[EvaluatedRun]) -> list[str]:
+    return [f"{figures.level_sign(runs[0])} {gamma:g}" for gamma in runs[0].evaluation.gamma]
+
+
+def _measured(runs: Sequence[EvaluatedRun], measure: str) -> list[tuple[str, int, list[Any]]]:
+    """A label, the number of parameters, and the "rmse", "psnr" or "ssim" a noise level of each row."""
+    reference = runs[0].evaluation
+    rows = [("identity (the noisy frames)", 0, getattr(reference, f"identity_{measure}"))]
+    for name, values in getattr(reference, f"baseline_{measure}").items():
+        rows.append((figures.baseline_label(runs[0], name), 0, values))
+    return rows + [(run.label, run.evaluation.parameters, getattr(run.evaluation, measure)) for run in runs]
 
 
 def _check_patches(settings: VideoSettings) -> None:
