@@ -121,9 +121,8 @@ def denoise_video(
         source: a video file, a folder of frames or an array file.
         target: the video file to write, in a folder that exists; its suffix is one of `writing.CONTAINERS`.
         depth: number of layers to run, None for all.
-        sigma: standard deviation of the noise in gray levels of 0..255, for a noise-adaptive model; None: estimated.
-        grids: the result is the mean over `grids²` shifted grids of patches; None: over eight, of a vit 1.
-        exits: where a window's plane is left before `depth`; None: nowhere.
+        sigma, exits: as in `Denoising`.
+        grids: as in `Denoising`; None: eight, of a vit 1.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
 

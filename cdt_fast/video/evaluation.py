@@ -103,7 +103,8 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
             outputs = reconstructed(model, settings, noisy, deviation, grids)
             outputs.append(noisy)
             outputs.extend(denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values())
-            errors += torch.tensor([_squared_error(output, clean) for output in outputs], dtype=torch.float64)
+            squares = [(output - clean).square().sum(dtype=torch.float64) for output in outputs]
+            errors += torch.stack(squares).cpu()
             pixels += clean.numel()
             similar += torch.stack([ssim(output, clean).sum() for output in outputs[depths - 1 :]]).double().cpu()
             frames += clean.shape[:2].numel()
@@ -178,7 +179,3 @@ def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple
         losses.append(torch.stack(depths).to(torch.float64) / unit)
     every = torch.cat(losses, dim=1)
     return every.mean(1).tolist(), per_sample_statistics(every)
-
-
-def _squared_error(frames: Tensor, clean: Tensor) -> float:
-    return (frames - clean).square().sum(dtype=torch.float64).item()

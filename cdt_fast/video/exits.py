@@ -104,19 +104,16 @@ def chosen(exits: Sequence[Exits], layers: int, budget: float | None) -> Exits |
     """
     if budget is not None and not 1 <= budget <= layers:
         raise InputError(f"--budget must be from 1 to {layers} layers, got {budget:g}")
+    if budget is None:
+        best = max((each.gain for each in exits), default=0.0)
+        good = [each for each in exits if each.gain >= best - _NOTHING]
+        return min(good, key=lambda each: each.layers, default=None)
     if not exits:
-        if budget is not None:
-            raise InputError(
-                "--budget needs a denoiser that train video trains by default, and its evaluation: run "
-                "`cdt-fast evaluate` on the run"
-            )
-        return None
-    if budget is not None:
-        within = [each for each in exits if each.layers <= budget]
-        if not within:
-            raise InputError(
-                f"--budget is {budget:g} layers, and none of the run's exits takes so few: evaluate it again"
-            )
-        return max(within, key=lambda each: each.gain)
-    best = max(each.gain for each in exits)
-    return min((each for each in exits if each.gain >= best - _NOTHING), key=lambda each: each.layers)
+        raise InputError(
+            "--budget needs a denoiser that train video trains by default, and its evaluation: run "
+            "`cdt-fast evaluate` on the run"
+        )
+    within = [each for each in exits if each.layers <= budget]
+    if not within:
+        raise InputError(f"--budget is {budget:g} layers, and none of the run's exits takes so few: evaluate it again")
+    return max(within, key=lambda each: each.gain)
