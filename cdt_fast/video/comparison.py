@@ -59,7 +59,8 @@ def compare_denoisers(
     if not isinstance(model, DUST) or not model.noise_adaptive:
         raise InputError("--clips compares a noise-adaptive network, which is what train video trains by default")
     clips = [_piece(clip.path, settings) for source in sources for clip in find_clips(source)]
-    named: dict[str, Any] = dict(peers())
+    others = peers()
+    named: dict[str, Any] = dict(others)
     depths = [f"this run, {depth} of {model.layers} layers" for depth in range(1, model.layers + 1)]
     for depth, name in enumerate(depths, 1):
         named[name] = partial(_ours, Denoising(model, settings, depth, grids=None), True)
@@ -70,6 +71,9 @@ def compare_denoisers(
     bar = progress_bar(range(len(named) * len(at)), desc="compare", unit="noise level", shown=progress)
     with bar:
         found = {name: measured(name, denoise, clips, at, bar.update) for name, denoise in named.items()}
+    refused = next((each.skipped for name, each in found.items() if each.skipped and name not in others), "")
+    if refused:
+        raise InputError(refused)
     for before, after in pairwise(["noisy frames", *depths]):
         better = np.less(found[after].pieces, found[before].pieces)
         found[after] = replace(found[after], rising=float(better.mean()))

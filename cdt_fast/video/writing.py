@@ -86,7 +86,7 @@ def write_video(path: Path, target: Path, frames: Iterator[np.ndarray], source: 
                 pixels = np.repeat(frame, 3, axis=2) if frame.shape[2] == 1 else frame
                 picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
                 if times is not None:
-                    # Of a damaged clip more frames may come than packets have times: they follow at the shortest one.
+                    # Of a damaged clip more frames may come than packets have times: they follow, a millisecond apart.
                     late = max(0, written.frames - len(times) + 1)
                     time = times[min(written.frames, len(times) - 1)] + Fraction(late, 1000)
                     picture.time_base, picture.pts = _TICK, round(time / _TICK)
