@@ -102,6 +102,10 @@ def test_help_tells_every_default(call: Call) -> None:
         (["train", "video", "--stpes", "3"], ["cdt-fast train video:", "--stpes", "did you mean --steps?"]),
         (["train", "video", "--batchsize=3"], ["--batchsize=3", "did you mean --batch"]),
         (["train", "video", "--warm", "3"], ["--warm"]),
+        (
+            ["denoise", "run", "a.mp4", "b.mp4", "--sigma", "loud"],
+            ["--sigma: must be a number of gray levels, or auto, got 'loud'"],
+        ),
         (["train", "video", "--steps"], ["--steps"]),
         (["train", "video", "a.mp4", "b.mp4"], ["unknown argument: b.mp4"]),
         (["train", "video", "--steps", "ten"], ["[training] steps must be a valid integer", "got 'ten'"]),

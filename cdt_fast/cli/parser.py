@@ -155,7 +155,10 @@ def _numbers(words: str) -> list[int]:
 
 
 def _level(word: str) -> float | None:
-    return None if word == "auto" else float(word)
+    try:
+        return None if word == "auto" else float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of gray levels, or auto, got {word!r}") from None
 
 
 def _command(shown: Any, name: str, run: Any, text: str, example: str) -> Parser:
