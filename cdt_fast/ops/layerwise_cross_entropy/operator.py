@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from cdt_fast.ops.layerwise_cross_entropy.chunked import (
     with_room,
 )
 from cdt_fast.ops.layerwise_cross_entropy.steps import Gradients, Logits, sweep
+from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.depths import zero_weight_mask
 from cdt_fast.ops.shared.products import rows_of
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
@@ -85,7 +85,7 @@ def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[
     weights = weights.to(device, wide, non_blocking=True)
     scales = times_factors(weights, rows)
     gradients = Gradients(loss, rows, on) if loss.fused else None
-    with _without_autocast(device):
+    with without_autocast(loss.weight):
         multiply, rest = Logits(loss.weight, loss.bias), rows
         if loss.inner_kl:
             _beside_last(loss, rows, losses, log_sums, classes, scales, gradients, on)
@@ -147,7 +147,7 @@ def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
     loss = _as_matrices(loss)
     scales, off = times_factors(loss.factors, rows), zero_weight_mask(loss.factors)
     gradients = Gradients(loss, rows, [not zero for zero in off])
-    with _without_autocast(loss.weight.device):
+    with without_autocast(loss.weight):
         multiply, rest = Logits(loss.weight, loss.bias), rows
         if loss.inner_kl:
             _beside_last(loss, rows, None, loss.log_sums, None, scales, gradients, [not zero for zero in off])
@@ -292,13 +292,6 @@ def _as_matrices(loss: Loss) -> Loss:
     """Hidden states `[tokens, d]`, and the head in the dtype of the products."""
     bias = None if loss.bias is None else loss.bias.to(loss.dtype)
     return replace(loss, hidden=[rows_of(depth) for depth in loss.hidden], weight=loss.weight.to(loss.dtype), bias=bias)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Also for a backward: one that is called inside autocast would have some products cast."""
-    # To switch off what is off takes as long as a small product.
-    on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 layerwise_cross_entropy_forward = Operator(

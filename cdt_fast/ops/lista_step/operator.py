@@ -12,6 +12,7 @@ from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArgu
 from cdt_fast.kernels.blocks import WIDEST
 from cdt_fast.ops.lista_step.plain import backward_in_torch, forward_in_torch
 from cdt_fast.ops.lista_step.reference import lista_step_reference
+from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.products import product_over_rows
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
 
@@ -19,7 +20,7 @@ from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative,
 def _forward(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
     """The next codes `[rows, m]` and the residual `[rows, n]`, or `[0, n]` where it is not kept."""
     lista = replace(lista, dictionary=lista.dictionary.to(lista.codes.dtype))
-    with torch.autocast(lista.codes.device.type, enabled=False):
+    with without_autocast(lista.codes):
         next_codes, residual = (_forward_on_triton if lista.backend == "triton" else forward_in_torch)(lista)
     return next_codes, residual if lista.keep_residual else residual.new_empty((0, residual.shape[1]))
 
@@ -55,7 +56,7 @@ def _backward(lista: ListaStepBackwardArguments) -> list[Tensor]:
     lista = replace(lista, dictionary=atoms)
     grad_codes = grad_dictionary = None
     # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-    with torch.autocast(atoms.device.type, enabled=False):
+    with without_autocast(atoms):
         fused = lista.backend == "triton" and atoms.shape[0] <= WIDEST
         if fused:
             from cdt_fast.kernels.lista_step import lista_step_backward
@@ -120,7 +121,7 @@ def _autograd(ctx: Any, grad_next_codes: Tensor | None, _: None) -> dict[str, Te
 def _formula(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
     codes, signal = lista.codes, lista.signal
     wide = torch.promote_types(codes.dtype, torch.float32)
-    with torch.autocast(codes.device.type, enabled=False):
+    with without_autocast(codes):
         next_codes = lista_step_reference(
             codes.to(wide),
             signal.to(wide),

@@ -11,6 +11,7 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import ResidualLinearArguments, ResidualLinearBackwardArguments
 from cdt_fast.ops.residual_linear.plain import backward_in_torch, forward_in_torch
 from cdt_fast.ops.residual_linear.reference import residual_linear_reference
+from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
 
 
@@ -22,7 +23,7 @@ def _forward(linear: ResidualLinearArguments) -> Tensor:
         from cdt_fast.kernels.residual_linear import residual_linear_forward
 
         return residual_linear_forward(linear)
-    with torch.autocast(linear.x.device.type, enabled=False):
+    with without_autocast(linear.x):
         return forward_in_torch(replace(linear, residual=linear.residual.to(dtype)))
 
 
@@ -32,7 +33,7 @@ def _forward_fake(linear: ResidualLinearArguments) -> Tensor:
 
 def _backward(linear: ResidualLinearBackwardArguments) -> list[Tensor]:
     # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-    with torch.autocast(linear.grad_output.device.type, enabled=False):
+    with without_autocast(linear.grad_output):
         return backward_in_torch(linear)
 
 
@@ -81,7 +82,7 @@ def _autograd(ctx: Any, grad_output: Tensor | None) -> dict[str, Tensor]:
 def _formula(linear: ResidualLinearArguments) -> Tensor:
     dtype = linear.x.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    with torch.autocast(linear.x.device.type, enabled=False):
+    with without_autocast(linear.x):
         output = residual_linear_reference(
             linear.x.to(wide),
             linear.weight.to(dtype).to(wide),

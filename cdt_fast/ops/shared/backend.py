@@ -97,11 +97,6 @@ def give_up(op: str, error: KernelError) -> bool:
     return True
 
 
-def runs_on_triton(op: str, tensor: Tensor) -> bool:
-    """Whether `op`, which does not hand the choice on, runs its Triton kernels."""
-    return choose_backend(op, tensor) == "triton"
-
-
 def runs_kernel(name: str, device: torch.device) -> bool:
     """Whether the kernel `name`, which is of no op, runs on `device`: no error if it cannot, whatever is set."""
     return _setting != "torch" and name not in _given_up and cards.unsupported_reason(device, torch.float32) is None

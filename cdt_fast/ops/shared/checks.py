@@ -149,7 +149,7 @@ def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off for the device of the tensor; where it is off already that costs nothing."""
+    """Autocast off for the device of the tensor, in a backward too; where it is off already that costs nothing."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 

@@ -14,7 +14,6 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origi
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch.library import CustomOpDef
 
 from cdt_fast.errors import InputError
 from cdt_fast.kernels.launch import KernelError
@@ -216,11 +215,6 @@ def refuse_second_derivative(op: str) -> Callable[..., NoReturn]:
         raise InputError(f"{op} can be differentiated once; for a second derivative use its reference formula")
 
     return refuse
-
-
-def once_differentiable(backward: CustomOpDef, op: str) -> None:
-    """The same of an operator that torch's decorator has made."""
-    backward.register_autograd(refuse_second_derivative(op))
 
 
 def _schema_type(hint: Any) -> str:

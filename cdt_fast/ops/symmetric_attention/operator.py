@@ -11,6 +11,7 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
 from cdt_fast.kernels.blocks import LONGEST
 from cdt_fast.ops.shared.attention_scores import softmax_dtype
+from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
 from cdt_fast.ops.symmetric_attention.plain import backward_in_torch, forward_in_torch, room_to_keep
 from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
@@ -26,7 +27,7 @@ def _forward(attention: SymmetricAttentionArguments) -> tuple[Tensor, Tensor, Te
         output, log_sum_exp, kept = symmetric_attention_forward(attention)
         return output, log_sum_exp, output.new_empty(0) if kept is None else kept
     kept = room_to_keep(attention)
-    with torch.autocast(z.device.type, enabled=False):
+    with without_autocast(z):
         output = forward_in_torch(attention, kept)
     return output, z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32)), kept
 
@@ -51,7 +52,7 @@ def _backward(attention: SymmetricAttentionBackwardArguments) -> list[Tensor]:
         attention = replace(
             attention, kept=attention.z.new_empty(0, dtype=softmax_dtype(attention.z, attention.energy))
         )
-    with torch.autocast(attention.z.device.type, enabled=False):
+    with without_autocast(attention.z):
         return backward_in_torch(attention)
 
 
@@ -86,7 +87,7 @@ def _autograd(ctx: Any, grad_output: Tensor | None, *_: None) -> dict[str, Tenso
 def _formula(attention: SymmetricAttentionArguments) -> tuple[Tensor, Tensor, Tensor]:
     z, values = attention.z, attention.values
     wide = torch.promote_types(z.dtype, torch.float32)
-    with torch.autocast(z.device.type, enabled=False):
+    with without_autocast(z):
         output = symmetric_attention_reference(
             z.to(wide),
             None if values is None else values.to(wide),

@@ -9,7 +9,7 @@ from cdt_fast.kernels.arguments import UnrolledLayerArguments
 from cdt_fast.kernels.blocks import LONGEST, WIDEST
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss
 from cdt_fast.ops.residual_linear import residual_linear
-from cdt_fast.ops.shared.checks import padding_mask, without_padding
+from cdt_fast.ops.shared.checks import padding_mask, without_autocast, without_padding
 from cdt_fast.ops.symmetric_attention import symmetric_attention
 
 # Beyond this many bytes plain torch does not hold the scores of all sequences at once.
@@ -46,7 +46,7 @@ def layer_of_ops(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor 
     padding = padding_mask(lengths, layer.signal)
     dictionary = layer.dictionary.to(dtype)
     next_dictionary = dictionary if layer.next_dictionary is None else layer.next_dictionary.to(dtype)
-    with torch.autocast(layer.signal.device.type, enabled=False):
+    with without_autocast(layer.signal):
         projection, residual = layer.projection, without_padding(layer.signal, padding)
         if projection is None:
             assert codes is not None  # without them there is a projection

@@ -156,7 +156,7 @@ def _formula(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Ten
     wide = torch.promote_types(dtype, torch.float32)
     following = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
     dictionary, following = (matrix.to(dtype).to(wide) for matrix in (layer.dictionary, following))
-    with torch.autocast(layer.signal.device.type, enabled=False):
+    with without_autocast(layer.signal):
         signal = without_padding(layer.signal.to(wide), padding)
         if layer.codes is None:
             codes = layer.step * signal @ dictionary
