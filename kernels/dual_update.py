@@ -164,24 +164,15 @@ def dual_update(duals: DualUpdateArguments) -> None:
 
     All tensors are contiguous; but for counts and flags they are float64.
     """
-    arguments = {name: value for name, value in vars(duals).items() if name in dual_update_kernel.arg_names}
-    constants = {
-        "MEASUREMENTS": duals.measurements,
-        "AVERAGED": duals.averaged,
-        "EPSILON": duals.epsilon,
-        "RESILIENCE": duals.resilience,
-        "RELATIVE": duals.relative,
-        "MOVES": duals.moves,
-    }
     depths = duals.multipliers.numel()
-    Launch(dual_update_kernel, (1,), _blocks(depths), {**arguments, "depths": depths}, constants).run()
+    Launch(dual_update_kernel, (1,), _blocks(depths), {"depths": depths}, {}, duals).run()
 
 
 def depth_weights(depths: DepthWeightsArguments) -> Tensor:
     """The weights of the depths, `[L+1]`; all tensors are contiguous, and but for the count float64."""
     weights = torch.empty_like(depths.multipliers)
     count = weights.numel()
-    Launch(depth_weights_kernel, (1,), _blocks(count), {**vars(depths), "weights": weights, "depths": count}, {}).run()
+    Launch(depth_weights_kernel, (1,), _blocks(count), {"weights": weights, "depths": count}, {}, depths).run()
     return weights
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels.blocks import Blocks
-from cdt_fast.kernels.cards import GpuSpec, interpreting, planning_for
+from cdt_fast.kernels.cards import GpuSpec, dot_precision, interpreting, planning_for
 
 _SIZES = tuple(size.upper() for size in Blocks._fields)
 
@@ -30,10 +30,11 @@ class Launch:
         kernel: the `@triton.jit` function.
         grid: the number of blocks along up to three axes.
         blocks: the shape of a block; those of its sizes that the kernel takes, in capitals, join the constants.
-        arguments: what the kernel takes at run time, by name: tensors, tuples of tensors, integers, floats, None.
-        constants: what it takes as `tl.constexpr`, by name.
-        strided: the matrices whose strides the kernel takes too, as `<name>_row_stride` and `<name>_column_stride`;
-            they join the arguments. Every other tensor has to be contiguous.
+        arguments: what the kernel takes at run time, by name: tensors, tuples of tensors, integers, floats, None. The
+            strides that it takes as `<name>_row_stride` and `<name>_column_stride` join them; every tensor without a
+            row stride has to be contiguous.
+        constants: what it takes as `tl.constexpr`, by name; `PRECISION` of its products follows from the first tensor.
+        record: the op's; those of its fields that the kernel takes, maybe in capitals, are arguments and constants too.
         work: counts the sums and products of its products of tiles, whole tiles with what lies beyond the edges; None:
             it multiplies none.
         passes: how often a tensor crosses the memory's bus, by name; the others do once.
@@ -47,17 +48,24 @@ class Launch:
     blocks: Blocks
     arguments: Mapping[str, Any]
     constants: Mapping[str, Any]
-    strided: tuple[str, ...] = ()
+    record: Any = None
     work: Callable[[Launch], float] | None = None
     passes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         taken = self.kernel.arg_names
-        arguments, constants = dict(self.arguments), dict(self.constants)
-        for name, value in self.arguments.items():
-            if name in self.strided:
-                strides = zip((f"{name}_row_stride", f"{name}_column_stride"), value.stride(), strict=True)
-                arguments |= {stride: step for stride, step in strides if stride in taken}
+        fields = {} if self.record is None else vars(self.record)
+        given = {name: value for name, value in fields.items() if name in taken} | dict(self.arguments)
+        constants = {name.upper(): value for name, value in fields.items() if name.upper() in taken}
+        constants |= self.constants
+        if "PRECISION" in taken and "PRECISION" not in constants:
+            constants["PRECISION"] = dot_precision(_first_tensor(given).dtype)
+        arguments = dict(given)
+        for name, value in given.items():
+            if f"{name}_row_stride" in taken:
+                strides = (None, None) if value is None else value.stride()
+                names = zip((f"{name}_row_stride", f"{name}_column_stride"), strides, strict=True)
+                arguments |= {stride: step for stride, step in names if stride in taken}
                 continue
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, Tensor) and not tensor.is_contiguous():
@@ -144,8 +152,12 @@ def _card_name() -> str:
 
 
 def _device_of(arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
+    tensor = _first_tensor(arguments)
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _first_tensor(arguments: Mapping[str, Any]) -> Tensor:
+    return next(value for value in arguments.values() if isinstance(value, Tensor))
 
 
 def ceil_div(count: int, size: int) -> int:

@@ -246,9 +246,8 @@ def cross_entropy_(
     number, vocabulary = rows.logits.shape
     table = LAYERWISE_CROSS_ENTROPY if rows.of_last is rows.classes is None else LAYERWISE_CROSS_ENTROPY_KL
     blocks = blocks or table.blocks(rows.logits, vocabulary)
-    matrices = {name: getattr(rows, name) for name in ("logits", "of_last", "to_last")}
-    matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
-    assert all(matrix.stride(1) == 1 or vocabulary == 1 for matrix in matrices.values())
+    matrices = (rows.logits, rows.of_last, rows.to_last)
+    assert all(matrix is None or matrix.stride(1) == 1 or vocabulary == 1 for matrix in matrices)
     vectors = (rows.losses, rows.log_sums, rows.scales, rows.log_sums_of_last, rows.to_last)
     assert all(vector is None or vector.dtype == torch.float32 for vector in vectors)
     gradient, has_kl = rows.out is not None, rows.of_last is not None
@@ -256,11 +255,9 @@ def cross_entropy_(
     first = rows.losses is not None or rows.to_last is not None
     scales = torch.ones_like(rows.log_sums) if gradient and rows.scales is None else rows.scales
     arguments: dict[str, Any] = {
-        "of_last": None,
-        "to_last": None,
-        "of_last_row_stride": None,
-        "to_last_row_stride": None,
-        **matrices,
+        "logits": rows.logits,
+        "of_last": rows.of_last,
+        "to_last": rows.to_last,
         "targets": rows.targets,
         "scales": rows.log_sums if scales is None else scales,
         "losses": rows.log_sums if rows.losses is None else rows.losses,
@@ -282,4 +279,4 @@ def cross_entropy_(
     }
     # The rows that a card has in flight are larger than its L2 cache: the second sweep reads them from memory again.
     passes = {"logits": first + 2 * gradient, "of_last": first + gradient, "to_last": 2}
-    Launch(cross_entropy_kernel, (number,), blocks, arguments, constants, strided=tuple(matrices), passes=passes).run()
+    Launch(cross_entropy_kernel, (number,), blocks, arguments, constants, passes=passes).run()

@@ -10,14 +10,12 @@ Backward, with dU = dH⁺ where H⁺ ≠ 0 (everywhere for v itself), again in t
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArguments
 from cdt_fast.kernels.blocks import LISTA_STEP, Blocks
-from cdt_fast.kernels.cards import dot_precision
 from cdt_fast.kernels.launch import Launch, block_width, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import nonlinearity
 
@@ -174,34 +172,24 @@ def lista_step_forward(lista: ListaStepArguments, blocks: Blocks | None = None) 
 
     Codes, signal and dictionary are of one dtype and may have any strides; n is at most `WIDEST`.
     """
-    codes, signal = lista.codes, lista.signal
-    (rows, atoms), width = codes.shape, signal.shape[1]
+    codes = lista.codes
+    (rows, atoms), width = codes.shape, lista.signal.shape[1]
     blocks = blocks or LISTA_STEP.blocks(codes)
-    next_codes = torch.empty((rows, atoms), dtype=codes.dtype, device=codes.device)
-    residual = torch.empty((rows if lista.keep_residual else 0, width), dtype=codes.dtype, device=codes.device)
+    next_codes = codes.new_empty((rows, atoms))
+    residual = codes.new_empty((rows if lista.keep_residual else 0, width))
     Launch(
         lista_step_forward_kernel,
         (ceil_div(rows, blocks.rows),),
         blocks,
         {
-            "codes": codes,
-            "signal": signal,
-            "dictionary": lista.dictionary,
             "next_codes": next_codes,
             "residual": residual,
             "rows": rows,
             "width": width,
             "code_width": atoms,
-            "step": lista.step,
-            "threshold": lista.threshold,
         },
-        {
-            "NONLINEARITY": lista.nonlinearity,
-            "KEEP_RESIDUAL": lista.keep_residual,
-            "PRECISION": dot_precision(codes.dtype),
-            "WIDTH": block_width(width),
-        },
-        strided=("codes", "signal", "dictionary"),
+        {"WIDTH": block_width(width)},
+        lista,
         work=_work,
         passes={"codes": 2},  # a tile of all atoms is larger than a cache's share of a block
     ).run()
@@ -215,36 +203,30 @@ def lista_step_backward(
 
     dH is `[0, m]` where it is not needed, dU where the gradient of the dictionary is not.
     """
-    output, dictionary = lista.output, lista.dictionary
-    (rows, atoms), width = output.shape, dictionary.shape[0]
+    output = lista.output
+    (rows, atoms), width = output.shape, lista.dictionary.shape[0]
     blocks = blocks or LISTA_STEP.blocks(output)
-    grad_codes = torch.empty((rows if lista.needs_codes else 0, atoms), dtype=output.dtype, device=output.device)
-    grad_residual = torch.empty((rows, width), dtype=output.dtype, device=output.device)
-    grad_update = torch.empty((rows if lista.needs_dictionary else 0, atoms), dtype=output.dtype, device=output.device)
+    grad_codes = output.new_empty((rows if lista.needs_codes else 0, atoms))
+    grad_residual = output.new_empty((rows, width))
+    grad_update = output.new_empty((rows if lista.needs_dictionary else 0, atoms))
     Launch(
         lista_step_backward_kernel,
         (ceil_div(rows, blocks.rows),),
         blocks,
         {
-            "grad_output": lista.grad_output,
-            "output": output,
-            "dictionary": dictionary,
             "grad_codes": grad_codes,
             "grad_residual": grad_residual,
             "grad_update": grad_update,
             "rows": rows,
             "width": width,
             "code_width": atoms,
-            "step": lista.step,
         },
         {
             "PASSES_EVERYWHERE": lista.nonlinearity == "identity",
-            "NEEDS_CODES": lista.needs_codes,
             "NEEDS_UPDATE": lista.needs_dictionary,
-            "PRECISION": dot_precision(output.dtype),
             "WIDTH": block_width(width),
         },
-        strided=("grad_output", "dictionary"),
+        lista,
         work=_work,
         passes={"grad_output": 1 + lista.needs_codes, "output": 1 + lista.needs_codes},
     ).run()

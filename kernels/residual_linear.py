@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cdt_fast.kernels.arguments import ResidualLinearArguments
 from cdt_fast.kernels.blocks import RESIDUAL_LINEAR, Blocks
-from cdt_fast.kernels.cards import dot_precision
 from cdt_fast.kernels.launch import Launch, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import nonlinearity
 
@@ -93,8 +92,8 @@ def _work(launch: Launch) -> float:
 
 def residual_linear_forward(linear: ResidualLinearArguments, blocks: Blocks | None = None) -> Tensor:
     """`φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x; the operands may have any strides."""
-    x, weight = linear.x, linear.weight
-    (rows, depth), columns = x.shape, weight.shape[1]
+    x = linear.x
+    (rows, depth), columns = x.shape, linear.weight.shape[1]
     blocks = blocks or RESIDUAL_LINEAR.blocks(x)
     output = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     Launch(
@@ -102,18 +101,14 @@ def residual_linear_forward(linear: ResidualLinearArguments, blocks: Blocks | No
         (ceil_div(rows, blocks.rows) * ceil_div(columns, blocks.columns),),
         blocks,
         {
-            "x": x,
-            "weight": weight,
             "residual": linear.residual.expand(rows, columns),
             "output": output,
             "rows": rows,
             "depth": depth,
             "columns": columns,
-            "alpha": linear.alpha,
-            "threshold": linear.threshold,
         },
-        {"NONLINEARITY": linear.nonlinearity, "PRECISION": dot_precision(x.dtype), "ROW_TILES": ROW_TILES},
-        strided=("x", "weight", "residual"),
+        {"ROW_TILES": ROW_TILES},
+        linear,
         work=_work,
     ).run()
     return output

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
 from cdt_fast.kernels.blocks import SYMMETRIC_ATTENTION_PACKED, SYMMETRIC_ATTENTION_PACKED_BACKWARD, Blocks
-from cdt_fast.kernels.cards import dot_precision
 from cdt_fast.kernels.launch import Launch, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import (
     LN_2,
@@ -158,7 +157,7 @@ def packed_backward(
     z, values = attention.z, attention.values
     grad_z = torch.empty_like(z) if attention.needs_z else None
     grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
-    gradients = {"grad_output": attention.grad_output, "grad_z": grad_z, "grad_values": grad_values}
+    gradients = {"grad_z": grad_z, "grad_values": grad_values}
     _launch(packed_backward_kernel, attention, blocks, gradients, _backward_work, TIED=values is None)
     return grad_z, grad_values
 
@@ -183,21 +182,17 @@ def _launch(
         (ceil_div(sequences, per_tile) if tokens else 0,),
         blocks,
         {
-            "z": z,
             "values": values,
             **tensors,
-            "lengths": attention.lengths,
             "sequences": sequences,
             "tokens": tokens,
             "per_tile": per_tile,
-            "scale": attention.scale,
         },
         {
             "WIDTH": width,
             "VALUE_WIDTH": values.shape[-1],
-            "ENERGY": attention.energy,
-            "PRECISION": dot_precision(z.dtype),
             **constants,
         },
+        attention,
         work=work,
     ).run()

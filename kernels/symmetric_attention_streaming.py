@@ -28,7 +28,6 @@ from cdt_fast.kernels.blocks import (
     SYMMETRIC_ATTENTION_STREAMING_BACKWARD,
     Blocks,
 )
-from cdt_fast.kernels.cards import dot_precision
 from cdt_fast.kernels.launch import Launch, block_width, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import LN_2, block_of_rows, from_row, load_norms, load_rows, store_rows, weigh
 
@@ -250,8 +249,6 @@ def streaming_backward(
     grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
     blocks = blocks or SYMMETRIC_ATTENTION_STREAMING_BACKWARD.blocks(z, _widest(attention))
     tensors = {
-        "grad_output": grad_output,
-        "log_sum_exp": attention.log_sum_exp,
         "delta": row_dots(grad_output, attention.output, attention.remainder) if attention.needs_z else None,
         "grad_z": grad_z,
         "grad_values": grad_values,
@@ -281,23 +278,19 @@ def _launch(
         (sequences * blocks_per_sequence,),
         blocks,
         {
-            "z": z,
-            "values": values,
             "norms": row_dots(z, z) if attention.energy else None,
             **tensors,
-            "lengths": attention.lengths,
             "tokens": tokens,
             "blocks_per_sequence": blocks_per_sequence,
-            "scale": attention.scale,
         },
         {
             "WIDTH": width,
             "VALUE_WIDTH": value_width,
             "BLOCK_WIDTH": block_width(width),
             "BLOCK_VALUE_WIDTH": block_width(value_width),
-            "PRECISION": dot_precision(z.dtype),
             "TIED": values is None,
         },
+        attention,
         work=work,
     ).run()
 

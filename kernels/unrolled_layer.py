@@ -30,7 +30,7 @@ from cdt_fast.kernels.blocks import (
     UNROLLED_LAYER_LEAN,
     Blocks,
 )
-from cdt_fast.kernels.cards import card_of, dot_precision
+from cdt_fast.kernels.cards import card_of
 from cdt_fast.kernels.launch import Launch, block_width, ceil_div, is_aligned, whole_tiles
 from cdt_fast.kernels.tiles import (
     bad_rows,
@@ -363,6 +363,17 @@ def _shared_out(sequences: int, tokens: int, blocks: Blocks, tensor: Tensor, pro
     return {"sequences": sequences, "tokens": tokens, "programs": min(programs, sequences) if tokens else 0}
 
 
+def _constants(layer: UnrolledLayerArguments, next_width: int) -> dict[str, int]:
+    width, code_width = layer.dictionary.shape
+    return {
+        "CODE_WIDTH": code_width,
+        "WIDTH": width,
+        "BLOCK_WIDTH": block_width(width),
+        "NEXT_WIDTH": next_width,
+        "BLOCK_NEXT_WIDTH": block_width(next_width),
+    }
+
+
 def unrolled_forward(
     layer: UnrolledLayerArguments, blocks: Blocks | None = None, programs: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -384,31 +395,14 @@ def unrolled_forward(
         (share["programs"],),
         blocks,
         {
-            "codes": layer.codes,
-            "signal": signal,
-            "projection": layer.projection,
-            "dictionary": layer.dictionary,
-            "next_dictionary": next_dictionary,
-            "target": layer.target,
             "next_codes": next_codes,
             "next_projection": next_projection,
             "residual": next_projection if next_width == width else torch.empty_like(signal),
             "errors": errors,
-            "lengths": layer.lengths,
             **share,
-            "step": layer.step,
-            "threshold": layer.threshold,
-            "scale": layer.scale,
         },
-        {
-            "CODE_WIDTH": code_width,
-            "WIDTH": width,
-            "BLOCK_WIDTH": block_width(width),
-            "NEXT_WIDTH": next_width,
-            "BLOCK_NEXT_WIDTH": block_width(next_width),
-            "NONLINEARITY": layer.nonlinearity,
-            "PRECISION": dot_precision(signal.dtype),
-        },
+        _constants(layer, next_width),
+        layer,
         work=_forward_work,
     ).run()
     return next_codes, next_projection, errors
@@ -424,7 +418,7 @@ def unrolled_backward(
     signal, next_codes, next_dictionary = layer.signal, layer.next_codes, layer.next_dictionary
     lean = next_dictionary is None and layer.lengths is None
     blocks = blocks or (UNROLLED_LAYER_BACKWARD_LEAN if lean else UNROLLED_LAYER_BACKWARD).blocks(signal)
-    (sequences, tokens, width), code_width = signal.shape, layer.dictionary.shape[1]
+    sequences, tokens, width = signal.shape
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
     target = None if layer.grad_error is None else layer.target
     whole = layer.grad_next_projection
@@ -449,18 +443,8 @@ def unrolled_backward(
         (share["programs"],),
         blocks,
         {
-            "codes": layer.codes,
-            "signal": signal,
-            "projection": layer.projection,
-            "dictionary": layer.dictionary,
-            "next_codes": next_codes,
             "next_projection": None if target is None else layer.next_projection,
-            "next_dictionary": next_dictionary,
             "target": target,
-            "grad_next_codes": layer.grad_next_codes,
-            "grad_next_projection": layer.grad_next_projection,
-            "grad_error": layer.grad_error,
-            "lengths": layer.lengths,
             "grad_update": gradients.update,
             "whole_grad_next_projection": None if target is None else whole,
             "residual": gradients.residual,
@@ -469,18 +453,9 @@ def unrolled_backward(
             "grad_projection": gradients.projection,
             "grad_codes": gradients.codes,
             **share,
-            "step": layer.step,
-            "scale": layer.scale,
         },
-        {
-            "CODE_WIDTH": code_width,
-            "WIDTH": width,
-            "BLOCK_WIDTH": block_width(width),
-            "NEXT_WIDTH": next_width,
-            "BLOCK_NEXT_WIDTH": block_width(next_width),
-            "NONLINEARITY": layer.nonlinearity,
-            "PRECISION": dot_precision(signal.dtype),
-        },
+        _constants(layer, next_width),
+        layer,
         work=_backward_work,
     ).run()
     return gradients

@@ -198,8 +198,6 @@ class TestConfiguration:
             every_argument(tensor=rows)
         with pytest.raises(ValueError, match="contiguous several"):
             every_argument(several=(rows.mT, rows))
-        launch = every_argument()
-        Launch(launch.kernel, (1,), BLOCKS, {**launch.arguments, "tensor": rows}, launch.constants, strided=("tensor",))
 
     def test_every_sort_compiles(self) -> None:
         assert measured(every_argument()).error is None
