@@ -26,7 +26,7 @@ from cdt_fast.ops.layerwise_cross_entropy.steps import Gradients, Logits, sweep
 from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.depths import zero_weight_mask
 from cdt_fast.ops.shared.products import rows_of
-from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+from cdt_fast.ops.shared.registration import Operator, save, saved
 
 Loss = TypeVar("Loss", bound=CrossEntropyArguments)
 
@@ -300,22 +300,12 @@ layerwise_cross_entropy_forward = Operator(
     "(Tensor, Tensor, Tensor, Tensor[], Tensor[])",
     _forward,
     _forward_fake,
-    setup_context=_setup_context,
-    autograd=_autograd,
+    _setup_context,
+    _autograd,
 )
 layerwise_cross_entropy_backward = Operator(
-    "layerwise_cross_entropy_backward",
-    CrossEntropyBackwardArguments,
-    "Tensor[]",
-    _backward,
-    _backward_fake,
-    autograd=refuse_second_derivative("layerwise_cross_entropy"),
+    "layerwise_cross_entropy_backward", CrossEntropyBackwardArguments, "Tensor[]", _backward, _backward_fake
 )
 layerwise_cross_entropy_scale = Operator(
-    "layerwise_cross_entropy_scale",
-    ScaleArguments,
-    "Tensor[]",
-    _scale,
-    _scale_fake,
-    autograd=refuse_second_derivative("layerwise_cross_entropy"),
+    "layerwise_cross_entropy_scale", ScaleArguments, "Tensor[]", _scale, _scale_fake
 )

@@ -12,10 +12,9 @@ from torch import Tensor
 from cdt_fast.errors import InputError
 from cdt_fast.kernels.arguments import ReconstructionLossArguments, ReconstructionLossBackwardArguments
 from cdt_fast.ops.layerwise_reconstruction_loss.plain import errors_in_torch, gradients_in_torch, widest
-from cdt_fast.ops.shared.checks import without_padding
+from cdt_fast.ops.shared.checks import is_transformed, without_padding
 from cdt_fast.ops.shared.depths import zero_weight_mask
-from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
-from cdt_fast.ops.shared.transforms import is_transformed
+from cdt_fast.ops.shared.registration import Operator, save, saved
 
 Loss = TypeVar("Loss", bound=ReconstructionLossArguments)
 
@@ -89,17 +88,12 @@ layerwise_reconstruction_loss_forward = Operator(
     "Tensor",
     _forward,
     _forward_fake,
-    setup_context=_setup_context,
-    autograd=_autograd,
-    formula=_formula,
+    _setup_context,
+    _autograd,
+    _formula,
 )
 layerwise_reconstruction_loss_backward = Operator(
-    "layerwise_reconstruction_loss_backward",
-    ReconstructionLossBackwardArguments,
-    "Tensor[]",
-    _backward,
-    _backward_fake,
-    autograd=refuse_second_derivative("layerwise_reconstruction_loss"),
+    "layerwise_reconstruction_loss_backward", ReconstructionLossBackwardArguments, "Tensor[]", _backward, _backward_fake
 )
 
 

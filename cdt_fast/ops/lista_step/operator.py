@@ -14,7 +14,7 @@ from cdt_fast.ops.lista_step.plain import backward_in_torch, forward_in_torch
 from cdt_fast.ops.lista_step.reference import lista_step_reference
 from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.products import product_over_rows
-from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+from cdt_fast.ops.shared.registration import Operator, by_formula, save, saved
 
 
 def _forward(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
@@ -120,34 +120,12 @@ def _autograd(ctx: Any, grad_next_codes: Tensor | None, _: None) -> dict[str, Te
 
 def _formula(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
     codes, signal = lista.codes, lista.signal
-    wide = torch.promote_types(codes.dtype, torch.float32)
-    with without_autocast(codes):
-        next_codes = lista_step_reference(
-            codes.to(wide),
-            signal.to(wide),
-            lista.dictionary.to(codes.dtype).to(wide),
-            step=lista.step,
-            threshold=lista.threshold,
-            nonlinearity=lista.nonlinearity,
-        )
-    return next_codes.to(codes.dtype), signal.new_empty((0, signal.shape[1]))
+    options = {"step": lista.step, "threshold": lista.threshold, "nonlinearity": lista.nonlinearity}
+    next_codes = by_formula(lista_step_reference, codes, signal, lista.dictionary, **options)
+    return next_codes, signal.new_empty((0, signal.shape[1]))
 
 
 lista_step_forward = Operator(
-    "lista_step",
-    ListaStepArguments,
-    "(Tensor, Tensor)",
-    _forward,
-    _forward_fake,
-    setup_context=_setup_context,
-    autograd=_autograd,
-    formula=_formula,
+    "lista_step", ListaStepArguments, "(Tensor, Tensor)", _forward, _forward_fake, _setup_context, _autograd, _formula
 )
-lista_step_backward = Operator(
-    "lista_step_backward",
-    ListaStepBackwardArguments,
-    "Tensor[]",
-    _backward,
-    _backward_fake,
-    autograd=refuse_second_derivative("lista_step"),
-)
+lista_step_backward = Operator("lista_step_backward", ListaStepBackwardArguments, "Tensor[]", _backward, _backward_fake)

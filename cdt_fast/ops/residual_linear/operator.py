@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import ResidualLinearArguments, ResidualLinearBackwardArguments
 from cdt_fast.ops.residual_linear.plain import backward_in_torch, forward_in_torch
 from cdt_fast.ops.residual_linear.reference import residual_linear_reference
 from cdt_fast.ops.shared.checks import without_autocast
-from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+from cdt_fast.ops.shared.registration import Operator, by_formula, save, saved
 
 
 def _forward(linear: ResidualLinearArguments) -> Tensor:
@@ -80,35 +79,13 @@ def _autograd(ctx: Any, grad_output: Tensor | None) -> dict[str, Tensor]:
 
 
 def _formula(linear: ResidualLinearArguments) -> Tensor:
-    dtype = linear.x.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    with without_autocast(linear.x):
-        output = residual_linear_reference(
-            linear.x.to(wide),
-            linear.weight.to(dtype).to(wide),
-            linear.residual.to(wide),
-            alpha=linear.alpha,
-            nonlinearity=linear.nonlinearity,
-            threshold=linear.threshold,
-        )
-    return output.to(dtype)
+    options = {"alpha": linear.alpha, "nonlinearity": linear.nonlinearity, "threshold": linear.threshold}
+    return by_formula(residual_linear_reference, linear.x, linear.weight, linear.residual, **options)
 
 
 residual_linear_forward = Operator(
-    "residual_linear",
-    ResidualLinearArguments,
-    "Tensor",
-    _forward,
-    _forward_fake,
-    setup_context=_setup_context,
-    autograd=_autograd,
-    formula=_formula,
+    "residual_linear", ResidualLinearArguments, "Tensor", _forward, _forward_fake, _setup_context, _autograd, _formula
 )
 residual_linear_backward = Operator(
-    "residual_linear_backward",
-    ResidualLinearBackwardArguments,
-    "Tensor[]",
-    _backward,
-    _backward_fake,
-    autograd=refuse_second_derivative("residual_linear"),
+    "residual_linear_backward", ResidualLinearBackwardArguments, "Tensor[]", _backward, _backward_fake
 )

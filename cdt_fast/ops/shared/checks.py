@@ -1,4 +1,4 @@
-"""Argument checks shared by the ops: one clear error that names the argument, what was given and what is expected."""
+"""What the ops check: their arguments, each with one clear error, and autocast and transforms that are in force."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
 
 from cdt_fast.checks import check_choice, check_non_negative, check_number
 from cdt_fast.errors import InputError
-from cdt_fast.ops.shared.transforms import inside_transform
 
 LARGEST_FACTOR = torch.finfo(torch.float32).max
 # What a layer may have between its products.
@@ -152,6 +153,19 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast off for the device of the tensor, in a backward too; where it is off already that costs nothing."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result  # torch.compile guards both by itself
+def inside_transform() -> bool:
+    """Whether a transform of torch.func or a level of forward mode is open: there an op is computed by its formula."""
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether the tensor is an argument of a transform or follows from one, or has a tangent."""
+    if _functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

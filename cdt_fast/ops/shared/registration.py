@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
-from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from cdt_fast.errors import InputError
 from cdt_fast.kernels.launch import KernelError
 from cdt_fast.ops.shared.backend import give_up
-from cdt_fast.ops.shared.transforms import inside_transform, is_transformed
+from cdt_fast.ops.shared.checks import inside_transform, is_transformed, without_autocast
 
 Arguments = TypeVar("Arguments")
 Output = TypeVar("Output")
@@ -58,7 +58,8 @@ class Operator(Generic[Arguments, Output]):
         setup_context: is called with the context, the record and the results, and keeps what the gradient needs, by
             `save`; in `ctx.needs` it finds by name which tensors require a gradient.
         autograd: is called with the context and the gradients of the results, of which any may be None; returns the
-            gradients of the arguments, by name, those that there are.
+            gradients of the arguments, by name, those that there are. None for what is a gradient itself: a second
+            derivative is refused by the name of the op, where torch's error would ask the user to register a formula.
         formula: the same results from torch's own differentiable functions; without one transforms are refused.
     """
 
@@ -69,12 +70,12 @@ class Operator(Generic[Arguments, Output]):
         returns: str,
         forward: Callable[[Arguments], Output],
         fake: Callable[[Arguments], Output],
-        *,
         setup_context: Callable[[Any, Arguments, Output], None] | None = None,
-        autograd: Callable[..., Mapping[str, Any]],
+        autograd: Callable[..., Mapping[str, Any]] | None = None,
         formula: Callable[[Arguments], Output] | None = None,
     ) -> None:
         self.name, self.forward, self.fake, self.formula = name, forward, fake, formula
+        self._op = name.removesuffix("_backward").removesuffix("_scale")
         self._arguments, self._setup, self._autograd = arguments, setup_context, autograd
         hints = get_type_hints(arguments)
         types = {field.name: _schema_type(hints[field.name]) for field in dataclasses.fields(arguments)}  # type: ignore[arg-type]
@@ -111,10 +112,9 @@ class Operator(Generic[Arguments, Output]):
     def _transformed(self, arguments: Arguments) -> Output:
         """The results by the formula: an operator would have no tangent, and torch would take it for zero."""
         if self.formula is None:
-            op = self.name.removesuffix("_backward").removesuffix("_scale")
             raise InputError(
-                f"{op} has no derivative in forward mode or inside a transform of torch.func: differentiate it "
-                f"by autograd (loss.backward()), or use its formula, {op}_reference"
+                f"{self._op} has no derivative in forward mode or inside a transform of torch.func: differentiate it "
+                f"by autograd (loss.backward()), or use its formula, {self._op}_reference"
             )
         return self.formula(arguments)
 
@@ -127,7 +127,7 @@ class Operator(Generic[Arguments, Output]):
             return arguments, self.forward(arguments)
         except KernelError as error:
             on_triton = getattr(arguments, "backend", "torch") == "triton"
-            if not on_triton or not give_up(self.name.removesuffix("_backward"), error):
+            if not on_triton or not give_up(self._op, error):
                 raise
         arguments = changed(arguments, backend="torch")
         return arguments, self.forward(arguments)
@@ -145,6 +145,10 @@ class Operator(Generic[Arguments, Output]):
 
     def gradients(self, ctx: Any, grads: Iterable[Any]) -> dict[str, Any]:
         """The gradients of all tensors, by name: None where there is none, of a list of tensors a list."""
+        if self._autograd is None:
+            raise InputError(
+                f"{self._op} can be differentiated once; for a second derivative use its reference formula"
+            )
         found = self._autograd(ctx, *grads)
         return {
             name: found.get(name, [None] * len(needs) if isinstance(needs, list) else None)
@@ -205,16 +209,15 @@ def saved(ctx: Any) -> dict[str, Any]:
     return {**ctx.saved_values, **dict(zip(ctx.saved_counts, tensors, strict=True))}
 
 
-def refuse_second_derivative(op: str) -> Callable[..., NoReturn]:
-    """The `autograd` of an operator that is the gradient of the public `op`: an error.
-
-    torch's own error would ask the user to register a formula.
-    """
-
-    def refuse(ctx: Any, *grads: Any) -> NoReturn:
-        raise InputError(f"{op} can be differentiated once; for a second derivative use its reference formula")
-
-    return refuse
+def by_formula(formula: Callable[..., Tensor], *tensors: Tensor | None, **options: Any) -> Tensor:
+    """`formula(*tensors, **options)` in at least float32, of tensors that are rounded to the dtype of the first."""
+    assert tensors[0] is not None
+    dtype = tensors[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    with without_autocast(tensors[0]):
+        return formula(*(tensor if tensor is None else tensor.to(dtype).to(wide) for tensor in tensors), **options).to(
+            dtype
+        )
 
 
 def _schema_type(hint: Any) -> str:

@@ -12,7 +12,7 @@ from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAtt
 from cdt_fast.kernels.blocks import LONGEST
 from cdt_fast.ops.shared.attention_scores import softmax_dtype
 from cdt_fast.ops.shared.checks import without_autocast
-from cdt_fast.ops.shared.registration import Operator, refuse_second_derivative, save, saved
+from cdt_fast.ops.shared.registration import Operator, by_formula, save, saved
 from cdt_fast.ops.symmetric_attention.plain import backward_in_torch, forward_in_torch, room_to_keep
 from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
 
@@ -85,17 +85,9 @@ def _autograd(ctx: Any, grad_output: Tensor | None, *_: None) -> dict[str, Tenso
 
 
 def _formula(attention: SymmetricAttentionArguments) -> tuple[Tensor, Tensor, Tensor]:
-    z, values = attention.z, attention.values
-    wide = torch.promote_types(z.dtype, torch.float32)
-    with without_autocast(z):
-        output = symmetric_attention_reference(
-            z.to(wide),
-            None if values is None else values.to(wide),
-            scale=attention.scale,
-            lengths=attention.lengths,
-            energy=attention.energy,
-        )
-    return output.to(z.dtype), z.new_empty(0), z.new_empty(0)
+    z, options = attention.z, {name: getattr(attention, name) for name in ("scale", "lengths", "energy")}
+    output = by_formula(symmetric_attention_reference, z, attention.values, **options)
+    return output, z.new_empty(0), z.new_empty(0)
 
 
 symmetric_attention_forward = Operator(
@@ -104,15 +96,10 @@ symmetric_attention_forward = Operator(
     "(Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
-    setup_context=_setup_context,
-    autograd=_autograd,
-    formula=_formula,
+    _setup_context,
+    _autograd,
+    _formula,
 )
 symmetric_attention_backward = Operator(
-    "symmetric_attention_backward",
-    SymmetricAttentionBackwardArguments,
-    "Tensor[]",
-    _backward,
-    _backward_fake,
-    autograd=refuse_second_derivative("symmetric_attention"),
+    "symmetric_attention_backward", SymmetricAttentionBackwardArguments, "Tensor[]", _backward, _backward_fake
 )

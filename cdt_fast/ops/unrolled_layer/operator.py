@@ -10,7 +10,7 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBackwardArguments
 from cdt_fast.ops.shared.checks import padding_mask, without_autocast, without_padding
 from cdt_fast.ops.shared.products import add_product, product_over_rows, rows_of
-from cdt_fast.ops.shared.registration import Operator, changed, refuse_second_derivative, save, saved
+from cdt_fast.ops.shared.registration import Operator, changed, save, saved
 from cdt_fast.ops.soft_threshold.reference import shrink_reference
 from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
 from cdt_fast.ops.unrolled_layer.plain import backward_in_torch, forward_in_torch, product_of_tokens
@@ -180,17 +180,12 @@ unrolled_layer_forward = Operator(
     "(Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
-    setup_context=_setup_context,
-    autograd=_autograd,
-    formula=_formula,
+    _setup_context,
+    _autograd,
+    _formula,
 )
 unrolled_layer_backward = Operator(
-    "unrolled_layer_backward",
-    UnrolledLayerBackwardArguments,
-    "Tensor[]",
-    _backward,
-    _backward_fake,
-    autograd=refuse_second_derivative("unrolled_layer"),
+    "unrolled_layer_backward", UnrolledLayerBackwardArguments, "Tensor[]", _backward, _backward_fake
 )
 
 
