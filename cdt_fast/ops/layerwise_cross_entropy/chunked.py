@@ -34,44 +34,26 @@ Details = Literal["none", "losses", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyArguments:
-    """The losses of all depths, decided in every respect.
+    """The losses of all depths, decided in every respect; what is not said here is as in `layerwise_cross_entropy`."""
 
-    Attributes:
-        hidden: h_l, `[..., d]` each.
-        weight, bias, ignore_index, label_smoothing, softcap, chunk_tokens: as in `layerwise_cross_entropy`.
-        targets: one tensor, or one a depth.
-        sample: the numbers of the tokens that stand for all at the inner depths.
-        depth_weights: `[depths]`, or `[depths, tokens]`.
-        details: what is returned by token.
-        dtype: that of the products. What they multiply is cast to it chunk by chunk, so that the gradients are rounded
-            once, and to the dtype of the arguments.
-        inner_kl, detach_last: as in `layerwise_cross_entropy`; 0 where there is no inner depth.
-        mean: whether the losses are means.
-        backend: what sweeps over the logits of a chunk.
-        fused: whether the forward computes the gradients, too: all that it does not know is factors of them.
-        kept_rows: else of so many rows, from the first on, the gradients of the logits are kept until the backward,
-            and those logits are not computed again.
-        needs_hidden, needs_weight, needs_bias: the gradients that are needed.
-    """
-
-    hidden: list[Tensor]
+    hidden: list[Tensor]  # h_l, [..., d] each
     weight: Tensor
     bias: Tensor | None
-    targets: list[Tensor]
-    sample: Tensor | None
-    depth_weights: Tensor | None
-    dtype: torch.dtype
+    targets: list[Tensor]  # one tensor, or one a depth
+    sample: Tensor | None  # the numbers of the tokens that stand for all at the inner depths
+    depth_weights: Tensor | None  # [depths], or [depths, tokens]
+    dtype: torch.dtype  # of the products; what they multiply is cast chunk by chunk, and gradients are rounded once
     ignore_index: int
     label_smoothing: float
     softcap: float | None
     chunk_tokens: int | None
-    inner_kl: float
+    inner_kl: float  # 0 where there is no inner depth
     detach_last: bool
-    details: Details
+    details: Details  # what is returned by token
     mean: bool
-    backend: Backend
-    fused: bool
-    kept_rows: int
+    backend: Backend  # of the sweep over the logits of a chunk
+    fused: bool  # whether the forward computes the gradients too: all that it does not know is factors of them
+    kept_rows: int  # else of so many rows, from the first on, the gradients of logits are kept until the backward
     needs_hidden: list[bool]
     needs_weight: bool
     needs_bias: bool
@@ -88,26 +70,16 @@ class CrossEntropyArguments:
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens that take part at some depths.
-
-    Attributes:
-        depths: at which.
-        index: their numbers, `[count]`; None: all tokens, in order.
-        targets: `[count]`.
-        factor: what their sum is multiplied by: to stand for the sum over all tokens, and where each depth has targets
-            of its own for as many as those that count there.
-        first: the number of the first of these rows, `len(depths) · count`, among those of all depths.
-    """
+    """The tokens that take part at some depths."""
 
     depths: range
-    index: Tensor | None
-    targets: Tensor
-    factor: float | Tensor
-    first: int
+    index: Tensor | None  # their numbers, [count]; None: all tokens, in order
+    targets: Tensor  # [count]
+    factor: float | Tensor  # of their sum: to stand for that of all tokens, or of as many as count at this depth
+    first: int  # the number of the first of these rows, len(depths) · count, among those of all depths
 
     @property
     def stop(self) -> int:
-        """The number of the first row of what follows."""
         return self.first + len(self.depths) * self.targets.shape[0]
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -140,15 +112,20 @@ class Chunk:
         return slice(start, start + len(self))
 
     @property
+    def index(self) -> Tensor | None:
+        """The numbers of its tokens; None: from `start` to `stop`."""
+        return None if self.rows.index is None else self.rows.index[self.start : self.stop]
+
+    @property
     def targets(self) -> Tensor:
         targets = self.rows.targets[self.start : self.stop]
         return targets if len(self.depths) == 1 else targets.expand(len(self.depths), -1).contiguous().view(-1)
 
     def states(self, loss: CrossEntropyArguments) -> Tensor:
         """`[rows, d]` of the hidden states `[tokens, d]` of all depths."""
-        index = None if self.rows.index is None else self.rows.index[self.start : self.stop]
+        rows, index = slice(self.start, self.stop), self.index
         hidden = loss.hidden[self.depths.start : self.depths.stop]
-        parts = [depth[self.start : self.stop] if index is None else depth.index_select(0, index) for depth in hidden]
+        parts = [depth[rows] if index is None else depth.index_select(0, index) for depth in hidden]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(loss.dtype)
 
     def of_depths(self, numbers: Tensor) -> Tensor:
@@ -158,8 +135,7 @@ class Chunk:
     def of_rows(self, numbers: Tensor) -> Tensor:
         """One for each row, of one for each depth, or for each depth and token."""
         if numbers.dim() == 2:
-            index = None if self.rows.index is None else self.rows.index[self.start : self.stop]
-            of_depths = self.of_depths(numbers)
+            index, of_depths = self.index, self.of_depths(numbers)
             part = of_depths[:, self.start : self.stop] if index is None else of_depths.index_select(1, index)
             return part.contiguous().view(-1)
         return self.of_depths(numbers).unsqueeze(1).expand(-1, self.stop - self.start).contiguous().view(-1)
@@ -188,12 +164,8 @@ def number_of_rows(loss: CrossEntropyArguments) -> int:
 def rows_of_depths(loss: CrossEntropyArguments) -> tuple[Tensor | int, list[Rows]]:
     """What the sums of the depths are divided by for their means, and the tokens that take part at each depth.
 
-    They are the sample at the inner depths, all at the last. Where the targets are on the CPU ignored tokens are left
-    out, and the count is a number. On a GPU it is not known without waiting for it: there they stay in, are not read,
-    and cost their share of the products.
-
-    Raises:
-        InputError: targets on the CPU are out of range, or none counts and a mean is asked for.
+    Ignored targets on the CPU are left out, and the count is a number. On a GPU it is not known without waiting for it:
+    there they stay in, are not read, and cost their share of the products.
     """
     device, apart = loss.weight.device, len(loss.targets) > 1
     targets = [each.reshape(-1).contiguous() for each in loss.targets]  # may be a column of a table
@@ -242,7 +214,7 @@ def _count(loss: CrossEntropyArguments, targets: Tensor, name: str) -> Tensor | 
 
 
 def times_factors(of_depths: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """A number for each depth, or for each depth and token, times the factor of the rows of that depth."""
+    """A number for each depth (and token) times the factor of the rows of that depth."""
     if len(rows) == 1:
         return of_depths
     parts = of_depths.split([len(some.depths) for some in rows])
@@ -265,10 +237,8 @@ def by_token(loss: CrossEntropyArguments, rows: Sequence[Rows], of_rows: Tensor,
 def plan(loss: CrossEntropyArguments, depths: range, tokens: int, kinds: Sequence[bool]) -> Iterator[tuple[range, int]]:
     """Depths that share chunks, and how many rows of each a chunk takes.
 
-    A depth with more rows than a chunk is cut into equal parts: no product is left with a few rows.
-
-    Args:
-        kinds: what the depths of one chunk must have in common.
+    A depth with more rows than a chunk is cut into equal parts: no product is left with a few rows. The depths of one
+    chunk have the same of `kinds`.
     """
     most = _chunk_rows(loss)
     while depths and tokens:
@@ -280,7 +250,6 @@ def plan(loss: CrossEntropyArguments, depths: range, tokens: int, kinds: Sequenc
 
 
 def chunks_of(loss: CrossEntropyArguments, rows: Sequence[Rows], kinds: Sequence[bool]) -> Iterator[Chunk]:
-    """The chunks of all rows, by `plan`."""
     for some in rows:
         count = some.targets.shape[0]
         for depths, size in plan(loss, some.depths, count, kinds):

@@ -33,33 +33,21 @@ Loss = TypeVar("Loss", bound=CrossEntropyArguments)
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropyBackwardArguments(CrossEntropyArguments):
-    """What the gradients are computed from where the forward is not fused.
+    """What the gradients are computed from where the forward is not fused."""
 
-    Attributes:
-        factors: `[depths]`. One that is known to be zero gives zeros even where the depth's gradients are NaN.
-        log_sums, kept: from the forward.
-    """
-
-    factors: Tensor
-    log_sums: Tensor
+    factors: Tensor  # [depths]; one that is known to be zero gives zeros even where the depth's gradients are NaN
+    log_sums: Tensor  # from the forward, as what follows
     kept: list[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleArguments:
-    """The gradients that a fused forward has found, and what they are multiplied by.
+    """The gradients that a fused forward has found, and what they are multiplied by."""
 
-    Attributes:
-        gradients: of the hidden states that need one, and of the head.
-        factors: `[depths]`; all the same where the head has gradients.
-        needs_hidden: which of the depths have one.
-        dtype_of_head: of what is returned.
-    """
-
-    gradients: list[Tensor]
-    factors: Tensor
+    gradients: list[Tensor]  # of the hidden states that need one, and of the head
+    factors: Tensor  # [depths]; all the same where the head has gradients
     needs_hidden: list[bool]
-    dtype_of_head: torch.dtype
+    dtype_of_head: torch.dtype  # of what is returned
 
 
 def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
@@ -181,15 +169,7 @@ def _beside_last(
     """The chunks of the inner depths with the KL to the last, whose logits of the same tokens are at hand.
 
     Those of the last depth itself are among them where all depths have the same rows, and not where the inner ones are
-    estimated from a sample: then its logits there cost a product more.
-
-    Args:
-        rows: of all depths; the first are the inner ones'.
-        losses, log_sums: of all rows. Where losses are given both are written, else the latter are read.
-        classes: of all rows, those of the largest logits, written; None: nobody asks.
-        scales: `[depths]` or `[depths, tokens]`, what the gradients are multiplied by.
-        gradients: what they are added to; None: no gradient is computed.
-        on: the depths that have one.
+    estimated from a sample: then its logits there cost a product more. Without losses the log-sum-exps are read.
     """
     last, inner = len(loss.hidden) - 1, rows[0]
     log_sums_of_last = None
@@ -226,11 +206,7 @@ def _beside_last(
                 add.add(chunk, logits, x)
 
 
-def _backward_fake(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
-    return _gradients_fake(loss, loss.weight.dtype)
-
-
-def _gradients_fake(loss: CrossEntropyArguments, dtype_of_head: torch.dtype) -> list[Tensor]:
+def _gradients_fake(loss: CrossEntropyArguments, dtype_of_head: torch.dtype | None = None) -> list[Tensor]:
     found = [depth.new_empty(depth.shape) for depth, need in zip(loss.hidden, loss.needs_hidden, strict=True) if need]
     of_head = [loss.weight.shape] * loss.needs_weight + [loss.weight.shape[:1]] * loss.needs_bias
     return found + [loss.weight.new_empty(shape, dtype=dtype_of_head) for shape in of_head]
@@ -262,7 +238,8 @@ def _scale_fake(given: ScaleArguments) -> list[Tensor]:
 
 def _setup_context(ctx: Any, loss: CrossEntropyArguments, output: tuple[Any, ...]) -> None:
     _, _, factor, found, _ = output
-    ctx.fused, ctx.depths, ctx.needs_head = loss.fused, len(loss.hidden), (loss.needs_weight, loss.needs_bias)
+    ctx.fused, ctx.depths = loss.fused, len(loss.hidden)
+    ctx.head = ["weight"] * loss.needs_weight + ["bias"] * loss.needs_bias
     if loss.fused:
         save(ctx, factor=factor, gradients=found, needs_hidden=loss.needs_hidden, dtype_of_head=loss.weight.dtype)
     else:
@@ -283,9 +260,8 @@ def _autograd(ctx: Any, grad_total: Tensor | None, grad_losses: Tensor | None, *
         found = iter(layerwise_cross_entropy_scale(ScaleArguments(factors=factors, **values)))
     else:
         found = iter(layerwise_cross_entropy_backward(CrossEntropyBackwardArguments(factors=factors, **values)))
-    of_hidden = [next(found) if need else None for need in values["needs_hidden"]]
-    of_weight, of_bias = (next(found) if need else None for need in ctx.needs_head)
-    return {"hidden": of_hidden, "weight": of_weight, "bias": of_bias}
+    gradients: dict[str, Any] = {"hidden": [next(found) if need else None for need in values["needs_hidden"]]}
+    return gradients | {name: next(found) for name in ctx.head}
 
 
 def _as_matrices(loss: Loss) -> Loss:
@@ -304,7 +280,7 @@ layerwise_cross_entropy_forward = Operator(
     _autograd,
 )
 layerwise_cross_entropy_backward = Operator(
-    "layerwise_cross_entropy_backward", CrossEntropyBackwardArguments, "Tensor[]", _backward, _backward_fake
+    "layerwise_cross_entropy_backward", CrossEntropyBackwardArguments, "Tensor[]", _backward, _gradients_fake
 )
 layerwise_cross_entropy_scale = Operator(
     "layerwise_cross_entropy_scale", ScaleArguments, "Tensor[]", _scale, _scale_fake

@@ -192,15 +192,10 @@ def _places(
 
 
 class Gradients:
-    """The gradients that are needed, which chunks are added to.
+    """The gradients that are needed, which chunks are added to; zero at the depths that are not `on`.
 
     `G W` of the hidden states of each depth; `Gᵀ x` and `Σ G` of the head, in at least float32: in bfloat16 a long sum
     stops growing. `Σ G` is added up over the chunks, which may be many, in float64.
-
-    Args:
-        loss: with hidden states `[tokens, d]`, and the head in the dtype of the products.
-        rows: that take part.
-        on: the depths whose chunks will come; the gradients of the others are zero.
     """
 
     def __init__(self, loss: CrossEntropyArguments, rows: Sequence[Rows], on: Sequence[bool]) -> None:
@@ -230,7 +225,7 @@ class Gradients:
         elif self.bias is not None and factors is not None:
             of_depths = gradient.view(len(chunk.depths), -1, gradient.shape[1]).sum(1, dtype=self._wide)
             self.bias.add_(of_depths.mT @ factors)
-        rooms, index = [self.hidden[depth] for depth in chunk.depths], chunk.rows.index
+        rooms, index = [self.hidden[depth] for depth in chunk.depths], chunk.index
         if all(room is None for room in rooms):
             return
         # One product for all depths, which reads the weight once.
@@ -245,7 +240,7 @@ class Gradients:
             if room is not None and index is None:
                 room[rows] = of_depth
             elif room is not None and index is not None:
-                room.index_copy_(0, index[rows], of_depth.to(room.dtype))
+                room.index_copy_(0, index, of_depth.to(room.dtype))
 
     def found(self, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
         """Those that are needed: of the hidden states, in `shape`, then of the head, in `dtype`."""
