@@ -27,24 +27,15 @@ WIDEST = 256
 
 
 class Blocks(NamedTuple):
-    """The shape of one block of a kernel. A size that the kernel does not have is 0.
+    """The shape of one block of a kernel. A size that the kernel does not have is 0."""
 
-    Attributes:
-        rows: rows of the tile that the block computes: tokens.
-        columns: columns of it that are computed, or read, at a time.
-        keys: tokens that are streamed at a time.
-        atoms: columns of the dictionary that are taken at a time.
-        depth: terms of a product that are taken at a time.
-        warps, stages: warps of a block, and stages of the software pipeline.
-    """
-
-    rows: int = 0
-    columns: int = 0
-    keys: int = 0
-    atoms: int = 0
-    depth: int = 0
+    rows: int = 0  # of the tile that the block computes: tokens
+    columns: int = 0  # of it that are computed, or read, at a time
+    keys: int = 0  # tokens that are streamed at a time
+    atoms: int = 0  # columns of the dictionary that are taken at a time
+    depth: int = 0  # terms of a product that are taken at a time
     warps: int = 4
-    stages: int = 1
+    stages: int = 1  # of the software pipeline
 
 
 # The sizes of a block, or of several by the largest size that each is for.

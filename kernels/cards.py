@@ -25,17 +25,11 @@ Answer = TypeVar("Answer", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """What decides the shape of a block on a GPU.
+    """What decides the shape of a block on a GPU."""
 
-    Attributes:
-        capability: compute capability times ten: 86 for an RTX 3090.
-        shared_memory: the most bytes of shared memory that one block can ask for.
-        processors: streaming multiprocessors.
-    """
-
-    capability: int
-    shared_memory: int
-    processors: int
+    capability: int  # compute capability times ten: 86 for an RTX 3090
+    shared_memory: int  # the most bytes that one block can ask for
+    processors: int  # streaming multiprocessors
 
     @property
     def family(self) -> str:

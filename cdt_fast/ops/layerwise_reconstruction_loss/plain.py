@@ -44,9 +44,7 @@ def errors_in_torch(reconstructions: Sequence[Tensor], target: Tensor, padding: 
 def gradients_in_torch(loss: ReconstructionLossBackwardArguments, factors: Sequence[Tensor | None]) -> list[Tensor]:
     """`f_l (x̂_l − s)` of the depths that are needed and, where it is, the gradient of the target: minus their sum.
 
-    Args:
-        loss: what the gradient is computed from.
-        factors: `f_l`, a number for each depth, or None where it is known to be zero.
+    A factor f_l is None where it is known to be zero.
     """
     reconstructions, target = loss.reconstructions, loss.target
     # The sum over the depths in one place, rounded once to the dtype of the target.
@@ -88,13 +86,9 @@ def _blocks(
 ) -> Iterator[tuple[slice, int, Tensor]]:
     """Rows, a depth, and what `operation` makes of it there in at least float32; zero at padding, whatever is there.
 
-    Args:
-        reconstructions, target: `[..., n]`.
-        padding: `[...]`, true where a token does not count, or None.
-        rooms: the depths, and for each `[rows, n]` that the result is written to where it is of its dtype, or None:
-            into memory that the next one overwrites.
-        operation: is called with the number of a depth, some of its rows, those of the target in the same dtype, and
-            where to write; that may be where the depth's rows are.
+    `rooms` has the depths, and for each `[rows, n]` that the result is written to where it is of its dtype, or None:
+    into memory that the next one overwrites. `operation` is called with the number of a depth, some of its rows, those
+    of the target in the same dtype, and where to write; that may be where the depth's rows are.
     """
     depths = {number: _rows(reconstructions[number]) for number in rooms}
     dtypes = {number: torch.promote_types(depth.dtype, torch.float32) for number, depth in depths.items()}

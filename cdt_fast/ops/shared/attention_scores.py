@@ -33,16 +33,10 @@ def attention_matrix(
     energy: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`softmax_rows(scale · z zᵀ)`, `[B, rows, T]`; zero in the rows and columns of padding.
+    """`softmax_rows(scale · z zᵀ)`, `[B, rows, T]`, in `out` if it is given; zero in the rows and columns of padding.
 
-    Args:
-        z: `[B, T, d]`, finite at the padding.
-        scale: β.
-        padding: `[B, T]`, true at padding, or None.
-        dtype: of scores and result, `softmax_dtype(z, energy)`.
-        rows: which of them.
-        energy: the scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`.
-        out: where to write it; None: a new tensor.
+    `z` is `[B, T, d]`, finite at the padding, `[B, T]`; the dtype is `softmax_dtype(z, energy)`. With `energy` the
+    scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`.
     """
     out = z.new_empty((z.shape[0], z[:, rows].shape[1], z.shape[1]), dtype=dtype) if out is None else out
     if dtype == torch.bfloat16:
@@ -93,13 +87,7 @@ def _mask_(scores: Tensor, padding: Tensor | None) -> None:
 
 
 def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
-    """`dO Vᵀ`, `[B, rows, T]`, less any number a row, to which `softmax_backward_` is blind.
-
-    Args:
-        given: dO, `[B, rows, k]`.
-        values: V, `[B, T, k]`.
-        output: O, `[B, rows, k]`.
-        dtype: of the softmax.
+    """`dO Vᵀ`, `[B, rows, T]`, less any number a row, to which `softmax_backward_` is blind: from dO, V and O.
 
     In bfloat16 on a CPU the number is about `dOᵀ O`, the mean that the softmax's gradient subtracts: the product would
     lose in rounding what remains of it where the values of a sequence are much alike.

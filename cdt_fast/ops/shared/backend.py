@@ -63,14 +63,7 @@ class use_backend:
 def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backend:
     """Whether `op` runs its Triton kernels on these tensors, or plain torch; the one place that decides.
 
-    Args:
-        op: the public name of the op, for the error.
-        tensors: the arguments whose device and dtype decide, in the dtype that the products run in.
-        multiplies: whether the kernels multiply matrices. Without tensor cores cuBLAS does it faster, and only "triton"
-            chooses the kernels.
-
-    Raises:
-        InputError: the backend is "triton" and a kernel cannot run; the message says why.
+    Where the kernels multiply matrices and there are no tensor cores cuBLAS is faster: then only "triton" chooses them.
     """
     if _setting == "torch" or (_setting == "auto" and op in _given_up):
         return "torch"

@@ -14,13 +14,7 @@ from cdt_fast.ops.shared.checks import check_shape, check_tensor, describe
 
 
 def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout: str) -> None:
-    """Require a list of at least one floating-point tensor, all `[..., width]` and of one shape.
-
-    Args:
-        name: what the person calls the list.
-        shape: the shape of each, or None: that of the first.
-        layout: says in names where the shape comes from.
-    """
+    """Require a list of at least one floating-point tensor, all of `shape` or, with None, of that of the first."""
     if not isinstance(tensors, Sequence) or not tensors:
         raise InputError(f"{name} must be a list of one tensor a depth, got {describe(tensors)}")
     for depth, tensor in enumerate(tensors):
@@ -39,11 +33,7 @@ def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout:
 def weights_of_depths(
     depth_weights: Tensor | Sequence[float] | None, depths: int, tokens: tuple[int, ...] | None = None
 ) -> Tensor | None:
-    """`[depths]`, or where `tokens` says how they lie maybe `[depths, tokens]`; None without weights.
-
-    Raises:
-        InputError: they are no numbers, or not one a depth.
-    """
+    """`[depths]`, or where `tokens` says how they lie maybe `[depths, tokens]`; None without weights."""
     if depth_weights is None:
         return None
     try:

@@ -28,10 +28,7 @@ def runs_as_one(layer: UnrolledLayerArguments) -> bool:
 def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> str | None:
     """Why no kernel holds the whole layer in its tiles, or None where one does.
 
-    Args:
-        tokens: of a sequence.
-        widest: the greater width, of the signal or of the next projection.
-        dtype: of the tokens.
+    `tokens` are those of a sequence; `widest` is the greater width, of the signal or of the next projection.
     """
     if dtype.itemsize != 2:
         return "tiles of float32 leave no shared memory for the dictionary"
