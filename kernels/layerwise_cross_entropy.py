@@ -236,12 +236,8 @@ def cross_entropy_(
 ) -> None:
     """Losses, log-sum-exps and classes where `losses` is given; where `out` is, the gradient over the logits.
 
-    Args:
-        rows: logits with any row stride and adjacent columns, all else contiguous but for the last depth's, which are
-            as these; the numbers of a row are float32. With `to_last` there is an `out`.
-        ignore_index, softcap, smoothing: as in `ops.layerwise_cross_entropy`.
-        share: α, of the KL.
-        blocks: the shape of a block, default by the card.
+    Logits, the last depth's too, have any row stride and adjacent columns, all else is contiguous; the numbers of a row
+    are float32. With `to_last` there is an `out`. The share is α, of the KL.
     """
     number, vocabulary = rows.logits.shape
     table = LAYERWISE_CROSS_ENTROPY if rows.of_last is rows.classes is None else LAYERWISE_CROSS_ENTROPY_KL

@@ -109,10 +109,8 @@ def reconstruction_backward(
 ) -> list[Tensor]:
     """The gradients of the depths that are needed, and after them that of the target where it is needed.
 
-    Args:
-        loss: all tensors are contiguous, of any dtype each.
-        factors: `[depths]` float32, `2 dℓ_l / tokens`; a depth whose factor is 0 gets a gradient of zeros.
-        blocks: the block shape, by default that of the card.
+    All tensors are contiguous, of any dtype each. The factors are `[depths]` float32, `2 dℓ_l / tokens`; a depth whose
+    factor is 0 gets a gradient of zeros.
     """
     depths, target = loss.reconstructions, loss.target
     blocks = blocks or LAYERWISE_RECONSTRUCTION_LOSS.blocks(target)
