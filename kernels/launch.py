@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from cdt_fast.kernels.blocks import Blocks
 from cdt_fast.kernels.cards import GpuSpec, dot_precision, interpreting, planning_for
 
 _SIZES = tuple(size.upper() for size in Blocks._fields)
+
+
+@cache
+def _names(kernel: Any) -> frozenset[str]:
+    return frozenset(kernel.arg_names)
 
 
 class KernelError(RuntimeError):
@@ -53,19 +59,23 @@ class Launch:
     passes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        taken = self.kernel.arg_names
-        fields = {} if self.record is None else vars(self.record)
-        given = {name: value for name, value in fields.items() if name in taken} | dict(self.arguments)
-        constants = {name.upper(): value for name, value in fields.items() if name.upper() in taken}
+        taken = _names(self.kernel)
+        arguments: dict[str, Any] = {}
+        constants: dict[str, Any] = {}
+        for name, value in {} if self.record is None else vars(self.record).items():
+            if name in taken:
+                arguments[name] = value
+            elif (constant := name.upper()) in taken:
+                constants[constant] = value
+        arguments |= self.arguments
         constants |= self.constants
         if "PRECISION" in taken and "PRECISION" not in constants:
-            constants["PRECISION"] = dot_precision(_first_tensor(given).dtype)
-        arguments = dict(given)
-        for name, value in given.items():
-            if f"{name}_row_stride" in taken:
-                strides = (None, None) if value is None else value.stride()
-                names = zip((f"{name}_row_stride", f"{name}_column_stride"), strides, strict=True)
-                arguments |= {stride: step for stride, step in names if stride in taken}
+            constants["PRECISION"] = dot_precision(_first_tensor(arguments).dtype)
+        for name, value in list(arguments.items()):
+            if (rows := f"{name}_row_stride") in taken:
+                arguments[rows], columns = (None, None) if value is None else value.stride()
+                if (of_columns := f"{name}_column_stride") in taken:
+                    arguments[of_columns] = columns
                 continue
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, Tensor) and not tensor.is_contiguous():
