@@ -69,7 +69,7 @@ def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
         yield {"local_files_only": not download, "trust_remote_code": False}  # no code of a folder runs
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise InputError(f"{name}: holds no config.json; expected a folder that save_pretrained wrote") from error
         # The beginning of the reason: transformers likes to list all the models it has.

@@ -175,6 +175,8 @@ BAD = [
 
 def save_without_tokenizer(folder: Path) -> Path:
     transformers = pytest.importorskip("transformers")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.importorskip("google.protobuf")  # without it these versions name it as the reason
 
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     transformers.BertModel(transformers.BertConfig(vocab_size=20, **sizes)).save_pretrained(folder)
