@@ -52,9 +52,7 @@ def rows(
                 if not divisible and not (without_divisibility and case.is_size and precision == "bfloat16"):
                     continue
                 for launch in case.launches(PRECISIONS[precision], CARDS[card], divisible):
-                    configuration = Configuration.of(launch, CARDS[card])
-                    if not divisible:
-                        configuration = configuration.without_divisibility()
+                    configuration = Configuration.of(launch, CARDS[card], divisible)
                     collected.append(Row(family, case.name, precision, card, case.aligned, divisible, configuration))
     return collected
 

@@ -1,11 +1,12 @@
 """Compile what a launcher would launch for a card that is not here, and read the machine code that comes out.
 
-A `Configuration` is what Triton specializes a kernel on: the types of the arguments, the integers that are one, the
-pointers and integers that sixteen divides, the constants, the warps and stages. `measure` compiles one and reports.
+Only the launch itself knows the key under which it looks for a compiled kernel in Triton's cache; so what is compiled
+here goes the launch's way, up to where the driver would be called, with arguments that stand in for the launch's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
@@ -14,15 +15,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.compiler import ASTSource
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
-from cdt_fast.kernels.aot.stand_ins import DIVISOR, POINTERS, Path, compiling_for, stand_in
 from cdt_fast.kernels.cards import GpuSpec
 from cdt_fast.kernels.launch import Launch
 
@@ -45,101 +47,131 @@ SHARED_PRODUCT = re.compile(
 ANY_PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
 
 
+class Driver:
+    """What Triton asks a driver for before it compiles for a card.
+
+    Args:
+        card: it answers as if this were there.
+        device: the number of the device, under which Triton also keeps what it has compiled.
+    """
+
+    def __init__(self, card: GpuSpec, device: int = 0) -> None:
+        self.card, self._device = card, device
+
+    def get_current_device(self) -> int:
+        return self._device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.card.capability, 32)
+
+
+@contextlib.contextmanager
+def compiling_for(card: GpuSpec) -> Iterator[None]:
+    """Let Triton believe that `card` is there."""
+    before = dict(vars(driver))
+    # No device has so high a number: what is compiled here must not be taken for what the first device can run.
+    driver.set_active(Driver(card, device=card.capability))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        vars(driver).update(before)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor of which Triton asks no more than the dtype and the address."""
+
+    dtype: torch.dtype
+    aligned: bool  # whether sixteen divides the address
+
+    def data_ptr(self) -> int:
+        return 0 if self.aligned else 8
+
+
+def stand_in(value: Any, specialize: bool = True, divisible: bool = True) -> Any:
+    """The same for all arguments that Triton compiles a kernel alike for, and specialized as they are.
+
+    Args:
+        value: of an argument at run time.
+        specialize: whether integers that are one or divided by sixteen are told apart.
+        divisible: whether the code may rely on what sixteen divides.
+    """
+    if isinstance(value, tuple):  # Triton specializes what it holds whatever is said of the argument
+        return tuple(stand_in(element, divisible=divisible) for element in value)
+    if isinstance(value, Tensor):
+        # A meta tensor has no address; allocations start on a multiple of 512 bytes.
+        return Pointer(value.dtype, divisible and value.storage_offset() * value.element_size() % 16 == 0)
+    if isinstance(value, float):
+        return 0.5
+    if type(value) is not int:
+        return True if isinstance(value, bool) else value
+    if specialize and value == 1:
+        return 1
+    least = 0 if -(2**31) <= value < 2**31 else 2**32 if value < 2**63 else 2**63
+    return least + (16 if specialize and divisible and value % 16 == 0 else 3)
+
+
 @dataclass(frozen=True)
 class Configuration:
     """One kernel with everything that decides its machine code; it can be sent to another process.
 
     Attributes:
         module, kernel: where the `@triton.jit` function is found.
-        signature: the type of each argument in Triton's spelling; "constexpr" for a constant.
-        constants: the constants, by position.
-        divisible: the positions of the pointers and integers that sixteen divides.
+        arguments: its constants, and what stands in for its other arguments, by name.
         warps, stages: warps of a block, and stages of the software pipeline.
         card: what it is compiled for.
     """
 
     module: str
     kernel: str
-    signature: tuple[tuple[str, Any], ...]
-    constants: tuple[tuple[Path, Any], ...]
-    divisible: tuple[Path, ...]
+    arguments: tuple[tuple[str, Any], ...]
     warps: int
     stages: int
     card: GpuSpec
 
     @classmethod
-    def of(cls, launch: Launch, card: GpuSpec) -> Configuration:
-        """What Triton would compile for the launch on the card, specialized as its own launch would be."""
-        parameters = launch.kernel.params
-        given = {**launch.arguments, **launch.constants}
-        unknown = given.keys() - {parameter.name for parameter in parameters}
-        if unknown:
-            raise TypeError(f"{launch.kernel.__name__} takes no argument named {', '.join(sorted(unknown))}")
-        signature, constants, divisible = [], [], []
-        for position, parameter in enumerate(parameters):
-            if parameter.name not in given and not parameter.has_default:
-                raise TypeError(f"{launch.kernel.__name__} needs the argument {parameter.name}")
-            value = given.get(parameter.name, parameter.default)
-            if parameter.is_constexpr:
-                kind: Any = "constexpr"
-                constants.append(((position,), value))
-            else:
-                kind = _kind(value, specialize=not parameter.do_not_specialize)
-                for path, element, element_kind in _leaves(value, kind, (position,)):
-                    if element_kind == "constexpr":
-                        constants.append((path, element))
-                    elif (
-                        not parameter.do_not_specialize
-                        and not parameter.do_not_specialize_on_alignment
-                        and _is_divisible(element)
-                    ):
-                        divisible.append(path)
-            signature.append((parameter.name, kind))
-        function = launch.kernel.fn
-        return cls(
-            function.__module__,
-            function.__name__,
-            tuple(signature),
-            tuple(constants),
-            tuple(divisible),
-            launch.blocks.warps,
-            launch.blocks.stages,
-            card,
-        )
+    def of(cls, launch: Launch, card: GpuSpec, divisible: bool = True) -> Configuration:
+        """What Triton would compile for the launch on the card; not `divisible`: for views that start anywhere, whose
+        loads are narrow and mostly not pipelined.
 
-    def without_divisibility(self) -> Configuration:
-        """The same kernel for views that start anywhere: loads are narrow, and most are not pipelined."""
-        return replace(self, divisible=())
+        Raises:
+            TypeError: the kernel takes other arguments.
+        """
+        function, blocks = launch.kernel.fn, launch.blocks
+        try:
+            given = launch.kernel.signature.bind(**launch.arguments, **launch.constants).arguments
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}: {error}") from error
+        parameters = {one.name: one for one in launch.kernel.params}
+        arguments = []
+        for name, value in given.items():
+            if not parameters[name].is_constexpr:
+                value = stand_in(value, not parameters[name].do_not_specialize, divisible)
+            arguments.append((name, value))
+        return cls(function.__module__, function.__name__, tuple(arguments), blocks.warps, blocks.stages, card)
+
+    @property
+    def function(self) -> Any:
+        """The `@triton.jit` function."""
+        return getattr(importlib.import_module(self.module), self.kernel)
 
     @property
     def digest(self) -> str:
         """What changes whenever the machine code may: source of the kernel, specialization, card, version of Triton."""
-        options = (self.warps, self.stages, self.card.capability, triton.__version__)
-        return hashlib.sha256(f"{self.source().hash()} {options}".encode()).hexdigest()[:16]
-
-    def source(self) -> ASTSource:
-        """The kernel as Triton's compiler takes it."""
-        return ASTSource(
-            fn=getattr(importlib.import_module(self.module), self.kernel),
-            signature=dict(self.signature),
-            constexprs=dict(self.constants),
-            attrs={path: [["tt.divisibility", DIVISOR]] for path in self.divisible},
-        )
+        options = (self.arguments, self.warps, self.stages, self.card.capability, triton.__version__)
+        return hashlib.sha256(f"{self.function.cache_key} {options}".encode()).hexdigest()[:16]
 
     def compile(self) -> Any:
         """The compiled kernel, from Triton's cache where it is there; raises what Triton raises.
 
         It is filed under the key by which a launch on such a card, also of another process, looks for it.
         """
-        kernel = getattr(importlib.import_module(self.module), self.kernel)
-        known = dict(self.constants)
-        arguments = {
-            name: stand_in(kind, (position,), known, self.divisible)
-            for position, (name, kind) in enumerate(self.signature)
-        }
         with compiling_for(self.card):
-            return kernel.warmup(
-                grid=(1,), num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True, **arguments
+            return self.function.warmup(
+                grid=(1,), num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True, **dict(self.arguments)
             )
 
 
@@ -203,7 +235,7 @@ def measure(configuration: Configuration) -> Measurement:
         return Measurement(
             error=f"{type(error).__name__}: {message.strip()}"[:300], seconds=time.perf_counter() - begin
         )
-    wide = any(kind == "*fp64" for _, kind in configuration.signature)
+    wide = any(isinstance(one, Pointer) and one.dtype == torch.float64 for _, one in configuration.arguments)
     return Measurement(
         registers=registers,
         local_bytes=local_bytes,
@@ -216,41 +248,6 @@ def measure(configuration: Configuration) -> Measurement:
         double_instructions=0 if wide else sum(".f64" in line for line in compiled.asm["ptx"].splitlines()),
         seconds=time.perf_counter() - begin,
     )
-
-
-def _kind(value: Any, specialize: bool) -> Any:
-    """The type of a run-time argument in Triton's spelling; a tuple of them for a tuple."""
-    if value is None or (specialize and type(value) is int and value == 1):
-        return "constexpr"
-    if isinstance(value, bool):
-        return "u1"
-    if isinstance(value, int):
-        if -(2**31) <= value < 2**31:
-            return "i32"
-        return "u64" if value >= 2**63 else "i64"
-    if isinstance(value, float):
-        return "fp32"
-    if isinstance(value, Tensor):
-        return POINTERS[value.dtype]
-    if isinstance(value, tuple):
-        # Triton specializes what a tuple holds whatever is said of the argument.
-        return tuple(_kind(element, specialize=True) for element in value)
-    raise TypeError(f"a kernel takes no argument of type {type(value).__name__}")
-
-
-def _leaves(value: Any, kind: Any, path: Path) -> Iterator[tuple[Path, Any, str]]:
-    if isinstance(kind, tuple):
-        for position, (element, element_kind) in enumerate(zip(value, kind, strict=True)):
-            yield from _leaves(element, element_kind, (*path, position))
-    else:
-        yield path, value, kind
-
-
-def _is_divisible(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        # A meta tensor has no address; allocations start on a multiple of 512 bytes.
-        return value.storage_offset() * value.element_size() % DIVISOR == 0
-    return type(value) is int and value % DIVISOR == 0
 
 
 def _cuobjdump(cubin: bytes, what: str) -> str:

@@ -31,8 +31,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from cdt_fast.kernels.aot import __main__ as aot  # noqa: E402
 from cdt_fast.kernels.aot.case import PRECISIONS, Case, float32_products  # noqa: E402
 from cdt_fast.kernels.aot.cases import FAMILIES  # noqa: E402
-from cdt_fast.kernels.aot.compile import Configuration, Measurement, measure  # noqa: E402
-from cdt_fast.kernels.aot.stand_ins import compiling_for  # noqa: E402
+from cdt_fast.kernels.aot.compile import Configuration, Measurement, Pointer, compiling_for, measure  # noqa: E402
 from cdt_fast.kernels.arguments import (  # noqa: E402
     SymmetricAttentionArguments,
     SymmetricAttentionBackwardArguments,
@@ -119,53 +118,42 @@ def measured(launch: Launch, card: GpuSpec = RTX_3090) -> Measurement:
 
 
 class TestConfiguration:
-    def test_types_of_the_arguments(self) -> None:
-        configuration = Configuration.of(every_argument(), RTX_3090)
-        assert dict(configuration.signature) == {
-            "tensor": "*fp32",
-            "one": "constexpr",
-            "small": "i32",
-            "sixteens": "i32",
-            "large": "i64",
-            "missing": "constexpr",
-            "several": ("*bf16", "*i64"),
-            "factor": "fp32",
-            "flag": "u1",
-            "CONSTANT": "constexpr",
-        }
-        assert dict(configuration.constants) == {(1,): 1, (5,): None, (9,): 3}
-
-    def test_what_sixteen_divides(self) -> None:
-        configuration = Configuration.of(every_argument(), RTX_3090)
-        # The tensor, 16, 2**40 and the first of the two; the second starts 8 bytes into its storage.
-        assert configuration.divisible == ((0,), (3,), (4,), (6, 0))
-        assert configuration.without_divisibility().divisible == ()
+    def test_what_stands_in_for_the_arguments(self) -> None:
+        tensor = Pointer(torch.float32, True)
+        # 2**40 is as good as any integer of 64 bits that sixteen divides; the second tensor starts 8 bytes into its
+        # storage.
+        several = (Pointer(torch.bfloat16, True), Pointer(torch.int64, False))
+        expected = {
+            "tensor": tensor, "one": 1, "small": 3, "sixteens": 16, "large": 2**32 + 16, "missing": None,
+            "several": several, "factor": 0.5, "flag": True, "CONSTANT": 3,
+        }  # fmt: skip
+        assert dict(Configuration.of(every_argument(), RTX_3090).arguments) == expected
+        several = (Pointer(torch.bfloat16, False), Pointer(torch.int64, False))
+        expected |= {"tensor": Pointer(torch.float32, False), "sixteens": 3, "large": 2**32 + 3, "several": several}
+        assert dict(Configuration.of(every_argument(), RTX_3090, divisible=False).arguments) == expected
 
     @pytest.mark.parametrize(
-        ("value", "kind"),
-        [(0, "i32"), (-1, "i32"), (2**31 - 1, "i32"), (2**31, "i64"), (-(2**31) - 1, "i64"), (2**63, "u64")],
+        "changed",
+        [
+            {},
+            {"one": 2, "small": 1},
+            {"missing": meta(3)[1:]},
+            {"several": (None, 1)},
+            *({"small": value} for value in (0, -1, 2**31 - 1, 2**31, -(2**31) - 1, 2**63)),
+        ],
     )
-    def test_size_of_integers(self, value: int, kind: str) -> None:
-        assert dict(Configuration.of(every_argument(small=value), RTX_3090).signature)["small"] == kind
-
-    @pytest.mark.parametrize("changed", [{}, {"one": 2, "small": 1}, {"missing": meta(3)[1:]}, {"several": (None, 1)}])
     def test_as_triton_specializes(self, changed: dict[str, Any]) -> None:
         jit = importlib.import_module("triton.runtime.jit")
         compiler = importlib.import_module("triton.compiler.compiler")
         binder = getattr(jit, "create_function_from_signature", None)
-        if binder is None or not hasattr(every_argument_kernel, "_pack_args"):
+        if binder is None:
             pytest.skip(f"Triton {triton.__version__} specializes in another place")
         backend = compiler.make_backend(GPUTarget("cuda", 86, 32))
         launch = every_argument(**changed)
-        bound = binder(every_argument_kernel.signature, every_argument_kernel.params, backend)(
-            **launch.arguments, **launch.constants
-        )
-        bound_arguments, specialization, options = bound
-        packed = every_argument_kernel._pack_args(backend, {}, bound_arguments, specialization, options)
-        source = Configuration.of(launch, RTX_3090).source()
-        assert source.signature == packed[1]
-        assert source.constants == packed[2]
-        assert source.attrs == {path: attributes for path, attributes in packed[3].items() if attributes}
+        bind = binder(every_argument_kernel.signature, every_argument_kernel.params, backend)
+        _, expected, _ = bind(**launch.arguments, **launch.constants)
+        _, found, _ = bind(**dict(Configuration.of(launch, RTX_3090).arguments))
+        assert found == expected
 
     @pytest.mark.parametrize("changed", [{}, {"one": 2, "small": 1, "large": -3, "flag": False}])
     def test_a_launch_finds_what_was_compiled(self, changed: dict[str, Any]) -> None:
@@ -176,17 +164,16 @@ class TestConfiguration:
             launched = launch.kernel.warmup(
                 grid=(1,), num_warps=4, num_stages=2, enable_fp_fusion=True, **arguments, **launch.constants
             )
-        configuration = Configuration.of(launch, RTX_3090)
-        assert configuration.compile().hash == launched.hash
+        assert Configuration.of(launch, RTX_3090).compile().hash == launched.hash
         if not changed:
-            assert configuration.without_divisibility().compile().hash != launched.hash
+            assert Configuration.of(launch, RTX_3090, divisible=False).compile().hash != launched.hash
 
     def test_wrong_names_are_refused(self) -> None:
-        with pytest.raises(TypeError, match="no argument named foreign"):
+        with pytest.raises(TypeError, match="every_argument_kernel: got an unexpected keyword argument 'foreign'"):
             Configuration.of(every_argument(foreign=1), RTX_3090)
         launch = every_argument()
         missing = {name: value for name, value in launch.arguments.items() if name != "factor"}
-        with pytest.raises(TypeError, match="needs the argument factor"):
+        with pytest.raises(TypeError, match="every_argument_kernel: missing a required argument: 'factor'"):
             Configuration.of(Launch(launch.kernel, (1,), BLOCKS, missing, launch.constants), RTX_3090)
 
     def test_a_tensor_that_a_kernel_would_misread_is_refused(self) -> None:

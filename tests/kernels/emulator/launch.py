@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from cdt_fast.kernels import cards
-from cdt_fast.kernels.aot.stand_ins import Driver
+from cdt_fast.kernels.aot.compile import Driver
 from cdt_fast.kernels.cards import GpuSpec
 
 from .instructions import translate
