@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -43,6 +44,21 @@ class Case:
     call: Callable[[], Any]
     is_size: bool = False
     aligned: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        launcher: Callable[..., Any],
+        given: Mapping[str, Any],
+        is_size: bool = False,
+        width: int = 16,
+        **more: Any,
+    ) -> Case:
+        """A call with what is given, as a record of the class that the launcher takes first, and what is more; `width`
+        is a size that sixteen may not divide."""
+        record = next(iter(get_type_hints(launcher).values()))(**given)
+        return cls(name, functools.partial(launcher, record, **more), is_size, width % 16 == 0)
 
     def launches(self, precision: Precision, card: GpuSpec, divisible: bool = True) -> list[Launch]:
         """The launches that the call makes on the card; not `divisible`, of views that start anywhere."""

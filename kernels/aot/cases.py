@@ -6,32 +6,17 @@ shapes and strides and no memory, so the cases stand at the sizes that the kerne
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from cdt_fast.kernels import layerwise_cross_entropy as cross_entropy
 from cdt_fast.kernels.aot.case import Case
-from cdt_fast.kernels.arguments import (
-    DepthWeightsArguments,
-    DualUpdateArguments,
-    ListaStepArguments,
-    ListaStepBackwardArguments,
-    Nonlinearity,
-    ReconstructionLossArguments,
-    ReconstructionLossBackwardArguments,
-    ResidualLinearArguments,
-    SweepArguments,
-    SymmetricAttentionArguments,
-    SymmetricAttentionBackwardArguments,
-    UnrolledLayerArguments,
-    UnrolledLayerBackwardArguments,
-)
+from cdt_fast.kernels.arguments import Nonlinearity
 from cdt_fast.kernels.dual_update import depth_weights, dual_update
+from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from cdt_fast.kernels.layerwise_reconstruction_loss import reconstruction_backward, reconstruction_forward
 from cdt_fast.kernels.lista_step import lista_step_backward, lista_step_forward
 from cdt_fast.kernels.residual_linear import residual_linear_forward
@@ -44,141 +29,107 @@ def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _attention_case(name: str, launcher: Callable[..., Any], is_size: bool = False, **given: Any) -> Case:
-    """A forward, or with `grad_output` a backward, of what is given of the arguments.
-
-    A streamed output keeps its remainder in 16 bits, but where `keeps` is false.
-    """
-    z, backward = given["z"], "grad_output" in given
-    if backward:
-        log_sum_exp = _empty(torch.float32, *z.shape[:-1])
-        kept = z if given.pop("keeps", False) and z.element_size() == 2 else z.new_empty(0)
-        given |= {"output": given["grad_output"], "log_sum_exp": log_sum_exp, "kept": kept}
-    arguments = (SymmetricAttentionBackwardArguments if backward else SymmetricAttentionArguments)(**given)
-    return Case(name, functools.partial(launcher, arguments), is_size, aligned=z.shape[-1] % 16 == 0)
+def _after(before: dict[str, Any], **needs: bool) -> dict[str, Any]:
+    """What the backward of an attention is given, from what its forward was: a streamed output keeps its remainder in
+    16 bits."""
+    z, like = before["z"], before.get("values", before["z"])
+    kept = z if before.get("keeps") and z.element_size() == 2 else z.new_empty(0)
+    sums = _empty(torch.float32, *z.shape[:-1])
+    after = {"output": like, "grad_output": like, "log_sum_exp": sums, "kept": kept, **needs}
+    return {**before, "keeps": False, **after}
 
 
-def _flagged(z: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
+def _flagged(z: Tensor, **given: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """The flags of an attention of `z` in words, and what is given of its arguments."""
-    for padded, energy in itertools.product((False, True), repeat=2):
-        lengths = _empty(torch.int64, len(z)) if padded else None
-        yield ", lengths" * padded + ", energy" * energy, {"z": z, "lengths": lengths, "energy": energy}
+    for tied, padded, energy in itertools.product((False, True), repeat=3):
+        flags = {"lengths": _empty(torch.int64, len(z)) if padded else None, "energy": energy}
+        values = {} if tied else {"values": z}
+        yield ", tied" * tied + ", lengths" * padded + ", energy" * energy, {"z": z, **values, **flags, **given}
+
+
+def _flagged_backwards(launcher: Callable[..., Any], z: Tensor, **given: Any) -> Iterator[Case]:
+    for flags, before in _flagged(z, **given):
+        yield Case.of(f"backward{flags}", launcher, _after(before))
+        if "values" in before:
+            yield Case.of(f"backward of z alone{flags}", launcher, _after(before, needs_values=False))
+            yield Case.of(f"backward of the values alone{flags}", launcher, _after(before, needs_z=False))
 
 
 def packed_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Short sequences: the reference width, each width class, and every flag."""
-    forward = functools.partial(_attention_case, launcher=packed_forward)
-    backward = functools.partial(_attention_case, launcher=packed_backward)
     tokens = 20
     for width, value_width in ((256, 256), (64, 64), (250, 250), (256, 1024)):
-        z, values = _empty(dtype, 3200, tokens, width), _empty(dtype, 3200, tokens, value_width)
+        before = {"z": _empty(dtype, 3200, tokens, width), "values": _empty(dtype, 3200, tokens, value_width)}
         shape = f"T {tokens}, d {width}, values {value_width} wide"
-        yield forward(f"forward, {shape}", z=z, values=values, is_size=True)
-        yield backward(f"backward, {shape}", z=z, values=values, grad_output=values, is_size=True)
+        yield Case.of(f"forward, {shape}", packed_forward, before, True, width)
+        yield Case.of(f"backward, {shape}", packed_backward, _after(before), True, width)
     for longest in (33, 64):
-        z = _empty(dtype, 1000, longest, 64)
-        yield forward(f"forward, T {longest}, d 64", z=z, values=z)
-        yield backward(f"backward, T {longest}, d 64, tied", z=z, grad_output=z)
+        before = {"z": _empty(dtype, 1000, longest, 64)}
+        yield Case.of(f"forward, T {longest}, d 64", packed_forward, before)
+        yield Case.of(f"backward, T {longest}, d 64", packed_backward, _after(before))
     z = _empty(dtype, 3200, tokens, 256)
-    for flags, given in _flagged(z):
-        if flags:
-            yield forward(f"forward{flags}", **given, values=z)
-        given["grad_output"] = z
-        yield backward(f"backward, tied{flags}", **given)
-        given["values"] = z
-        if flags:
-            yield backward(f"backward{flags}", **given)
-        yield backward(f"backward of z alone{flags}", **given, needs_values=False)
-        yield backward(f"backward of the values alone{flags}", **given, needs_z=False)
+    for flags, before in _flagged(z):
+        yield Case.of(f"forward{flags}", packed_forward, before)
+    yield from _flagged_backwards(packed_backward, z)
 
 
 def streaming_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Long sequences: the widths of every row of the block tables, and every flag."""
-    forward = functools.partial(_attention_case, launcher=streaming_forward)
-    backward = functools.partial(_attention_case, launcher=streaming_backward)
     sequences, tokens = 64, 1024
     for width in (64, 128, 256, 200, 16):
-        z = _empty(dtype, sequences, tokens, width)
+        before = {"z": _empty(dtype, sequences, tokens, width), "keeps": True}
         shape = f"T {tokens}, d {width}, tied"
-        yield forward(f"forward, {shape}", z=z, keeps=True, is_size=True)
-        yield backward(f"backward, {shape}", z=z, grad_output=z, keeps=True, is_size=True)
+        yield Case.of(f"forward, {shape}", streaming_forward, before, True, width)
+        yield Case.of(f"backward, {shape}", streaming_backward, _after(before), True, width)
     z = _empty(dtype, sequences, tokens, 256)
-    for flagged, given in _flagged(z):
-        flags = f", d 256{flagged}"
-        yield forward(f"forward without a backward{flags}", **given, values=z)
-        if flagged:
-            yield forward(f"forward without a backward, tied{flags}", **given)
-        given["keeps"] = True
-        yield forward(f"forward{flags}", **given, values=z)
-        if flagged:
-            yield forward(f"forward, tied{flags}", **given)
-        given["grad_output"] = z
-        yield backward(f"backward{flags}", **given, values=z)
-        yield backward(f"backward of z alone{flags}", **given, values=z, needs_values=False)
-        yield backward(f"backward of the values alone{flags}", **given, values=z, needs_z=False)
-        if flagged:
-            yield backward(f"backward, tied{flags}", **given)
-
-
-NONLINEARITIES: tuple[Nonlinearity, ...] = ("soft_threshold", "hard_threshold", "relu", "identity")
+    for flags, before in _flagged(z):
+        yield Case.of(f"forward{flags}", streaming_forward, {**before, "keeps": True})
+        if flags != ", tied":
+            yield Case.of(f"forward without a backward{flags}", streaming_forward, before)
+    yield from _flagged_backwards(streaming_backward, z, keeps=True)
 
 
 def lista_cases(dtype: torch.dtype) -> Iterator[Case]:
     """One kernel for narrow tokens: widths, nonlinearities, what is kept or needed, a transposed dictionary."""
-
-    def forward(name: str, is_size: bool = False, aligned: bool = True, **given: Any) -> Case:
-        arguments = ListaStepArguments(step=0.1, threshold=0.1, **given)
-        return Case(f"forward, {name}", functools.partial(lista_step_forward, arguments), is_size, aligned)
-
-    def backward(name: str, is_size: bool = False, aligned: bool = True, **given: Any) -> Case:
-        arguments = ListaStepBackwardArguments(step=0.1, **given)
-        return Case(f"backward, {name}", functools.partial(lista_step_backward, arguments), is_size, aligned)
-
     rows, atoms = 64_000, 1024
     codes = _empty(dtype, rows, atoms)
     for width in (256, 100, 64, 16):
-        signal, dictionary = _empty(dtype, rows, width), _empty(dtype, width, atoms)
-        before: dict[str, Any] = {"codes": codes, "signal": signal}
-        after = {"grad_output": codes, "output": codes, "dictionary": dictionary}
-        shape, aligned = f"n {width}, m {atoms}", width % 16 == 0
-        yield forward(shape, True, aligned, **before, dictionary=dictionary)
-        yield backward(shape, True, aligned, **after)
+        shared = {"dictionary": _empty(dtype, width, atoms), "step": 0.1}
+        before = {"codes": codes, "signal": _empty(dtype, rows, width), "threshold": 0.1, **shared}
+        after = {"grad_output": codes, "output": codes, **shared}
+        yield Case.of(f"forward, n {width}, m {atoms}", lista_step_forward, before, True, width)
+        yield Case.of(f"backward, n {width}, m {atoms}", lista_step_backward, after, True, width)
         if width != 256:
             continue
-        for nonlinearity, kept in itertools.product(NONLINEARITIES, (True, False)):
-            if (nonlinearity, kept) != ("soft_threshold", True):
-                flags = {"nonlinearity": nonlinearity, "keep_residual": kept}
-                yield forward(f"{nonlinearity}{', residual kept' * kept}", **before, dictionary=dictionary, **flags)
+        for nonlinearity, kept in itertools.product(get_args(Nonlinearity), (True, False)):
+            name = f"forward, {nonlinearity}{', residual kept' * kept}"
+            flags = {"nonlinearity": nonlinearity, "keep_residual": kept}
+            yield Case.of(name, lista_step_forward, before | flags)
         for nonlinearity, needs_codes, needs_update in itertools.product(
             ("soft_threshold", "identity"), (True, False), (True, False)
         ):
-            if nonlinearity != "soft_threshold" or not (needs_codes and needs_update):
-                names = ["residual", *itertools.compress(("codes", "update"), (needs_codes, needs_update))]
-                needs = {"needs_codes": needs_codes, "needs_dictionary": needs_update}
-                yield backward(f"{nonlinearity}, of {', '.join(names)}", **after, nonlinearity=nonlinearity, **needs)
-        yield forward("transposed dictionary", **before, dictionary=_empty(dtype, atoms, width).t())
+            names = ["residual", *itertools.compress(("codes", "update"), (needs_codes, needs_update))]
+            needs = {"nonlinearity": nonlinearity, "needs_codes": needs_codes, "needs_dictionary": needs_update}
+            yield Case.of(f"backward, {nonlinearity}, of {', '.join(names)}", lista_step_backward, after | needs)
+        transposed = {"dictionary": _empty(dtype, atoms, width).t()}
+        yield Case.of("forward, transposed dictionary", lista_step_forward, before | transposed)
 
 
 def residual_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     """The nonlinearities, weights that are transposed, residuals that are a matrix or a row."""
 
-    def call(x: Tensor, weight: Tensor, residual: Tensor, nonlinearity: Nonlinearity = "relu") -> Callable[[], Tensor]:
-        linear = ResidualLinearArguments(x=x, weight=weight, residual=residual, nonlinearity=nonlinearity)
-        return functools.partial(residual_linear_forward, linear)
+    def given(rows: int, depth: int, columns: int) -> dict[str, Any]:
+        residual = _empty(dtype, rows, columns)
+        return {"x": _empty(dtype, rows, depth), "weight": _empty(dtype, depth, columns), "residual": residual}
 
     for rows, depth, columns in ((64_000, 256, 1024), (16_384, 768, 768), (1000, 130, 70)):
-        x, weight = _empty(dtype, rows, depth), _empty(dtype, depth, columns)
-        residual = _empty(dtype, rows, columns)
-        yield Case(
-            f"{rows} rows, n {depth}, m {columns}",
-            call(x, weight, residual),
-            is_size=True,
-            aligned=depth % 16 == columns % 16 == 0,
-        )
-    x, weight, residual = _empty(dtype, 16_384, 768), _empty(dtype, 768, 768), _empty(dtype, 16_384, 768)
-    yield Case("soft_threshold", call(x, weight, residual, "soft_threshold"))
-    yield Case("identity", call(x, weight, residual, "identity"))
-    yield Case("transposed weight, residual a row", call(x, weight.t(), _empty(dtype, 768)))
+        name = f"{rows} rows, n {depth}, m {columns}"
+        yield Case.of(name, residual_linear_forward, given(rows, depth, columns), True, columns)
+    square = given(16_384, 768, 768)
+    for nonlinearity in ("soft_threshold", "identity"):
+        yield Case.of(nonlinearity, residual_linear_forward, square | {"nonlinearity": nonlinearity})
+    row = {"weight": square["weight"].t(), "residual": _empty(dtype, 768)}
+    yield Case.of("transposed weight, residual a row", residual_linear_forward, square | row)
 
 
 def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -188,24 +139,12 @@ def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
     """
     for rows, vocabulary in ((1024, 128_256), (2048, 50_257), (2048, 1024), (4096, 10)):
         logits, of_last = (_empty(dtype, rows, vocabulary) for _ in range(2))
-        to_last = _empty(torch.float32, rows, vocabulary)
         losses, log_sums, log_sums_of_last, scales = (_empty(torch.float32, rows) for _ in range(4))
         targets, classes = (_empty(torch.int64, rows) for _ in range(2))
-
-        def case(
-            name: str, given: dict[str, Tensor], softcap: float | None = None, smoothing: float = 0.0,
-            is_size: bool = False, logits: Tensor = logits, every: tuple[Tensor, ...] = (logits, targets, log_sums),
-        ) -> Case:  # fmt: skip
-            flags = ", softcap" * (softcap is not None) + ", smoothing" * (smoothing > 0)
-            options: dict[str, Any] = {"ignore_index": -100, "softcap": softcap, "smoothing": smoothing, "share": 0.5}
-            call = functools.partial(cross_entropy.cross_entropy_, SweepArguments(*every, **given), **options)
-            return Case(f"{name}, V {logits.shape[1]}{flags}", call, is_size, aligned=logits.shape[1] % 16 == 0)
-
-        loss, gradient = {"losses": losses}, {"scales": scales, "out": logits}
-        kl, beside = {"of_last": of_last}, {"of_last": of_last, "to_last": to_last}
-        yield case(f"loss and gradient, {rows} rows", loss | gradient, is_size=True)
-        if vocabulary not in (50_257, 128_256):
-            continue
+        every = {"logits": logits, "targets": targets, "log_sums": log_sums}
+        loss, gradient = every | {"losses": losses}, every | {"scales": scales, "out": logits}
+        kl = {"of_last": of_last}
+        beside = kl | {"to_last": _empty(torch.float32, rows, vocabulary)}
         passes = {
             "loss": loss,
             "gradient": gradient,
@@ -216,48 +155,42 @@ def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
             "gradient, KL of both depths": gradient | beside,
             "both, KL of both depths": loss | gradient | beside,
         }
-        extremes = [(None, 0.0), (30.0, 0.1)]  # of how many values are alive at once
-        for name, given in passes.items():
-            for softcap, smoothing in extremes if "KL" in name else [*extremes, (None, 0.1), (30.0, 0.0)]:
-                if name != "both" or softcap or smoothing:
-                    yield case(name, given, softcap, smoothing)
-        for name in ("loss", "both", "loss, KL", "both, KL of both depths"):
-            yield case(f"{name}, arg-max", passes[name] | {"classes": classes}, 30.0, 0.1)
+        plain, extreme = (None, 0.0), (30.0, 0.1)  # of how many values are alive at once
+        wanted = [(f"loss and gradient, {rows} rows", passes["both"], plain)]
+        if vocabulary > 1024:
+            for name, given in passes.items():
+                more = [] if "KL" in name else [(None, 0.1), (30.0, 0.0)]
+                wanted += [(name, given, options) for options in (plain, extreme, *more)]
+            for name in ("loss", "both", "loss, KL", "both, KL of both depths"):
+                wanted.append((f"{name}, arg-max", passes[name] | {"classes": classes}, extreme))
+        for number, (name, given, (softcap, smoothing)) in enumerate(wanted):
+            flags = ", softcap" * (softcap is not None) + ", smoothing" * (smoothing > 0)
+            options = {"ignore_index": -100, "softcap": softcap, "smoothing": smoothing, "share": 0.5}
+            yield Case.of(f"{name}, V {vocabulary}{flags}", cross_entropy_, given, not number, vocabulary, **options)
 
 
 def reconstruction_cases(dtype: torch.dtype) -> Iterator[Case]:
     """All depths in one launch: how many, with padding or without, which gradients are needed."""
     tokens, width = 64_000, 256
-    target, padding = _empty(dtype, tokens, width), _empty(torch.bool, tokens)
+    target, padding = _empty(dtype, tokens, width), {"padding": _empty(torch.bool, tokens)}
     for depths in (6, 2, 13):
-        states = [_empty(dtype, tokens, width) for _ in range(depths)]
         factors = _empty(torch.float32, depths)
-        loss = {"reconstructions": states, "target": target}
-
-        def forward(name: str, is_size: bool = False, loss: Any = loss, **given: Any) -> Case:
-            arguments = ReconstructionLossArguments(**loss, **given)
-            return Case(name, functools.partial(reconstruction_forward, arguments), is_size)
-
-        def backward(
-            name: str, is_size: bool = False, every: int = 1, loss: Any = loss, factors: Any = factors, **given: Any
-        ) -> Case:
-            needed = [depth % every == 0 for depth in range(len(factors))]
-            arguments = ReconstructionLossBackwardArguments(
-                **loss, grad=factors, needs_reconstructions=needed, **{"needs_target": False, **given}
-            )
-            return Case(name, functools.partial(reconstruction_backward, arguments, factors), is_size)
-
-        yield forward(f"errors of {depths} depths", True, padding=None)
-        yield backward(f"gradients of {depths} depths", True, padding=None)
+        before: dict[str, Any] = {"reconstructions": [target] * depths, "target": target}
+        after = before | {"grad": factors, "needs_reconstructions": [True] * depths}
+        yield Case.of(f"errors of {depths} depths", reconstruction_forward, before, is_size=True)
+        name = f"gradients of {depths} depths"
+        yield Case.of(name, reconstruction_backward, after, is_size=True, factors=factors)
         if depths != 6:
             continue
-        yield forward("errors, padding", padding=padding)
-        for padded, needs_target in itertools.product((False, True), repeat=2):
-            flags = ", padding" * padded + ", of the target too" * needs_target
-            given = {"padding": padding if padded else None, "needs_target": needs_target}
-            if flags:
-                yield backward(f"gradients{flags}", **given)
-            yield backward(f"gradients of every other depth{flags}", every=2, **given)
+        yield Case.of("errors, padding", reconstruction_forward, before | padding)
+        for padded, needs_target, alternate in itertools.product((False, True), repeat=3):
+            name = "gradients" + " of every other depth" * alternate
+            name += ", padding" * padded + ", of the target too" * needs_target
+            needs: dict[str, Any] = {"needs_target": needs_target}
+            if alternate:
+                needs["needs_reconstructions"] = [True, False] * 3
+            given = after | needs | (padding if padded else {})
+            yield Case.of(name, reconstruction_backward, given, factors=factors)
 
 
 def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -265,33 +198,19 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
     if dtype.itemsize > 2:
         return
     sequences, tokens, atoms = 3200, 20, 1024
-    lengths = _empty(torch.int64, sequences)
+    codes, lengths = _empty(dtype, sequences, tokens, atoms), _empty(torch.int64, sequences)
     for width in (256, 64, 100):
-        codes = _empty(dtype, sequences, tokens, atoms)
         signal, dictionary = _empty(dtype, sequences, tokens, width), _empty(dtype, width, atoms)
         layer: dict[str, Any] = {"codes": codes, "signal": signal, "projection": signal, "dictionary": dictionary}
         layer |= {"step": 0.1, "threshold": 0.1}
-        after: dict[str, Any] = {**layer, "next_codes": codes, "next_projection": signal}
         upstream: dict[str, Any] = {"grad_next_codes": codes, "grad_next_projection": signal}
-
-        def forward(name: str, is_size: bool = False, layer: Any = layer, **given: Any) -> Case:
-            arguments = UnrolledLayerArguments(**layer, **given)
-            aligned = arguments.signal.shape[-1] % 16 == 0
-            return Case(f"forward, {name}", functools.partial(unrolled_forward, arguments), is_size, aligned)
-
-        def backward(name: str, is_size: bool = False, layer: Any = after, **given: Any) -> Case:
-            arguments = UnrolledLayerBackwardArguments(**layer, **given)
-            aligned = arguments.signal.shape[-1] % 16 == 0
-            return Case(f"backward, {name}", functools.partial(unrolled_backward, arguments), is_size, aligned)
-
-        shape = f"n {width}, m {atoms}"
-        yield forward(shape, True)
-        yield backward(shape, True, **upstream)
+        after: dict[str, Any] = {**layer, "next_codes": codes, "next_projection": signal}
+        yield Case.of(f"forward, n {width}, m {atoms}", unrolled_forward, layer, True, width)
+        yield Case.of(f"backward, n {width}, m {atoms}", unrolled_backward, after | upstream, True, width)
         if width != 256:
             continue
-        error = _empty(torch.float32, 1)
+        error = {"grad_error": _empty(torch.float32, 1)}
         loss, padded, untied = {"target": signal}, {"lengths": lengths}, {"next_dictionary": dictionary.clone()}
-        start: dict[str, Any] = {"codes": None}  # the first layer of a network
         changes: dict[str, dict[str, Any]] = {
             "loss": loss,
             "lengths": padded,
@@ -300,26 +219,27 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
             "dictionary a layer, loss": untied | loss,
             "dictionary a layer, lengths": untied | padded,
             "dictionary a layer, loss, lengths": untied | loss | padded,
-            "hard_threshold": {"nonlinearity": "hard_threshold"},
-            "relu": {"nonlinearity": "relu"},
-            "identity": {"nonlinearity": "identity"},
+            **{name: {"nonlinearity": name} for name in ("hard_threshold", "relu", "identity")},
         }
+        # The first layer of a network.
+        start: dict[str, Any] = {"codes": None}
+        starts = after | upstream | start | {"needs_codes": False}
         for name, change in changes.items():
-            given_error = error if "target" in change else None
-            yield forward(name, **change)
-            yield backward(name, **change, **upstream, grad_error=given_error)
-            yield forward(f"{name}, without codes", layer=layer | start, **change)
-            kept = after | start | {"needs_codes": False, "needs_signal": name == "loss"}
-            yield backward(f"{name}, without codes", layer=kept, **change, **upstream, grad_error=given_error)
-        kept = after | start | {"needs_codes": False, "needs_signal": False}
-        yield backward("loss, of an input, without codes", layer=kept, **loss, **upstream, grad_error=error)
-        for name, tensor in {**upstream, "grad_error": error}.items():
-            yield backward(f"only {name}", target=signal, **{name: tensor})
+            of_loss = error if "target" in change else {}
+            yield Case.of(f"forward, {name}", unrolled_forward, layer | change)
+            yield Case.of(f"backward, {name}", unrolled_backward, after | upstream | change | of_loss)
+            yield Case.of(f"forward, {name}, without codes", unrolled_forward, layer | start | change)
+            given = starts | change | of_loss | {"needs_signal": name == "loss"}
+            yield Case.of(f"backward, {name}, without codes", unrolled_backward, given)
+        given = starts | loss | error | {"needs_signal": False}
+        yield Case.of("backward, loss, of an input, without codes", unrolled_backward, given)
+        for name, tensor in (upstream | error).items():
+            yield Case.of(f"backward, only {name}", unrolled_backward, after | loss | {name: tensor})
         for needed in itertools.product((True, False), repeat=3):
-            needs = dict(zip(("needs_dictionary", "needs_projection", "needs_codes"), needed, strict=True))
-            if not all(needed):
-                names = ["signal", *(name.removeprefix("needs_") for name, need in needs.items() if need)]
-                yield backward(f"of {', '.join(names)}", **upstream, **needs)
+            needs = dict(zip(("dictionary", "projection", "codes"), needed, strict=True))
+            names = ["signal", *(name for name, need in needs.items() if need)]
+            given = after | upstream | {f"needs_{name}": need for name, need in needs.items()}
+            yield Case.of(f"backward, of {', '.join(names)}", unrolled_backward, given)
 
 
 def dual_update_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -331,28 +251,27 @@ def dual_update_cases(dtype: torch.dtype) -> Iterator[Case]:
         return _empty(torch.float64, *shape)
 
     count = _empty(torch.int64)
+    no_average = {"average": None, "average_updates": None}
     for depths, flags in (
         *((depths, {}) for depths in (6, 33, 200)),
         (6, {"resilience": "decay", "relative": False}),
-        (6, {"resilience": None, "average": None, "average_updates": None, "reference_measurements": None}),
+        (6, {"resilience": None, **no_average, "reference_measurements": None}),
         (6, {"moves": False}),
     ):
-        state = ("factors", "multipliers", "slacks", "first_moment", "second_moment", "updates")
+        state = ("factors", "multipliers", "slacks", "first_moment", "second_moment", "updates", "average")
         flag = _empty(torch.bool, depths)
-        average: dict[str, Any] = {"average": numbers(depths), "average_updates": count}
-        given: dict[str, Any] = {name: numbers(depths) for name in state} | average
+        given: dict[str, Any] = {name: numbers(depths) for name in state} | {"average_updates": count}
         given |= {"accumulated": numbers(depths + 1), "settings": numbers(7), "exists": flag, "uses_reference": flag}
         given |= {"reference": numbers(), "reference_measurements": count, "skipped_updates": count}
         given |= {"measurements": 20, "averaged": 10, "epsilon": 1e-8}
         given |= {"resilience": "slack", "relative": True, "moves": True, **flags}
-        named = ", ".join(f"{name} {value}" for name, value in flags.items())
-        name, is_size = f"{depths} depths{named and ', '}{named}", not flags
-        yield Case(f"update, {name}", functools.partial(dual_update, DualUpdateArguments(**given)), is_size)
+        name = ", ".join([f"{depths} depths", *(f"{name} {value}" for name, value in flags.items())])
+        yield Case.of(f"update, {name}", dual_update, given, is_size=not flags)
         if "moves" in flags or "relative" in flags:
             continue
-        of_weights = {"multipliers": numbers(depths), "coefficients": numbers(depths), "upstream": numbers(depths - 1)}
-        arguments = DepthWeightsArguments(**of_weights, average=given["average"])
-        yield Case(f"weights, {name}", functools.partial(depth_weights, arguments), is_size)
+        of_weights = {name: given[name] for name in ("multipliers", "average")}
+        of_weights |= {"coefficients": numbers(depths), "upstream": numbers(depths - 1)}
+        yield Case.of(f"weights, {name}", depth_weights, of_weights, is_size=not flags)
 
 
 # A family, and the function that lists its cases: the first case of a kernel is the one that the tests compile.
