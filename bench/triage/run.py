@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from typing import Any
 
 from cdt_fast.bench.triage.lines import Lines
 from cdt_fast.bench.triage.stages import LOST, Stage, parts_begun
@@ -19,16 +19,6 @@ DONE, FAILED, KILLED = "done", "failed", "killed at its limit"
 # A process that died is followed by another one only if that has time to import torch and to do something.
 _WORTH_STARTING = 8.0
 _LAST_LINES = {DONE: 3, FAILED: 25, KILLED: 25}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a stage ended: its status, the seconds that it took, and the processes."""
-
-    stage: Stage
-    status: str
-    seconds: float
-    processes: int
 
 
 class Runner:
@@ -44,46 +34,47 @@ class Runner:
         self._live: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
-    def run(self, plan: Sequence[Sequence[Stage]]) -> list[Outcome]:
-        """Run the rows of a plan one after the other, the stages of a row side by side."""
-        outcomes = []
+    def run(self, plan: Sequence[Sequence[Stage]]) -> list[dict[str, Any]]:
+        """Run the rows of a plan one after the other, the stages of a row side by side; the lines of their ends."""
+        ends = []
         with _left_by_an_error():
             for row in plan:
                 with ThreadPoolExecutor(len(row)) as threads, self._nothing_left_behind():
-                    for outcome in threads.map(self._stage, row):
-                        outcomes.append(outcome)
-                        print(_in_words(outcome), flush=True)
-        return outcomes
+                    for end in threads.map(self._stage, row):
+                        ends.append(end)
+                        print(_in_words(end), flush=True)
+        return ends
 
-    def _stage(self, stage: Stage) -> Outcome:
+    def _stage(self, stage: Stage) -> dict[str, Any]:
         begin = time.monotonic()
+        end = begin + stage.limit
         processes, skip, code, output = 0, 0, None, ""
         while not self._stopped:
             processes += 1
-            left = stage.limit - (time.monotonic() - begin)
-            words = ["--here", stage.name, "--skip", str(skip), "--seconds", f"{left:.1f}"]
-            code, printed = self._process([*self._command, *words], left)
+            words = ["--here", stage.name, "--skip", str(skip), "--deadline", str(end)]
+            code, printed = self._process([*self._command, *words], end)
             output += printed
             died = code is not None and (code < 0 or code == LOST)
-            further = parts_begun(printed) > skip and stage.limit - (time.monotonic() - begin) > _WORTH_STARTING
+            further = parts_begun(printed) > skip and end - time.monotonic() > _WORTH_STARTING
             if not (died and further):
                 break
             skip = parts_begun(printed)
-        seconds = time.monotonic() - begin
         status = KILLED if code is None else DONE if code == 0 and processes == 1 else FAILED
+        seconds = round(time.monotonic() - begin, 1)
         last = [line[:300] for line in output.splitlines() if line.strip()][-_LAST_LINES[status] :]
-        how = {"status": status, "seconds": round(seconds, 1), "limit_seconds": stage.limit, "exit_status": code}
-        self._lines.add(stage.name, "", {"result": "stage", **how, "processes": processes, "last_lines": last})
-        return Outcome(stage, status, seconds, processes)
+        how = {"status": status, "seconds": seconds, "limit_seconds": stage.limit, "exit_status": code}
+        fields = {"result": "stage", **how, "processes": processes, "last_lines": last}
+        self._lines.add(stage.name, "", fields)
+        return {"stage": stage.name, **fields}
 
-    def _process(self, command: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """Its exit status (None: it was killed at the limit) and what it printed."""
+    def _process(self, command: Sequence[str], end: float) -> tuple[int | None, str]:
+        """Its exit status (None: it was killed at its end) and what it printed."""
         with tempfile.TemporaryFile() as output:  # no pipe: one that outlives the process would keep it open
             # A session of its own, so that what the process starts is killed with it.
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             self._live.add(process)
             try:
-                code: int | None = process.wait(max(0.0, limit))
+                code: int | None = process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 code = None
             finally:
@@ -125,6 +116,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _in_words(outcome: Outcome) -> str:
-    more = f", {outcome.processes} processes" if outcome.processes > 1 else ""
-    return f"{outcome.stage.name:<26} {outcome.status:<20} {outcome.seconds:6.1f} s of {outcome.stage.limit:g}{more}"
+def _in_words(end: dict[str, Any]) -> str:
+    more = f", {end['processes']} processes" if end["processes"] > 1 else ""
+    return f"{end['stage']:<26} {end['status']:<20} {end['seconds']:6.1f} s of {end['limit_seconds']:g}{more}"

@@ -10,12 +10,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from cdt_fast.bench.case import Unavailable
 from cdt_fast.bench.triage.lines import Lines
-
-if TYPE_CHECKING:  # the process that starts the others has no use for torch here
-    import torch
 
 # What a part finds, one mapping a line; and a stage's parts by name, each done when its turn comes.
 Work = Callable[[], Iterable[Mapping[str, Any]]]
@@ -38,22 +38,22 @@ PLAN: tuple[tuple[Stage, ...], ...] = (
     (Stage("machine", 20, "machine:parts"),),
     (Stage("compile", 40, "compiling:defaults"),),
     (
-        Stage("check step", 30, "accuracy:step"),
-        Stage("check cross-entropy", 30, "accuracy:cross_entropy"),
-        Stage("check attention", 30, "accuracy:attention"),
+        Stage("check step", 30, "works:check_step"),
+        Stage("check cross-entropy", 30, "works:check_cross_entropy"),
+        Stage("check attention", 30, "works:check_attention"),
         Stage("racecheck", 30, "tools:racecheck"),
         Stage("memcheck", 30, "tools:memcheck"),
     ),
-    (Stage("step", 45, "speed:step"),),
-    (Stage("cross-entropy", 25, "speed:cross_entropy"),),
-    (Stage("attention", 20, "speed:attention"),),
-    (Stage("torch.compile", 30, "speed:compiler"),),
+    (Stage("step", 45, "works:time_step"),),
+    (Stage("cross-entropy", 25, "works:time_cross_entropy"),),
+    (Stage("attention", 20, "works:time_attention"),),
+    (Stage("torch.compile", 30, "works:time_compiler"),),
     (Stage("compile blocks", 120, "compiling:candidates"),),
     *((Stage(f"sweep {kernel}", 20, f"sweep:{kernel}"),) for kernel in SWEPT),
     (Stage("ncu", 60, "tools:ncu"),),
 )
 # Started by tools, under a sanitizer or profiler.
-PROGRAMS = {"once": "accuracy:once", "hot": "sweep:hot"}
+PROGRAMS = {"once": "works:once", "hot": "sweep:hot"}
 NAMES = [stage.name for row in PLAN for stage in row]
 
 # How a stage's process says that it goes on in another one: its context on the card is lost.
@@ -82,8 +82,6 @@ def run_here(name: str, context: Context, skip: int) -> int:
 
     A part that fails is a line and does not stop the next, unless nothing works any more in this process.
     """
-    from cdt_fast.bench.case import Unavailable
-
     stages = {stage.name: stage.where for row in PLAN for stage in row} | PROGRAMS
     module, function = stages[name].split(":")
     begin, status = time.perf_counter(), 0
@@ -117,8 +115,6 @@ def parts_begun(output: str) -> int:
 
 def _lost(context: Context) -> bool:
     """Whether the card answers no more in this process: after an access outside of its memory nothing does."""
-    import torch
-
     if context.device.type != "cuda":
         return False
     try:

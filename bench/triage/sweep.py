@@ -13,7 +13,7 @@ from torch import Tensor
 from cdt_fast.bench.clock import calls_a_reading, round_robin, seconds
 from cdt_fast.bench.measure import Refused, disagreement
 from cdt_fast.bench.triage.compiling import CANDIDATES, compiled_blocks
-from cdt_fast.bench.triage.hot_kernels import HOT, Hot, Inputs
+from cdt_fast.bench.triage.hot_kernels import HOT, Given, Hot
 from cdt_fast.bench.triage.stages import Context, Parts
 from cdt_fast.kernels.cards import GpuSpec, card_of, math_mode
 
@@ -51,9 +51,9 @@ class _Sweep:
         self._restoring = 0.0
 
     @functools.cached_property
-    def _inputs(self) -> Inputs:
+    def _given(self) -> Given:
         torch.manual_seed(0)
-        return self._hot.inputs(self._device, self._context.size)
+        return self._hot.given(self._device, self._context.size)
 
     @functools.cached_property
     def _card(self) -> GpuSpec:
@@ -61,10 +61,9 @@ class _Sweep:
 
     def prepared(self, blocks: Mapping[str, int] | None) -> tuple[Callable[[], None], Mapping[str, Any]]:
         """The launch with these blocks, and its arguments."""
-        inputs = self._inputs
-        launch = self._hot.launch(inputs, self._card, blocks)
+        launch = self._hot.launch(self._given, self._card, blocks)
         torch.manual_seed(1)
-        read = {value.data_ptr() for value in inputs.values()}
+        read = {value.data_ptr() for value in self._given.values() if isinstance(value, Tensor)}
         for value in launch.arguments.values():
             if isinstance(value, Tensor) and value.data_ptr() not in read:
                 value.normal_()  # what another kernel would have written, and what this one has to write over

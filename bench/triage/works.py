@@ -1,4 +1,4 @@
-"""What the stages check and time: cases of the suites, at the shapes of a first look, and how their ways are timed."""
+"""The stages that check and time cases of the suites at the shapes of a first look, and where a step's time goes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from cdt_fast import ops
 from cdt_fast.bench.case import Case, Implementation, Step
 from cdt_fast.bench.clock import calls_a_reading, seconds
-from cdt_fast.bench.measure import Gate, Refused
+from cdt_fast.bench.measure import Gate, Refused, disagreement
 from cdt_fast.bench.memory import allocator_peak
 from cdt_fast.bench.suites import attention, cross_entropy, step
 from cdt_fast.bench.suites.trained import VideoWork
 from cdt_fast.bench.suites.training_step import CONSTRAINED, TrainingStep, captured, fused, graphs_of, weighted
 from cdt_fast.bench.triage.machine import host_seconds
-from cdt_fast.bench.triage.stages import Parts
+from cdt_fast.bench.triage.stages import Context, Parts
+
+Cases = Callable[[torch.device, str], Iterable[Case]]
 
 BF16 = torch.bfloat16
 _TOY: dict[str, Any] = {"window": 5, "patch": 16, "code": 64, "layers": 2}
@@ -54,6 +57,8 @@ _TIMED_ATTENTION = {
     ),
 }
 _READINGS = 3
+_PROFILED_STEPS = 3
+_MOST_KERNELS = 40
 
 
 def _video(sequences: int, size: str) -> VideoWork:
@@ -76,10 +81,10 @@ def timed_steps(device: torch.device, size: str) -> Iterator[Case]:
         yield replace(case, name=f"{case.name}, {work.items} tokens", implementations=(*case.implementations, graph))
 
 
-def compiled_step(device: torch.device, size: str) -> Case:
+def compiled_step(device: torch.device, size: str) -> list[Case]:
     """The larger step, by torch.compile in its default mode."""
     case = _step_case(_TIMED_SEQUENCES[size][0], device, size, compilers=True)
-    return replace(case, implementations=tuple(way for way in case.implementations if way.name == "torch.compile"))
+    return [replace(case, implementations=tuple(way for way in case.implementations if way.name == "torch.compile"))]
 
 
 def launched_step(sequences: int, device: torch.device, size: str) -> TrainingStep:
@@ -131,33 +136,14 @@ def way_of(case: Case, role: str) -> Implementation:
     return next(way for way in case.implementations if way.role == role)
 
 
-def readings(step: Step, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a step that has run before, over readings of 50 ms or more on a GPU."""
-    calls = calls_a_reading(seconds(step, device), device)
-    taken = sorted(1e3 * seconds(step, device, calls) for _ in range(_READINGS))
-    found = {"median_ms": statistics.median(taken), "least_ms": taken[0], "most_ms": taken[-1], "calls": calls}
-    found["host_ms"] = 1e3 * host_seconds(step, device, 2)
-    if device.type == "cuda":
-        found["peak_bytes"] = allocator_peak(step, device)
-    return found
+def on_kernels(step: Step) -> Step:
+    """The step, which raises where an op would run on anything but its kernels."""
 
+    def strictly() -> list[torch.Tensor]:
+        with ops.use_backend("triton"):
+            return step()
 
-def timed_parts(cases: Iterable[Case], device: torch.device) -> Parts:
-    """A part for each way of each case, ours and what it is compared with first."""
-    for case in cases:
-        gate = Gate(case)
-        for way in sorted(case.implementations, key=lambda way: ("ours", "eager", "peer").index(way.role)):
-            yield f"{case.name}: {way.name}", functools.partial(_timed, case, way, gate, device)
-
-
-def _timed(case: Case, way: Implementation, gate: Gate, device: torch.device) -> Iterator[dict[str, Any]]:
-    named = {"case": case.name, "way": way.name, "role": way.role, "flop": case.flop, "moved_bytes": case.moved}
-    try:
-        step, difference, _ = gate.open(way)
-    except Refused as reason:
-        yield {**named, "status": "wrong", "reason": str(reason)}
-        return
-    yield {**named, "status": "timed", "relative_error": difference, "dtype": case.dtype, **readings(step, device)}
+    return strictly
 
 
 def own_steps(device: torch.device, size: str, small: bool = False) -> Iterator[tuple[str, Callable[[], Step]]]:
@@ -170,11 +156,107 @@ def own_steps(device: torch.device, size: str, small: bool = False) -> Iterator[
             yield case.name, way_of(case, "ours").prepare
 
 
-def on_kernels(step: Step) -> Step:
-    """The step, which raises where an op would run on anything but its kernels."""
+def once(context: Context) -> Parts:
+    """Every kernel of the checks once, on few sequences: for a sanitizer, under which all else is slow, too."""
+    for name, prepare in own_steps(context.device, context.size, small=True):
 
-    def strictly() -> list[torch.Tensor]:
-        with ops.use_backend("triton"):
-            return step()
+        def work(prepare: Callable[[], Step] = prepare) -> Iterator[dict[str, Any]]:
+            prepare()()
+            seconds(lambda: None, context.device)  # waits for the card
+            return iter(())
 
-    return strictly
+        yield name, work
+
+
+def _checks(cases: Cases, context: Context) -> Parts:
+    """Whether the kernels compute the formula, and twice the same: against float64, beside torch's own error."""
+    for case in cases(context.device, context.size):
+        yield case.name, functools.partial(_checked, case)
+
+
+def _checked(case: Case) -> Iterator[dict[str, Any]]:
+    truth = case.expected()
+    # Two steps prepared anew: a training step goes on from where it is.
+    found, again = (on_kernels(way_of(case, "ours").prepare())() for _ in range(2))
+    error = disagreement(found, truth)
+    same = all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    own = disagreement(way_of(case, "eager").prepare()(), truth)
+    yield {
+        "relative_error": error,
+        "relative_error_of_torch": own,
+        "tolerance": case.tolerance,
+        "bitwise_repeat": same,
+        "passed": error <= case.tolerance and same,
+    }
+
+
+def _times(cases: Cases, context: Context) -> Parts:
+    """How fast each way of each case is, ours and what it is compared with first."""
+    for case in cases(context.device, context.size):
+        gate = Gate(case)
+        for way in sorted(case.implementations, key=lambda way: ("ours", "eager", "peer").index(way.role)):
+            yield f"{case.name}: {way.name}", functools.partial(_timed, case, way, gate, context.device)
+
+
+def _timed(case: Case, way: Implementation, gate: Gate, device: torch.device) -> Iterator[dict[str, Any]]:
+    named = {"case": case.name, "way": way.name, "role": way.role, "flop": case.flop, "moved_bytes": case.moved}
+    try:
+        step, difference, _ = gate.open(way)
+    except Refused as reason:
+        yield {**named, "status": "wrong", "reason": str(reason)}
+        return
+    yield {**named, "status": "timed", "relative_error": difference, "dtype": case.dtype, **_readings(step, device)}
+
+
+def _readings(step: Step, device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a step that has run before, over readings of 50 ms or more on a GPU."""
+    calls = calls_a_reading(seconds(step, device), device)
+    taken = sorted(1e3 * seconds(step, device, calls) for _ in range(_READINGS))
+    found = {"median_ms": statistics.median(taken), "least_ms": taken[0], "most_ms": taken[-1], "calls": calls}
+    found["host_ms"] = 1e3 * host_seconds(step, device, 2)
+    if device.type == "cuda":
+        found["peak_bytes"] = allocator_peak(step, device)
+    return found
+
+
+def time_step(context: Context) -> Parts:
+    """The constrained step of DUST: ours, eager, by the identity, ours captured; and its time by kernel."""
+    for case in timed_steps(context.device, context.size):
+        yield from _times(lambda *_, case=case: [case], context)
+        yield f"{case.name}: by kernel", functools.partial(_by_kernel, case.shape["B"], context.device, context.size)
+
+
+def _by_kernel(sequences: int, device: torch.device, size: str) -> Iterator[dict[str, Any]]:
+    one = launched_step(sequences, device, size)
+    one()
+    one()
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as taken:
+        for _ in range(_PROFILED_STEPS):
+            one()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    found = []
+    for event in taken.key_averages():
+        if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
+            continue  # an operator, whose kernels are events of their own
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        found.append((spent / _PROFILED_STEPS, event.count / _PROFILED_STEPS, event.key))
+    found.sort(reverse=True)
+    yield {
+        "microseconds_a_step": sum(spent for spent, _, _ in found),
+        "launches_a_step": sum(count for _, count, _ in found),
+        "kernels": [
+            {"kernel": name[:120], "microseconds_a_step": spent, "launches_a_step": count}
+            for spent, count, name in found[:_MOST_KERNELS]
+        ],
+    }
+
+
+check_step = functools.partial(_checks, checked_steps)
+check_cross_entropy = functools.partial(_checks, checked_losses)
+check_attention = functools.partial(_checks, checked_attention)
+time_cross_entropy = functools.partial(_times, timed_losses)
+time_attention = functools.partial(_times, timed_attention)
+time_compiler = functools.partial(_times, compiled_step)

@@ -55,16 +55,19 @@ class Case:
         width: int = 16,
         **more: Any,
     ) -> Case:
-        """A call with what is given, as a record of the class that the launcher takes first, and what is more; `width`
-        is a size that sixteen may not divide."""
-        record = next(iter(get_type_hints(launcher).values()))(**given)
-        return cls(name, functools.partial(launcher, record, **more), is_size, width % 16 == 0)
+        """`called` with these; `width` is a size that sixteen may not divide."""
+        return cls(name, functools.partial(called, launcher, given, **more), is_size, width % 16 == 0)
 
     def launches(self, precision: Precision, card: GpuSpec, divisible: bool = True) -> list[Launch]:
         """The launches that the call makes on the card; not `divisible`, of views that start anywhere."""
         with float32_products(precision.tf32), recording(card, aligned=divisible) as launches:
             self.call()
         return launches
+
+
+def called(launcher: Callable[..., Any], given: Mapping[str, Any], **more: Any) -> Any:
+    """What a launcher returns for what is given, as a record of the class that it takes first, and for what is more."""
+    return launcher(next(iter(get_type_hints(launcher).values()))(**given), **more)
 
 
 @contextlib.contextmanager
