@@ -12,15 +12,18 @@ import argparse
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cdt_fast import files
-from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES
-from cdt_fast.bench.ledger.recording import record
-from cdt_fast.bench.ledger.rows import Row, by_kernel, rows_of
+from cdt_fast.bench.ledger.recording import Entry, record
+from cdt_fast.bench.ledger.rows import LAUNCH_SECONDS, PROFILES, executed, rows_of, seconds
 from cdt_fast.bench.ledger.works import Work, works
 from cdt_fast.tables import as_markdown, as_text
+
+Row = Mapping[str, Any]  # of `rows.rows_of`
 
 _TEXT = """# The ledger: what a step launches, and the time that it predicts
 
@@ -120,9 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"{host_milliseconds():.2f} ms of a processor for a launched step of DUST, its launches stubbed out")
         return 0
-    wanted = [work for work in works() if options.work in work.name]
+    every = list(works())
+    wanted = [work for work in every if options.work in work.name]
     if not wanted:
-        parser.error(f"--work: no work is named like {options.work!r}; there are {', '.join(_names(works()))}")
+        names = dict.fromkeys(work.name for work in every)
+        parser.error(f"--work: no work is named like {options.work!r}; there are {', '.join(names)}")
     if options.kernels:
         for work in wanted:
             print(_kernels_of(work, options.kernels))
@@ -172,18 +177,18 @@ def document(rows: Sequence[Row]) -> str:
     return re.sub(r"(?<![\n|])\n *(?=[^\n| -])", " ", text)  # a paragraph a line
 
 
-def _kernels_of(work: Work, card: str) -> str:
-    entries = record(lambda: work.prepare(True), PROFILES[card].spec)
+def _kernels_of(work: Work, name: str) -> str:
+    """Launches, bytes, FLOP and milliseconds of each kernel, the slowest first."""
+    card, found = PROFILES[name], defaultdict[str, list[Entry]](list)
+    for entry in record(lambda: work.prepare(True), card.spec):
+        found[entry.name].append(entry)
+    spent = {kernel: 1e3 * sum(seconds(entry, card) for entry in some) for kernel, some in found.items()}
     lines = [["kernel", "launches", "GB", "GFLOP", "ms"]]
-    lines += [
-        [name, str(count), f"{gb:.3f}", f"{flop:.1f}", f"{ms:.4f}"]
-        for name, count, gb, flop, ms in by_kernel(entries, PROFILES[card])
-    ]
-    return f"{work.name}, {work.tokens:,} tokens, {card}\n\n{as_text(lines)}\n"
-
-
-def _names(found: Sequence[Work] | object) -> list[str]:
-    return list(dict.fromkeys(work.name for work in found))  # type: ignore[union-attr]
+    for kernel in sorted(spent, key=spent.__getitem__, reverse=True):
+        some = found[kernel]
+        moved, flop = sum(entry.traffic for entry in some), sum(executed(entry, card) for entry in some)
+        lines.append([kernel, str(len(some)), f"{moved / 1e9:.3f}", f"{flop / 1e9:.1f}", f"{spent[kernel]:.4f}"])
+    return f"{work.name}, {work.tokens:,} tokens, {name}\n\n{as_text(lines)}\n"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -64,18 +63,14 @@ class Entry:
 def record(prepare: Callable[[], Callable[[], object]], card: GpuSpec) -> list[Entry]:
     """The launches of what `prepare` makes of meta tensors, in order; what it takes to make it is not among them."""
     autocast = _Autocast()
-    adam: Any = importlib.import_module("torch.optim.adam")
     casts = {"autocast": autocast.region, "is_autocast_enabled": autocast.enabled, "get_autocast_dtype": autocast.dtype}
-    replaced = (
+    with (
         mock.patch.multiple(torch, **casts),
-        mock.patch.multiple(adam, _device_dtype_check_for_fused=_accept),
-    )
-    with contextlib.ExitStack() as stack:
-        for replacement in replaced:
-            stack.enter_context(replacement)
-        recorder = _Recorder(stack.enter_context(recording(card)))
-        stack.enter_context(autocast)
-        stack.enter_context(recorder)
+        mock.patch.multiple("torch.optim.adam", _device_dtype_check_for_fused=_accept),
+        recording(card) as launches,
+        autocast,
+        _Recorder(launches) as recorder,
+    ):
         step = prepare()
         recorder.take()
         recorder.entries.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,19 +140,11 @@ def _denoised(settings: VideoSettings, noisy: Tensor) -> Callable[[], object]:
 
 
 def _losses(shape: cross_entropy.Shape) -> Iterator[Work]:
-    name, flop, moved = (
-        f"cross-entropy, {shape.model}",
-        cross_entropy.flop(shape, cross_entropy.KNOWN),
-        cross_entropy.moved(shape, _BF16),
-    )
-    yield Work(
-        f"{name}, training",
-        shape.tokens,
-        lambda captured: cross_entropy.fused(_depths(shape), cross_entropy.KNOWN),
-        flop,
-        moved,
-    )
-    yield Work(f"{name}, training, KL", shape.tokens, lambda captured: _with_kl(shape), flop, moved)
+    name, moved = f"cross-entropy, {shape.model}", cross_entropy.moved(shape, _BF16)
+    flop = cross_entropy.flop(shape, cross_entropy.KNOWN)
+    for kind, options in (("training", {}), ("training, KL", {"inner_kl": 1.0})):
+        prepare = functools.partial(_differentiated, shape, options)
+        yield Work(f"{name}, {kind}", shape.tokens, prepare, flop, moved)
     yield Work(f"{name}, inference", shape.tokens, lambda captured: _losses_alone(shape), flop / 3, moved / 2)
 
 
@@ -191,12 +184,12 @@ def _losses_alone(shape: cross_entropy.Shape) -> Callable[[], object]:
     return run
 
 
-def _with_kl(shape: cross_entropy.Shape) -> Callable[[], object]:
+def _differentiated(shape: cross_entropy.Shape, options: Mapping[str, Any], captured: bool) -> Callable[[], object]:
     depths = _depths(shape)
 
     def run() -> object:
         total, *_ = ops.layerwise_cross_entropy(
-            depths.hidden, depths.head, depths.targets, depth_weights=depths.weights, inner_kl=1.0
+            depths.hidden, depths.head, depths.targets, depth_weights=depths.weights, **options
         )
         return torch.autograd.grad(total, [*depths.hidden, depths.head])
 

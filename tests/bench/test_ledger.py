@@ -12,9 +12,8 @@ import torch
 from cdt_fast import ops
 from cdt_fast.bench.ledger import host
 from cdt_fast.bench.ledger.__main__ import document, main
-from cdt_fast.bench.ledger.cards import LAUNCH_SECONDS, PROFILES, REDUNDANCY
 from cdt_fast.bench.ledger.recording import Entry, record
-from cdt_fast.bench.ledger.rows import predicted_seconds, rows_of, seconds
+from cdt_fast.bench.ledger.rows import LAUNCH_SECONDS, PROFILES, REDUNDANCY, predicted_seconds, rows_of, seconds
 from cdt_fast.bench.ledger.works import Work, works
 
 H100 = PROFILES["H100"]
