@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from cdt_fast.bench.triage import works
 from cdt_fast.bench.triage.hot_kernels import HOT, Hot
 from cdt_fast.bench.triage.stages import Context, Parts
 from cdt_fast.kernels.aot.__main__ import compiled
 from cdt_fast.kernels.aot.compile import Configuration
-from cdt_fast.kernels.cards import GpuSpec, card_of
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.cards import GpuSpec
 from cdt_fast.kernels.launch import recording
 
 CANDIDATES = "compile blocks"
@@ -33,7 +32,7 @@ def candidates(context: Context) -> Parts:
 
 
 def _defaults(context: Context) -> Iterator[dict[str, Any]]:
-    card = _card(context)
+    card = context.card
     wanted: dict[Configuration, dict[str, Any]] = {}
     for name, prepare in works.own_steps(context.device, context.size):
         step = works.on_kernels(prepare())
@@ -46,7 +45,7 @@ def _defaults(context: Context) -> Iterator[dict[str, Any]]:
 
 
 def _candidates(context: Context) -> Iterator[dict[str, Any]]:
-    card = _card(context)
+    card = context.card
     wanted: dict[Configuration, dict[str, Any]] = {}
     queues = [(hot, hot.candidates(card, context.size)) for hot in HOT]
     # In turns: a stage that is cut off has something of every kernel.
@@ -54,7 +53,7 @@ def _candidates(context: Context) -> Iterator[dict[str, Any]]:
         for hot, queue in queues:
             if place < len(queue):
                 launch = hot.described(card, context.size, queue[place])
-                named = {"kernel": hot.name, "blocks": dict(queue[place])}
+                named = {"kernel": hot.name, "blocks": hot.fields(queue[place])}
                 wanted.setdefault(Configuration.of(launch, card), named)
     yield {"candidates": len(wanted), "processes": _processes()}
     yield from _compiled(wanted, card, context)
@@ -81,14 +80,10 @@ def _compiled(
             break
 
 
-def compiled_blocks(lines: Sequence[Mapping[str, Any]], hot: Hot) -> list[dict[str, int]]:
+def compiled_blocks(lines: Sequence[Mapping[str, Any]], hot: Hot) -> list[Blocks]:
     """The blocks of a kernel that were compiled and fit the card, those without spills first."""
     found = [line for line in lines if line.get("kernel") == hot.name and line.get("status") == "compiled"]
-    return [dict(line["blocks"]) for line in sorted(found, key=lambda line: line["spilled_bytes"] > 0)]
-
-
-def _card(context: Context) -> GpuSpec:
-    return card_of(torch.empty(0, device=context.device))
+    return [Blocks(**line["blocks"]) for line in sorted(found, key=lambda line: line["spilled_bytes"] > 0)]
 
 
 def _processes() -> int:

@@ -51,33 +51,36 @@ class Hot:
         """What the launcher reads, on this device."""
         return self.make(device, _TOY if size == "toy" else _GPU)
 
-    def launch(self, given: Given, card: GpuSpec, blocks: Mapping[str, int] | None) -> Launch:
+    def launch(self, given: Given, card: GpuSpec, blocks: Blocks | None) -> Launch:
         """The launch that the launcher would make on the card, by default with the blocks of its table; its outputs
         hold whatever their memory held."""
         with recording(card) as launches:
-            called(self.launcher, given, **self.more, blocks=None if blocks is None else Blocks(**blocks))
+            called(self.launcher, given, **self.more, blocks=blocks)
         return next(launch for launch in launches if launch.kernel.__name__ == f"{self.name}_kernel")
 
-    def described(self, card: GpuSpec, size: str, blocks: Mapping[str, int] | None) -> Launch:
+    def described(self, card: GpuSpec, size: str, blocks: Blocks | None) -> Launch:
         """The same on tensors without memory."""
         with recording(card):
             given = self.given(torch.device("meta"), size)
         return self.launch(given, card, blocks)
 
-    def default(self, card: GpuSpec, size: str) -> dict[str, int]:
-        """The row that the table has for this shape, read off the launch."""
-        blocks = self.described(card, size, None).blocks
-        return {field: getattr(blocks, field) for field in Blocks._fields if field in self.choices}
+    def fields(self, blocks: Blocks) -> dict[str, int]:
+        """What there is a choice of."""
+        return {name: size for name, size in blocks._asdict().items() if name in self.choices}
 
-    def candidates(self, card: GpuSpec, size: str) -> list[dict[str, int]]:
+    def default(self, card: GpuSpec, size: str) -> Blocks:
+        """The row that the table has for this shape, read off the launch."""
+        return self.described(card, size, None).blocks
+
+    def candidates(self, card: GpuSpec, size: str) -> list[Blocks]:
         """The default first, then what differs from it in one field, in two, and so on."""
         default = self.default(card, size)
-        fields = list(default)
+        choices = [self.choices[name] for name in self.fields(default)]
         every = [
-            {**default, **dict(zip(fields, values, strict=True))}
-            for values in itertools.product(*(self.choices[field] for field in fields))
+            default._replace(**dict(zip(self.fields(default), values, strict=True)))
+            for values in itertools.product(*choices)
         ]
-        every.sort(key=lambda blocks: sum(blocks[field] != default[field] for field in fields))
+        every.sort(key=lambda blocks: sum(one != other for one, other in zip(blocks, default, strict=True)))
         return [default, *(blocks for blocks in every if blocks != default)][: _MOST_CANDIDATES[size]]
 
 

@@ -18,7 +18,7 @@ from cdt_fast.bench.clock import seconds
 from cdt_fast.bench.machine import describe, version_of
 from cdt_fast.bench.measure import disagreement
 from cdt_fast.bench.triage.stages import Context, Parts
-from cdt_fast.kernels.cards import CARDS, card_of
+from cdt_fast.kernels.cards import CARDS, GpuSpec
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
 
 _LIMITS = (
@@ -50,7 +50,7 @@ def parts(context: Context) -> Parts:
     ceilings = Ceilings(device, size)
     yield "versions and limits", functools.partial(_versions, device)
     yield "nvidia-smi", _asked_of_the_driver
-    yield "block tables", functools.partial(_block_tables, device)
+    yield "block tables", lambda: _block_tables(context.card)
     yield "one launch", functools.partial(_one_launch, device, size)
     yield "copy", lambda: [{"bytes_per_second": ceilings.copy().rate}]
     for dtype in ("bfloat16", "float32"):
@@ -79,8 +79,7 @@ def _asked_of_the_driver() -> Iterator[dict[str, Any]]:
     yield dict(zip(_ASKED, (one.strip() for one in said.stdout.splitlines()[0].split(",")), strict=False))
 
 
-def _block_tables(device: torch.device) -> Iterator[dict[str, Any]]:
-    card = card_of(torch.empty(0, device=device))
+def _block_tables(card: GpuSpec) -> Iterator[dict[str, Any]]:
     known = [name for name, one in CARDS.items() if one.capability == card.capability]
     alike = ", ".join(name for name, one in CARDS.items() if one.family == card.family)
     yield {

@@ -16,6 +16,7 @@ import torch
 
 from cdt_fast.bench.case import Unavailable
 from cdt_fast.bench.triage.lines import Lines
+from cdt_fast.kernels.cards import GpuSpec, card_of
 
 # What a part finds, one mapping a line; and a stage's parts by name, each done when its turn comes.
 Work = Callable[[], Iterable[Mapping[str, Any]]]
@@ -71,6 +72,11 @@ class Context:
     lines: Lines  # where results go, and those of earlier stages are
     command: Sequence[str]  # starts this program again
     deadline: float = math.inf  # when this process is killed, by the monotonic clock
+
+    @property
+    def card(self) -> GpuSpec:
+        """The device, as the launchers know it."""
+        return card_of(torch.empty(0, device=self.device))
 
     def left(self) -> float:
         """The seconds until then."""

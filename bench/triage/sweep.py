@@ -15,7 +15,8 @@ from cdt_fast.bench.measure import Refused, disagreement
 from cdt_fast.bench.triage.compiling import CANDIDATES, compiled_blocks
 from cdt_fast.bench.triage.hot_kernels import HOT, Given, Hot
 from cdt_fast.bench.triage.stages import Context, Parts
-from cdt_fast.kernels.cards import GpuSpec, card_of, math_mode
+from cdt_fast.kernels.blocks import Blocks
+from cdt_fast.kernels.cards import math_mode
 
 # Seconds for the finalists, with which a stage ends whatever candidates it has not reached.
 _ENOUGH = 5.0
@@ -55,13 +56,9 @@ class _Sweep:
         torch.manual_seed(0)
         return self._hot.given(self._device, self._context.size)
 
-    @functools.cached_property
-    def _card(self) -> GpuSpec:
-        return card_of(torch.empty(0, device=self._device))
-
-    def prepared(self, blocks: Mapping[str, int] | None) -> tuple[Callable[[], None], Mapping[str, Any]]:
+    def prepared(self, blocks: Blocks | None) -> tuple[Callable[[], None], Mapping[str, Any]]:
         """The launch with these blocks, and its arguments."""
-        launch = self._hot.launch(self._given, self._card, blocks)
+        launch = self._hot.launch(self._given, self._context.card, blocks)
         torch.manual_seed(1)
         read = {value.data_ptr() for value in self._given.values() if isinstance(value, Tensor)}
         for value in launch.arguments.values():
@@ -88,61 +85,59 @@ class _Sweep:
 
     def run(self) -> Iterator[dict[str, Any]]:
         """A line for each candidate, and the winner's."""
-        hot, size = self._hot, self._context.size
-        default = hot.default(self._card, size)
+        hot = self._hot
+        default = hot.default(self._context.card, self._context.size)
         step, arguments = self.prepared(default)
         step()
         expected = _results(arguments)
         known = [blocks for blocks in compiled_blocks(self._context.lines.read(CANDIDATES), hot) if blocks != default]
-        timed = {tuple(default.items()): self._microseconds(step)}
-        yield {"blocks": default, "microseconds": timed[tuple(default.items())], "status": "timed"}
+        timed = {default: self._microseconds(step)}
+        yield {"blocks": hot.fields(default), "microseconds": timed[default], "status": "timed"}
         tried = 1
         for blocks in known:
             if self._context.left() < _ENOUGH:
                 break
             tried += 1
+            fields = {"blocks": hot.fields(blocks)}
             try:
                 step, arguments = self.prepared(blocks)
                 step()
                 difference = disagreement(_results(arguments), expected)
                 if not difference <= _TOLERANCE:
                     raise Refused(f"differs from the default by {difference:.1e}")
-                timed[tuple(blocks.items())] = self._microseconds(step)
+                timed[blocks] = self._microseconds(step)
             except Exception as error:
-                yield {"blocks": blocks, "status": "failed", "reason": f"{type(error).__name__}: {error}"[:200]}
+                yield {**fields, "status": "failed", "reason": f"{type(error).__name__}: {error}"[:200]}
                 seconds(lambda: None, self._device)  # raises where nothing works any more
                 continue
-            yield {"blocks": blocks, "microseconds": timed[tuple(blocks.items())], "status": "timed"}
-        yield self._winner(default, sorted(timed, key=timed.__getitem__)[:_FINALISTS], tried, len(known) + 1)
+            yield {**fields, "microseconds": timed[blocks], "status": "timed"}
+        finalists = sorted(timed, key=timed.__getitem__)[:_FINALISTS]
+        counts = {"candidates_timed": tried, "candidates_compiled": len(known) + 1}
+        yield {**self._winner(default, finalists), **counts}
 
-    def _winner(
-        self, default: Mapping[str, int], finalists: list[tuple[tuple[str, int], ...]], tried: int, known: int
-    ) -> dict[str, Any]:
+    def _winner(self, default: Blocks, finalists: list[Blocks]) -> dict[str, Any]:
         """The fastest of the finalists and the default, which take turns."""
-        own = tuple(default.items())
-        steps = {blocks: self.prepared(dict(blocks))[0] for blocks in dict.fromkeys([own, *finalists])}
-        taken: dict[tuple[tuple[str, int], ...], list[float]] = {blocks: [] for blocks in steps}
+        steps = {blocks: self.prepared(blocks)[0] for blocks in dict.fromkeys([default, *finalists])}
+        taken: dict[Blocks, list[float]] = {blocks: [] for blocks in steps}
         for order in round_robin(list(steps), _ROUNDS):
             for blocks in order:
                 taken[blocks].append(self._microseconds(steps[blocks]))
         medians = {blocks: statistics.median(readings) for blocks, readings in taken.items()}
         best = min(medians, key=medians.__getitem__)
-        if medians[own] < _GAIN * medians[best]:
-            best = own
-        fields = ", ".join(f"{name}={value}" for name, value in best)
+        if medians[default] < _GAIN * medians[best]:
+            best = default
+        fields = self._hot.fields(best)
         return {
             "result": "winner",
             "table": self._hot.table,
-            "family": self._card.family,
+            "family": self._context.card.family,
             "math_mode": math_mode(torch.bfloat16),
             "row": self._hot.row,
-            "blocks": dict(best),
-            "code": f"Blocks({fields})",
+            "blocks": fields,
+            "code": f"Blocks({', '.join(f'{name}={value}' for name, value in fields.items())})",
             "microseconds": medians[best],
-            "before": dict(default),
-            "before_microseconds": medians[own],
-            "candidates_timed": tried,
-            "candidates_compiled": known,
+            "before": self._hot.fields(default),
+            "before_microseconds": medians[default],
         }
 
     def _microseconds(self, step: Callable[[], object]) -> float:

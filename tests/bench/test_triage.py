@@ -165,16 +165,15 @@ def test_the_tables_that_the_sweep_names_have_the_rows_that_it_starts_from() -> 
     pytest.importorskip("triton")
     from cdt_fast.bench.triage.hot_kernels import HOT
     from cdt_fast.kernels import blocks as tables
-    from cdt_fast.kernels.blocks import Blocks
     from cdt_fast.kernels.cards import CARDS
 
     for hot in HOT:
         table = getattr(tables, hot.table)
         for card in CARDS.values():
-            candidates = [Blocks(**blocks) for blocks in hot.candidates(card, "gpu")]
+            candidates = hot.candidates(card, "gpu")
             assert candidates[0] in [blocks for _, blocks in table.choices(card.family, "16 bits")], hot.name
             assert len(candidates) == len(set(candidates)) > 20
-            launch = hot.described(card, "gpu", hot.candidates(card, "gpu")[-1])
+            launch = hot.described(card, "gpu", candidates[-1])
             assert launch.kernel.__name__ == f"{hot.name}_kernel"
             assert launch.blocks == candidates[-1]
 
@@ -185,23 +184,19 @@ def test_the_sweep_reads_what_was_compiled() -> None:
     from cdt_fast.bench.triage.hot_kernels import HOT
 
     def line(rows: int, status: str, spilled: int) -> dict[str, Any]:
-        return {"kernel": HOT[0].name, "blocks": {"rows": rows}, "status": status, "spilled_bytes": spilled}
+        blocks = {"rows": rows, "warps": 4}
+        return {"kernel": HOT[0].name, "blocks": blocks, "status": status, "spilled_bytes": spilled}
 
     lines = [line(1, "compiled", 8), line(2, "failed", 0), line(3, "compiled", 0), {"candidates": 4}]
-    assert compiled_blocks(lines, HOT[0]) == [{"rows": 3}, {"rows": 1}]
+    assert [blocks.rows for blocks in compiled_blocks(lines, HOT[0])] == [3, 1]
 
 
 @pytest.mark.parametrize(("capability", "known"), [(90, True), (110, False)])
-def test_a_card_of_an_unknown_family_is_told_which_rows_it_takes(
-    capability: int, known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
+def test_a_card_of_an_unknown_family_is_told_which_rows_it_takes(capability: int, known: bool) -> None:
     from cdt_fast.bench.triage import machine
     from cdt_fast.kernels.cards import GpuSpec
 
-    monkeypatch.setattr(machine, "card_of", lambda tensor: GpuSpec(capability, 232_448, 132))
-    (found,) = machine._block_tables(torch.device("cpu"))
+    (found,) = machine._block_tables(GpuSpec(capability, 232_448, 132))
     assert found["known"] == known
     family = "hopper" if known else "blackwell"
     assert found["family"] == family
