@@ -27,18 +27,12 @@ def launches_stubbed_out() -> Iterator[None]:
     def nothing(*given: Any) -> None:
         return None
 
-    def spec(device: torch.device) -> cards.GpuSpec:
-        return cards.CARDS["H200"]
-
-    def compiled() -> bool:
-        return False
-
-    with (
-        mock.patch.object(Launch, "run", nothing),
-        mock.patch.object(cards, "unsupported_reason", nothing),
-        mock.patch.object(cards, "spec_of", spec),
-        mock.patch.object(cards, "interpreting", compiled),
-    ):
+    there = {
+        "unsupported_reason": nothing,
+        "spec_of": lambda device: cards.CARDS["H200"],
+        "interpreting": lambda: False,
+    }
+    with mock.patch.object(Launch, "run", nothing), mock.patch.multiple(cards, **there):
         yield
 
 

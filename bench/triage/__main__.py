@@ -16,9 +16,8 @@ import torch
 from cdt_fast.bench.machine import describe, file_stem
 from cdt_fast.bench.run import chosen_device
 from cdt_fast.bench.triage import report
-from cdt_fast.bench.triage.lines import Lines
 from cdt_fast.bench.triage.run import DONE, Runner
-from cdt_fast.bench.triage.stages import NAMES, PLAN, PROGRAMS, Context, run_here
+from cdt_fast.bench.triage.stages import NAMES, PLAN, PROGRAMS, Context, Lines, run_here
 from cdt_fast.errors import InputError
 
 COMMAND = (sys.executable, "-m", "cdt_fast.bench.triage")

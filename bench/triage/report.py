@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.bench.ceilings import floor_seconds
-from cdt_fast.bench.triage.lines import Lines
+from cdt_fast.bench.triage.stages import Lines
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_text as tables_as_text
 

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from cdt_fast.bench.triage.lines import Lines
-from cdt_fast.bench.triage.stages import LOST, Stage, parts_begun
+from cdt_fast.bench.triage.stages import LOST, Lines, Stage, parts_begun
 
 DONE, FAILED, KILLED = "done", "failed", "killed at its limit"
 # A process that died is followed by another one only if that has time to import torch and to do something.

@@ -1,21 +1,23 @@
-"""The stages of a triage, in their order, and how one runs in this process."""
+"""The stages of a triage, in their order, how one runs in this process, and the file that all of them write."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import json
 import math
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cdt_fast.bench.case import Unavailable
-from cdt_fast.bench.triage.lines import Lines
 from cdt_fast.kernels.cards import GpuSpec, card_of
 
 # What a part finds, one mapping a line; and a stage's parts by name, each done when its turn comes.
@@ -61,6 +63,50 @@ NAMES = [stage.name for row in PLAN for stage in row]
 LOST = 75
 FAILED = 1
 _BEGINS = "part "
+
+
+class Lines:
+    """The file of a triage: one JSON object a line, to which every process of a run adds as soon as it knows something.
+
+    Args:
+        path: where it is, or will be.
+        run: what tells the lines of a run from those of others in the same file.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path, self.run = path, run
+
+    def add(self, stage: str, part: str, fields: Mapping[str, Any]) -> None:
+        """Write one line; when this returns it is on the disk. Processes may do so at the same time."""
+        line = json.dumps(_plain({"run": self.run, "stage": stage, "part": part, **fields}), allow_nan=False) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:  # one write: no other line comes in between
+            file.write(line.encode())
+            os.fsync(file.fileno())
+
+    def read(self, stage: str | None = None) -> list[dict[str, Any]]:
+        """The lines of this run that are whole, all or those of a stage."""
+        found = []
+        if self.path.exists():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    fields = json.loads(line)
+                except json.JSONDecodeError:  # the end of an earlier run that was cut off
+                    continue
+                if isinstance(fields, dict) and fields.get("run") == self.run and stage in (None, fields.get("stage")):
+                    found.append(fields)
+        return found
+
+
+def _plain(value: Any) -> Any:
+    """`value` with words in place of the numbers that are not JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value
 
 
 @dataclass(frozen=True)

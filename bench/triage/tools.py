@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,18 @@ def _found(tool: str) -> str:
     return path
 
 
+def _said(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    said = subprocess.run(command, capture_output=True, text=True, env=env)
+    print(said.stdout, said.stderr)
+    return said
+
+
 def _sanitized(tool: str, context: Context) -> Iterator[dict[str, Any]]:
     program = [*context.command, "--here", "once"]
     command = [_found("compute-sanitizer"), "--tool", tool, "--error-exitcode", str(_ERRORS), "--print-limit", "10"]
     # An allocation of its own for every tensor: within the one block of the caching allocator nothing is outside.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    said = subprocess.run([*command, *program], capture_output=True, text=True, env=environment)
-    print(said.stdout, said.stderr)
+    said = _said([*command, *program], env=environment)
     summaries = _SUMMARY.findall(said.stdout + said.stderr)
     if not summaries or said.returncode not in (0, _ERRORS):
         raise RuntimeError(f"{tool} ended with status {said.returncode}: {_last_line(said)}")
@@ -78,19 +83,16 @@ def _profiled(context: Context) -> Iterator[dict[str, Any]]:
     # The clocks are left as they are.
     options = ["--clock-control", "none", "--set", "full", "--kernel-name", _KERNELS, "--launch-count", "3"]
     hot = [*context.command, "--here", "hot"]
-    said = subprocess.run([program, *options, "--force-overwrite", "--export", str(path), *hot], **_CAPTURED)
-    print(said.stdout, said.stderr)
+    said = _said([program, *options, "--force-overwrite", "--export", str(path), *hot])
     if not path.exists():
         raise RuntimeError(f"ncu ended with status {said.returncode} and wrote no report: {_last_line(said)}")
-    shown = subprocess.run([program, "--import", str(path), "--csv", "--page", "details"], **_CAPTURED)
+    command = [program, "--import", str(path), "--csv", "--page", "details"]
+    shown = subprocess.run(command, capture_output=True, text=True)
     kernels = metrics_by_kernel(shown.stdout)
     if not kernels:
         raise RuntimeError(f"ncu's report has no kernel: {_last_line(shown)}")
     for kernel, metrics in kernels.items():
         yield {"kernel": kernel, "metrics": metrics}
-
-
-_CAPTURED: dict[str, Any] = {"capture_output": True, "text": True}
 
 
 def metrics_by_kernel(text: str) -> dict[str, dict[str, str]]:

@@ -16,9 +16,8 @@ import pytest
 
 from cdt_fast.bench.triage import report, tools
 from cdt_fast.bench.triage.__main__ import main
-from cdt_fast.bench.triage.lines import Lines
 from cdt_fast.bench.triage.run import DONE, FAILED, KILLED, Runner
-from cdt_fast.bench.triage.stages import LOST, PLAN, Stage, parts_begun
+from cdt_fast.bench.triage.stages import LOST, PLAN, Lines, Stage, parts_begun
 
 REHEARSAL = Path(__file__).with_name("rehearsal.py")
 # What stands in for a stage: says what it was given, and behaves as its name says.
@@ -104,8 +103,7 @@ def test_who_ends_the_triage_ends_its_stages(pretended: Callable[..., Any], tmp_
     program = f"""
 from pathlib import Path
 from cdt_fast.bench.triage.run import Runner
-from cdt_fast.bench.triage.lines import Lines
-from cdt_fast.bench.triage.stages import Stage
+from cdt_fast.bench.triage.stages import Lines, Stage
 command = [{sys.executable!r}, {str(tmp_path / "pretended.py")!r}, {str(tmp_path / "left behind")!r}]
 print("begun", flush=True)
 Runner(command, Lines(Path({str(tmp_path / "lines.jsonl")!r}), "now")).run([[Stage("hangs", 60, "nowhere:parts")]])
