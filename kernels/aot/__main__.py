@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cdt_fast.kernels import cards
 from cdt_fast.kernels.aot.case import PRECISIONS
 from cdt_fast.kernels.aot.cases import FAMILIES
 from cdt_fast.kernels.aot.compile import Configuration, Measurement, measure
-from cdt_fast.kernels.aot.report import Row, as_csv, as_json, as_markdown, faults, from_json
+from cdt_fast.kernels.aot.report import Row, as_csv, as_markdown, faults, from_json
 from cdt_fast.kernels.cards import CARDS
 
 # One of each two that take the same blocks: the machine code of an RTX 4090 is that of an RTX 3090 to the register, and
@@ -69,19 +70,6 @@ def compiled(configurations: Sequence[Configuration], processes: int) -> Iterato
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def compile_all(configurations: Sequence[Configuration], processes: int) -> dict[Configuration, Measurement]:
-    """Compile each once, in several processes, and say on stderr how far it is."""
-    measurements: dict[Configuration, Measurement] = {}
-    for count, (configuration, result) in enumerate(compiled(configurations, processes), 1):
-        measurements[configuration] = result
-        what = f"{configuration.kernel} sm_{configuration.card.capability}"
-        outcome = result.error or (
-            f"{result.registers} registers, {result.local_bytes} bytes spilled, {result.shared_bytes} shared"
-        )
-        print(f"{count}/{len(configurations)} {what}: {outcome}, {result.seconds:.1f} s", file=sys.stderr)
-    return measurements
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 1 where a configuration has a fault."""
     parser = argparse.ArgumentParser(prog="python -m cdt_fast.kernels.aot", description=__doc__)
@@ -109,10 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = files.read_json(options.json, dict[str, dict[str, Any]]) if options.json and options.json.exists() else {}
     measurements = from_json(records, configurations)
     missing = [configuration for configuration in configurations if configuration not in measurements]
-    for start in range(0, len(missing), SAVED_TOGETHER):
-        measurements |= compile_all(missing[start : start + SAVED_TOGETHER], options.processes)
-        if options.json:
-            files.write_text(options.json, as_json(measurements))
+    for count, (configuration, result) in enumerate(compiled(missing, options.processes), 1):
+        measurements[configuration] = result
+        what = f"{configuration.kernel} sm_{configuration.card.capability}"
+        outcome = result.error or (
+            f"{result.registers} registers, {result.local_bytes} bytes spilled, {result.shared_bytes} shared"
+        )
+        print(f"{count}/{len(missing)} {what}: {outcome}, {result.seconds:.1f} s", file=sys.stderr)
+        if options.json and (count % SAVED_TOGETHER == 0 or count == len(missing)):
+            files.write_json(options.json, {one.digest: asdict(found) for one, found in measurements.items()})
     print(
         f"{len(missing)} of {len(configurations)} configurations compiled in {time.perf_counter() - begin:.0f} s",
         file=sys.stderr,

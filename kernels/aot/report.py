@@ -1,12 +1,11 @@
-"""What the ahead-of-time compilation found: JSON to resume from, CSV of every figure, Markdown for readers."""
+"""What the ahead-of-time compilation found: what it resumes from, CSV of every figure, Markdown for readers."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -60,15 +59,11 @@ def faults(rows: Iterable[Row], measurements: Measurements) -> list[str]:
     ]
 
 
-def as_json(measurements: Measurements) -> str:
-    """Everything that was measured, by the digests of the configurations."""
-    return json.dumps({one.digest: asdict(measured) for one, measured in measurements.items()}, indent=1)
-
-
 def from_json(
     records: Mapping[str, Mapping[str, Any]], configurations: Iterable[Configuration]
 ) -> dict[Configuration, Measurement]:
-    """What `as_json` wrote of these configurations, where neither their source nor Triton has changed since."""
+    """What an earlier run wrote of these configurations, by their digests: neither their source nor Triton has changed
+    since."""
     names = {field.name for field in fields(Measurement)}
     # An older program may have measured less.
     known = {digest: Measurement(**record) for digest, record in records.items() if record.keys() == names}

@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -270,11 +271,11 @@ class TestCommand:
         cases = [Case("a size", launch.run, is_size=True), Case("a flag", launch.run)]
         monkeypatch.setattr(aot, "FAMILIES", {"example": lambda dtype: iter(cases)})
 
-        def here(configurations: list[Configuration], processes: int) -> dict[Configuration, Measurement]:
+        def here(configurations: list[Configuration], processes: int) -> Iterator[tuple[Configuration, Measurement]]:
             self.compiled += len(configurations)
-            return {configuration: measure(configuration) for configuration in configurations}
+            return ((configuration, measure(configuration)) for configuration in configurations)
 
-        monkeypatch.setattr(aot, "compile_all", here)
+        monkeypatch.setattr(aot, "compiled", here)
         json_path, markdown_path = tmp_path / "report.json", tmp_path / "report.md"
         written = ("--json", str(json_path), "--markdown", str(markdown_path))
         status = aot.main(["--family", "example", "--card", "RTX 3090", *options, *written])
