@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(missing)} of {len(configurations)} configurations compiled in {time.perf_counter() - begin:.0f} s",
         file=sys.stderr,
     )
+    measured = [replace(row, measured=measurements[row.configuration]) for row in all_rows]
     if options.csv:
-        files.write_text(options.csv, as_csv(all_rows, measurements))
+        files.write_text(options.csv, as_csv(measured))
     if options.markdown:
         given = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(("python", "-m", "cdt_fast.kernels.aot", *given))
-        files.write_text(options.markdown, as_markdown(all_rows, measurements, command))
-    broken = faults(all_rows, measurements)
+        files.write_text(options.markdown, as_markdown(measured, command))
+    broken = faults(measured)
     for line in broken:
         print(line)
     return 1 if broken else 0

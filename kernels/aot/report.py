@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,11 +12,10 @@ from typing import Any
 import torch
 import triton
 
+from cdt_fast import tables
 from cdt_fast.kernels.aot.case import PRECISIONS
 from cdt_fast.kernels.aot.compile import Configuration, Measurement
 from cdt_fast.kernels.cards import CARDS
-
-Measurements = Mapping[Configuration, Measurement]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Row:
         aligned: whether the case's sizes are multiples of sixteen.
         divisible: whether the code may rely on what sixteen divides.
         configuration: what is compiled for it.
+        measured: what came out.
     """
 
     family: str
@@ -36,26 +37,26 @@ class Row:
     aligned: bool
     divisible: bool
     configuration: Configuration
+    measured: Measurement = Measurement()
 
     @property
     def spill_allowed(self) -> bool:
         """float32 tiles and odd sizes and addresses may be slow; what training runs on by default may not."""
         return not (self.aligned and self.divisible) or PRECISIONS[self.precision].dtype == torch.float32
 
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with it, a line each."""
+        return self.measured.faults(self.configuration.card, self.spill_allowed)
 
-COLUMNS = (
-    *("family", "kernel", "case", "numbers", "card", "any alignment", "warps", "stages"),
-    *("registers", "spilled bytes", "shared bytes", "tensor-core instructions", "redundancy", "fault"),
-)
 
-
-def faults(rows: Iterable[Row], measurements: Measurements) -> list[str]:
+def faults(rows: Iterable[Row]) -> list[str]:
     """Every fault, a line each, with what has it."""
     return [
         f"{row.family}, {row.case}, {row.precision}, {row.card}"
         f"{'' if row.divisible else ', any alignment'}: {row.configuration.kernel} {fault}"
         for row in rows
-        for fault in measurements[row.configuration].faults(row.configuration.card, row.spill_allowed)
+        for fault in row.faults
     ]
 
 
@@ -71,27 +72,38 @@ def from_json(
     return {configuration: known[digest] for configuration, digest in digests.items() if digest in known}
 
 
-def as_csv(rows: Iterable[Row], measurements: Measurements) -> str:
+def as_csv(rows: Sequence[Row]) -> str:
     """A line a row: what it is, and the figures that readers look for."""
+    lines = [
+        {
+            "family": row.family,
+            "kernel": row.configuration.kernel,
+            "case": row.case,
+            "numbers": row.precision,
+            "card": row.card,
+            "any alignment": "" if row.divisible else "yes",
+            "warps": row.configuration.warps,
+            "stages": row.configuration.stages,
+            "registers": row.measured.registers,
+            "spilled bytes": row.measured.local_bytes,
+            "shared bytes": row.measured.shared_bytes,
+            "tensor-core instructions": row.measured.tensor_core_instructions,
+            "redundancy": f"{row.measured.redundancy:.3g}",
+            "fault": "; ".join(row.faults),
+        }
+        for row in rows
+    ]
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for row in rows:
-        configuration, measured = row.configuration, measurements[row.configuration]
-        names = (row.family, configuration.kernel, row.case, row.precision, row.card, "" if row.divisible else "yes")
-        figures = (
-            measured.registers, measured.local_bytes, measured.shared_bytes, measured.tensor_core_instructions,
-            f"{measured.redundancy:.3g}",
-        )  # fmt: skip
-        fault = "; ".join(measured.faults(configuration.card, row.spill_allowed))
-        writer.writerow((*names, configuration.warps, configuration.stages, *figures, fault))
+    writer = csv.DictWriter(file, lines[0] if lines else (), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return file.getvalue()
 
 
-def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -> str:
+def as_markdown(rows: Sequence[Row], command: str) -> str:
     """The document: the command that made it, a summary, a table a family."""
     families, cards = list(dict.fromkeys(row.family for row in rows)), list(dict.fromkeys(row.card for row in rows))
-    broken = faults(rows, measurements)
+    broken = faults(rows)
     parts = [
         "# The kernels, compiled for every card",
         f"Made by `{command}` with Triton {triton.__version__}, without a GPU: do not edit. `make kernels-report` "
@@ -101,7 +113,7 @@ def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -
         "compiled for the card; the figures are read from the machine code. They say that a kernel fits, not how "
         "fast it is.",
         "## Summary",
-        _summary(rows, measurements, cards),
+        _summary(rows, cards),
         "A configuration is one kernel with one choice of types, flags and block shape. Shared memory is that of a "
         "block, in bytes; a spill is local memory, in bytes a thread. Odd sizes are those that sixteen does not "
         "divide: their loads are narrow, and they may spill, as float32 may. *Any alignment* is the same code for "
@@ -115,69 +127,52 @@ def as_markdown(rows: Sequence[Row], measurements: Measurements, command: str) -
         "has each wgmma wait for the one before; bold where registers spill.",
     ]
     for family in families:
-        parts += [f"### {family}", _table([row for row in rows if row.family == family], measurements, cards)]
+        parts += [f"### {family}", _table([row for row in rows if row.family == family], cards)]
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(rows: Sequence[Row], measurements: Measurements, cards: Sequence[str]) -> str:
-    head = (
-        "card",
-        "",
-        "configurations",
-        "do not compile",
-        "spill, 16 bits",
-        "spill, 16 bits, odd sizes",
-        "spill, float32",
-        "most shared memory",
-        "the card's",
-    )
-    lines = []
-    for card in cards:
-        for divisible in (True, False):
-            here = {row.configuration: row for row in rows if row.card == card and row.divisible == divisible}
-            if not here:
-                continue
-            measured = [measurements[configuration] for configuration in here]
-            lines.append(
-                (
-                    card,
-                    "" if divisible else "any alignment",
-                    str(len(here)),
-                    str(sum(measurement.error is not None for measurement in measured)),
-                    _spills(here.values(), measurements, 2, True),
-                    _spills(here.values(), measurements, 2, False),
-                    _spills(here.values(), measurements, 4),
-                    f"{max(measurement.shared_bytes for measurement in measured):,}",
-                    f"{CARDS[card].shared_memory:,}",
-                )
-            )
-    return _lines(head, lines)
+def _summary(rows: Sequence[Row], cards: Sequence[str]) -> str:
+    lines: list[dict[str, str]] = []
+    for card, divisible in itertools.product(cards, (True, False)):
+        # One of each configuration.
+        here = {row.configuration: row for row in rows if row.card == card and row.divisible == divisible}.values()
+        if here:
+            line = {
+                "card": card,
+                "": "" if divisible else "any alignment",
+                "configurations": str(len(here)),
+                "do not compile": str(sum(row.measured.error is not None for row in here)),
+                "spill, 16 bits": _spills(row for row in here if row.aligned and _bytes(row) == 2),
+                "spill, 16 bits, odd sizes": _spills(row for row in here if not row.aligned and _bytes(row) == 2),
+                "spill, float32": _spills(row for row in here if _bytes(row) == 4),
+                "most shared memory": f"{max(row.measured.shared_bytes for row in here):,}",
+                "the card's": f"{CARDS[card].shared_memory:,}",
+            }
+            lines.append(line)
+    return tables.as_markdown([[*lines[0]], *([*line.values()] for line in lines)]) if lines else ""
 
 
-def _spills(rows: Iterable[Row], measurements: Measurements, item_bytes: int, aligned: bool | None = None) -> str:
-    """How many configurations of numbers of that many bytes, aligned or not or all, spill, and the most bytes."""
-    spilled = [
-        measurements[row.configuration].local_bytes
-        for row in rows
-        if PRECISIONS[row.precision].dtype.itemsize == item_bytes
-        and aligned in (None, row.aligned)
-        and measurements[row.configuration].local_bytes
-    ]
+def _bytes(row: Row) -> int:
+    return PRECISIONS[row.precision].dtype.itemsize
+
+
+def _spills(rows: Iterable[Row]) -> str:
+    """How many spill, and the most bytes."""
+    spilled = [row.measured.local_bytes for row in rows if row.measured.local_bytes]
     return f"{len(spilled)} (up to {max(spilled)} bytes)" if spilled else "0"
 
 
-def _table(rows: Sequence[Row], measurements: Measurements, cards: Sequence[str]) -> str:
+def _table(rows: Sequence[Row], cards: Sequence[str]) -> str:
     """A line a kernel and its numbers, with the worst of its cases on each card."""
     kernels: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
     for row in rows:
         if row.divisible and row.aligned:
             of_cards = kernels.setdefault((row.configuration.kernel, row.precision), {})
-            of_cards.setdefault(row.card, []).append(measurements[row.configuration])
-    lines = [
-        (f"`{kernel}`", precision, *(_worst(of_cards.get(card, [])) for card in cards))
-        for (kernel, precision), of_cards in kernels.items()
-    ]
-    return _lines(("kernel", "numbers", *cards), lines)
+            of_cards.setdefault(row.card, []).append(row.measured)
+    lines = [["kernel", "numbers", *cards]]
+    for (kernel, precision), of_cards in kernels.items():
+        lines.append([f"`{kernel}`", precision, *(_worst(of_cards.get(card, [])) for card in cards)])
+    return tables.as_markdown(lines)
 
 
 def _worst(measured: Sequence[Measurement]) -> str:
@@ -198,7 +193,3 @@ def _worst(measured: Sequence[Measurement]) -> str:
         figures += " one by one"
     spilled = max(measurement.local_bytes for measurement in measured)
     return f"{figures} **({spilled} bytes spilled)**" if spilled else figures
-
-
-def _lines(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
