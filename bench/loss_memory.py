@@ -16,7 +16,6 @@ import sys
 import torch
 
 from cdt_fast.bench.baselines import cross_entropy as others
-from cdt_fast.bench.baselines.depths import a_depth_at_a_time, all_depths_then_backward
 from cdt_fast.bench.case import Step
 from cdt_fast.bench.memory import peak_in_a_process, report_peak
 from cdt_fast.bench.suites.cross_entropy import KNOWN, Shape, fused, make_inputs
@@ -27,8 +26,8 @@ VOCABULARIES = (2048, 32768)
 TOKENS, WIDTH = 256, 256
 IMPLEMENTATIONS = {
     "cdt_fast": lambda inputs: fused(inputs, KNOWN),
-    "eager loop over depths": lambda inputs: all_depths_then_backward(others.eager, inputs),
-    "eager loop, a backward a depth": lambda inputs: a_depth_at_a_time(others.eager, inputs),
+    "eager loop over depths": lambda inputs: others.all_depths_then_backward(others.eager, inputs),
+    "eager loop, a backward a depth": lambda inputs: others.a_depth_at_a_time(others.eager, inputs),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.bench.baselines.depths import Depths
+from cdt_fast.bench.baselines.cross_entropy import Depths
 from cdt_fast.bench.ledger.recording import META
 from cdt_fast.bench.suites import cross_entropy
 from cdt_fast.bench.suites.trained import TextWork, VideoWork

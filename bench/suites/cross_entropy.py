@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.bench.baselines import cross_entropy as others
-from cdt_fast.bench.baselines.depths import Depths, Loss, a_depth_at_a_time, all_depths_then_backward, flattened
+from cdt_fast.bench.baselines.cross_entropy import Depths, Loss, a_depth_at_a_time, all_depths_then_backward, flattened
 from cdt_fast.bench.baselines.support import compiled, modes
 from cdt_fast.bench.case import Case, Implementation, Step
 from cdt_fast.bench.suites.inputs import TOLERANCE, compilers, formula_dtype, name_of, normal, peer, seeded, shared

@@ -40,7 +40,7 @@ TEXTS = {
     "cpu": TextWork(32, 128, 384),
     "gpu": TextWork(256, 256, 768),
 }
-_TOY: dict[str, Any] = {"window": 5, "patch": 16, "code": 64, "layers": 2}
+TOY: dict[str, Any] = {"window": 5, "patch": 16, "code": 64, "layers": 2}
 
 # Windows of a batch so small that a GPU waits for the host, of frames of 10 by 10 patches.
 SMALL_BATCHES = (1, 2, 4, 8)
@@ -49,7 +49,7 @@ _POSITIONS = {"toy": 2, "cpu": 100, "gpu": 100}
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """The steps of DUST, VideoUT and TextUT; those of DUST and VideoUT at small batches captured, too."""
-    sequences, toy = {"toy": 4, "cpu": 400, "gpu": 3200}[size], _TOY if size == "toy" else {}
+    sequences, toy = {"toy": 4, "cpu": 400, "gpu": 3200}[size], TOY if size == "toy" else {}
     for family in ("DUST", "VideoUT"):
         yield from _of_a_model(VideoWork(family, sequences, **toy), device, family == "DUST", toy=size == "toy")
         yield from _of_a_model(VideoWork(family, sequences, **toy, tied=False, readout="next"), device)

@@ -25,7 +25,6 @@ from cdt_fast.bench.triage.stages import Context, Parts
 Cases = Callable[[torch.device, str], Iterable[Case]]
 
 BF16 = torch.bfloat16
-_TOY: dict[str, Any] = {"window": 5, "patch": 16, "code": 64, "layers": 2}
 # Sequences of 20 tokens: 64,000 and 8,000 of them.
 _TIMED_SEQUENCES = {"toy": (3,), "gpu": (3200, 400)}
 # One, some, more than one tile a multiprocessor, and a batch of the default training.
@@ -62,7 +61,7 @@ _MOST_KERNELS = 40
 
 
 def _video(sequences: int, size: str) -> VideoWork:
-    return VideoWork("DUST", sequences, **(_TOY if size == "toy" else {}))
+    return VideoWork("DUST", sequences, **(step.TOY if size == "toy" else {}))
 
 
 def _step_case(sequences: int, device: torch.device, size: str, compilers: bool = False) -> Case:

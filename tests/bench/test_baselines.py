@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast.bench.baselines import attention, cross_entropy, depths, support
+from cdt_fast.bench.baselines import attention, cross_entropy, support
 from cdt_fast.bench.baselines.attention import Prepare
 from cdt_fast.bench.case import Step, Unavailable
 
@@ -90,14 +90,14 @@ def test_an_implementation_of_sdpa_that_is_not_there_fails() -> None:
         gradients(functools.partial(attention.sdpa, backend="cuDNN"), z, None, None)
 
 
-def setting() -> depths.Depths:
+def setting() -> cross_entropy.Depths:
     torch.manual_seed(0)
     hidden = [torch.randn(10, 6, requires_grad=True) for _ in range(3)]
     head, targets = torch.randn(17, 6, requires_grad=True), torch.randint(17, (10,))
-    return depths.Depths(hidden, head, targets, torch.tensor([0.5, -0.25, 1.5]))
+    return cross_entropy.Depths(hidden, head, targets, torch.tensor([0.5, -0.25, 1.5]))
 
 
-def losses_written_out(given: depths.Depths, sample: Tensor | None = None) -> list[Tensor]:
+def losses_written_out(given: cross_entropy.Depths, sample: Tensor | None = None) -> list[Tensor]:
     """In float64, weighted losses of all depths at once."""
     hidden = [states.detach().double().requires_grad_() for states in given.hidden]
     head = given.head.detach().double().requires_grad_()
@@ -143,7 +143,7 @@ def install_cce(monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", package)
 
 
-def loss_of(baseline: str, monkeypatch: pytest.MonkeyPatch) -> depths.Loss:
+def loss_of(baseline: str, monkeypatch: pytest.MonkeyPatch) -> cross_entropy.Loss:
     no_gpu_needed(monkeypatch)
     install_liger(monkeypatch)
     install_cce(monkeypatch, [])
@@ -158,11 +158,11 @@ def loss_of(baseline: str, monkeypatch: pytest.MonkeyPatch) -> depths.Loss:
 @pytest.mark.parametrize("baseline", ["eager", *cross_entropy.PEERS])
 @pytest.mark.parametrize(
     "loop",
-    [depths.a_depth_at_a_time, depths.all_depths_then_backward, depths.flattened],
+    [cross_entropy.a_depth_at_a_time, cross_entropy.all_depths_then_backward, cross_entropy.flattened],
     ids=lambda loop: loop.__name__,
 )
 def test_cross_entropy(
-    baseline: str, loop: Callable[[depths.Loss, depths.Depths], Step], monkeypatch: pytest.MonkeyPatch
+    baseline: str, loop: Callable[[cross_entropy.Loss, cross_entropy.Depths], Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = setting()
     step = loop(loss_of(baseline, monkeypatch), given)
@@ -172,7 +172,7 @@ def test_cross_entropy(
 
 def test_inner_depths_are_estimated_from_a_sample() -> None:
     given, sample = setting(), torch.tensor([7, 0, 4])
-    found = depths.a_depth_at_a_time(cross_entropy.eager, given, lambda: sample)()
+    found = cross_entropy.a_depth_at_a_time(cross_entropy.eager, given, lambda: sample)()
     agree(found, losses_written_out(given, sample))
 
 

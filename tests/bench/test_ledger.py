@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cdt_fast import ops
-from cdt_fast.bench.ledger import host
+from cdt_fast.bench.ledger import __main__ as ledger
 from cdt_fast.bench.ledger.__main__ import document, main
 from cdt_fast.bench.ledger.recording import Entry, record
 from cdt_fast.bench.ledger.rows import LAUNCH_SECONDS, PROFILES, REDUNDANCY, predicted_seconds, rows_of, seconds
@@ -157,8 +157,8 @@ def test_launched_a_step_takes_no_less_than_the_host(step: list[Entry]) -> None:
 def test_the_host_s_time_is_that_of_a_step_whose_kernels_do_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "ROUNDS", 2)
-    monkeypatch.setattr(host, "STEPS", 1)
+    monkeypatch.setattr(ledger, "ROUNDS", 2)
+    monkeypatch.setattr(ledger, "STEPS", 1)
     assert main(["--host"]) == 0
     assert float(capsys.readouterr().out.split(" ms")[0]) > 0
 

@@ -22,9 +22,6 @@ MOST = 4
 SEQUENCES = (400, 256, 37, 1)
 
 
-# Of the data center, with tcgen05 in place of wgmma.
-
-
 def launched(monkeypatch: pytest.MonkeyPatch, works: list[Work], card: GpuSpec) -> set[Configuration]:
     """What Triton would compile for all these works."""
     found: set[Configuration] = set()
