@@ -57,19 +57,7 @@ than another (also too low).
 
 {table}
 
-{bounds}
-
-Launches, bytes and FLOP are those on an H100. What a work consists of, by kernel:
-`python -m cdt_fast.bench.ledger --work "DUST, training" --kernels H100`.
-
-## Rates
-
-Measured on H100 and H200, else 97 % and 92 % of what the data sheets promise.
-
-{rates}
-"""
-
-_BOUNDS = """## What bounds a step of DUST
+## What bounds a step of DUST
 
 Goals: 60 % of the floor at 64,000 tokens, 50 % at 8,000 captured, at most 60 launches of a launched step. M stands for
 a tensor of codes (131 MB at 64,000 tokens), N for one of signals (33 MB).
@@ -115,6 +103,15 @@ layer starts from; a step of one crop of 64 x 64, and a window of 8 frames of 10
 - All grids of a crop go through a layer at once, what the layers need of the input is computed once, and gradients of
   the cuts are cuts: a step is 155 launches, where it was 1,218; captured one. Of its time two thirds are copies and
   sums that cut the grids out of frames and put them together again, and casts.
+
+Launches, bytes and FLOP are those on an H100. What a work consists of, by kernel:
+`python -m cdt_fast.bench.ledger --work "DUST, training" --kernels H100`.
+
+## Rates
+
+Measured on H100 and H200, else 97 % and 92 % of what the data sheets promise.
+
+{rates}
 """
 
 
@@ -182,9 +179,7 @@ def document(rows: Sequence[Row]) -> str:
         [name, f"{card.product_rate / 1e12:.0f}", f"{card.copy_rate / 1e12:.2f}", str(card.spec.processors)]
         for name, card in PROFILES.items()
     ]
-    text = _TEXT.format(
-        bounds=_BOUNDS, host=LAUNCH_SECONDS * 1e6, table=as_markdown(table(rows)), rates=as_markdown(rates)
-    )
+    text = _TEXT.format(host=LAUNCH_SECONDS * 1e6, table=as_markdown(table(rows)), rates=as_markdown(rates))
     return re.sub(r"(?<![\n|])\n *(?=[^\n| -])", " ", text)  # a paragraph a line
 
 

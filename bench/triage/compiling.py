@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cdt_fast.bench.triage import works
 from cdt_fast.bench.triage.hot_kernels import HOT, Hot
-from cdt_fast.bench.triage.stages import Context, Parts
+from cdt_fast.bench.triage.stages import Context, one_part
 from cdt_fast.kernels.aot.__main__ import compiled
 from cdt_fast.kernels.aot.compile import Configuration
 from cdt_fast.kernels.blocks import Blocks
@@ -21,17 +20,8 @@ CANDIDATES = "compile blocks"
 _ENOUGH = 10.0
 
 
-def defaults(context: Context) -> Parts:
-    """What the checks and timings will launch."""
-    yield "defaults", functools.partial(_defaults, context)
-
-
-def candidates(context: Context) -> Parts:
-    """The blocks of the sweep, those next to a default first."""
-    yield "candidates", functools.partial(_candidates, context)
-
-
 def _defaults(context: Context) -> Iterator[dict[str, Any]]:
+    """What the checks and timings will launch."""
     card = context.card
     wanted: dict[Configuration, dict[str, Any]] = {}
     for name, prepare in works.own_steps(context.device, context.size):
@@ -45,6 +35,7 @@ def _defaults(context: Context) -> Iterator[dict[str, Any]]:
 
 
 def _candidates(context: Context) -> Iterator[dict[str, Any]]:
+    """The blocks of the sweep, those next to a default first."""
     card = context.card
     wanted: dict[Configuration, dict[str, Any]] = {}
     queues = [(hot, hot.candidates(card, context.size)) for hot in HOT]
@@ -78,6 +69,9 @@ def _compiled(
         if context.left() < _ENOUGH:
             yield {"left_out": len(wanted) - done}
             break
+
+
+defaults, candidates = one_part("defaults", _defaults), one_part("candidates", _candidates)
 
 
 def compiled_blocks(lines: Sequence[Mapping[str, Any]], hot: Hot) -> list[Blocks]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -127,6 +128,11 @@ class Context:
     def left(self) -> float:
         """The seconds until then."""
         return self.deadline - time.monotonic()
+
+
+def one_part(name: str, work: Callable[[Context], Iterable[Mapping[str, Any]]]) -> Callable[[Context], Parts]:
+    """A stage of one part."""
+    return lambda context: iter([(name, functools.partial(work, context))])
 
 
 def run_here(name: str, context: Context, skip: int) -> int:

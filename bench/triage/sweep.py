@@ -14,7 +14,7 @@ from cdt_fast.bench.clock import calls_a_reading, round_robin, seconds
 from cdt_fast.bench.measure import Refused, disagreement
 from cdt_fast.bench.triage.compiling import CANDIDATES, compiled_blocks
 from cdt_fast.bench.triage.hot_kernels import HOT, Given, Hot
-from cdt_fast.bench.triage.stages import Context, Parts
+from cdt_fast.bench.triage.stages import Context, Parts, one_part
 from cdt_fast.kernels.blocks import Blocks
 from cdt_fast.kernels.cards import math_mode
 
@@ -27,13 +27,6 @@ _TOLERANCE = 1e-2
 # A winner has to be faster by so much: less is what two readings of one kernel differ by.
 _GAIN = 1.02
 _PROFILED = ("unrolled_forward", "unrolled_backward", "cross_entropy")
-
-
-def _stage(hot: Hot) -> Callable[[Context], Parts]:
-    return lambda context: iter([(hot.name, _Sweep(hot, context).run)])
-
-
-unrolled_forward, unrolled_backward, cross_entropy, streaming_backward, streaming_forward = map(_stage, HOT)
 
 
 def hot(context: Context) -> Parts:
@@ -152,3 +145,8 @@ def _results(arguments: Mapping[str, Any]) -> list[Tensor]:
     """What a launch leaves, to compare it by: of a number a tile, of which other blocks have others, the sum."""
     tensors = [value for value in arguments.values() if isinstance(value, Tensor) and value.is_floating_point()]
     return [one.float().sum()[None] if one.dim() <= 1 else one.clone() for one in tensors]
+
+
+unrolled_forward, unrolled_backward, cross_entropy, streaming_backward, streaming_forward = (
+    one_part(one.name, lambda context, one=one: _Sweep(one, context).run()) for one in HOT
+)

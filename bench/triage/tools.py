@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.bench.case import Unavailable
-from cdt_fast.bench.triage.stages import Context, Parts
+from cdt_fast.bench.triage.stages import Context, one_part
 
 _ERRORS = 86
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
@@ -38,21 +38,6 @@ _METRICS = (
 )
 
 
-def racecheck(context: Context) -> Parts:
-    """Warps that touch one place of shared memory without a barrier."""
-    yield "racecheck", functools.partial(_sanitized, "racecheck", context)
-
-
-def memcheck(context: Context) -> Parts:
-    """Accesses outside of the tensors."""
-    yield "memcheck", functools.partial(_sanitized, "memcheck", context)
-
-
-def ncu(context: Context) -> Parts:
-    """What bounds three kernels, by the card's counters."""
-    yield "profile", functools.partial(_profiled, context)
-
-
 def _found(tool: str) -> str:
     path = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
     if path is None:
@@ -67,6 +52,7 @@ def _said(command: Sequence[str], env: Mapping[str, str] | None = None) -> subpr
 
 
 def _sanitized(tool: str, context: Context) -> Iterator[dict[str, Any]]:
+    """Accesses outside of the tensors, or warps that touch one place of shared memory without a barrier."""
     program = [*context.command, "--here", "once"]
     command = [_found("compute-sanitizer"), "--tool", tool, "--error-exitcode", str(_ERRORS), "--print-limit", "10"]
     # An allocation of its own for every tensor: within the one block of the caching allocator nothing is outside.
@@ -79,6 +65,7 @@ def _sanitized(tool: str, context: Context) -> Iterator[dict[str, Any]]:
 
 
 def _profiled(context: Context) -> Iterator[dict[str, Any]]:
+    """What bounds three kernels, by the card's counters."""
     program, path = _found("ncu"), Path(f"{context.lines.path.with_suffix('')}.ncu-rep")
     # The clocks are left as they are.
     options = ["--clock-control", "none", "--set", "full", "--kernel-name", _KERNELS, "--launch-count", "3"]
@@ -93,6 +80,10 @@ def _profiled(context: Context) -> Iterator[dict[str, Any]]:
         raise RuntimeError(f"ncu's report has no kernel: {_last_line(shown)}")
     for kernel, metrics in kernels.items():
         yield {"kernel": kernel, "metrics": metrics}
+
+
+racecheck, memcheck = (one_part(tool, functools.partial(_sanitized, tool)) for tool in ("racecheck", "memcheck"))
+ncu = one_part("profile", _profiled)
 
 
 def metrics_by_kernel(text: str) -> dict[str, dict[str, str]]:

@@ -155,7 +155,9 @@ def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
             "gradient, KL of both depths": gradient | beside,
             "both, KL of both depths": loss | gradient | beside,
         }
-        plain, extreme = (None, 0.0), (30.0, 0.1)  # of how many values are alive at once
+        # Of how many values are alive at once.
+        plain: tuple[float | None, float] = (None, 0.0)
+        extreme = (30.0, 0.1)
         wanted = [(f"loss and gradient, {rows} rows", passes["both"], plain)]
         if vocabulary > 1024:
             for name, given in passes.items():
