@@ -148,8 +148,8 @@ class Configuration:
         parameters = {one.name: one for one in launch.kernel.params}
         arguments = []
         for name, value in given.items():
-            if not parameters[name].is_constexpr:
-                value = stand_in(value, not parameters[name].do_not_specialize, divisible)
+            if not (one := parameters[name]).is_constexpr:
+                value = stand_in(value, not one.do_not_specialize, divisible and not one.do_not_specialize_on_alignment)
             arguments.append((name, value))
         return cls(function.__module__, function.__name__, tuple(arguments), blocks.warps, blocks.stages, card)
 
