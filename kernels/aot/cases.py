@@ -155,16 +155,14 @@ def cross_entropy_cases(dtype: torch.dtype) -> Iterator[Case]:
             "gradient, KL of both depths": gradient | beside,
             "both, KL of both depths": loss | gradient | beside,
         }
-        # Of how many values are alive at once.
-        plain: tuple[float | None, float] = (None, 0.0)
-        extreme = (30.0, 0.1)
-        wanted = [(f"loss and gradient, {rows} rows", passes["both"], plain)]
+        extremes: list[tuple[float | None, float]] = [(None, 0.0), (30.0, 0.1)]  # of how many values are alive at once
+        wanted = [(f"loss and gradient, {rows} rows", passes["both"], extremes[0])]
         if vocabulary > 1024:
             for name, given in passes.items():
                 more = [] if "KL" in name else [(None, 0.1), (30.0, 0.0)]
-                wanted += [(name, given, options) for options in (plain, extreme, *more)]
+                wanted += [(name, given, options) for options in (*extremes, *more)]
             for name in ("loss", "both", "loss, KL", "both, KL of both depths"):
-                wanted.append((f"{name}, arg-max", passes[name] | {"classes": classes}, extreme))
+                wanted.append((f"{name}, arg-max", passes[name] | {"classes": classes}, extremes[1]))
         for number, (name, given, (softcap, smoothing)) in enumerate(wanted):
             flags = ", softcap" * (softcap is not None) + ", smoothing" * (smoothing > 0)
             options = {"ignore_index": -100, "softcap": softcap, "smoothing": smoothing, "share": 0.5}
