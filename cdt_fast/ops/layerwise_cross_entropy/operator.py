@@ -239,16 +239,13 @@ def _scale_fake(given: ScaleArguments) -> list[Tensor]:
 def _setup_context(ctx: Any, loss: CrossEntropyArguments, output: tuple[Any, ...]) -> None:
     _, _, factor, found, _ = output
     ctx.fused, ctx.depths = loss.fused, len(loss.hidden)
-    ctx.head = ["weight"] * loss.needs_weight + ["bias"] * loss.needs_bias
     if loss.fused:
         save(ctx, factor=factor, gradients=found, needs_hidden=loss.needs_hidden, dtype_of_head=loss.weight.dtype)
     else:
         save(ctx, factor=factor, log_sums=found[0], kept=found[1:], **vars(loss))
 
 
-def _autograd(ctx: Any, grad_total: Tensor | None, grad_losses: Tensor | None, *_: Any) -> dict[str, Any]:
-    if grad_total is None and grad_losses is None:
-        return {}
+def _autograd(ctx: Any, grad_total: Tensor | None, grad_losses: Tensor | None, *_: Any) -> list[Tensor]:
     values = saved(ctx)
     factor, weights = values.pop("factor"), values.get("depth_weights")
     factors = factor.new_zeros(ctx.depths)
@@ -257,11 +254,8 @@ def _autograd(ctx: Any, grad_total: Tensor | None, grad_losses: Tensor | None, *
     if grad_losses is not None:
         factors = factors + grad_losses * factor
     if ctx.fused:
-        found = iter(layerwise_cross_entropy_scale(ScaleArguments(factors=factors, **values)))
-    else:
-        found = iter(layerwise_cross_entropy_backward(CrossEntropyBackwardArguments(factors=factors, **values)))
-    gradients: dict[str, Any] = {"hidden": [next(found) if need else None for need in values["needs_hidden"]]}
-    return gradients | {name: next(found) for name in ctx.head}
+        return layerwise_cross_entropy_scale(ScaleArguments(factors=factors, **values))
+    return layerwise_cross_entropy_backward(CrossEntropyBackwardArguments(factors=factors, **values))
 
 
 def _as_matrices(loss: Loss) -> Loss:

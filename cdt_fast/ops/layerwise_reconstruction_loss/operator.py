@@ -61,15 +61,8 @@ def _setup_context(ctx: Any, loss: ReconstructionLossArguments, output: Tensor) 
     save(ctx, **vars(loss), needs_reconstructions=needs["reconstructions"], needs_target=needs["target"])
 
 
-def _autograd(ctx: Any, grad: Tensor | None) -> dict[str, Any]:
-    if grad is None:
-        return {}
-    loss = ReconstructionLossBackwardArguments(grad=grad, **saved(ctx))
-    gradients = iter(layerwise_reconstruction_loss_backward(loss))
-    return {
-        "reconstructions": [next(gradients) if needed else None for needed in loss.needs_reconstructions],
-        "target": next(gradients) if loss.needs_target else None,
-    }
+def _autograd(ctx: Any, grad: Tensor) -> list[Tensor]:
+    return layerwise_reconstruction_loss_backward(ReconstructionLossBackwardArguments(grad=grad, **saved(ctx)))
 
 
 def _formula(loss: ReconstructionLossArguments) -> Tensor:

@@ -110,12 +110,8 @@ def _setup_context(ctx: Any, lista: ListaStepArguments, outputs: tuple[Tensor, T
     )
 
 
-def _autograd(ctx: Any, grad_next_codes: Tensor | None, _: None) -> dict[str, Tensor]:
-    if grad_next_codes is None:
-        return {}
-    lista = ListaStepBackwardArguments(grad_output=grad_next_codes, **saved(ctx))
-    needs = {"codes": lista.needs_codes, "signal": lista.needs_signal, "dictionary": lista.needs_dictionary}
-    return dict(zip([name for name, need in needs.items() if need], lista_step_backward(lista), strict=True))
+def _autograd(ctx: Any, grad_next_codes: Tensor, _: None) -> list[Tensor]:
+    return lista_step_backward(ListaStepBackwardArguments(grad_output=grad_next_codes, **saved(ctx)))
 
 
 def _formula(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:

@@ -64,17 +64,12 @@ def _setup_context(ctx: Any, linear: ResidualLinearArguments, output: Tensor) ->
     ctx.residual_dtype, ctx.residual_is_bias = linear.residual.dtype, linear.residual.dim() == 1
 
 
-def _autograd(ctx: Any, grad_output: Tensor | None) -> dict[str, Tensor]:
-    if grad_output is None:
-        return {}
+def _autograd(ctx: Any, grad_output: Tensor) -> list[Tensor]:
     linear = ResidualLinearBackwardArguments(grad_output=grad_output, **saved(ctx))
-    needed = [name for name in ("x", "weight", "residual") if ctx.needs[name]]
-    gradients = dict(zip(needed, residual_linear_backward(linear), strict=True))
-    if "residual" in gradients:
-        rows = gradients["residual"]
-        gradients["residual"] = (
-            rows.sum(0, dtype=ctx.residual_dtype) if ctx.residual_is_bias else rows.to(ctx.residual_dtype)
-        )
+    gradients = residual_linear_backward(linear)
+    if linear.needs_residual:
+        rows, dtype = gradients[-1], ctx.residual_dtype
+        gradients[-1] = rows.sum(0, dtype=dtype) if ctx.residual_is_bias else rows.to(dtype)
     return gradients
 
 

@@ -7,7 +7,8 @@ public function to the launcher of its kernel: `Operator` alone takes it apart a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from types import NoneType
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -57,8 +58,8 @@ class Operator(Generic[Arguments, Output]):
         fake: makes tensors of the same shapes, dtypes and strides, from tensors without values.
         setup_context: is called with the context, the record and the results, and keeps what the gradient needs, by
             `save`; in `ctx.needs` it finds by name which tensors require a gradient.
-        autograd: is called with the context and the gradients of the results, of which any may be None; returns the
-            gradients of the arguments, by name, those that there are. None for what is a gradient itself: a second
+        autograd: is called with the context and the gradients of the results, of which any may be None, but not all;
+            returns those of the tensors that require one, in a row. None for what is a gradient itself: a second
             derivative is refused by the name of the op, where torch's error would ask the user to register a formula.
         formula: the same results from torch's own differentiable functions; without one transforms are refused.
     """
@@ -71,7 +72,7 @@ class Operator(Generic[Arguments, Output]):
         forward: Callable[[Arguments], Output],
         fake: Callable[[Arguments], Output],
         setup_context: Callable[[Any, Arguments, Output], None] | None = None,
-        autograd: Callable[..., Mapping[str, Any]] | None = None,
+        autograd: Callable[..., Iterable[Tensor | None]] | None = None,
         formula: Callable[[Arguments], Output] | None = None,
     ) -> None:
         self.name, self.forward, self.fake, self.formula = name, forward, fake, formula
@@ -149,11 +150,14 @@ class Operator(Generic[Arguments, Output]):
             raise InputError(
                 f"{self._op} can be differentiated once; for a second derivative use its reference formula"
             )
-        found = self._autograd(ctx, *grads)
-        return {
-            name: found.get(name, [None] * len(needs) if isinstance(needs, list) else None)
-            for name, needs in ctx.needs.items()
-        }
+        grads = tuple(grads)
+        arrived = any(grad is not None for grad in _flat(grads))
+        found: Iterator[Tensor | None] = iter(self._autograd(ctx, *grads)) if arrived else itertools.repeat(None)
+        gradients: dict[str, Any] = {}
+        for name, needs in ctx.needs.items():
+            of_each = [next(found) if need else None for need in (needs if isinstance(needs, list) else [needs])]
+            gradients[name] = of_each if isinstance(needs, list) else of_each[0]
+        return gradients
 
     def whole(self, flat: Iterable[Any]) -> Arguments:
         """The counterpart of `flat`."""

@@ -76,12 +76,9 @@ def _setup_context(ctx: Any, attention: SymmetricAttentionArguments, outputs: tu
     )
 
 
-def _autograd(ctx: Any, grad_output: Tensor | None, *_: None) -> dict[str, Tensor]:
-    if grad_output is None:
-        return {}
+def _autograd(ctx: Any, grad_output: Tensor, *_: None) -> list[Tensor]:
     attention = SymmetricAttentionBackwardArguments(grad_output=grad_output.contiguous(), **saved(ctx))
-    needed = ["z"] * attention.needs_z + ["values"] * attention.needs_values
-    return dict(zip(needed, symmetric_attention_backward(attention), strict=True))
+    return symmetric_attention_backward(attention)
 
 
 def _formula(attention: SymmetricAttentionArguments) -> tuple[Tensor, Tensor, Tensor]:

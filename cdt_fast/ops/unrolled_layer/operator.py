@@ -119,8 +119,8 @@ def _backward_fake(layer: UnrolledLayerBackwardArguments) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, layer: UnrolledLayerArguments, outputs: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    next_codes, next_projection, projection, _ = outputs
-    ctx.mark_non_differentiable(projection)
+    next_codes, next_projection, projection, error = outputs
+    ctx.mark_non_differentiable(projection, *([error] if layer.target is None else []))
     kept = vars(layer) | {"projection": projection if layer.projection is None else layer.projection}
     save(
         ctx,
@@ -133,22 +133,19 @@ def _setup_context(ctx: Any, layer: UnrolledLayerArguments, outputs: tuple[Tenso
 
 def _autograd(
     ctx: Any, grad_codes: Tensor | None, grad_projection: Tensor | None, _: None, grad_error: Tensor | None
-) -> dict[str, Tensor]:
-    values = saved(ctx)
-    if values["target"] is None:
-        grad_error = None
-    if grad_codes is None and grad_projection is None and grad_error is None:
-        return {}
-    needs = {name: bool(ctx.needs[name]) for name in DIFFERENTIABLE}
-    needs["next_dictionary"] &= grad_projection is not None or grad_error is not None
-    values |= {f"needs_{name}": need for name, need in needs.items()}
+) -> list[Tensor | None]:
+    needs = {f"needs_{name}": bool(ctx.needs[name]) for name in DIFFERENTIABLE}
+    codes_alone = grad_projection is None and grad_error is None  # which do not depend on the next dictionary
+    nothing = [None] * (codes_alone and needs["needs_next_dictionary"])
+    needs["needs_next_dictionary"] &= not codes_alone
     layer = UnrolledLayerBackwardArguments(
-        **values,
+        **saved(ctx),
+        **needs,
         grad_next_codes=None if grad_codes is None else grad_codes.contiguous(),
         grad_next_projection=None if grad_projection is None else grad_projection.contiguous(),
         grad_error=grad_error,
     )
-    return dict(zip([name for name, need in needs.items() if need], unrolled_layer_backward(layer), strict=True))
+    return [*unrolled_layer_backward(layer), *nothing]
 
 
 def _formula(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
