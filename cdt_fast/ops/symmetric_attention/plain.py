@@ -82,9 +82,6 @@ def forward_in_torch(attention: SymmetricAttentionArguments, kept: Tensor) -> Te
     output = torch.zeros_like(z if values is None else values)
     for length, which, room in _groups(lengths, z.shape[1], kept):
         part = _part_of(attention, length, which)
-        if isinstance(which, int):
-            _fill(part, None, room, output[which : which + 1, :length])
-            continue
         result = torch.empty_like(part.z if part.values is None else part.values)
         _fill(part, None, room, result)
         output[:, :length].index_copy_(0, which, result)
@@ -105,10 +102,7 @@ def backward_in_torch(attention: SymmetricAttentionBackwardArguments) -> list[Te
         output, grad_output = (_part(tensor, length, which) for tensor in (attention.output, attention.grad_output))
         part = replace(_part_of(attention, length, which), output=output, grad_output=grad_output, kept=room)
         for total, gradient in zip(totals, _gradients(part, None), strict=True):
-            if isinstance(which, int):
-                total[which, :length] = gradient[0]
-            else:
-                total[:, :length].index_copy_(0, which, gradient)
+            total[:, :length].index_copy_(0, which, gradient)
     return totals
 
 
@@ -122,7 +116,7 @@ def _without_padding(attention: Attention, padding: Tensor | None) -> Attention:
     return replace(attention, z=without_padding(attention.z, padding), values=values)
 
 
-def _part_of(attention: Attention, length: int, which: int | Tensor) -> Attention:
+def _part_of(attention: Attention, length: int, which: Tensor) -> Attention:
     """The first tokens of some sequences, without padding."""
     values = None if attention.values is None else _part(attention.values, length, which)
     return replace(attention, z=_part(attention.z, length, which), values=values, lengths=None)
@@ -140,8 +134,8 @@ def _pays_by_length(z: Tensor, values: Tensor | None, lengths: Tensor) -> bool:
     return wasted_scores * of_a_score > len(set(cut.tolist())) * of_a_length
 
 
-def _groups(lengths: Tensor, tokens: int, kept: Tensor) -> Iterator[tuple[int, int | Tensor, Tensor]]:
-    """The sequences of each length: it, their numbers (or that of the only one), and their attention, if it is kept.
+def _groups(lengths: Tensor, tokens: int, kept: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The sequences of each length: it, their numbers, and their attention, if it is kept.
 
     Padding then costs nothing, and needs no masks. The numbers are known without waiting only on a CPU.
     """
@@ -154,14 +148,12 @@ def _groups(lengths: Tensor, tokens: int, kept: Tensor) -> Iterator[tuple[int, i
             continue
         size = len(numbers) * length**2
         room = rooms[start : start + size].view(-1, length, length) if kept.dim() > 1 else kept
-        yield length, numbers[0] if len(numbers) == 1 else torch.tensor(numbers), room
+        yield length, torch.tensor(numbers), room
         start += size
 
 
-def _part(tensor: Tensor, length: int, which: int | Tensor) -> Tensor:
+def _part(tensor: Tensor, length: int, which: Tensor) -> Tensor:
     """The first tokens of some sequences, `[sequences, length, width]`."""
-    if isinstance(which, int):
-        return tensor[which : which + 1, :length]
     return tensor[:, :length].index_select(0, which)
 
 
