@@ -251,15 +251,10 @@ def cross_entropy_(
     first = rows.losses is not None or rows.to_last is not None
     scales = torch.ones_like(rows.log_sums) if gradient and rows.scales is None else rows.scales
     arguments: dict[str, Any] = {
-        "logits": rows.logits,
-        "of_last": rows.of_last,
-        "to_last": rows.to_last,
-        "targets": rows.targets,
+        **{name: tensor for name, tensor in rows._asdict().items() if name != "out"},
         "scales": rows.log_sums if scales is None else scales,
         "losses": rows.log_sums if rows.losses is None else rows.losses,
-        "log_sums": rows.log_sums,
         "log_sums_of_last": None if first else rows.log_sums_of_last,
-        "classes": rows.classes,
         "vocabulary": vocabulary,
         "ignore_index": ignore_index,
         "softcap": 1.0 if softcap is None else softcap,
