@@ -31,19 +31,17 @@ def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
     return x if nonlinearity == "identity" else torch.ops.aten.softshrink.out(x, _held(threshold, x.dtype), out=x)
 
 
-def shrink_backward_(grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity) -> Tensor:
-    """The gradient through `shrink_`, in place of `grad_output`, from the output alone: it passes where output ≠ 0."""
-    if nonlinearity == "identity":
-        return grad_output
-    return torch.ops.aten.softshrink_backward.grad_input(grad_output, output, 0.0, grad_input=grad_output)
+def shrink_backward(
+    grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity, out: Tensor | None = None
+) -> Tensor:
+    """The gradient through `shrink_`, from the output alone: it passes where output ≠ 0.
 
-
-def shrink_backward(grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity) -> Tensor:
-    """As `shrink_backward_` into new, contiguous memory; `output` is contiguous."""
+    In new memory, contiguous as the output is, or in `out`, which may be `grad_output` itself.
+    """
+    grad_input = torch.empty_like(output) if out is None else out
     if nonlinearity == "identity":
-        return grad_output.clone(memory_format=torch.contiguous_format)
+        return grad_input.copy_(grad_output)
     # One kernel of torch's: the output is of a nonlinearity that is zero exactly where its gradient is.
-    grad_input = torch.empty_like(output)
     return torch.ops.aten.softshrink_backward.grad_input(grad_output, output, 0.0, grad_input=grad_input)
 
 

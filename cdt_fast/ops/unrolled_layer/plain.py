@@ -15,7 +15,7 @@ from cdt_fast.ops.shared.attention_scores import (
 )
 from cdt_fast.ops.shared.checks import clear_padding_, padding_mask, without_padding
 from cdt_fast.ops.shared.products import product, rows_of
-from cdt_fast.ops.soft_threshold.plain import shrink_, shrink_backward_
+from cdt_fast.ops.soft_threshold.plain import shrink_, shrink_backward
 
 
 def forward_in_torch(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -63,7 +63,7 @@ def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGra
         assert grad_next_codes is not None  # with neither the zeros above stand for both
         # In memory of its own, which what follows writes over.
         grad_update = grad_next_codes.clone() if padding is None else grad_next_codes
-    shrink_backward_(grad_update, layer.next_codes, layer.nonlinearity)
+    shrink_backward(grad_update, layer.next_codes, layer.nonlinearity, out=grad_update)
 
     grad_residual = product_of_tokens(grad_update, layer.dictionary.mT).mul_(layer.step)
     if signal.shape[1] == 1:
