@@ -23,7 +23,6 @@ from cdt_fast.ops.layerwise_cross_entropy.chunked import (
     with_room,
 )
 from cdt_fast.ops.layerwise_cross_entropy.steps import Gradients, Logits, sweep
-from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.depths import zero_weight_mask
 from cdt_fast.ops.shared.products import rows_of
 from cdt_fast.ops.shared.registration import Operator, save, saved
@@ -73,21 +72,20 @@ def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[
     weights = weights.to(device, wide, non_blocking=True)
     scales = times_factors(weights, rows)
     gradients = Gradients(loss, rows, on) if loss.fused else None
-    with without_autocast(loss.weight):
-        multiply, rest = Logits(loss.weight, loss.bias), rows
-        if loss.inner_kl:
-            _beside_last(loss, rows, losses, log_sums, classes, scales, gradients, on)
-            rest = rows[1:]
-        for chunk, room in with_room(chunks_of(loss, rest, on), kept):
-            place, x = chunk.place, chunk.states(loss)
-            logits = multiply(x, room)
-            one = None if classes is None else classes[place]
-            of_rows = SweepArguments(logits, chunk.targets, log_sums[place], losses[place], one, out=room)
-            if gradients is not None and on[chunk.depths.start]:
-                sweep(loss, of_rows._replace(scales=chunk.of_rows(scales), out=logits))
-                gradients.add(chunk, logits, x)
-            else:
-                sweep(loss, of_rows)
+    multiply, rest = Logits(loss.weight, loss.bias), rows
+    if loss.inner_kl:
+        _beside_last(loss, rows, losses, log_sums, classes, scales, gradients, on)
+        rest = rows[1:]
+    for chunk, room in with_room(chunks_of(loss, rest, on), kept):
+        place, x = chunk.place, chunk.states(loss)
+        logits = multiply(x, room)
+        one = None if classes is None else classes[place]
+        of_rows = SweepArguments(logits, chunk.targets, log_sums[place], losses[place], one, out=room)
+        if gradients is not None and on[chunk.depths.start]:
+            sweep(loss, of_rows._replace(scales=chunk.of_rows(scales), out=logits))
+            gradients.add(chunk, logits, x)
+        else:
+            sweep(loss, of_rows)
     per_depth = times_factors(torch.cat([some.of(losses).sum(1) for some in rows]), rows)
     factor = torch.ones((), dtype=wide, device=device)
     if loss.mean:
@@ -135,24 +133,23 @@ def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
     loss = _as_matrices(loss)
     scales, off = times_factors(loss.factors, rows), zero_weight_mask(loss.factors)
     gradients = Gradients(loss, rows, [not zero for zero in off])
-    with without_autocast(loss.weight):
-        multiply, rest = Logits(loss.weight, loss.bias), rows
-        if loss.inner_kl:
-            _beside_last(loss, rows, None, loss.log_sums, None, scales, gradients, [not zero for zero in off])
-            rest = rows[1:]
-        for whole, room in with_room(chunks_of(loss, rest, [False] * len(off)), loss.kept):
-            for chunk in whole.apart() if any(off[depth] for depth in whole.depths) else [whole]:
-                if off[chunk.depths.start]:
-                    continue
-                place, x = chunk.place, chunk.states(loss)
-                if room is not None:
-                    start = place.start - whole.place.start
-                    gradients.add(chunk, room[start : start + len(chunk)], x, chunk.of_depths(scales))
-                else:
-                    logits = multiply(x)
-                    of_rows = SweepArguments(logits, chunk.targets, loss.log_sums[place], out=logits)
-                    sweep(loss, of_rows._replace(scales=chunk.of_rows(scales)))
-                    gradients.add(chunk, logits, x)
+    multiply, rest = Logits(loss.weight, loss.bias), rows
+    if loss.inner_kl:
+        _beside_last(loss, rows, None, loss.log_sums, None, scales, gradients, [not zero for zero in off])
+        rest = rows[1:]
+    for whole, room in with_room(chunks_of(loss, rest, [False] * len(off)), loss.kept):
+        for chunk in whole.apart() if any(off[depth] for depth in whole.depths) else [whole]:
+            if off[chunk.depths.start]:
+                continue
+            place, x = chunk.place, chunk.states(loss)
+            if room is not None:
+                start = place.start - whole.place.start
+                gradients.add(chunk, room[start : start + len(chunk)], x, chunk.of_depths(scales))
+            else:
+                logits = multiply(x)
+                of_rows = SweepArguments(logits, chunk.targets, loss.log_sums[place], out=logits)
+                sweep(loss, of_rows._replace(scales=chunk.of_rows(scales)))
+                gradients.add(chunk, logits, x)
     return gradients.found(shape, dtype)
 
 

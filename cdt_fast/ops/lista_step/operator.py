@@ -12,7 +12,6 @@ from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArgu
 from cdt_fast.kernels.blocks import WIDEST
 from cdt_fast.ops.lista_step.plain import backward_in_torch, forward_in_torch
 from cdt_fast.ops.lista_step.reference import lista_step_reference
-from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.products import product_over_rows
 from cdt_fast.ops.shared.registration import Operator, by_formula, save, saved
 
@@ -20,8 +19,7 @@ from cdt_fast.ops.shared.registration import Operator, by_formula, save, saved
 def _forward(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
     """The next codes `[rows, m]` and the residual `[rows, n]`, or `[0, n]` where it is not kept."""
     lista = replace(lista, dictionary=lista.dictionary.to(lista.codes.dtype))
-    with without_autocast(lista.codes):
-        next_codes, residual = (_forward_on_triton if lista.backend == "triton" else forward_in_torch)(lista)
+    next_codes, residual = (_forward_on_triton if lista.backend == "triton" else forward_in_torch)(lista)
     return next_codes, residual if lista.keep_residual else residual.new_empty((0, residual.shape[1]))
 
 
@@ -55,30 +53,26 @@ def _backward(lista: ListaStepBackwardArguments) -> list[Tensor]:
     dictionary, atoms = lista.dictionary, lista.dictionary.to(lista.output.dtype)
     lista = replace(lista, dictionary=atoms)
     grad_codes = grad_dictionary = None
-    # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-    with without_autocast(atoms):
-        fused = lista.backend == "triton" and atoms.shape[0] <= WIDEST
-        if fused:
-            from cdt_fast.kernels.lista_step import lista_step_backward
+    fused = lista.backend == "triton" and atoms.shape[0] <= WIDEST
+    if fused:
+        from cdt_fast.kernels.lista_step import lista_step_backward
 
-            grad_codes, grad_residual, grad_update = lista_step_backward(lista)
-        else:
-            grad_residual, grad_update = backward_in_torch(lista)
-        if lista.needs_dictionary:
-            assert lista.codes is not None
-            assert lista.residual is not None
-            # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
-            wide = torch.promote_types(dictionary.dtype, torch.float32)
-            grad_dictionary = product_over_rows(lista.residual, grad_update, wide).mul_(lista.step)
-            grad_dictionary.sub_(product_over_rows(grad_residual, lista.codes, wide))
-        if lista.needs_codes and not fused:
-            # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
-            grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
-    return [
-        *([grad_codes] if lista.needs_codes and grad_codes is not None else []),
-        *([grad_residual] if lista.needs_signal else []),
-        *([] if grad_dictionary is None else [grad_dictionary.to(dictionary.dtype)]),
-    ]
+        grad_codes, grad_residual, grad_update = lista_step_backward(lista)
+    else:
+        grad_residual, grad_update = backward_in_torch(lista)
+    if lista.needs_dictionary:
+        assert lista.codes is not None
+        assert lista.residual is not None
+        # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
+        wide = torch.promote_types(dictionary.dtype, torch.float32)
+        grad_dictionary = product_over_rows(lista.residual, grad_update, wide).mul_(lista.step)
+        grad_dictionary.sub_(product_over_rows(grad_residual, lista.codes, wide))
+    if lista.needs_codes and not fused:
+        # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
+        grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
+    gradients = (grad_codes, grad_residual, None if grad_dictionary is None else grad_dictionary.to(dictionary.dtype))
+    needs = (lista.needs_codes, lista.needs_signal, lista.needs_dictionary)
+    return [gradient for gradient, need in zip(gradients, needs, strict=True) if need and gradient is not None]
 
 
 def _backward_fake(lista: ListaStepBackwardArguments) -> list[Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import ResidualLinearArguments, ResidualLinearBackwardArguments
 from cdt_fast.ops.residual_linear.plain import backward_in_torch, forward_in_torch
 from cdt_fast.ops.residual_linear.reference import residual_linear_reference
-from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.registration import Operator, by_formula, save, saved
 
 
@@ -22,18 +21,11 @@ def _forward(linear: ResidualLinearArguments) -> Tensor:
         from cdt_fast.kernels.residual_linear import residual_linear_forward
 
         return residual_linear_forward(linear)
-    with without_autocast(linear.x):
-        return forward_in_torch(replace(linear, residual=linear.residual.to(dtype)))
+    return forward_in_torch(replace(linear, residual=linear.residual.to(dtype)))
 
 
 def _forward_fake(linear: ResidualLinearArguments) -> Tensor:
     return linear.x.new_empty((linear.x.shape[0], linear.weight.shape[1]))
-
-
-def _backward(linear: ResidualLinearBackwardArguments) -> list[Tensor]:
-    # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-    with without_autocast(linear.grad_output):
-        return backward_in_torch(linear)
 
 
 def _backward_fake(linear: ResidualLinearBackwardArguments) -> list[Tensor]:
@@ -82,5 +74,5 @@ residual_linear_forward = Operator(
     "residual_linear", ResidualLinearArguments, "Tensor", _forward, _forward_fake, _setup_context, _autograd, _formula
 )
 residual_linear_backward = Operator(
-    "residual_linear_backward", ResidualLinearBackwardArguments, "Tensor[]", _backward, _backward_fake
+    "residual_linear_backward", ResidualLinearBackwardArguments, "Tensor[]", backward_in_torch, _backward_fake
 )

@@ -54,7 +54,7 @@ class Operator(Generic[Arguments, Output]):
         name: of the operator.
         arguments: the type of its record: a dataclass of tensors, lists of tensors, numbers, words and dtypes.
         returns: what it returns, in the spelling of torch.library.
-        forward: computes it; every result is in memory of its own.
+        forward: computes it, outside of autocast; every result is in memory of its own.
         fake: makes tensors of the same shapes, dtypes and strides, from tensors without values.
         setup_context: is called with the context, the record and the results, and keeps what the gradient needs, by
             `save`; in `ctx.needs` it finds by name which tensors require a gradient.
@@ -75,13 +75,17 @@ class Operator(Generic[Arguments, Output]):
         autograd: Callable[..., Iterable[Tensor | None]] | None = None,
         formula: Callable[[Arguments], Output] | None = None,
     ) -> None:
-        self.name, self.forward, self.fake, self.formula = name, forward, fake, formula
+        self.name, self.fake = name, fake
         self._op = name.removesuffix("_backward").removesuffix("_scale")
         self._arguments, self._setup, self._autograd = arguments, setup_context, autograd
         hints = get_type_hints(arguments)
         types = {field.name: _schema_type(hints[field.name]) for field in dataclasses.fields(arguments)}  # type: ignore[arg-type]
         self._names = tuple(types)
         self._tensors = tuple(field for field, kind in types.items() if kind.startswith("Tensor"))
+        # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
+        of_device = next(field for field, kind in types.items() if kind == "Tensor")
+        self.forward = _outside_autocast(forward, of_device)
+        self.formula = None if formula is None else _outside_autocast(formula, of_device)
         _LIBRARY.define(f"{name}({', '.join(f'{kind} {field}' for field, kind in types.items())}) -> {returns}")
         _LIBRARY.impl(name, lambda *flat: self.forward(self.whole(flat)), "CompositeExplicitAutograd")
         qualified = f"cdt_fast::{name}"
@@ -218,10 +222,19 @@ def by_formula(formula: Callable[..., Tensor], *tensors: Tensor | None, **option
     assert tensors[0] is not None
     dtype = tensors[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    with without_autocast(tensors[0]):
-        return formula(*(tensor if tensor is None else tensor.to(dtype).to(wide) for tensor in tensors), **options).to(
-            dtype
-        )
+    return formula(*(tensor if tensor is None else tensor.to(dtype).to(wide) for tensor in tensors), **options).to(
+        dtype
+    )
+
+
+def _outside_autocast(function: Callable[[Arguments], Output], name: str) -> Callable[[Arguments], Output]:
+    """The function of a record, with autocast off for the device of that tensor of it."""
+
+    def call(arguments: Arguments) -> Output:
+        with without_autocast(getattr(arguments, name)):
+            return function(arguments)
+
+    return call
 
 
 def _schema_type(hint: Any) -> str:

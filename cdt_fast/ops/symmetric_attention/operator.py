@@ -11,7 +11,6 @@ from torch import Tensor
 from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
 from cdt_fast.kernels.blocks import LONGEST
 from cdt_fast.ops.shared.attention_scores import softmax_dtype
-from cdt_fast.ops.shared.checks import without_autocast
 from cdt_fast.ops.shared.registration import Operator, by_formula, save, saved
 from cdt_fast.ops.symmetric_attention.plain import backward_in_torch, forward_in_torch, room_to_keep
 from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
@@ -27,8 +26,7 @@ def _forward(attention: SymmetricAttentionArguments) -> tuple[Tensor, Tensor, Te
         output, log_sum_exp, kept = symmetric_attention_forward(attention)
         return output, log_sum_exp, output.new_empty(0) if kept is None else kept
     kept = room_to_keep(attention)
-    with without_autocast(z):
-        output = forward_in_torch(attention, kept)
+    output = forward_in_torch(attention, kept)
     return output, z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32)), kept
 
 
@@ -52,8 +50,7 @@ def _backward(attention: SymmetricAttentionBackwardArguments) -> list[Tensor]:
         attention = replace(
             attention, kept=attention.z.new_empty(0, dtype=softmax_dtype(attention.z, attention.energy))
         )
-    with without_autocast(attention.z):
-        return backward_in_torch(attention)
+    return backward_in_torch(attention)
 
 
 def _backward_fake(attention: SymmetricAttentionBackwardArguments) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBackwardArguments
-from cdt_fast.ops.shared.checks import padding_mask, without_autocast, without_padding
+from cdt_fast.ops.shared.checks import padding_mask, without_padding
 from cdt_fast.ops.shared.products import add_product, product_over_rows, rows_of
 from cdt_fast.ops.shared.registration import Operator, changed, save, saved
 from cdt_fast.ops.soft_threshold.reference import shrink_reference
@@ -40,18 +40,17 @@ def layer_as_one(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor 
 def _forward(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
     signal, given = layer.signal, layer.projection is not None
-    with without_autocast(signal):
-        layer = _with_dictionaries_of_the_tokens(layer)
-        if layer.projection is None:
-            assert layer.codes is not None  # without them there is a projection
-            tokens = without_padding(layer.codes, padding_mask(layer.lengths, signal))
-            layer = changed(layer, projection=product_of_tokens(tokens, layer.dictionary.mT))
-        if layer.backend == "triton":
-            from cdt_fast.kernels.unrolled_layer import unrolled_forward
+    layer = _with_dictionaries_of_the_tokens(layer)
+    if layer.projection is None:
+        assert layer.codes is not None  # without them there is a projection
+        tokens = without_padding(layer.codes, padding_mask(layer.lengths, signal))
+        layer = changed(layer, projection=product_of_tokens(tokens, layer.dictionary.mT))
+    if layer.backend == "triton":
+        from cdt_fast.kernels.unrolled_layer import unrolled_forward
 
-            next_codes, next_projection, errors = unrolled_forward(layer)
-        else:
-            next_codes, next_projection, errors = forward_in_torch(layer)
+        next_codes, next_projection, errors = unrolled_forward(layer)
+    else:
+        next_codes, next_projection, errors = forward_in_torch(layer)
     projection = signal.new_empty(0) if given or layer.projection is None else layer.projection
     if errors is None:
         error = signal.new_zeros((), dtype=torch.promote_types(signal.dtype, torch.float32))
@@ -79,35 +78,33 @@ def _backward(layer: UnrolledLayerBackwardArguments) -> list[Tensor]:
     narrow = _with_dictionaries_of_the_tokens(layer)
     if not layer.projection_given:
         narrow = changed(narrow, needs_projection=layer.needs_codes or layer.needs_dictionary)
-    # A backward that is called inside autocast would have some of its products cast, and sums of two dtypes fail.
-    with without_autocast(layer.signal):
-        if layer.backend == "triton":
-            from cdt_fast.kernels.unrolled_layer import unrolled_backward
+    if layer.backend == "triton":
+        from cdt_fast.kernels.unrolled_layer import unrolled_backward
 
-            parts = unrolled_backward(narrow)
-        else:
-            parts = backward_in_torch(narrow)
-        padding = padding_mask(layer.lengths, layer.signal)
-        grad_dictionary = grad_next_dictionary = None
-        if layer.needs_dictionary:
-            assert parts.residual is not None
-            grad_dictionary = product_over_rows(rows_of(parts.residual), rows_of(parts.update), dictionary.dtype)
-        if layer.needs_dictionary if tied else layer.needs_next_dictionary:
-            if parts.next_projection is not None:
-                rows = rows_of(without_padding(parts.next_projection, padding))
-                if tied and grad_dictionary is not None:
-                    _add_product(grad_dictionary, rows, rows_of(layer.next_codes))
-                else:
-                    grad_next_dictionary = product_over_rows(rows, rows_of(layer.next_codes), next_dictionary.dtype)
-            elif not tied:
-                grad_next_dictionary = next_dictionary.new_zeros(next_dictionary.shape)  # a loss of known weight zero
-        if not layer.projection_given and parts.projection is not None:
-            rows = rows_of(parts.projection)
-            if parts.codes is not None:
-                rows_of(parts.codes).addmm_(rows, narrow.dictionary)
-            if grad_dictionary is not None:
-                assert layer.codes is not None
-                _add_product(grad_dictionary, rows, rows_of(without_padding(layer.codes, padding)))
+        parts = unrolled_backward(narrow)
+    else:
+        parts = backward_in_torch(narrow)
+    padding = padding_mask(layer.lengths, layer.signal)
+    grad_dictionary = grad_next_dictionary = None
+    if layer.needs_dictionary:
+        assert parts.residual is not None
+        grad_dictionary = product_over_rows(rows_of(parts.residual), rows_of(parts.update), dictionary.dtype)
+    if layer.needs_dictionary if tied else layer.needs_next_dictionary:
+        if parts.next_projection is not None:
+            rows = rows_of(without_padding(parts.next_projection, padding))
+            if tied and grad_dictionary is not None:
+                _add_product(grad_dictionary, rows, rows_of(layer.next_codes))
+            else:
+                grad_next_dictionary = product_over_rows(rows, rows_of(layer.next_codes), next_dictionary.dtype)
+        elif not tied:
+            grad_next_dictionary = next_dictionary.new_zeros(next_dictionary.shape)  # a loss of known weight zero
+    if not layer.projection_given and parts.projection is not None:
+        rows = rows_of(parts.projection)
+        if parts.codes is not None:
+            rows_of(parts.codes).addmm_(rows, narrow.dictionary)
+        if grad_dictionary is not None:
+            assert layer.codes is not None
+            _add_product(grad_dictionary, rows, rows_of(without_padding(layer.codes, padding)))
     gradients = (parts.codes, parts.signal, grad_dictionary, parts.projection, grad_next_dictionary)
     needs = (getattr(layer, f"needs_{name}") for name in DIFFERENTIABLE)
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need and gradient is not None]
@@ -153,21 +150,18 @@ def _formula(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Tensor, Ten
     wide = torch.promote_types(dtype, torch.float32)
     following = layer.dictionary if layer.next_dictionary is None else layer.next_dictionary
     dictionary, following = (matrix.to(dtype).to(wide) for matrix in (layer.dictionary, following))
-    with without_autocast(layer.signal):
-        signal = without_padding(layer.signal.to(wide), padding)
-        if layer.codes is None:
-            codes = layer.step * signal @ dictionary
-        else:
-            codes = without_padding(layer.codes.to(wide), padding)
-        projection = codes @ dictionary.mT if layer.projection is None else layer.projection.to(wide)
-        mixed = symmetric_attention_reference(projection, codes, scale=layer.scale, lengths=layer.lengths)
-        of_signal = symmetric_attention_reference(projection, scale=layer.scale, lengths=layer.lengths)
-        update = mixed + layer.step * (signal - of_signal) @ dictionary
-        next_codes = shrink_reference(update, layer.threshold, layer.nonlinearity)
-        next_projection = next_codes @ following.mT
-        error = next_projection.new_zeros(())
-        if layer.target is not None:
-            error = without_padding(next_projection - layer.target.to(wide), padding).square().sum()
+    signal = without_padding(layer.signal.to(wide), padding)
+    given = None if layer.codes is None else without_padding(layer.codes.to(wide), padding)
+    codes = layer.step * signal @ dictionary if given is None else given
+    projection = codes @ dictionary.mT if layer.projection is None else layer.projection.to(wide)
+    mixed = symmetric_attention_reference(projection, codes, scale=layer.scale, lengths=layer.lengths)
+    of_signal = symmetric_attention_reference(projection, scale=layer.scale, lengths=layer.lengths)
+    update = mixed + layer.step * (signal - of_signal) @ dictionary
+    next_codes = shrink_reference(update, layer.threshold, layer.nonlinearity)
+    next_projection = next_codes @ following.mT
+    error = next_projection.new_zeros(())
+    if layer.target is not None:
+        error = without_padding(next_projection - layer.target.to(wide), padding).square().sum()
     return next_codes.to(dtype), next_projection.to(dtype), layer.signal.new_empty(0), error
 
 
