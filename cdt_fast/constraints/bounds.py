@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cdt_fast.checks import check_number, check_positive
 from cdt_fast.constraints.measurement import AverageLosses
+from cdt_fast.constraints.presets import DescentOptions
 from cdt_fast.errors import InputError
 
 _EXPECTED = 'a finite number > 0, or a factor such as "1.01x"'
@@ -26,10 +27,8 @@ class ResultBounds:
     """ℓ_k ≤ b_k for chosen depths.
 
     Args:
-        bounds: b by depth; see `DescentConstraints`.
-        reference_losses: L+1 losses of a reference run, of which factors are taken; None: of the warm-up's.
+        options: of the constraints; its `warmup_steps` are checked.
         layers: L.
-        warmup_steps: of the constraints.
         dtype: of the tensors.
 
     Attributes:
@@ -41,16 +40,15 @@ class ResultBounds:
         InputError: an argument is outside what is said above.
     """
 
-    def __init__(self, bounds: Any, reference_losses: Any, layers: int, warmup_steps: int, dtype: torch.dtype) -> None:
-        parsed = {
-            depth: parsed_bound(f"bounds[{depth}]", bound) for depth, bound in _depths("bounds", bounds, layers).items()
-        }
-        reference = _reference_losses(reference_losses, layers)
+    def __init__(self, options: DescentOptions, layers: int, dtype: torch.dtype) -> None:
+        bounds = _depths("bounds", options.bounds, layers)
+        parsed = {depth: parsed_bound(f"bounds[{depth}]", bound) for depth, bound in bounds.items()}
+        reference = _reference_losses(options.reference_losses, layers)
         factors = [depth for depth, (_, is_factor) in parsed.items() if is_factor]
         if reference is not None and not factors:
             raise InputError('reference_losses is what factors such as "1.01x" are taken of; bounds holds no factor')
         of_warmup = bool(factors) and reference is None
-        if of_warmup and not warmup_steps:
+        if of_warmup and not options.warmup_steps:
             raise InputError(
                 f"bounds[{factors[0]}] is a factor of the loss at the end of the warm-up, but warmup_steps is 0: give "
                 "reference_losses (those of a run without constraints), or a warm-up"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_fraction, check_integer, check_number
 from cdt_fast.constraints.measurement import Measured
-from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS, Coupling, Ratio, ReferenceMode
+from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS, Coupling, DescentOptions, ReferenceMode
 from cdt_fast.errors import InputError
 
 
@@ -31,10 +31,11 @@ class DescentCoupling:
 
     Args:
         layers: L.
-        rate, reference, reference_mode, coupling, ratio, margin, tighten_steps: as in `DescentConstraints`.
+        options: of the constraints.
         dtype: of the tensors.
 
     Attributes:
+        reference, margin: as given.
         settings: plain words and numbers.
         constants: tensors that move to the device with the state.
         tensors: the state: of an automatic reference its level and the number of its measurements, and with
@@ -44,31 +45,21 @@ class DescentCoupling:
         InputError: an argument is outside of its range, or they do not go together.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        rate: Any,
-        reference: Any,
-        *,
-        reference_mode: ReferenceMode,
-        coupling: Coupling,
-        ratio: Ratio,
-        margin: float,
-        tighten_steps: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, layers: int, options: DescentOptions, dtype: torch.dtype) -> None:
         self._layers = layers
-        self.reference = _reference(reference)
-        self.coupling = check_choice("coupling", coupling, get_args(Coupling))
-        self.reference_mode = check_choice("reference_mode", reference_mode, get_args(ReferenceMode))
-        self.margin = check_fraction("margin", margin)
-        self._tighten_steps = check_integer("tighten_steps", tighten_steps, 0)
-        rates = _rates(rate, layers)
+        self.reference = _reference(options.reference)
+        self._coupling = coupling = check_choice("coupling", options.coupling, get_args(Coupling))
+        reference_mode = check_choice("reference_mode", options.reference_mode, get_args(ReferenceMode))
+        self.margin = check_fraction("margin", options.margin)
+        self._tighten_steps = check_integer("tighten_steps", options.tighten_steps, 0)
+        rates = _rates(options.rate, layers)
         if self.reference is None and rates is not None and (coupling == "absolute" or reference_mode == "anchor"):
             needs = 'coupling="absolute"' if coupling == "absolute" else 'reference_mode="anchor"'
             raise InputError(f'reference is None; {needs} needs one: a number > 0 or "auto"')
-        if ratio != "mean" and coupling == "absolute":
-            raise InputError(f'ratio="{ratio}" compares a layer with the one before; coupling="absolute" does not')
+        if options.ratio != "mean" and coupling == "absolute":
+            raise InputError(
+                f'ratio="{options.ratio}" compares a layer with the one before; coupling="absolute" does not'
+            )
         self.settings: dict[str, Any] = {
             "rate": "none" if rates is None else ", ".join(map(repr, rates)),
             "reference": "none" if self.reference is None else self.reference,
@@ -125,13 +116,12 @@ class DescentCoupling:
     @property
     def is_steady(self) -> bool:
         """Whether a loss is bounded by a constant times the one before, or times the reference."""
-        return self.coupling != "absolute" and not self._tighten_steps
+        return self._coupling != "absolute" and not self._tighten_steps
 
     @property
     def chained(self) -> list[bool]:
         """Of each depth 0..L, whether its bound is taken from the loss of the depth before."""
-        chained = self.coupling != "absolute"
-        return [False, chained and self.reference_mode != "anchor", *[chained] * (self._layers - 1)]
+        return (~self.constants["uses_reference"]).tolist()
 
     def weights(self, multipliers: Tensor) -> Tensor:
         """What multipliers λ `[L+1]` add to the weights of the depths, `[L+1]`."""
@@ -152,7 +142,7 @@ class DescentCoupling:
         losses, reference = measured.losses, self.reference_level
         strength = self._strength() if training else 1.0
         margin = strength * self.margin if training else 0.0
-        if self.coupling == "absolute":
+        if self._coupling == "absolute":
             bound = reference * (1 - strength * self.constants["shares"]).cumprod(0)
             return losses - (1 - margin) * bound, bound.abs()
         uses_reference = self.constants["uses_reference"]

@@ -19,6 +19,7 @@ The parts: `objective` (F), `coupling` (g), `bounds` (results as bounds), `measu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,9 +35,8 @@ from cdt_fast.constraints.measurement import Measured, Measurement, check_record
 from cdt_fast.constraints.objective import Objective
 from cdt_fast.constraints.presets import (
     DEFAULTS,
-    DUAL_LR,
-    OTHER_DUAL_LR,
     Coupling,
+    DescentOptions,
     Dual,
     ObjectiveName,
     Preset,
@@ -141,6 +141,10 @@ class DescentConstraints:
         device: where the state lives; None: where the first recorded losses are (the CPU until then).
         dtype: torch.float64 or torch.float32; float32 on a device without float64 (mps).
 
+    Attributes:
+        layers, reference, coupling, reference_mode, ratio, tail, normalize, margin, warmup_steps, dual_every, dtype: as
+            they were given.
+
     Raises:
         InputError: an argument is outside what is said above.
     """
@@ -179,6 +183,8 @@ class DescentConstraints:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
+        given = locals()
+        options = DescentOptions(**{field.name: given[field.name] for field in fields(DescentOptions)})
         self.layers = check_integer("layers", layers, 1)
         self.ratio: Ratio = check_choice("ratio", ratio, get_args(Ratio))
         self.tail = check_number("tail", tail, "a number in (0, 1]", lambda number: 0 < number <= 1)
@@ -187,44 +193,17 @@ class DescentConstraints:
         self.dual_every = check_integer("dual_every", dual_every, 1)
         self.dtype = check_choice("dtype", dtype, (torch.float32, torch.float64))
         self._objective = Objective(objective, coefficients, self.layers, dtype)
-        self._coupling = DescentCoupling(
-            self.layers,
-            rate,
-            reference,
-            reference_mode=reference_mode,
-            coupling=coupling,
-            ratio=self.ratio,
-            margin=margin,
-            tighten_steps=tighten_steps,
-            dtype=dtype,
-        )
-        self._bounds = ResultBounds(bounds, reference_losses, self.layers, self.warmup_steps, dtype)
+        self._coupling = DescentCoupling(self.layers, options, dtype)
+        self.coupling, self.reference_mode = coupling, reference_mode
+        self.reference, self.margin = self._coupling.reference, self._coupling.margin
+        self._bounds = ResultBounds(options, self.layers, dtype)
         self._agreement = AgreementBounds(agreement, self.layers, dtype)
         self._measurement = Measurement(self.layers, dtype, self.ratio, self.tail, self._agreement.any)
-        if dual_lr is None:
-            dual_lr = DUAL_LR if (dual, objective) == ("adam", "last") else OTHER_DUAL_LR
         # A multiplier a depth for descent, and as many for bounds and for agreement where there are any.
-        self._duals = DualVariables(
-            (self.layers + 1) * (1 + self._bounds.any + self._agreement.any),
-            dtype,
-            dual=dual,
-            dual_lr=dual_lr,
-            betas=betas,
-            proportional_gain=proportional_gain,
-            smoothing=smoothing,
-            gain_growth=gain_growth,
-            gain_limit=gain_limit,
-            barrier_width=barrier_width,
-            resilience=resilience,
-            slack_cost=slack_cost,
-            slack_lr=slack_lr,
-        )
-        alone = not self._bounds.any and not self._agreement.any
-        self._fused = None
-        if alone and FusedDuals.fits(self._duals, self._coupling, self._measurement):
-            self._fused = FusedDuals(
-                self._duals, self._coupling, self._objective, self._measurement, normalize=self.normalize
-            )
+        groups = 1 + self._bounds.any + self._agreement.any
+        self._duals = DualVariables((self.layers + 1) * groups, options, dtype)
+        parts = (self._duals, self._coupling, self._objective, self._measurement)
+        self._fused = FusedDuals(*parts, self.normalize) if groups == 1 and FusedDuals.fits(*parts) else None
         self._steps = 0
         self._window_steps = 0
         self._unstepped_records = 0
@@ -278,26 +257,6 @@ class DescentConstraints:
     def agreement_multipliers(self) -> Tensor | None:
         """The multipliers of `agreement`, (L+1,), live; None without."""
         return self._groups(self._duals.tensors["multipliers"])[-1] if self._agreement.any else None
-
-    @property
-    def coupling(self) -> Coupling:
-        """The option of that name."""
-        return self._coupling.coupling
-
-    @property
-    def reference_mode(self) -> ReferenceMode:
-        """The option of that name."""
-        return self._coupling.reference_mode
-
-    @property
-    def margin(self) -> float:
-        """The option of that name."""
-        return self._coupling.margin
-
-    @property
-    def reference(self) -> float | str | None:
-        """ε₀ as it was given: a number, "auto" or None."""
-        return self._coupling.reference
 
     @property
     def reference_level(self) -> Tensor:

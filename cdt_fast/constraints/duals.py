@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_fraction, check_non_negative, check_number, check_positive
-from cdt_fast.constraints.presets import Dual, Resilience
+from cdt_fast.constraints.presets import DUAL_LR, OTHER_DUAL_LR, DescentOptions, Resilience
 from cdt_fast.constraints.rules import (
     Adam,
     Ascent,
@@ -50,9 +50,8 @@ class DualVariables:
 
     Args:
         size: their number.
+        options: of the constraints.
         dtype: of every tensor but the counter.
-        dual, dual_lr, betas, proportional_gain, smoothing, gain_growth, gain_limit, barrier_width, resilience,
-        slack_cost, slack_lr: as in `cdt_fast.constraints.descent.DescentConstraints`.
 
     Attributes:
         tensors: by name, "multipliers", "slacks" and the rule's state, each (size,), and the scalar "skipped_updates".
@@ -65,33 +64,21 @@ class DualVariables:
         InputError: a setting is not valid.
     """
 
-    def __init__(
-        self,
-        size: int,
-        dtype: torch.dtype,
-        *,
-        dual: Dual,
-        dual_lr: float,
-        betas: Sequence[float],
-        proportional_gain: float,
-        smoothing: float,
-        gain_growth: float,
-        gain_limit: float,
-        barrier_width: float,
-        resilience: Resilience | None,
-        slack_cost: float,
-        slack_lr: float | None,
-    ) -> None:
+    def __init__(self, size: int, options: DescentOptions, dtype: torch.dtype) -> None:
+        dual, dual_lr, betas = options.dual, options.dual_lr, options.betas
+        if dual_lr is None:
+            dual_lr = DUAL_LR if (dual, options.objective) == ("adam", "last") else OTHER_DUAL_LR
         # Every setting is checked, that of a rule that was not chosen too: a wrong one is a misunderstanding.
         dual_lr = check_positive("dual_lr", dual_lr)
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise InputError(f"betas must be two numbers in [0, 1), got {betas!r}")
         first_beta, second_beta = (check_fraction(f"betas[{index}]", beta) for index, beta in enumerate(betas))
-        gain = check_non_negative("proportional_gain", proportional_gain)
-        growth = check_number("gain_growth", gain_growth, "a finite number >= 1", lambda number: number >= 1)
-        limit = check_number("gain_limit", gain_limit, f"a finite number >= {gain:g}", lambda number: number >= gain)
-        width = check_positive("barrier_width", barrier_width)
-        controller = ProportionalIntegral(dual_lr, gain, check_fraction("smoothing", smoothing))
+        gain = check_non_negative("proportional_gain", options.proportional_gain)
+        growth = check_number("gain_growth", options.gain_growth, "a finite number >= 1", lambda number: number >= 1)
+        expected = f"a finite number >= {gain:g}"
+        limit = check_number("gain_limit", options.gain_limit, expected, lambda number: number >= gain)
+        width = check_positive("barrier_width", options.barrier_width)
+        controller = ProportionalIntegral(dual_lr, gain, check_fraction("smoothing", options.smoothing))
         schedule = {"gain_growth": growth, "gain_limit": limit}
         rules: dict[str, Rule] = {
             "ascent": Ascent(dual_lr),
@@ -100,19 +87,18 @@ class DualVariables:
             "barrier": PenaltyBarrier(dual_lr, width),
         }
         self.rule = rules[check_choice("dual", dual, tuple(rules))]
-        self.resilience = check_choice("resilience", resilience, (*get_args(Resilience), None))
-        self.slack_cost = check_positive("slack_cost", slack_cost)
-        if slack_lr is None:
-            slack_lr = SLACK_RELAXATION / self.slack_cost
-        self.slack_lr = check_positive("slack_lr", slack_lr)
+        self.resilience = check_choice("resilience", options.resilience, (*get_args(Resilience), None))
+        self.slack_cost = check_positive("slack_cost", options.slack_cost)
+        given = SLACK_RELAXATION / self.slack_cost if options.slack_lr is None else options.slack_lr
+        self.slack_lr = check_positive("slack_lr", given)
         if self.slack_lr * self.slack_cost >= 2:
             raise InputError(
-                f"slack_lr is {slack_lr!r}; expected less than 2 / slack_cost = {2 / self.slack_cost:g}, "
+                f"slack_lr is {given!r}; expected less than 2 / slack_cost = {2 / self.slack_cost:g}, "
                 "or each step of a slack overshoots by more than the last"
             )
         if dual == "barrier" and dual_lr > 1:
             raise InputError(f'dual_lr is {dual_lr!r}; expected at most 1 with dual="barrier"')
-        if resilience == "decay" and dual in ("ascent", "pi") and dual_lr >= 2 * self.slack_cost:
+        if self.resilience == "decay" and dual in ("ascent", "pi") and dual_lr >= 2 * self.slack_cost:
             raise InputError(
                 f"dual_lr is {dual_lr!r}; expected less than 2 × slack_cost = {2 * self.slack_cost:g} "
                 'with resilience="decay", or each step of the decay overshoots by more than the last'
@@ -120,7 +106,7 @@ class DualVariables:
         self.settings: dict[str, int | float | str] = {
             "dual": dual,
             **asdict(self.rule),  # pyright: ignore[reportArgumentType]  # every rule is a dataclass
-            "resilience": resilience or "none",
+            "resilience": self.resilience or "none",
             "slack_cost": self.slack_cost,
             "slack_lr": self.slack_lr,
         }

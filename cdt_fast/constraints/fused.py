@@ -50,7 +50,7 @@ class FusedDuals:
         self.constants["settings"] = torch.tensor(settings, dtype=torch.float64)
 
     @staticmethod
-    def fits(duals: DualVariables, coupling: DescentCoupling, measurement: Measurement) -> bool:
+    def fits(duals: DualVariables, coupling: DescentCoupling, objective: Objective, measurement: Measurement) -> bool:
         """Whether these are what the kernels take, where there are constraints of descent alone."""
         of_means = measurement.ratio == "mean" and measurement.dtype == torch.float64
         return isinstance(duals.rule, Adam) and coupling.is_steady and of_means
