@@ -1,12 +1,4 @@
-"""The descent constraints: what bounds a layer's loss, and what that means for the weights of the depths.
-
-    coupling     g_l (l = 1..L)           share of λ_l in the weights
-    "chain"      ℓ_l − r_l ℓ_{l−1}        + λ_l at depth l,  − r_l λ_l at depth l−1
-    "detach"     the same                 + λ_l at depth l          ℓ_{l−1} is a constant in the gradient
-    "absolute"   ℓ_l − ε₀ ∏_{j≤l} r_j     + λ_l at depth l
-
-and g_0 = ℓ_0 − ε₀. With an anchor there is no g_0, and ε₀ stands in the place of ℓ_0 in g_1.
-"""
+"""The descent constraints: what bounds a layer's loss, and what that means for the weights of the depths."""
 
 from __future__ import annotations
 
@@ -24,7 +16,7 @@ from cdt_fast.errors import InputError
 
 
 class DescentCoupling:
-    """g_0..g_L of the losses, and the weights that their multipliers give the depths.
+    """g_0..g_L of the losses, and the weights that their multipliers give the depths; see `DescentConstraints`.
 
     Rates and margin grow linearly from zero to what they are over the first `tighten_steps` constrained steps, so that
     r_l = 1 − τ α_l and bounds are lowered by τ · margin with τ = min(1, steps / tighten_steps).

@@ -1,8 +1,4 @@
-"""The dual player: multipliers λ ≥ 0 and slacks u ≥ 0 (docs/maths.md §4).
-
-    λ ← [rule(λ, e, κλ)]₊        see `cdt_fast.constraints.rules`
-    u ← [u − η_u (β u − λ)]₊
-    slack: e = g − u, κ = 0          decay: e = g, κ = 1/β          none: e = g, κ = 0, u = 0
+"""The dual player: multipliers λ ≥ 0 and slacks u ≥ 0, and their update, which is that of `DescentConstraints`.
 
 A rule proposes, `DualVariables.update` disposes: it projects the proposal and commits it, with the rule's state, only
 where a constraint is active and only when everything is finite. So a rule is a pure function of tensors, and nothing
@@ -105,7 +101,7 @@ class DualVariables:
             )
         self.settings: dict[str, int | float | str] = {
             "dual": dual,
-            **asdict(self.rule),  # pyright: ignore[reportArgumentType]  # every rule is a dataclass
+            **asdict(self.rule),
             "resilience": self.resilience or "none",
             "slack_cost": self.slack_cost,
             "slack_lr": self.slack_lr,

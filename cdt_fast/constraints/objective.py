@@ -1,8 +1,4 @@
-"""What is minimized: the last loss, a weighted sum of all, or of their logarithms, as weights known before the forward.
-
-    "last"     F = ℓ_L                     weights  e_L
-    "depths"   F = Σ_l c_l ℓ_l                      c_l
-    "log"      F = Σ_l c_l log ℓ_l                  c_l ā_L / ā_l
+"""What is minimized: F of `DescentConstraints`, as weights that are known before the forward.
 
 The gradient of log ℓ_l is that of ℓ_l over ℓ_l. In the place of the ℓ_l of the step, which is not known before its
 forward, stands ā_l, the average over the last measurements. The common factor ā_L leaves the minimum where it is and

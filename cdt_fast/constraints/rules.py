@@ -6,8 +6,9 @@ function of tensors: `DualVariables` projects its proposal and commits it, with 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,44 +22,31 @@ GAIN_PERIOD, GAIN_SHARE = 50, 0.9
 BARRIER_RANGE = (1e-4, 1e2)
 
 
-class Rule(Protocol):
-    """What moves the multipliers. The fields of an implementation are its settings.
-
-    Attributes:
-        state_names: the tensors that the rule carries, each of the shape of λ and zero at first.
-    """
-
-    state_names: ClassVar[tuple[str, ...]]
-
-    def propose(
-        self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The next multipliers before projection, and the next state; no argument changes.
-
-        Args:
-            multipliers: λ.
-            error: e.
-            decay: κλ, or 0.0 for none.
-            state: by `state_names`.
-        """
-        ...
+State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Ascent:
-    """Gradient ascent, λ ← λ + η (e − κλ), with η = dual_lr."""
+class Rule(ABC):
+    """What moves the multipliers. Its fields are its settings, all but `state_names`: the tensors that it carries, each
+    of the shape of λ and zero at first."""
 
     state_names: ClassVar[tuple[str, ...]] = ()
     dual_lr: float
 
-    def propose(
-        self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    @abstractmethod
+    def propose(self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: State) -> tuple[Tensor, State]:
+        """The next multipliers before projection, and the next state, of λ, e and κλ (0.0: none); nothing changes."""
+
+
+class Ascent(Rule):
+    """Gradient ascent, λ ← λ + η (e − κλ), with η = dual_lr."""
+
+    def propose(self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: State) -> tuple[Tensor, State]:
         return multipliers + self.dual_lr * (error - decay), {}
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(Rule):
     """Adam (Kingma and Ba, 2015), λ ← λ + η m̂ / (√v̂ + 10⁻⁸), with η = dual_lr; m̂ and v̂ follow e − κλ.
 
     The decay is part of the gradient that is normalized: decoupled, as in AdamW, it leads to another point.
@@ -67,14 +55,11 @@ class Adam:
     was skipped, must not be taken for one with a gradient of zero, or the bias correction would be wrong.
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment", "updates")
-    dual_lr: float
+    state_names = ("first_moment", "second_moment", "updates")
     first_beta: float
     second_beta: float
 
-    def propose(
-        self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def propose(self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: State) -> tuple[Tensor, State]:
         gradient = error - decay
         updates = state["updates"] + 1
         first = self.first_beta * state["first_moment"] + (1 - self.first_beta) * gradient
@@ -86,7 +71,7 @@ class Adam:
 
 
 @dataclass(frozen=True)
-class ProportionalIntegral:
+class ProportionalIntegral(Rule):
     """The νPI controller (Sohrabi et al., 2024).
 
         λ ← λ + κ_i (e_t − κλ) + κ_p (ξ_t − ξ_{t−1}),     ξ_t = ν ξ_{t−1} + (1 − ν) e_t,     ξ_{−1} = 0
@@ -97,20 +82,17 @@ class ProportionalIntegral:
     κ_p κ = 2.
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ("smoothed_error",)
-    dual_lr: float
+    state_names = ("smoothed_error",)
     proportional_gain: float
     smoothing: float
 
-    def propose(
-        self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def propose(self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: State) -> tuple[Tensor, State]:
         previous = state["smoothed_error"]
         smoothed = self.smoothing * previous + (1 - self.smoothing) * error
         proposal = multipliers + self.dual_lr * (error - decay) + self.gain(state) * (smoothed - previous)
         return proposal, {"smoothed_error": smoothed}
 
-    def gain(self, state: dict[str, Tensor]) -> Tensor | float:
+    def gain(self, state: State) -> Tensor | float:
         """κ_p."""
         return self.proportional_gain
 
@@ -128,16 +110,11 @@ class ScheduledProportionalIntegral(ProportionalIntegral):
     for each multiplier by itself.
     """
 
-    state_names: ClassVar[tuple[str, ...]] = (
-        "smoothed_error",
-        *("gain_growths", "period_updates", "period_violation", "previous_violation"),
-    )
+    state_names = ("smoothed_error", "gain_growths", "period_updates", "period_violation", "previous_violation")
     gain_growth: float
     gain_limit: float
 
-    def propose(
-        self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def propose(self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: State) -> tuple[Tensor, State]:
         proposal, after = super().propose(multipliers, error, decay, state)
         updates, violation = state["period_updates"] + 1, state["period_violation"] + error.clamp(min=0)
         before, over = state["previous_violation"], updates >= GAIN_PERIOD
@@ -152,13 +129,13 @@ class ScheduledProportionalIntegral(ProportionalIntegral):
             "previous_violation": torch.where(over, violation, before),
         }
 
-    def gain(self, state: dict[str, Tensor]) -> Tensor:
+    def gain(self, state: State) -> Tensor:
         """κ_p of each multiplier."""
         return (self.proportional_gain * self.gain_growth ** state["gain_growths"]).clamp(max=self.gain_limit)
 
 
 @dataclass(frozen=True)
-class PenaltyBarrier:
+class PenaltyBarrier(Rule):
     """Penalty-barrier multipliers (Ben-Tal and Zibulevsky, 1997), which are multiplied and never reach zero.
 
         λ ← λ (1 + η (φ′((e − κλ) / p) − 1))        φ′(t) = 1 + t for t ≥ −1/2, else −1 / (4t)
@@ -169,13 +146,9 @@ class PenaltyBarrier:
     below 100.
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ()
-    dual_lr: float
     barrier_width: float
 
-    def propose(
-        self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def propose(self, multipliers: Tensor, error: Tensor, decay: Tensor | float, state: State) -> tuple[Tensor, State]:
         least, most = BARRIER_RANGE
         relative = (error - decay) / self.barrier_width
         # torch.where computes both branches: the second must not divide by zero.
