@@ -13,13 +13,10 @@ from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
     LossSums,
-    check_layers,
     constraints_for,
-    entries_of,
     items_in,
     load_shared_state,
-    multipliers_of,
-    number_of_ranks,
+    mean_over_ranks,
     shared_state,
     sum_over_ranks,
 )
@@ -120,15 +117,13 @@ class DescentCallback(_Callback):
             ) from error
         handle = attach_layer_losses(model, **self._reads)
         try:
-            if self._constraints is None:
-                self._constraints = constraints_for(self._given, handle)
-            check_layers(self._constraints, handle)
+            self._constraints = constraints_for(self._constraints or self._given, handle)
         except InputError:
             handle.remove()
             raise
         self._layer_losses = handle
         self._constraints.to(pl_module.device)
-        self._logged = LossSums(self._constraints)
+        self._logged = LossSums(self._constraints, handle.taps)
         self._count = torch.zeros((), dtype=torch.int64, device=pl_module.device)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -168,8 +163,7 @@ class DescentCallback(_Callback):
         if not module.training or (kwargs.get("labels") is None and kwargs.get("shift_labels") is None):
             return args, kwargs
         if self._items is None:
-            items = sum_over_ranks(items_in(self.layer_losses, kwargs).to(self.constraints.device))
-            self._items = items.clamp(min=1) / number_of_ranks()
+            self._items = mean_over_ranks(items_in(self.layer_losses, kwargs).to(self.constraints.device))
         return args, {**kwargs, "num_items_in_batch": self._items, "return_dict": True}
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -210,25 +204,20 @@ class DescentCallback(_Callback):
         self._count.zero_()
         self.constraints.step()
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            self._log(pl_module)
-
-    def _log(self, pl_module: Any) -> None:
-        assert self._logged is not None
-        losses, _ = self._logged.take()
-        taps = self.layer_losses.taps
-        pl_module.log_dict({**entries_of(self.constraints, taps, losses), **multipliers_of(self.constraints, taps)})
+            assert self._logged is not None
+            entries, _ = self._logged.take()
+            pl_module.log_dict({**entries, **self._logged.multipliers()})
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._attach(pl_module)
-        self._evaluated = LossSums(self.constraints)
+        self._evaluated = LossSums(self.constraints, self.layer_losses.taps)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self._evaluated is not None
-        losses, count = self._evaluated.take()
+        entries, count = self._evaluated.take("val_")
         self._evaluated = None
         if count:
-            entries = entries_of(self.constraints, self.layer_losses.taps, losses)
-            pl_module.log_dict({f"val_{name}": value for name, value in entries.items()})
+            pl_module.log_dict(entries)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, plain numbers and words; empty before training started. Every rank must call this."""

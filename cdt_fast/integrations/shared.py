@@ -21,7 +21,8 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
     """`given`, or the constraints made of it where it is a dictionary of options, which may name a `preset`.
 
     Raises:
-        InputError: it is neither, names an option that there is not, or bounds an agreement.
+        InputError: it is neither, names an option that there is not, bounds an agreement, has not one loss a depth that
+            is read, or judges one that is not the same in training and evaluation.
     """
     if isinstance(given, Mapping):
         given = DescentConstraints(layer_losses.num_constraints, **options_of(**given))
@@ -34,17 +35,13 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
             "agreement needs predictions at every depth, which the fused losses do not form: bound the losses of "
             "those depths (bounds), or call record(…, agreement=…) in a loop of your own"
         )
-    return given
-
-
-def check_layers(constraints: DescentConstraints, layer_losses: LayerLosses) -> None:
-    """Require one loss a depth that is read, and that it is the same in training and evaluation where it is judged."""
-    if constraints.layers != layer_losses.num_constraints:
+    if given.layers != layer_losses.num_constraints:
         raise InputError(
-            f"constraints has layers = {constraints.layers}; expected {layer_losses.num_constraints}, as losses are "
+            f"constraints has layers = {given.layers}; expected {layer_losses.num_constraints}, as losses are "
             f"read at {layer_losses.num_constraints + 1} depths ({', '.join(map(str, layer_losses.taps))})"
         )
-    constraints.check_inner_kl(layer_losses.inner_kl)
+    given.check_inner_kl(layer_losses.inner_kl)
+    return given
 
 
 def items_in(layer_losses: LayerLosses, batch: Mapping[str, Any]) -> Tensor:
@@ -75,12 +72,18 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class LossSums:
-    """Sums of the losses and their count, on the device of the constraints; to add does not wait for it."""
+def mean_over_ranks(items: Tensor) -> Tensor:
+    """A number of items, summed in place over the ranks, at least 1, over the number of ranks, as gradients are
+    averaged over them; every rank must call this."""
+    return sum_over_ranks(items).clamp(min=1) / number_of_ranks()
 
-    def __init__(self, constraints: DescentConstraints) -> None:
-        multipliers = constraints.multipliers
-        self._sums = multipliers.new_zeros(len(multipliers) + 1)
+
+class LossSums:
+    """Sums of the losses of `taps` and their count, on the device of the constraints; to add does not wait for it."""
+
+    def __init__(self, constraints: DescentConstraints, taps: Sequence[int]) -> None:
+        self._constraints, self._taps = constraints, taps
+        self._sums = constraints.multipliers.new_zeros(len(taps) + 1)
 
     @torch.no_grad()
     def add(self, losses: Tensor, count: Tensor) -> None:
@@ -88,26 +91,23 @@ class LossSums:
         self._sums[:-1].add_(losses.to(self._sums.dtype) * count)
         self._sums[-1].add_(count)
 
-    def take(self) -> tuple[Tensor, int]:
-        """Mean losses over all ranks `[depths]` and their count; start anew. Every rank must call it; it waits."""
+    def take(self, prefix: str = "") -> tuple[dict[str, float], int]:
+        """Mean losses over all ranks, and what the constraints say of them, one number an entry, named by the depth;
+        and their count. It starts anew. Every rank must call it; it waits."""
         sums = sum_over_ranks(self._sums.clone())
         self._sums.zero_()
-        return sums[:-1] / sums[-1], int(sums[-1].item())
+        losses = sums[:-1] / sums[-1]
+        report = self._constraints.report(losses)
+        entries = dict(zip([f"layer_loss_{depth}" for depth in self._taps], losses.tolist(), strict=True))
+        for depth, violation in zip(self._taps, report.violation, strict=True):
+            if violation is not None:
+                entries[f"violation_{depth}"] = violation
+        entries["feasible"] = float(report.feasible)
+        return {f"{prefix}{name}": value for name, value in entries.items()}, int(sums[-1].item())
 
-
-def entries_of(constraints: DescentConstraints, taps: Sequence[int], losses: Tensor) -> dict[str, float]:
-    """The losses and what the constraints say of them, one number an entry, named by the depth. This waits."""
-    report = constraints.report(losses)
-    entries = {f"layer_loss_{depth}": loss for depth, loss in zip(taps, losses.tolist(), strict=True)}
-    for depth, violation in zip(taps, report.violation, strict=True):
-        if violation is not None:
-            entries[f"violation_{depth}"] = violation
-    return {**entries, "feasible": float(report.feasible)}
-
-
-def multipliers_of(constraints: DescentConstraints, taps: Sequence[int]) -> dict[str, float]:
-    """λ, one number an entry, named by the depth. This waits."""
-    return {f"multiplier_{depth}": value for depth, value in zip(taps, constraints.multipliers.tolist(), strict=True)}
+    def multipliers(self) -> dict[str, float]:
+        """λ, one number an entry, named by the depth. This waits."""
+        return dict(zip([f"multiplier_{d}" for d in self._taps], self._constraints.multipliers.tolist(), strict=True))
 
 
 def shared_state(constraints: DescentConstraints) -> dict[str, Any]:

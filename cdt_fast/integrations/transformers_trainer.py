@@ -15,15 +15,12 @@ from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
     LossSums,
-    check_layers,
     constraints_for,
-    entries_of,
     items_in,
     load_shared_state,
-    multipliers_of,
+    mean_over_ranks,
     number_of_ranks,
     shared_state,
-    sum_over_ranks,
 )
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
@@ -110,9 +107,8 @@ class _DescentTrainer(Trainer):
         self._reads = {"taps": taps, "inner_fraction": inner_fraction, "inner_kl": inner_kl}
         self.layer_losses = attach_layer_losses(self.model, **self._reads)
         self.constraints = constraints_for(constraints, self.layer_losses).to(self.args.device)
-        check_layers(self.constraints, self.layer_losses)
         self._at_first = self.constraints.state_dict()
-        self._logged = LossSums(self.constraints)
+        self._logged = LossSums(self.constraints, self.layer_losses.taps)
         self._entries: dict[str, float] = {}
         # Every version then gives compute_loss what get_batch_samples counted, and does not divide its result again.
         self.model_accepts_loss_kwargs = True
@@ -147,9 +143,9 @@ class _DescentTrainer(Trainer):
         self._items = None
         if samples:
             items = torch.stack([items_in(self.layer_losses, batch).to(self.args.device) for batch in samples]).sum()
-            # The mean over the ranks, as gradients are averaged over them. A step without a label that counts is left
-            # with gradients of zero, and its losses of 0/0 do not move the multipliers.
-            self._items = sum_over_ranks(items).clamp(min=1) / number_of_ranks()
+            # A step without a label that counts is left with gradients of zero, and its losses of 0/0 do not move the
+            # multipliers.
+            self._items = mean_over_ranks(items)
         return samples, self._items
 
     def compute_loss(
@@ -183,14 +179,13 @@ class _DescentTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            losses, count = self._logged.take()
+            entries, count = self._logged.take()
             if not count:
                 raise InputError(
                     f"no label counted since step {self._globalstep_last_logged}: all are -100. Look at what masks "
                     "them (the prompt, a maximal length, a template that is not recognized)"
                 )
-            taps = self.layer_losses.taps
-            self._entries = {**entries_of(self.constraints, taps, losses), **multipliers_of(self.constraints, taps)}
+            self._entries = {**entries, **self._logged.multipliers()}
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -200,15 +195,14 @@ class _DescentTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        self._evaluated = LossSums(self.constraints)
+        self._evaluated = LossSums(self.constraints, self.layer_losses.taps)
         try:
             output: Any = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-            losses, count = self._evaluated.take()
+            entries, count = self._evaluated.take(f"{metric_key_prefix}_")
         finally:
             self._evaluated = None
         if count:
-            entries = entries_of(self.constraints, self.layer_losses.taps, losses)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in entries.items()})
+            output.metrics.update(entries)
         return output
 
     def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
