@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.parts import CLASSIFIER, ModelParts, unsupported
-from cdt_fast.models.layer_losses.patch import Patch
+from cdt_fast.models.layer_losses.patch import Patch, patched, state_of
 from cdt_fast.models.layer_losses.targets import IGNORED
 
 _ROWS, _TOKENS = 2, 32
@@ -72,18 +72,14 @@ def check_first_forward(
         if not isinstance(loss, Tensor) or loss.dim() or not isinstance(own.get("logits"), Tensor):
             raise unsupported(parts.model, "its forward with labels returns no loss and logits")
         _check_shapes(parts, states)
-        try:
+        with explained(unsupported, parts.model, "its inner depths cannot be read"):
             with _same_random_numbers(parts.model):
                 reading = read(run, labels)
             for number in _compared(parts, taps):
-                with _same_random_numbers(parts.model), _bypassed(parts, taps[number]):
+                behind = dict.fromkeys(parts.layers[taps[number] :], _pass_on)
+                with _same_random_numbers(parts.model), patched(behind):
                     last = read(run, labels).last
                 _check_features(parts, taps[number], reading.features[number], last)
-        except InputError:
-            raise
-        except Exception as error:  # any: the code is not ours
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise unsupported(parts.model, f"its inner depths cannot be read ({reason})") from error
         _check_loss(parts, own, loss, reading.loss, labels)
 
 
@@ -190,6 +186,25 @@ def rounding_of(tensor: Tensor) -> float:
     return max(eps, _TF32_EPS) if tensor.is_cuda else eps
 
 
+def excess_over_rounding(found: Tensor, expected: Tensor) -> tuple[float, float] | None:
+    """The largest difference and the largest number, where they differ by more than their rounding; else None."""
+    difference, size = (x.double().abs().max().item() for x in (found - expected, expected))
+    # Of a model that diverged NaN is not the fault of its structure.
+    return (difference, size) if difference > 16 * rounding_of(expected) * size else None
+
+
+@contextlib.contextmanager
+def explained(error_of: Callable[[Any, str], InputError], model: nn.Module, what: str) -> Iterator[None]:
+    """Whatever the model's code raises in this block becomes the error for `model` that says `what` and why."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # any: the code is not ours
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise error_of(model, f"{what} ({reason})") from error
+
+
 def _compared(parts: ModelParts, taps: Sequence[int]) -> list[int]:
     """The numbers of the first and the last tap before a layer of each class: what mixes depths shows at the last."""
     inner = [number for number, depth in enumerate(taps) if depth < len(parts.layers)]
@@ -225,7 +240,7 @@ def _noted_states(layers: Sequence[nn.Module]) -> Iterator[dict[int, Any]]:
     states: dict[int, Any] = {}
 
     def note(depth: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        states[depth] = _state(args, kwargs)
+        states[depth] = state_of(args, kwargs)
         if depth == len(layers) - 1:
             states[len(layers)] = output[0] if isinstance(output, tuple | list) else output
 
@@ -240,21 +255,7 @@ def _noted_states(layers: Sequence[nn.Module]) -> Iterator[dict[int, Any]]:
             handle.remove()
 
 
-@contextlib.contextmanager
-def _bypassed(parts: ModelParts, depth: int) -> Iterator[None]:
-    """The layers behind `depth` answer with the state that they are given."""
-
-    def answer(patch: Patch, *args: Any, **kwargs: Any) -> Any:
-        state, output = _state(args, kwargs), patch.original(*args, **kwargs)
-        return type(output)((state, *output[1:])) if isinstance(output, tuple | list) else state
-
-    patches = [Patch(layer, answer) for layer in parts.layers[depth:]]
-    try:
-        yield
-    finally:
-        for patch in patches:
-            patch.remove()
-
-
-def _state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else next(iter(kwargs.values()))
+def _pass_on(patch: Patch, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer that answers with the state it is given."""
+    state, output = state_of(args, kwargs), patch.original(*args, **kwargs)
+    return type(output)((state, *output[1:])) if isinstance(output, tuple | list) else state

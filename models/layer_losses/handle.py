@@ -30,11 +30,11 @@ from cdt_fast.models.layer_losses.outputs import (
     LAYER_LOSSES,
     LOSS_COUNT,
     ignore_in_predictions,
-    router_loss,
     with_layer_losses,
+    with_router_loss,
 )
 from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts, check_head, unsupported
-from cdt_fast.models.layer_losses.patch import Patch
+from cdt_fast.models.layer_losses.patch import Patch, state_of
 from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
 from cdt_fast.ops import layerwise_cross_entropy
 from cdt_fast.ops.shared.depths import weights_of_depths
@@ -209,53 +209,35 @@ class LayerLosses(DecodingMethods):
         """The forward of the model."""
         kwargs.update(zip(patch.names, args, strict=False))
         weights = kwargs.pop("depth_weights", None)
-        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
-        if self._reads_logits:
-            return self._logits(patch, kwargs)
-        if not self._attached or (labels is None and shifted is None):
+        reads_losses = self._attached and not (kwargs.get("labels") is None and kwargs.get("shift_labels") is None)
+        if not reads_losses and not self._reads_logits:
             return patch.original(**kwargs)
-        for name in ("labels", "shift_labels"):
-            kwargs.pop(name, None)
-        items = kwargs.pop("num_items_in_batch", None)
+        labels, shifted, items = (kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
         as_tuple = not _given(kwargs.get("return_dict"), getattr(self._parts.model.config, "return_dict", True))
         kwargs["return_dict"] = True
         if not torch.compiler.is_compiling():
             check_head(self._parts)
+        run = functools.partial(patch.original, **kwargs)
+        # How the inner depths of a classifier are read. The first forward is checked without.
+        pooling = {"mean": self._mean, "mask": kwargs.get("attention_mask")}
+        if self._reads_logits:
+            self._check(patch, kwargs)
+            _, depths = self._read(run, _Pass(None, None, whole_logits=False, **pooling))
+            return depths[: len(self.taps)]
         shift = self.shifts_labels and shifted is None
         targets = targets_of(labels if shifted is None else shifted, self._parts.classes, shift=shift)
         count = check_count(targets, items)
         weights = self._weights if weights is None else weights_of_depths(weights, len(self.taps))
         self._check(patch, kwargs)
-        this = _Pass(targets, None if self._evaluating else weights, self._whole_logits(), **self._pooled(kwargs))
-        output, total, sums, logits = self._read(functools.partial(patch.original, **kwargs), this)
-        loss = self._with_router_loss(total / (count if items is None else items), output)
+        this = _Pass(targets, None if self._evaluating else weights, self._whole_logits(), **pooling)
+        output, (total, sums, *rows) = self._read(run, this)
+        loss = with_router_loss(self._parts.model, total / (count if items is None else items), output)
+        logits = rows[0] if rows else output.logits if this.whole_logits else None
         count = count.to(sums.device, non_blocking=True)
         means = sums / count.clamp(min=1)
         fields = {LAYER_LOSSES: means, LOSS_COUNT: count, LAYER_AGREEMENT: this.agreement}
         output = with_layer_losses(output, loss=loss, logits=logits, **fields)
         return output.to_tuple() if as_tuple else output
-
-    def _logits(self, patch: Patch, kwargs: dict[str, Any]) -> list[Tensor]:
-        """The forward of the model while logits are read."""
-        for name in ("labels", "shift_labels", "num_items_in_batch"):
-            kwargs.pop(name, None)
-        kwargs["return_dict"] = True
-        if not torch.compiler.is_compiling():
-            check_head(self._parts)
-        self._check(patch, kwargs)
-        run = functools.partial(patch.original, **kwargs)
-        this = self._pass = _Pass(None, None, whole_logits=False, **self._pooled(kwargs))
-        try:
-            output = run()
-            rows = self._parts.kind == CLASSIFIER
-            states = self._rows(output, run) if rows else self._states(this.features)
-            return self._parts.head(states)[: len(self.taps)]
-        finally:
-            self._pass = None
-
-    def _pooled(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """How a pass reads the inner depths of a classifier. The first forward is checked as without."""
-        return {"mean": self._mean, "mask": arguments.get("attention_mask")}
 
     def _check(self, patch: Patch, arguments: dict[str, Any]) -> None:
         """Once: that the depths are read as the model reads its last."""
@@ -263,27 +245,27 @@ class LayerLosses(DecodingMethods):
             check_first_forward(self._parts, self.taps, patch.original, self._reading, arguments)
             self._checked = True
 
-    def _with_router_loss(self, loss: Tensor, output: Any) -> Tensor:
-        of_router = router_loss(self._parts.model, output)
-        return loss if of_router is None else loss + of_router.to(loss.device)
-
     def _reading(self, run: Callable[[], Any], labels: Tensor) -> Reading:
         """What the first forward is checked by; see there."""
         targets = targets_of(labels, self._parts.classes, shift=self.shifts_labels)
         this = _Pass(targets, None, whole_logits=True)
-        output, total, *_ = self._read(run, this)
-        loss = self._with_router_loss(total / (targets != IGNORED).sum(), output)
+        output, (total, *_) = self._read(run, this)
+        loss = with_router_loss(self._parts.model, total / (targets != IGNORED).sum(), output)
         last = output.logits if this.features is None else this.features
         return Reading(loss, this.inner, last)
 
-    def _read(self, run: Callable[[], Any], this: _Pass) -> tuple[Any, Tensor, Tensor, Tensor | None]:
-        """The output of `run`, a forward without labels, and the total, sums and logits read in it."""
+    def _read(self, run: Callable[[], Any], this: _Pass) -> tuple[Any, Any]:
+        """The output of `run`, a forward without labels, and what the head makes of the states that it has passed.
+
+        The head is called as a module, so that what gathers the weight of a sharded one does so. The last norm of a
+        language model runs again there, for sharded together with the head its weight is there only between the call
+        and its backward.
+        """
         self._pass = this
         try:
             output = run()
             rows = self._parts.kind == CLASSIFIER
-            total, sums, logits = self._read_rows(output, run) if rows else self._read_tokens(output)
-            return output, total, sums, logits
+            return output, self._parts.head(self._rows(this, output, run) if rows else self._states(this))
         finally:
             self._pass = None
 
@@ -292,50 +274,34 @@ class LayerLosses(DecodingMethods):
             return True
         return _given(self.keep_logits, not self._parts.model.training)
 
-    def _read_tokens(self, output: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Total, sums and logits of a language model."""
-        this = self._this_pass()
-        features, targets = this.features, this.targets
-        assert targets is not None
-        if features is None or features.shape[:-1] != targets.shape:
-            given = None if features is None else tuple(features.shape[:-1])
-            raise InputError(
-                f"labels have shape {tuple(targets.shape)} but the head was given tokens {given}: give one label a "
-                "token, and no logits_to_keep"
-            )
-        # Called as a module, so that what gathers the weight of a sharded head does so. The last norm runs again there,
-        # for sharded together with the head its weight is there only between the call and its backward.
-        total, sums = self._parts.head(self._states(features))
-        return total, sums, output.logits if this.whole_logits else None
-
-    def _read_rows(self, output: Any, again: Callable[[], Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Total, sums and logits of a classifier."""
-        targets, features = self._this_pass().targets, self._rows(output, again)
-        assert targets is not None
-        for rows in features:
+    def _rows(self, this: _Pass, output: Any, again: Callable[[], Any]) -> list[Tensor]:
+        """What the head of a classifier is given for each depth and, whether it is tapped or not, the last."""
+        for state in self._inner_states(this):
+            this.replayed = self._parts.read(state)
+            if this.mean:
+                this.replayed = mean_of_tokens(this.replayed, this.mask)
+            this.inner.append(again().logits)
+        features, targets = [*this.inner, output.logits], this.targets
+        for rows in features if targets is not None else ():
             if rows.dim() != 2 or rows.shape[0] != targets.numel() or targets.dim() != 1:
                 raise InputError(
                     f"labels must have one class a row, and the head read one row a sequence: got labels "
                     f"{tuple(targets.shape)}, rows {tuple(rows.shape[:-1])}"
                 )
-        return self._parts.head(features)
+        return features
 
-    def _rows(self, output: Any, again: Callable[[], Any]) -> list[Tensor]:
-        """What the head of a classifier is given for each depth and, whether it is tapped or not, the last."""
-        this = self._this_pass()
-        for state in self._inner_states():
-            this.replayed = self._parts.read(state)
-            if this.mean:
-                this.replayed = mean_of_tokens(this.replayed, this.mask)
-            this.inner.append(again().logits)
-        return [*this.inner, output.logits]
-
-    def _states(self, features: Tensor | None) -> list[Tensor]:
+    def _states(self, this: _Pass) -> list[Tensor]:
         """The states of a language model at each depth and, whether it is tapped or not, the last, before its norm."""
-        last = self._this_pass().states.get(len(self._parts.layers), features)
+        given = None if this.features is None else this.features.shape[:-1]
+        if this.targets is not None and given != this.targets.shape:
+            raise InputError(
+                f"labels have shape {tuple(this.targets.shape)} but the head was given tokens "
+                f"{None if given is None else tuple(given)}: give one label a token, and no logits_to_keep"
+            )
+        last = this.states.get(len(self._parts.layers), this.features)
         if last is None:
             raise unsupported(self._parts.model, "its head did not run")
-        return [*self._inner_states(), last]
+        return [*self._inner_states(this), last]
 
     def _head(self, patch: Patch, features: Any, *args: Any, **kwargs: Any) -> Any:
         """The forward of the head: losses for a list of states; within a pass, what it notes; else its own."""
@@ -347,7 +313,7 @@ class LayerLosses(DecodingMethods):
             if classifier and this.targets is None:
                 return [patch.original(rows) for rows in features]
             if classifier:
-                return *self._losses(features), patch.original(features[-1])
+                return *self._losses(this, features), patch.original(features[-1])
             features = [self._parts.read(state) for state in features]
             this.inner = features[:-1]
             for rows in features:
@@ -356,7 +322,7 @@ class LayerLosses(DecodingMethods):
                     raise unsupported(self._parts.model, f"what its head is given has another shape: {shapes}")
             if this.targets is None:
                 return [self._parts.capped(patch.original(rows)) for rows in features]
-            return self._losses(features)
+            return self._losses(this, features)
         if classifier:
             return features
         this.features = features
@@ -387,9 +353,9 @@ class LayerLosses(DecodingMethods):
         """What the base model returned, as inner depths are read by the mean of the tokens."""
         return self._with_state(output, mean_of_tokens(output.last_hidden_state, inputs.get("attention_mask")))
 
-    def _losses(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _losses(self, this: _Pass, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The total that becomes the loss, and the sums of the depths that are tapped."""
-        this, parts = self._this_pass(), self._parts
+        parts = self._parts
         assert this.targets is not None
         weight, bias = effective_linear(in_use(parts.head))
         if not torch.is_autocast_enabled(weight.device.type):
@@ -419,28 +385,23 @@ class LayerLosses(DecodingMethods):
         )
         return sums[-1] if weights is None else total, sums[:tapped]
 
-    def _inner_states(self) -> list[Tensor]:
+    def _inner_states(self, this: _Pass) -> list[Tensor]:
         """The noted inputs of the layers, by depth."""
-        states = self._this_pass().states
         depths = [depth for depth in self.taps if depth < len(self._parts.layers)]
         for depth in depths:
-            if depth not in states:
+            if depth not in this.states:
                 raise InputError(
                     f"layer {depth + 1} did not run in this forward, so that depth {depth} has no state: switch "
                     "layerdrop off, or leave the depth out of taps"
                 )
-        return [states[depth] for depth in depths]
+        return [this.states[depth] for depth in depths]
 
     def _note(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # In the backward a checkpointed layer runs again; then there is no pass. The final norm may run on the
         # embeddings too, and runs again for each depth: its state is the one before the head is called.
         this, last = self._pass, depth == len(self._parts.layers)
         if this is not None and (this.features is None if last else depth not in this.states):
-            this.states[depth] = args[0] if args else next(iter(kwargs.values()))
-
-    def _this_pass(self) -> _Pass:
-        assert self._pass is not None
-        return self._pass
+            this.states[depth] = state_of(args, kwargs)
 
 
 def mean_of_tokens(state: Tensor, mask: Tensor | None) -> Tensor:

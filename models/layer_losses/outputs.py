@@ -38,24 +38,24 @@ def ignore_in_predictions(config: Any) -> None:
     setattr(holder, _IGNORED_KEYS, [*keys, *(name for name in _FIELDS if name not in keys)])
 
 
-def router_loss(model: Any, output: Any) -> Tensor | None:
-    """What a mixture of experts adds to its loss so that tokens spread over the experts, `[]`; None: nothing.
+def with_router_loss(model: Any, loss: Tensor, output: Any) -> Tensor:
+    """`loss` and what a mixture of experts adds to it so that tokens spread over the experts, `[]`.
 
     It is added once a forward, and not divided by a number of items: as in the models themselves.
 
     Raises:
         InputError: the model returns such a loss, but not under a name that is known what it is multiplied by.
     """
-    loss = output.get("aux_loss")
-    if not isinstance(loss, Tensor):
-        return None
+    of_router = output.get("aux_loss")
+    if not isinstance(of_router, Tensor):
+        return loss
     factors = [getattr(model, name) for name in _ROUTER_FACTORS if hasattr(model, name)]
     if not factors:
         raise InputError(
             f"no layer losses for a {type(model).__name__} with a router loss: what it multiplies that by is unknown "
             f"(none of {', '.join(_ROUTER_FACTORS)}); set config.output_router_logits = False"
         )
-    return factors[0] * loss
+    return loss + (factors[0] * of_router).to(loss.device)
 
 
 def _extended(kind: type) -> type:

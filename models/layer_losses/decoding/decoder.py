@@ -130,7 +130,7 @@ class ExitDecoder(ABC):
         self._check(model, generation_config)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
-        with self._split.installed():
+        with self._split.decoding():
             output = model._prefill(input_ids, generation_config, model_kwargs)
             cache = output.get("past_key_values")
             check_cache(model, cache)

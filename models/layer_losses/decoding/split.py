@@ -1,31 +1,24 @@
-"""A causal language model cut at an exit: the layers before it run at once, those behind it later, on kept states.
-
-Nothing of the model is written anew: its own forward runs with layers that answer with the state they are given. What
-lies around the layers (embeddings, positions, masks, the last norm, the head) is the model's own, whatever it is.
-"""
+"""A causal language model cut at an exit: the layers before it run at once, those behind it later, on kept states."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses.first_forward import rounding_of, without_dropout
+from cdt_fast.models.layer_losses.first_forward import excess_over_rounding, explained, without_dropout
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
 from cdt_fast.models.layer_losses.parts import ModelParts
-from cdt_fast.models.layer_losses.patch import Patch
-
-Part = Literal["whole", "shallow", "deep"]
+from cdt_fast.models.layer_losses.patch import Patch, Segments
 
 
-class SplitModel:
+class SplitModel(Segments):
     """The two parts of a model, which share one cache.
 
     `shallow` runs the layers 0..exit−1 on new tokens and keeps their states; `deep` runs the others on all states that
@@ -38,34 +31,28 @@ class SplitModel:
     """
 
     def __init__(self, parts: ModelParts, exit: int, rows: Tensor | None = None) -> None:
+        super().__init__(parts.layers)
         self.exit = exit
         self.rows = rows
         self._parts = parts
-        self._part: Part = "whole"
         self._with_head = True
-        self._states: list[Tensor] = []
-        self._tuples: dict[int, int] = {}  # how many entries a layer's output has, where it is a tuple
         self._head: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def kept(self) -> int:
-        return sum(state.shape[1] for state in self._states)
+        return sum(state.shape[1] for state in self.states)
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def decoding(self) -> Iterator[None]:
         """In this block the model's layers and head answer as the part that runs asks; afterwards as before."""
         if self.rows is not None:
             weight, bias = effective_linear(in_use(self._parts.head))
             self._head = weight[self.rows].detach(), None if bias is None else bias[self.rows].detach()
-        answers = [(layer, functools.partial(self._layer, depth)) for depth, layer in enumerate(self._parts.layers)]
-        patches = [Patch(module, answer) for module, answer in [*answers, (self._parts.head, self._answer_of_head)]]
         try:
-            yield
+            with self.installed({self._parts.head: self._answer_of_head}):
+                yield
         finally:
-            for patch in reversed(patches):
-                patch.remove()
-            self._states.clear()
-            self._part, self._head = "whole", None
+            self._head = None
 
     def shallow(self, inputs: dict[str, Any], *, head: bool = True) -> Tensor | None:
         """Run the first part on new tokens and keep their states.
@@ -77,7 +64,7 @@ class SplitModel:
         Returns:
             `[B, tokens, V]`, or `[B, tokens, R]` with `rows`; None without `head`.
         """
-        logits = self._run("shallow", inputs, head).logits
+        logits = self._run(range(self.exit), inputs, head).logits
         return logits if head else None
 
     def deep(self, inputs: dict[str, Any]) -> Any:
@@ -91,9 +78,7 @@ class SplitModel:
         """
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = self.kept
-        output = self._run("deep", inputs, True)
-        self._states.clear()
-        return output
+        return self._run(range(self.exit, len(self._parts.layers)), inputs, True)
 
     def seen_from_behind(self, cache: Any) -> Any:
         """The cache as the second part has to see it: as long as its own layers are, for masks and positions are made
@@ -108,33 +93,18 @@ class SplitModel:
         view.layers = [*map(stand_in, cache.layers[: self.exit]), *behind]
         return view
 
-    def _run(self, part: Part, inputs: dict[str, Any], head: bool) -> Any:
-        self._part, self._with_head = part, head
+    def _run(self, due: range, inputs: dict[str, Any], head: bool) -> Any:
+        self.due, self._with_head = due, head
         try:
             return self._parts.model(**inputs, return_dict=True)
         finally:
-            self._part, self._with_head = "whole", True
-
-    def _layer(self, depth: int, patch: Patch, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer."""
-        if self._part == "whole" or (self._part == "shallow") == (depth < self.exit):
-            output = patch.original(*args, **kwargs)
-            if isinstance(output, tuple):
-                self._tuples[depth] = len(output)
-            return output
-        state = args[0] if args else kwargs["hidden_states"]
-        if self._part == "shallow" and depth == self.exit:
-            self._states.append(state)
-        elif self._part == "deep" and depth == self.exit - 1:
-            state = torch.cat(self._states, 1)
-        length = self._tuples.get(depth)
-        return state if length is None else (state, *[None] * (length - 1))
+            self.due, self._with_head = None, True
 
     def _answer_of_head(self, patch: Patch, features: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The forward of the head."""
         if not self._with_head:
             return features
-        if self._part == "shallow" and self._head is not None:
+        if self._head is not None and self.due == range(self.exit):
             return F.linear(features, *self._head)
         return patch.original(features, *args, **kwargs)
 
@@ -189,29 +159,22 @@ def check_split(parts: ModelParts, exit: int) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(parts.classes, (1, 9), generator=generator).to(model.device)
     split = SplitModel(parts, exit)
-    with without_dropout(model):
-        try:
-            own, cache = (model(input_ids=ids[:, :6], use_cache=True).get("past_key_values") for _ in range(2))
-            check_cache(model, cache)
-            expected = model(input_ids=ids[:, 6:], past_key_values=own, use_cache=True).logits
-            with split.installed():
-                for number in range(6, 9):
-                    inputs = {"input_ids": ids[:, number : number + 1], "past_key_values": cache, "use_cache": True}
-                    split.shallow(inputs, head=False)
-                inputs = {"input_ids": ids[:, 6:], "past_key_values": split.seen_from_behind(cache), "use_cache": True}
-                logits = split.deep(inputs).logits
-        except InputError:
-            raise
-        except Exception as error:  # any: the code is not ours
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise no_decoding(model, f"its layers cannot be run in two parts ({reason})") from error
-    difference, size = ((x.double().abs().max().item()) for x in (logits - expected, expected))
-    # Not (a > b) rather than a <= b: of a model that diverged NaN is not the fault of its structure.
-    if difference > 16 * rounding_of(expected) * size:
+    with without_dropout(model), explained(no_decoding, model, "its layers cannot be run in two parts"):
+        own, cache = (model(input_ids=ids[:, :6], use_cache=True).get("past_key_values") for _ in range(2))
+        check_cache(model, cache)
+        expected = model(input_ids=ids[:, 6:], past_key_values=own, use_cache=True).logits
+        with split.decoding():
+            for number in range(6, 9):
+                inputs = {"input_ids": ids[:, number : number + 1], "past_key_values": cache, "use_cache": True}
+                split.shallow(inputs, head=False)
+            inputs = {"input_ids": ids[:, 6:], "past_key_values": split.seen_from_behind(cache), "use_cache": True}
+            logits = split.deep(inputs).logits
+    excess = excess_over_rounding(logits, expected)
+    if excess is not None:
         raise no_decoding(
             model,
-            f"run in two parts, its logits differ by {difference:.3g} from its own, where the largest is {size:.3g}: "
-            "it computes something between its layers that is not known here",
+            f"run in two parts, its logits differ by {excess[0]:.3g} from its own, where the largest is "
+            f"{excess[1]:.3g}: it computes something between its layers that is not known here",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.decoding.decoder import SpeculativeDecoder, check_exit, check_language_model
 from cdt_fast.models.layer_losses.decoding.split import SplitModel
 from cdt_fast.models.layer_losses.parts import ModelParts
+from cdt_fast.models.layer_losses.patch import state_of
 
 EARLY_EXIT = "early_exit"
 """The entry of a model's `generation_config` that a decoder takes its settings from."""
@@ -239,13 +241,11 @@ def _named(
     """Which of the tokens behind a prompt each exit names, given those before."""
     states: dict[int, Tensor] = {}
 
-    def note(exit: int) -> Callable[..., None]:
-        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states[exit] = args[0] if args else kwargs["hidden_states"]
+    def note(exit: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states[exit] = state_of(args, kwargs)
 
-        return hook
-
-    handles = [parts.layers[exit].register_forward_pre_hook(note(exit), with_kwargs=True) for exit in exits]
+    hooks = {exit: functools.partial(note, exit) for exit in exits}
+    handles = [parts.layers[exit].register_forward_pre_hook(hook, with_kwargs=True) for exit, hook in hooks.items()]
     try:
         parts.model(input_ids=ids[None], use_cache=False)
     finally:
@@ -285,7 +285,7 @@ def _costs(parts: ModelParts, split: SplitModel, ids: Tensor) -> _Costs:
         _wait(model)
         times[name].append(time.perf_counter() - start)
 
-    with split.installed():
+    with split.decoding():
         for _ in range(_REPETITIONS):
             cache = model(input_ids=ids[None, :-1], use_cache=True).past_key_values
             inputs = {"input_ids": ids[None, -1:], "past_key_values": cache, "use_cache": True}
