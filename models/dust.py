@@ -12,7 +12,7 @@ from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import cosine_volumes, overcomplete_dct, squared_spectral_norm
-from cdt_fast.models.pretrained import PretrainedModel
+from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.shared.checks import (
     LayerNonlinearity,
     check_factor,
@@ -133,10 +133,7 @@ class DUST(PretrainedModel):
             InputError: `noisy` has the wrong shape, `depth` is not in 0..layers, or `deviation` is missing or without
                 use.
         """
-        if depth is None:
-            depth = self.layers
-        if not isinstance(depth, int) or not 0 <= depth <= self.layers:
-            raise InputError(f"depth must be a whole number from 0 to {self.layers}, got {depth!r}")
+        depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
         units = self._units(noisy, deviation)
         *_, (reconstruction, _) = self._depths(_normalized(noisy, units), depth, read_all=False)
         return _restored(reconstruction, units)
@@ -173,8 +170,7 @@ class DUST(PretrainedModel):
         signal = None if alone else _normalized(noisy, units).to(dtype)
 
         def refine(level: int, estimate: Tensor) -> Tensor:
-            if not isinstance(level, int) or not 1 <= level <= self.layers:
-                raise InputError(f"level must be a whole number from 1 to {self.layers}, got {level!r}")
+            check_depth("level", level, 1, self.layers)
             check_tensor("estimate", estimate, 2, "[..., T, n]")
             check_shape("estimate", estimate, tuple(noisy.shape), "as noisy")
             step = self.steps[level - 1]
@@ -221,10 +217,9 @@ class DUST(PretrainedModel):
             between: what the codes `[..., T, m]` of each depth l = 1..L−1 go through before layer l+1 takes them, as
                 `between(l, codes)`; the reconstruction of depth l is of the codes before.
         """
-        self._check(noisy)
+        units = self._units(noisy, deviation)
         check_tensor("clean", clean, 2, "[..., T, n]")
         check_shape("clean", clean, tuple(noisy.shape), "as noisy")
-        units = self._units(noisy, deviation)
         noisy, clean = _normalized(noisy, units), _normalized(clean, units)
         if torch.is_grad_enabled():
             clean = clean.to(compute_dtype(clean))  # once: every layer reads it, forward and backward
@@ -248,14 +243,11 @@ class DUST(PretrainedModel):
         norm = squared_spectral_norm(self.dictionary)
         return norm * (max(self.steps) if self.tied else norm.new_tensor(self.steps))
 
-    def _check(self, noisy: Tensor) -> None:
+    def _units(self, noisy: Tensor, deviation: Tensor | float | None) -> tuple[Tensor, Tensor | float] | None:
+        """μ and σ of each sequence, to be broadcast over its tokens; None where the model is not noise-adaptive."""
         check_tensor("noisy", noisy, 2, "[..., T, n]")
         check_shape("noisy", noisy, (*noisy.shape[:-1], self.patch_size), "tokens by the model's patch_size")
         check_together(noisy=noisy, dictionary=self.dictionary)
-
-    def _units(self, noisy: Tensor, deviation: Tensor | float | None) -> tuple[Tensor, Tensor | float] | None:
-        """μ and σ of each sequence, to be broadcast over its tokens; None where the model is not noise-adaptive."""
-        self._check(noisy)
         if not self.noise_adaptive:
             if deviation is not None:
                 raise InputError("deviation is of no use: the model is not noise-adaptive")
@@ -283,7 +275,6 @@ class DUST(PretrainedModel):
 
         With `clean` also its squared error, for the depths whose layer forms it.
         """
-        self._check(noisy)
         noisy = noisy.to(compute_dtype(noisy))  # once, not in every layer
         # Each with its cast, which is made once for all layers; they form the gradient in the parameter's own dtype.
         if self.tied:

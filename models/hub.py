@@ -44,38 +44,10 @@ def local_folder(
             )
         )
     except Exception as error:  # of the hub's library, or of whichever library it reaches the network with
-        if not download:
-            message = f"{name}: no such folder, nor is it in the hub's cache; download=True fetches a model of the hub"
-            raise InputError(message) from error
-        raise InputError(f"{name}: no such folder, and it cannot be fetched from the hub ({_reason(error)})") from error
-
-
-def push(
-    folder: Path,
-    repo_id: str,
-    *,
-    commit_message: str,
-    private: bool | None,
-    token: str | None,
-    branch: str | None,
-    create_pr: bool,
-) -> str:
-    """Upload a folder in one commit, into a repository that is made where there is none; the address of the commit.
-
-    Raises:
-        InputError: the hub cannot be reached, or refuses.
-    """
-    import huggingface_hub
-
-    try:
-        api = huggingface_hub.HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=branch, create_pr=create_pr
-        )
-    except Exception as error:
-        raise InputError(f"{repo_id}: cannot be pushed to the hub ({_reason(error)})") from error
-    return str(commit)
+        message = f"{name}: no such folder, nor is it in the hub's cache; download=True fetches a model of the hub"
+        if download:
+            message = f"{name}: no such folder, and it cannot be fetched from the hub ({reason_of(error)})"
+        raise InputError(message) from error
 
 
 def model_card(repo_id: str, config: Mapping[str, Any], run: str | os.PathLike[str] | None = None) -> str:
@@ -124,5 +96,6 @@ def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What an error of the hub's library says, in one line."""
     return shown(" ".join(str(error).split()) or type(error).__name__)

@@ -26,6 +26,13 @@ from cdt_fast.tensor_file import load_tensors, serialized
 _classes: dict[str, type[PretrainedModel]] = {}
 
 
+def check_depth(name: str, depth: Any, least: int, layers: int) -> int:
+    """`depth`, or InputError: it is no whole number from `least` to `layers`."""
+    if not isinstance(depth, int) or isinstance(depth, bool) or not least <= depth <= layers:
+        raise InputError(f"{name} must be a whole number from {least} to {layers}, got {depth!r}")
+    return depth
+
+
 class PretrainedModel(nn.Module):
     """A module that is rebuilt from its `config`, the keyword arguments of its constructor."""
 
@@ -73,18 +80,18 @@ class PretrainedModel(nn.Module):
         Raises:
             InputError: the hub cannot be reached, or refuses; `run` is no run folder.
         """
+        import huggingface_hub
+
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder) / "README.md", hub.model_card(repo_id, self._described, run))
             self.save_pretrained(folder)
-            return hub.push(
-                Path(folder),
-                repo_id,
-                commit_message=commit_message,
-                private=private,
-                token=token,
-                branch=branch,
-                create_pr=create_pr,
-            )
+            try:
+                api = huggingface_hub.HfApi(token=token)
+                repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+                options: dict[str, Any] = {"commit_message": commit_message, "revision": branch, "create_pr": create_pr}
+                return str(api.upload_folder(repo_id=repo_id, folder_path=folder, **options))
+            except Exception as error:
+                raise InputError(f"{repo_id}: cannot be pushed to the hub ({hub.reason_of(error)})") from error
 
     @classmethod
     def from_pretrained(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.early_exit import EarlyAnswers, leave_early
-from cdt_fast.models.pretrained import PretrainedModel
+from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.shared.checks import (
     check_factor,
     check_lengths,
@@ -151,10 +152,7 @@ class TextUT(PretrainedModel):
             InputError: a wrong shape, dtype or device; both `lengths` and `attention_mask`; on the CPU an id outside
                 the vocabulary or a text without tokens; more tokens than positions; `depth` not in 0..layers.
         """
-        if depth is None:
-            depth = self.layers
-        if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= self.layers:
-            raise InputError(f"depth must be a whole number from 0 to {self.layers}, got {depth!r}")
+        depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
         (states,) = deque(self._depths(tokens, depth, lengths, attention_mask), maxlen=1)
         return self.head(states())
 
@@ -228,7 +226,7 @@ class TextUT(PretrainedModel):
 
     def _depths(
         self, tokens: Tensor, depth: int, lengths: Tensor | None, attention_mask: Tensor | None
-    ) -> Generator[_Pooled, Tensor | None, None]:
+    ) -> Generator[Callable[[], Tensor], Tensor | None, None]:
         """The states of every depth, pooled only where they are asked for; texts that are not in a mask `[B]` that is
         sent leave."""
         states, lengths = self._embed(tokens, lengths, attention_mask)
@@ -238,7 +236,7 @@ class TextUT(PretrainedModel):
             [parameter] * self.layers if self.tied or parameter is None else list(parameter.unbind())
             for parameter in (self.attention_weight, self.feedforward_weight, self.residual_bias)
         )
-        kept = yield _Pooled(states, pooling)
+        kept = yield functools.partial(_pooled, states, pooling)
         for w, v, bias in list(zip(attention, feedforward, biases, strict=True))[:depth]:
             assert w is not None  # only the bias may be missing
             assert v is not None
@@ -249,7 +247,7 @@ class TextUT(PretrainedModel):
             residual = bias if bias is not None else first if self.residual == "input" else states
             # Under autocast the attention's output has its dtype, and so has all that follows.
             states = ops.residual_linear(mixed, -0.5 * (v + v.mT), residual, nonlinearity="relu")
-            kept = yield _Pooled(states, pooling)
+            kept = yield functools.partial(_pooled, states, pooling)
 
     def _embed(
         self, tokens: Tensor, lengths: Tensor | None, attention_mask: Tensor | None
@@ -303,17 +301,12 @@ class TextUT(PretrainedModel):
         return self.embedding(ids)
 
 
-class _Pooled:
-    """The states of a depth `[..., T, d]`; called, their mean over the tokens that count, `[..., d]`."""
-
-    def __init__(self, states: Tensor, pooling: Tensor | None) -> None:
-        self.states, self.pooling = states, pooling
-
-    def __call__(self) -> Tensor:
-        if self.pooling is None:
-            return self.states.mean(-2)
-        # A product and no masked copy: the states are finite at padding too.
-        return (self.pooling.to(self.states.dtype) @ self.states).squeeze(-2)
+def _pooled(states: Tensor, pooling: Tensor | None) -> Tensor:
+    """The mean of states `[..., T, d]` over the tokens that count, `[..., d]`."""
+    if pooling is None:
+        return states.mean(-2)
+    # A product and no masked copy: the states are finite at padding too.
+    return (pooling.to(states.dtype) @ states).squeeze(-2)
 
 
 def _pooling(states: Tensor, lengths: Tensor | None) -> Tensor | None:

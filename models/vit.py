@@ -19,7 +19,7 @@ from cdt_fast.checks import check_choice, check_integer, check_number, check_pos
 from cdt_fast.errors import InputError, require
 from cdt_fast.files import read_json
 from cdt_fast.models.hub import local_folder
-from cdt_fast.models.pretrained import PretrainedModel
+from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.ops.shared.checks import check_shape, check_tensor, check_together
 
@@ -199,10 +199,7 @@ class DenoisingViT(PretrainedModel):
         Raises:
             InputError: `noisy` has the wrong shape or dtype, or `depth` is not in 0..layers.
         """
-        if depth is None:
-            depth = self.layers
-        if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= self.layers:
-            raise InputError(f"depth must be a whole number from 0 to {self.layers}, got {depth!r}")
+        depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
         self._check(noisy)
         (states,) = deque(self._states(noisy, depth), maxlen=1)
         return self._read(states, noisy)

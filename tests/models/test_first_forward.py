@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
-from cdt_fast.models.layer_losses.shift import shifts_labels
+from cdt_fast.models.layer_losses.parts import shifts_labels
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.sequence.perturbation import perturbed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cdt_fast.checks import check_integer, check_number
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses.decoding.split import SplitModel, check_cache, crop, no_decoding
+from cdt_fast.models.layer_losses.decoding.split import SplitModel, check_cache, check_split, crop, no_decoding
 from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, ModelParts
 
 _ONE_PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -110,12 +110,12 @@ class ExitDecoder(ABC):
     """
 
     def __init__(self, parts: ModelParts, exit: int, draft_tokens: Tensor | None) -> None:
-        check_language_model(parts)
         self.exit = check_exit(parts, exit)
         self.counts = DecodingCounts()
         self.streamer: Any = None
         self._parts = parts
         self._split = SplitModel(parts, self.exit, _checked_rows(parts, draft_tokens))
+        check_split(parts, self.exit)
 
     def __call__(
         self,
@@ -307,8 +307,8 @@ def chosen(scores: Tensor, sample: bool) -> Tensor:
     return torch.multinomial(scores.softmax(-1), 1)[:, 0] if sample else scores.argmax(-1)
 
 
-def check_language_model(parts: ModelParts) -> None:
-    """Require a language model, and a transformers that can take tokens back from a cache."""
+def check_exit(parts: ModelParts, exit: Any) -> int:
+    """`exit` as a depth before the last of a language model, where transformers can take tokens back from a cache."""
     if parts.kind != LANGUAGE_MODEL:
         raise no_decoding(parts.model, "it is a classifier: decoding is for causal language models")
     import transformers
@@ -316,10 +316,6 @@ def check_language_model(parts: ModelParts) -> None:
 
     if not hasattr(Cache, "activate_past_recording") or not hasattr(parts.model, "_prefill"):
         raise InputError(f"decoding with an exit needs transformers >= 5.20, this is {transformers.__version__}")
-
-
-def check_exit(parts: ModelParts, exit: Any) -> int:
-    """`exit` as a depth before the last."""
     depth, layers = check_integer("exit", exit, 1), len(parts.layers)
     if depth >= layers:
         raise InputError(f"exit must be between 1 and {layers - 1}, a depth before the last of {layers}, got {exit}")

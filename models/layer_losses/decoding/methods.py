@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.early_exit import Calibration
-from cdt_fast.models.layer_losses.decoding.calibration import calibrate_exit
+from cdt_fast.models.early_exit import Calibration, least_threshold
 from cdt_fast.models.layer_losses.decoding.decoder import ConfidentExitDecoder, SpeculativeDecoder, check_exit
 from cdt_fast.models.layer_losses.decoding.split import check_split
-from cdt_fast.models.layer_losses.decoding.tuning import EARLY_EXIT, Tuning, keep_settings, tune_decoder
+from cdt_fast.models.layer_losses.decoding.tuning import EARLY_EXIT, Tuning, continuations, keep_settings, tune_decoder
 from cdt_fast.models.layer_losses.parts import ModelParts
 
 
@@ -61,7 +61,6 @@ class DecodingMethods:
             return self.decoder(**settings, streamer=streamer)
         decoder = SpeculativeDecoder(self._parts, exit, drafts, confidence, draft_tokens)
         decoder.streamer = streamer
-        check_split(self._parts, decoder.exit)
         return decoder
 
     def tune_decoder(
@@ -92,8 +91,9 @@ class DecodingMethods:
         """
         layers = len(self._parts.layers)
         depths = [tap for tap in self.taps if 0 < tap < layers] if exits is None else list(exits)
+        depths = [check_exit(self._parts, depth) for depth in depths]
         for depth in depths:
-            check_split(self._parts, check_exit(self._parts, depth))
+            check_split(self._parts, depth)
         tuning = tune_decoder(
             self._parts, prompts, depths, new_tokens=new_tokens, draft_tokens=draft_tokens, progress=progress
         )
@@ -115,7 +115,6 @@ class DecodingMethods:
         """
         decoder = ConfidentExitDecoder(self._parts, exit, threshold, draft_tokens)
         decoder.streamer = streamer
-        check_split(self._parts, decoder.exit)
         return decoder
 
     def calibrate_exit(
@@ -140,4 +139,10 @@ class DecodingMethods:
             new_tokens: how many follow each prompt.
             draft_tokens: as in `decoder`.
         """
-        return calibrate_exit(self._parts, prompts, exit, agreement, new_tokens=new_tokens, draft_tokens=draft_tokens)
+        exit = check_exit(self._parts, exit)
+        _, _, named = continuations(self._parts, prompts, [exit], new_tokens, draft_tokens)
+        agree = torch.cat([one.agree[exit] for one in named])
+        confidence = torch.cat([one.confidence[exit] for one in named]).double()
+        if not len(agree):
+            raise InputError("calibrating an exit needs prompts that the model continues, got none that it does")
+        return least_threshold(confidence.unsqueeze(1), agree.unsqueeze(1), agreement)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses.decoding.decoder import SpeculativeDecoder, check_exit, check_language_model
+from cdt_fast.models.layer_losses.decoding.decoder import SpeculativeDecoder
 from cdt_fast.models.layer_losses.decoding.split import SplitModel
 from cdt_fast.models.layer_losses.parts import ModelParts
 from cdt_fast.models.layer_losses.patch import state_of
@@ -124,8 +124,6 @@ def tune_decoder(
     progress: bool,
 ) -> Tuning:
     """See `LayerLosses.tune_decoder`."""
-    check_language_model(parts)
-    exits = [check_exit(parts, exit) for exit in exits]
     if not exits:
         raise InputError("exits must hold at least one depth before the last, got none")
     model: Any = parts.model
