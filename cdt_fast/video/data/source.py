@@ -20,24 +20,21 @@ class FrameSource(ABC):
     Attributes:
         name: file or folder name, with its suffix.
         path: where it lies.
+        files: those that the frames come from.
         frame_rate: frames a second as the file states it, None where it states none (frame folders, arrays).
         notes: what is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
     """
 
-    def __init__(self, path: Path, frame_rate: Fraction | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.name = path.resolve().name
         self.path = path
-        self.frame_rate = frame_rate
+        self.files = [path]
+        self.frame_rate: Fraction | None = None
         self.notes: list[str] = []
 
     def uneven_times(self) -> list[Fraction] | None:
         """When each frame is shown, in seconds from the first; None where they follow at `frame_rate`."""
         return None
-
-    @property
-    @abstractmethod
-    def files(self) -> list[Path]:
-        """The files that the frames come from."""
 
     @abstractmethod
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:

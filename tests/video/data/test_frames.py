@@ -423,7 +423,7 @@ def test_a_damaged_stream_of_an_archive_is_refused(tmp_path, refused):
 
 
 def test_an_array_that_unpacks_to_more_than_the_memory_is_refused(tmp_path, refused, monkeypatch):
-    monkeypatch.setattr("cdt_fast.video.data.frame_array._MOST_PACKED_BYTES", 1 << 20)
+    monkeypatch.setattr("cdt_fast.video.data.frames._MOST_PACKED_BYTES", 1 << 20)
     path = tmp_path / "clip.npz"
     np.savez_compressed(path, np.zeros((300, 64, 64), np.uint8))
     assert path.stat().st_size < 9000
