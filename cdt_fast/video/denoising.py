@@ -23,7 +23,7 @@ from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise, known_deviation
 from cdt_fast.video.overlap import mean_over_grids, reconstructed, refines_mean
 from cdt_fast.video.settings import VideoSettings
-from cdt_fast.video.writing import DEFAULT_FRAME_RATE, check_target, write_video
+from cdt_fast.video.writing import check_target, write_video
 
 
 @dataclass
@@ -151,17 +151,14 @@ def denoise_video(
     colored = (np.atleast_3d(frame) for frame in frames.frames())
     shown = progress_bar(colored, desc=f"denoise {frames.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
-        written = write_video(temporary, target, denoising.frames(shown), frames)
+        written, notes = write_video(temporary, target, denoising.frames(shown), frames)
     found = float(np.median(denoising.found)) if denoising.found else None
     return {
-        "frames": written.frames,
-        "width": written.width,
-        "height": written.height,
-        "frame_rate": float(frames.frame_rate or DEFAULT_FRAME_RATE),
+        **written,
         "depth": sum(denoising.layers) / len(denoising.layers),
         "layers": model.layers,
         "sigma": found,
-        "notes": [*written.notes, *_noise_notes(settings, found, sigma is None)],
+        "notes": [*notes, *_noise_notes(settings, found, sigma is None)],
     }
 
 

@@ -21,7 +21,6 @@ from cdt_fast.video.data.source import FrameSource
 
 _EXPECTED = "expected a video, a folder of frames, or a .npy or .npz file"
 
-
 _READ_BYTES = 1 << 18
 _MOST_ZERO_BYTES = 128 << 20  # more than the black frame of 8K that is the largest packet of nothing else
 _TS_PACKET_BYTES = (188, 192, 204)
@@ -65,20 +64,10 @@ class VideoFile(FrameSource):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._require_whole()
-        with self._open() as (container, _):
+        with self.opened() as (container, _):
             stream = self._stream(container)
             rate = stream.average_rate or stream.guessed_rate
             self.frame_rate = Fraction(rate) if rate else None
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.path]
-
-    @contextmanager
-    def opened(self) -> Iterator[Any]:
-        """The file as FFmpeg's container, for what is in it besides frames."""
-        with self._open() as (container, _):
-            yield container
 
     @property
     def start(self) -> Fraction:
@@ -95,7 +84,7 @@ class VideoFile(FrameSource):
 
     def _times(self) -> list[Fraction]:
         """Of all packets of the video, in the order of display, without decoding them; at least one."""
-        with self._open() as (container, _):
+        with self.opened() as (container, _):
             stream = self._stream(container)
             times = sorted(
                 packet.pts * packet.time_base for packet in container.demux(stream) if packet.pts is not None
@@ -115,7 +104,7 @@ class VideoFile(FrameSource):
             )
 
     @contextmanager
-    def _open(self) -> Iterator[tuple[Any, _Input]]:
+    def opened(self) -> Iterator[tuple[Any, _Input]]:
         """The file as FFmpeg's container, and what FFmpeg reads it through."""
         av = require("av", "video", "reading a video file")
         try:
@@ -142,7 +131,7 @@ class VideoFile(FrameSource):
         av = require("av", "video", "reading a video file")
         count = damaged_packets = damaged_frames = 0
         times: list[int] = []
-        with self._open() as (container, source):
+        with self.opened() as (container, source):
             stream = self._stream(container)
             stream.thread_type = "AUTO"
             try:
