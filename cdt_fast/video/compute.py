@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cdt_fast.models import DUST
 from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive
-from cdt_fast.video.overlap import refines_mean, tokens_of
+from cdt_fast.video.overlap import tokens_of
 from cdt_fast.video.settings import VideoSettings
 
 
@@ -31,7 +31,7 @@ def exit_flops(model: Denoiser, settings: VideoSettings, grids: int | None) -> l
         counter = FlopCounterMode(display=False, custom_mapping=mapping)
         noisy = tokens.expand(sequences, -1, -1)
         with counter:
-            if not refines_mean(model, settings):
+            if not settings.overlapping:
                 model(noisy, depth=depth, **known)
             else:
                 for level in range(1, depth + 1):

@@ -19,9 +19,9 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.video.baselines import padded
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
 from cdt_fast.video.exits import Exits
-from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
-from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise, known_deviation
-from cdt_fast.video.overlap import mean_over_grids, reconstructed, refines_mean
+from cdt_fast.video.networks import Denoiser, device_of, is_adaptive, known_deviation
+from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
+from cdt_fast.video.overlap import mean_over_grids, reconstructed
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import check_target, write_video
 
@@ -88,7 +88,7 @@ class Denoising:
             deviation = frames.new_full((1,), level / LEVELS)
         # On a GPU products of float16, whose rounding moves no level's PSNR by more than a hundredth of a dB.
         with torch.autocast("cuda", torch.float16, enabled=frames.is_cuda):
-            if not refines_mean(self.model, self.settings):
+            if not self.settings.overlapping:
                 self.layers.append(self.depth)
                 return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
             depths = reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, self.exits)
@@ -207,7 +207,7 @@ def denoised_frames(
     Returns:
         `[b, T, h, w]`, not clipped to [0, 1].
     """
-    if refines_mean(model, settings):
+    if settings.overlapping:
         return reconstructed(model, settings, frames, deviation, grids, depth)[-1]
     side, shape = settings.data.size, padded(frames, 0, 0, settings.data.patch).shape[-2:]
     if not isinstance(model, DUST) and shape != (side, side):
@@ -217,7 +217,7 @@ def denoised_frames(
         )
 
     return mean_over_grids(
-        lambda tokens: [model(tokens, depth=depth, **known_deviation(is_adaptive(model), deviation, len(tokens)))],
+        lambda tokens: [model(tokens, depth=depth, **known_deviation(model, deviation, len(tokens)))],
         settings,
         grids,
         frames,

@@ -16,9 +16,9 @@ from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise,
 from cdt_fast.video.data import CropWindows, VideoData, Windows
 from cdt_fast.video.exits import Exits, calibrated, change
 from cdt_fast.video.losses import ReconstructionLosses
-from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive
-from cdt_fast.video.noise import LEVELS, known_deviation, noisy_batches, windows_at_once
-from cdt_fast.video.overlap import reconstructed, refines_mean, tokens_of
+from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive, known_deviation
+from cdt_fast.video.noise import LEVELS, noisy_batches
+from cdt_fast.video.overlap import reconstructed, training_input
 from cdt_fast.video.quality import mean_psnr, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 
@@ -69,11 +69,9 @@ def mean_depth_losses(
     """Mean loss of every depth `[L+1]` over all of `windows`, at the training noise."""
     device, dtype = device_of(model), dtype_of(model)
     sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
-    overlaps = settings.overlapping
-    count, losses = 0, ReconstructionLosses(model, None, settings if overlaps else None)
-    at_once = windows_at_once(windows, settings.data.size)
-    for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, at_once, dtype):
-        given, target = (noisy, clean) if overlaps else (tokens_of(noisy, settings), tokens_of(clean, settings))
+    count, losses = 0, ReconstructionLosses(model, None, settings if settings.overlapping else None)
+    for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, dtype):
+        given, target = (training_input(frames, settings) for frames in (noisy, clean))
         sums += losses(given, target, deviation, None)[1].to(torch.float64) * len(clean)
         count += len(clean)
     return (sums / count).tolist()
@@ -93,13 +91,12 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
         The entries of `VideoEvaluation` but for what `training.evaluation` adds.
     """
     gammas, device = settings.evaluation.gammas, device_of(model)
-    depths, at_once = model.layers + 1, windows_at_once(data.test, settings.data.size)
-    grids = None if settings.data.frames == "crops" else 1
+    depths, grids = model.layers + 1, None if settings.data.frames == "crops" else 1
     rmse, alike = [], []  # a row a noise level: every depth (only the last), the identity, the baselines
     for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):
         errors, pixels = torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64), 0
         similar, frames = torch.zeros(2 + len(BASELINES), dtype=torch.float64), 0
-        for noisy, clean, deviation in noisy_batches(data.test, gamma, data.sigma, device, at_once):
+        for noisy, clean, deviation in noisy_batches(data.test, gamma, data.sigma, device):
             outputs = reconstructed(model, settings, noisy, deviation, grids)
             outputs.append(noisy)
             outputs.extend(denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values())
@@ -143,12 +140,11 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
 
 def _exits(model: Denoiser, data: VideoData, settings: VideoSettings) -> list[Exits]:
     """Where windows may leave a model whose layers start from the mean over grids."""
-    if not refines_mean(model, settings) or not is_adaptive(model) or model.layers == 1:
+    if not settings.overlapping or not is_adaptive(model) or model.layers == 1:
         return []
     errors, changes = [], []
-    at_once = windows_at_once(data.validation, settings.data.size)
     for gamma in settings.evaluation.gammas:
-        for noisy, clean, deviation in noisy_batches(data.validation, gamma, data.sigma, device_of(model), at_once):
+        for noisy, clean, deviation in noisy_batches(data.validation, gamma, data.sigma, device_of(model)):
             depths = reconstructed(model, settings, noisy, deviation, None)
             errors.append(torch.stack([(each - clean).square().mean((1, 2, 3)) for each in depths[1:]], 1).cpu())
             moved = [change(depth, depths[depth - 1], depths[depth], deviation) for depth in range(1, model.layers)]
@@ -164,16 +160,14 @@ def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple
     statistics; they are None when nothing is left.
     """
     losses = []
-    at_once = windows_at_once(data.test, settings.data.size)
-    for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model), at_once):
+    for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model)):
+        given, target = (training_input(frames, settings) for frames in (noisy, clean))
+        known = known_deviation(model, deviation, len(given))
         if settings.overlapping:
             pixels = settings.data.patch_frames * settings.data.patch**2
             every = reconstructed(model, settings, noisy, deviation, settings.data.overlap)
             depths = [pixels * (frames - clean).square().mean((1, 2, 3)) for frames in every]
-            known = known_deviation(is_adaptive(model), deviation, len(clean))
         else:
-            target, given = tokens_of(clean, settings), tokens_of(noisy, settings)
-            known = known_deviation(is_adaptive(model), deviation, len(given))
             depths = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
         unit = known["deviation"].square() if known else 1.0
         losses.append(torch.stack(depths).to(torch.float64) / unit)

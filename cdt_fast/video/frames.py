@@ -28,7 +28,7 @@ def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSet
     middle = data.test.window // 2
     clean, noisy, denoised = torch.empty(0), [], []
     for gamma in gammas:
-        given, target, deviation = next(noisy_batches(data.test, gamma, data.sigma, device_of(model)))
+        given, target, deviation = next(noisy_batches(data.test, gamma, data.sigma, device_of(model), batch=1))
         clean = target[0, middle].cpu()
         noisy.append(given[0, middle].cpu())
         denoised.append(denoised_frames(model, settings, given, deviation)[0, middle].float().cpu())

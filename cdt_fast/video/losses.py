@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import ops
-from cdt_fast.video.networks import Denoiser, is_adaptive
-from cdt_fast.video.noise import LEAST_DEVIATION, known_deviation
+from cdt_fast.video.networks import Denoiser, is_adaptive, known_deviation
+from cdt_fast.video.noise import LEAST_DEVIATION
 from cdt_fast.video.overlap import reconstructed
 from cdt_fast.video.regularization import BetweenLayers, jacobian_penalty
 from cdt_fast.video.settings import VideoSettings
@@ -51,7 +51,7 @@ class ReconstructionLosses(nn.Module):
         with narrow or nullcontext():
             if self._overlapping is not None:
                 return self._of_frames(self._overlapping, noisy, clean, deviation, weights)
-            options: dict[str, Any] = {**known_deviation(is_adaptive(self.model), deviation, len(noisy))}
+            options: dict[str, Any] = {**known_deviation(self.model, deviation, len(noisy))}
             if self._added is None:
                 return self.model.layer_losses(noisy, clean, weights, **options)
             noise, dropout, price = self._added

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST, DenoisingViT, VideoUT, load_pretrained
 from cdt_fast.video.baselines import THRESHOLD_FACTOR
+from cdt_fast.video.noise import LEAST_DEVIATION
 from cdt_fast.video.settings import VideoSettings
 
 Denoiser = DUST | DenoisingViT
@@ -34,6 +35,19 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 def is_adaptive(model: Denoiser) -> bool:
     """Whether the model takes the noise's standard deviation."""
     return isinstance(model, DUST) and model.noise_adaptive
+
+
+def known_deviation(model: Denoiser, deviation: Tensor | None, sequences: int) -> dict[str, Tensor]:
+    """What the methods of a model take of the noise: nothing, or its deviation for each of `sequences`.
+
+    Args:
+        model: the network.
+        deviation: `[b]`, of windows that have equally many sequences; None where the network takes none.
+        sequences: of all windows.
+    """
+    if deviation is None or not is_adaptive(model):
+        return {}
+    return {"deviation": deviation.clamp(min=LEAST_DEVIATION).repeat_interleave(sequences // len(deviation))}
 
 
 def build_network(settings: VideoSettings) -> Denoiser:
@@ -76,10 +90,10 @@ def _build_vit(settings: VideoSettings) -> DenoisingViT:
     model, data = settings.model, settings.data
     if data.sequence != "space":
         raise InputError(f"[data] sequence must be space for a vit, which sees a frame at once; got {data.sequence!r}")
-    if data.frames != "resized" or data.patch_frames != 1:
+    if data.frames != "resized" or data.patch_frames != 1 or settings.overlapping:
         raise InputError(
-            "[data] frames must be resized and patch_frames 1 for a vit, which sees whole frames of one size: "
-            "give --setup paper"
+            "[data] frames must be resized, patch_frames 1 and overlap 1 for a vit, which sees whole frames of one "
+            "size: give --setup paper"
         )
     grid = (data.size // data.patch,) * 2
     if model.pretrained is None:

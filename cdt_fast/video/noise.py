@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cdt_fast.video.data import CropWindows, Windows, add_noise
+from cdt_fast.video.data import CropWindows, Windows
 
 LEVELS = 255.0
 LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves
@@ -24,12 +24,12 @@ _GOLDEN = 0.6180339887498949
 def add_noise_by_window(
     clean: Tensor, noise: float | tuple[float, float], sigma: float, generator: torch.Generator, seeds: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """`add_noise` with a seed a window, at one level or at one that is drawn for each window.
+    """x = s + γ σ ε with ε ~ N(0, 1), at one level or at one that is drawn for each window.
 
     Args:
-        clean: the windows, one after the other along the first dimension: frames, or the tokens of `to_patches`.
+        clean: s, the windows one after the other along the first dimension: frames, or the tokens of `to_patches`.
         noise: γ, or the least and the greatest of a range, every level of which is as likely.
-        sigma: as in `add_noise`.
+        sigma: σ, the unit of noise levels, in that of `clean`.
         generator: of the device of `clean`; it is seeded anew for each window.
         seeds: one a window.
 
@@ -41,13 +41,12 @@ def add_noise_by_window(
     for window, seed in zip(clean.chunk(len(seeds)), seeds, strict=True):
         generator.manual_seed(seed)
         if least == greatest:
-            noisy.append(add_noise(window, least, sigma, generator))
-            deviations.append(clean.new_full((), least * sigma))
-            continue
-        share = torch.rand((), generator=generator, device=clean.device, dtype=clean.dtype)
-        deviation = sigma * (least + (greatest - least) * share)
-        noise_of_one = torch.randn(window.shape, generator=generator, device=clean.device, dtype=clean.dtype)
-        noisy.append(window + deviation * noise_of_one)
+            deviation = clean.new_full((), least * sigma)
+        else:
+            share = torch.rand((), generator=generator, device=clean.device, dtype=clean.dtype)
+            deviation = sigma * (least + (greatest - least) * share)
+        drawn = torch.randn(window.shape, generator=generator, device=clean.device, dtype=clean.dtype)
+        noisy.append(window + deviation * drawn)
         deviations.append(deviation)
     return torch.cat(noisy), torch.stack(deviations)
 
@@ -57,16 +56,22 @@ def noisy_batches(
     noise: float | tuple[float, float],
     sigma: float,
     device: torch.device,
-    batch: int = 1,
     dtype: torch.dtype = torch.float32,
+    batch: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """All windows with noise that depends on the window alone; of a range its levels are spread evenly over them.
+
+    Args:
+        windows, noise, sigma: as in `add_noise_by_window`.
+        device, dtype: of what is yielded.
+        batch: windows at once; None: about half a million pixels of them.
 
     Yields:
         Frames `[b, T, h, w]` in [0, 1] with and without noise, and the standard deviation of the noise `[b]`.
     """
     generator = torch.Generator(device)
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
+    batch = max(1, 2**19 // (windows.window * windows.size**2)) if batch is None else batch
     for start in range(0, len(windows), batch):
         indices = range(start, min(start + batch, len(windows)))
         frames = windows.batch(indices).to(device).to(dtype) / LEVELS
@@ -77,24 +82,6 @@ def noisy_batches(
             noisy.append(given)
             deviations.append(deviation)
         yield torch.cat(noisy), frames, torch.cat(deviations)
-
-
-def windows_at_once(windows: Windows | CropWindows, size: int) -> int:
-    """How many windows of frames of this size are measured together: about half a million pixels."""
-    return max(1, 2**19 // (windows.window * size**2))
-
-
-def known_deviation(adaptive: bool, deviation: Tensor | None, sequences: int) -> dict[str, Tensor]:
-    """What a network's methods take of the noise: nothing, or its deviation for each of `sequences`.
-
-    Args:
-        adaptive: whether the network takes it.
-        deviation: `[b]`, of windows that have equally many sequences; None where the network takes none.
-        sequences: of all windows.
-    """
-    if not adaptive or deviation is None:
-        return {}
-    return {"deviation": deviation.clamp(min=LEAST_DEVIATION).repeat_interleave(sequences // len(deviation))}
 
 
 def estimated_noise(frames: Tensor) -> float:

@@ -13,8 +13,7 @@ from cdt_fast.models import DUST
 from cdt_fast.video.baselines import continued
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.exits import Exits, change
-from cdt_fast.video.networks import Denoiser, is_adaptive
-from cdt_fast.video.noise import known_deviation
+from cdt_fast.video.networks import Denoiser, known_deviation
 from cdt_fast.video.settings import VideoSettings
 
 # Rows and columns.
@@ -24,15 +23,15 @@ Corners = list[tuple[int, int]]
 _PIXELS_AT_ONCE = 2**20
 
 
+def training_input(frames: Tensor, settings: VideoSettings) -> Tensor:
+    """What losses are of: frames `[b, T, h, w]` as they are where grids overlap, else their tokens."""
+    return frames if settings.overlapping else tokens_of(frames, settings)
+
+
 def tokens_of(frames: Tensor, settings: VideoSettings) -> Tensor:
     """Frames `[b, T, h, w]` as the tokens that the settings describe."""
     data = settings.data
     return to_patches(frames, data.patch, data.sequence, data.patch_frames)
-
-
-def refines_mean(model: Denoiser, settings: VideoSettings) -> bool:
-    """Whether each layer starts from the mean over grids: in a network that was trained on overlapping ones."""
-    return isinstance(model, DUST) and settings.overlapping
 
 
 def reconstructed(
@@ -46,8 +45,8 @@ def reconstructed(
 ) -> list[Tensor]:
     """The frames `[b, T, h, w]` of every depth up to `depth`, each the mean over shifted grids of patches.
 
-    Where `refines_mean`, this mean is what the next layer starts from, and depth 0 is the input; else every grid goes
-    through the network alone.
+    In a network that was trained on overlapping grids this mean is what the next layer starts from, and depth 0 is the
+    input; else every grid goes through the network alone.
 
     Args:
         model, settings: the model and the settings of its run.
@@ -55,17 +54,16 @@ def reconstructed(
         deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
         grids: how many of them along each side; None: as `VideoSettings.grid_places` says.
         depth: number of layers, None for all.
-        exits: where a single window is left before that; of a model that `refines_mean`.
+        exits: where a single window is left before that, where grids overlapped in the training.
     """
     stop = 1 + (model.layers if depth is None else depth)
 
     def known(tokens: Tensor) -> dict[str, Tensor]:
-        return known_deviation(is_adaptive(model), deviation, len(tokens))
+        return known_deviation(model, deviation, len(tokens))
 
-    if not refines_mean(model, settings):
-        return mean_over_grids(lambda tokens: model.reconstructions(tokens, **known(tokens)), settings, grids, noisy)[
-            :stop
-        ]
+    if not settings.overlapping:
+        depths = mean_over_grids(lambda tokens: model.reconstructions(tokens, **known(tokens)), settings, grids, noisy)
+        return depths[:stop]
     assert isinstance(model, DUST)
     cut, results = _Grids(settings, grids, noisy), [noisy]
     whole = cut.continued(noisy)

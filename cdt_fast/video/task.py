@@ -25,7 +25,7 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Comparison, Drawing, EvaluatedRun, Reading, Summary, Table, Task
 from cdt_fast.video import figures
 from cdt_fast.video.comparison import SIGMAS, as_table, compare_denoisers
-from cdt_fast.video.data import VideoData, load_video, to_patches
+from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
 from cdt_fast.video.exits import Exits, chosen
@@ -33,6 +33,7 @@ from cdt_fast.video.frames import keep_frames
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
+from cdt_fast.video.overlap import training_input
 from cdt_fast.video.regularization import bound_spectral_norms
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.shifts import SHIFTS
@@ -80,16 +81,13 @@ class VideoWorkload:
 
         Frames `[b, T, h, w]` in the place of tokens where grids overlap; last the seeds, where draws depend on them.
         """
-        data = self._settings.data
         windows, seeds = zip(*chosen, strict=True)
         frames = self._data.train.augmented(windows, seeds)
         if device.type == "cuda":
             # From pageable memory the copy would synchronize with the host.
             frames = frames.pin_memory().to(device, non_blocking=True)
         frames = frames.to(device).to(dtype_of(self._denoiser)) / LEVELS
-        clean = (
-            frames if self._settings.overlapping else to_patches(frames, data.patch, data.sequence, data.patch_frames)
-        )
+        clean = training_input(frames, self._settings)
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
         if self._settings.regularizers is None:
             return noisy, clean, deviation

@@ -19,7 +19,7 @@ from cdt_fast.models import DUST
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.video.data import add_noise, to_patches
+from cdt_fast.video.data import to_patches
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import new_trainer, train
 from tests.training.training_cases import run_on_two_ranks
@@ -84,7 +84,8 @@ def test_a_step_is_that_of_one_batch_written_out(tiny_config: Config, tmp_path: 
         for window, seed in chosen:
             frames = trainer.data.train.batch([window]).to(torch.float64) / 255
             clean.append(to_patches(frames, 8, "time"))
-            noisy.append(add_noise(clean[-1], 0.15, trainer.data.sigma, noise.manual_seed(seed)))
+            drawn = torch.randn(clean[-1].shape, generator=noise.manual_seed(seed))
+            noisy.append(clean[-1] + 0.15 * trainer.data.sigma * drawn)
         target = torch.cat(clean)
         outputs = model.reconstructions(torch.cat(noisy))
         losses = torch.stack([(output - target).square().sum(-1).mean() for output in outputs])

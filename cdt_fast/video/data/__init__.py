@@ -1,11 +1,10 @@
-"""Video as clean windows of frames, patches, noise; and a generated demo clip."""
+"""Video as clean windows of frames, patches; and a generated demo clip."""
 
 from cdt_fast.video.data.cache import load_clip
 from cdt_fast.video.data.check import check, describe_check
 from cdt_fast.video.data.crops import CropWindows, from_opponent, to_opponent
 from cdt_fast.video.data.demo import demo_clip
 from cdt_fast.video.data.frames import open_source
-from cdt_fast.video.data.noise import add_noise
 from cdt_fast.video.data.patches import from_patches, to_patches
 from cdt_fast.video.data.source import FrameSource
 from cdt_fast.video.data.trees import Clip, find_clips
@@ -17,7 +16,6 @@ __all__ = [
     "FrameSource",
     "VideoData",
     "Windows",
-    "add_noise",
     "check",
     "demo_clip",
     "describe_check",

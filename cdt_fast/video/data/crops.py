@@ -149,7 +149,7 @@ class CropWindows:
         generated: float = 0.0,
     ) -> None:
         self._generated = generated
-        self.window, self._clips, self._crops, self._size = crops.window, clips, crops, size
+        self.window, self._clips, self._crops, self.size = crops.window, clips, crops, size
         self._training = training
         chosen, planes = (crops.a_window, 1 + _COLORS) if training else (crops.as_they_are, 1)
         self._samples = [
@@ -170,14 +170,14 @@ class CropWindows:
 
     def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
         """float32 [b, T, size, size] in 0..255; a difference of colors is around 0."""
-        return torch.stack([self._planes(int(index))[:, : self._size, : self._size] for index in indices])
+        return torch.stack([self._planes(int(index))[:, : self.size, : self.size] for index in indices])
 
     def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> Tensor:
         """As `batch`, each moved, turned, mirrored or played backwards as its seed says, half of them with a piece of
         another sample that moves across: what a clip shows in few of its frames would otherwise be wiped out. Some
         are generated (`dead_leaves`).
         """
-        size, chosen = self._size, []
+        size, chosen = self.size, []
         for index, seed in zip(indices, seeds, strict=True):
             draw = np.random.default_rng(seed)
             if draw.random() < self._generated:

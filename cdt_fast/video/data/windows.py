@@ -39,7 +39,7 @@ class Windows:
     def __init__(
         self, clips: Sequence[tuple[str, np.ndarray]], parts: Sequence[Part], window: int, stride: int
     ) -> None:
-        self.window = window
+        self.window, self.size = window, clips[0][1].shape[-1]
         self._clips = clips
         self._starts = [
             (part.clip, first) for part in parts for first in range(part.start, part.stop - window + 1, stride)
@@ -63,8 +63,7 @@ class Windows:
             IndexError: there is no such window.
         """
         chosen = [self._starts[int(index)] for index in indices]
-        size = self._clips[0][1].shape[-1]
-        result = np.empty((len(chosen), self.window, size, size), dtype=np.uint8)
+        result = np.empty((len(chosen), self.window, self.size, self.size), dtype=np.uint8)
         for row, (clip, first) in zip(result, chosen, strict=True):
             row[:] = self._clips[clip][1][first : first + self.window]
         return torch.from_numpy(result)
