@@ -32,15 +32,8 @@ def to_patches(
     Raises:
         InputError: the shape, `patch`, `patch_frames` or `sequence` does not fit.
     """
-    batch, time, rows, columns = _grid(tuple(frames.shape), patch, sequence, patch_frames)
-    cut = frames.reshape(batch, time, patch_frames, rows, patch, columns, patch)
-    pixels = patch_frames * patch * patch
-    if sequence == "time":
-        return cut.permute(0, 3, 5, 1, 2, 4, 6).reshape(batch * rows * columns, time, pixels)
-    cut = cut.permute(0, 1, 3, 5, 2, 4, 6)
-    if sequence == "space":
-        return cut.reshape(batch * time, rows * columns, pixels)
-    return cut.reshape(batch, time * rows * columns, pixels)
+    cut, order, tokens = _layout(tuple(frames.shape), patch, sequence, patch_frames)
+    return frames.reshape(cut).permute(order).reshape(tokens)
 
 
 def from_patches(
@@ -63,27 +56,20 @@ def from_patches(
     Raises:
         InputError: the tokens do not have the shape that such frames give.
     """
-    batch, time, rows, columns = _grid(tuple(shape), patch, sequence, patch_frames)
-    pixels = patch_frames * patch * patch
-    expected = {
-        "time": (batch * rows * columns, time, pixels),
-        "space": (batch * time, rows * columns, pixels),
-        "spacetime": (batch, time * rows * columns, pixels),
-    }[sequence]
+    cut, order, expected = _layout(tuple(shape), patch, sequence, patch_frames)
     if tuple(tokens.shape) != expected:
         raise InputError(
             f"tokens have shape {list(tokens.shape)}; frames {list(shape)} in patches of {patch} as {sequence!r} "
             f"sequences give {list(expected)}"
         )
-    square = (patch_frames, patch, patch)
-    if sequence == "time":
-        cut = tokens.reshape(batch, rows, columns, time, *square).permute(0, 3, 4, 1, 5, 2, 6)
-    else:
-        cut = tokens.reshape(batch, time, rows, columns, *square).permute(0, 1, 4, 2, 5, 3, 6)
-    return cut.reshape(tuple(shape))
+    moved = tokens.reshape([cut[axis] for axis in order])
+    return moved.permute([order.index(axis) for axis in range(len(cut))]).reshape(tuple(shape))
 
 
-def _grid(shape: tuple[int, ...], patch: int, sequence: str, patch_frames: int) -> tuple[int, int, int, int]:
+def _layout(
+    shape: tuple[int, ...], patch: int, sequence: str, patch_frames: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Frames cut along every axis, how these axes are put in order, and the shape of the tokens then."""
     if sequence not in get_args(Sequence):
         raise InputError(f"sequence is {sequence!r}; expected one of {', '.join(get_args(Sequence))}")
     if patch < 1:
@@ -97,4 +83,10 @@ def _grid(shape: tuple[int, ...], patch: int, sequence: str, patch_frames: int) 
         raise InputError(f"there are {time} frames; expected a multiple of patch_frames, {patch_frames}")
     if height % patch or width % patch:
         raise InputError(f"frames are {width}x{height} pixels; both must be multiples of the patch, {patch}")
-    return batch, time // patch_frames, height // patch, width // patch
+    times, rows, columns = time // patch_frames, height // patch, width // patch
+    positions, pixels = rows * columns, patch_frames * patch**2
+    cut = (batch, times, patch_frames, rows, patch, columns, patch)
+    if sequence == "time":
+        return cut, (0, 3, 5, 1, 2, 4, 6), (batch * positions, times, pixels)
+    sequences = (batch * times, positions) if sequence == "space" else (batch, times * positions)
+    return cut, (0, 1, 3, 5, 2, 4, 6), (*sequences, pixels)
