@@ -14,39 +14,23 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch
 
 from cdt_fast.errors import InputError, printable
 from cdt_fast.files import remove_leftovers, replaced_atomically
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data.crops import Crops
 from cdt_fast.video.data.frames import open_source
-from cdt_fast.video.data.preprocess import PREPROCESS_VERSION, preprocess
 from cdt_fast.video.data.source import FrameSource
-from cdt_fast.video.data.trees import Clip
+from cdt_fast.video.data.trees import Clip, DecodedClip
 
+PREPROCESS_VERSION = 2  # raise it with any change that can move a pixel: caches made before are then rebuilt
+_RED, _GREEN, _BLUE = np.float32(0.299), np.float32(0.587), np.float32(0.114)
 _TRAILER = struct.Struct(">QII")  # frames, bytes of the notes, CRC-32
-_BLOCK_BYTES = 1 << 22
-
-
-@dataclass(frozen=True)
-class DecodedClip:
-    """A clip as the networks see it.
-
-    Attributes:
-        frames: uint8 memory map [frames, size, size], read-only.
-        frame_rate: frames a second as the clip states it, or None.
-        notes: what is wrong with frames that were decoded all the same, a line each.
-    """
-
-    frames: np.ndarray
-    frame_rate: Fraction | None
-    notes: tuple[str, ...]
 
 
 def default_cache_dir() -> Path:
@@ -99,8 +83,32 @@ def load_clip(
                 f"{folder}: the cache cannot be written ({error.strerror}); free some room, or choose another folder "
                 "with CDT_FAST_CACHE"
             ) from error
-        cached = _mapped(path, count, size), tuple(source.notes)
-    return DecodedClip(cached[0], source.frame_rate, cached[1])
+        frames = np.memmap(path, np.uint8, "r", offset=len(_header(count, size)), shape=(count, size, size))
+        cached = frames, tuple(source.notes)
+    return DecodedClip(clip.name, cached[0], source.frame_rate, clip.split, cached[1])
+
+
+def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
+    """Luma of one frame, resized to a square: the one way from decoded whole frames to what a model sees.
+
+    Every published number rests on these pixels, so the path is pinned: a decoder's own gray conversion differs from it
+    by up to four levels.
+
+    Args:
+        frame: uint8 [h, w, 3] RGB, or [h, w] gray, in 0..255.
+        size: height and width of the result in pixels; the aspect ratio is not kept.
+
+    Returns:
+        uint8 [size, size], 0..255.
+    """
+    pixels = frame.astype(np.float32)
+    if pixels.ndim == 3:
+        # Three products and two sums, not a matrix product: that may fuse or reorder them, machine by machine.
+        pixels = _RED * pixels[..., 0] + _GREEN * pixels[..., 1] + _BLUE * pixels[..., 2]
+    resized = torch.nn.functional.interpolate(
+        torch.from_numpy(pixels)[None, None], size=(size, size), mode="bilinear", antialias=True, align_corners=False
+    )
+    return resized[0, 0].round_().clamp_(0, 255).to(torch.uint8).numpy()
 
 
 def _key(source: FrameSource, size: int, cut: list[object]) -> str:
@@ -147,28 +155,17 @@ def _sealed(checksum: int, notes: bytes, count: int) -> int:
 def _read(path: Path, size: int, key: str) -> tuple[np.ndarray, tuple[str, ...]] | None:
     """The cached frames and notes, or None where there are none or they are not what was written."""
     try:
-        with path.open("rb") as file:
-            file.seek(-_TRAILER.size, os.SEEK_END)
-            end = file.tell()
-            count, note_bytes, sealed = _TRAILER.unpack(file.read())
-            # The header is not parsed: it is known. A count that is not that of the file leads to another one.
-            header = _header(count, size)
-            remaining = count * size * size
-            file.seek(0)
-            if len(header) + remaining + note_bytes != end or file.read(len(header)) != header:
-                return None
-            checksum = zlib.crc32(key.encode())
-            while remaining:
-                block = file.read(min(_BLOCK_BYTES, remaining))
-                checksum = zlib.crc32(block, checksum)
-                remaining -= len(block)
-            notes = file.read(note_bytes)
-        if _sealed(checksum, notes, count) != sealed:
-            return None
-        return _mapped(path, count, size), tuple(json.loads(notes))
-    except (OSError, ValueError):
+        data = np.memmap(path, np.uint8, "r")
+        end = len(data) - _TRAILER.size
+        count, note_bytes, sealed = _TRAILER.unpack(data[max(0, end) :].tobytes())
+    except (OSError, ValueError, struct.error):
         return None
-
-
-def _mapped(path: Path, count: int, size: int) -> np.memmap:
-    return np.memmap(path, np.uint8, "r", offset=len(_header(count, size)), shape=(count, size, size))
+    # The header is not parsed: it is known. A count that is not that of the file leads to another one.
+    header, pixels = _header(count, size), count * size * size
+    start, stop = len(header), len(header) + pixels
+    if stop + note_bytes != end or data[:start].tobytes() != header:
+        return None
+    notes = data[stop:end].tobytes()
+    if _sealed(zlib.crc32(data[start:stop], zlib.crc32(key.encode())), notes, count) != sealed:
+        return None
+    return data[start:stop].reshape(count, size, size), tuple(json.loads(notes))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cdt_fast.video.data.dead_leaves import moving_leaves
 from cdt_fast.video.data.splits import Part, WindowName
+from cdt_fast.video.data.trees import DecodedClip
 
 CROPS_VERSION = 2  # raise it with any change that can move a pixel
 
@@ -130,7 +131,7 @@ class CropWindows:
     """Windows of `window` frames of crops: of the interface of `Windows`, with values instead of bytes.
 
     Args:
-        clips: the rows of `Crops.rows` of every clip by name, uint8 [rows, side, side].
+        clips: what `Crops.rows` gave for every clip, uint8 [rows, side, side], and its name.
         parts: the parts that windows are taken from, in frames.
         crops: how the clips were cut.
         size: side of a window; the crops are larger by what `augmented` moves them.
@@ -141,7 +142,7 @@ class CropWindows:
 
     def __init__(
         self,
-        clips: Sequence[tuple[str, np.ndarray]],
+        clips: Sequence[DecodedClip],
         parts: Sequence[Part],
         crops: Crops,
         size: int,
@@ -166,7 +167,7 @@ class CropWindows:
     def name(self, index: int) -> WindowName:
         """The identity of a window: its clip with the crop's number, and its first frame."""
         clip, block, crop, _ = self._samples[index]
-        return WindowName(f"{self._clips[clip][0]}, crop {crop}", block * self.window)
+        return WindowName(f"{self._clips[clip].name}, crop {crop}", block * self.window)
 
     def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
         """float32 [b, T, size, size] in 0..255; a difference of colors is around 0."""
@@ -201,7 +202,7 @@ class CropWindows:
     def _planes(self, index: int) -> Tensor:
         clip, block, crop, plane = self._samples[index]
         first = block * self._crops.rows_a_window + crop * _COLORS * self.window
-        rows = self._clips[clip][1][first : first + _COLORS * self.window]
+        rows = self._clips[clip].frames[first : first + _COLORS * self.window]
         colors = torch.from_numpy(np.array(rows)).to(torch.float32)
         colors = colors.view(_COLORS, self.window, *colors.shape[1:])
         weights = torch.tensor(_LUMA if plane == 0 else _OPPONENT[plane - 1])

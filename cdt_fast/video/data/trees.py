@@ -8,10 +8,12 @@ Known trees: CUHK Avenue as distributed (`training_videos/`, `testing_videos/`) 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from cdt_fast.errors import InputError
 from cdt_fast.listing import ARRAY_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, entries, images
@@ -44,6 +46,25 @@ class Clip:
     name: str
     path: Path
     split: Split | None = None
+
+
+@dataclass(frozen=True)
+class DecodedClip:
+    """A clip as the networks see it.
+
+    Attributes:
+        name: that of its `Clip`.
+        frames: uint8 [frames, size, size]; of a clip on the disk a memory map, read-only.
+        frame_rate: frames a second as the clip states it, or None.
+        split: that of its `Clip`.
+        notes: what is wrong with frames that were decoded all the same, a line each.
+    """
+
+    name: str
+    frames: np.ndarray
+    frame_rate: Fraction | None = None
+    split: Split | None = None
+    notes: tuple[str, ...] = ()
 
 
 def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
@@ -89,16 +110,11 @@ def _clips_below(folder: Path, root: Path, depth: int, seen: set[Path]) -> list[
 
 def _marked_clips(folder: Path, root: Path) -> list[Clip]:
     clips: list[Clip] = []
-    for split, part in _split_folders(folder):
-        clips += [Clip(_name(source, root), source, split) for source in _sources(_clip_folder(part))]
-    return sorted(clips, key=lambda clip: clip.split != "train")
-
-
-def _split_folders(folder: Path) -> Iterator[tuple[Split, Path]]:
     for part in _subfolders(folder):
         split = _SPLIT_FOLDERS.get(part.name.casefold())
         if split is not None:
-            yield split, part
+            clips += [Clip(_name(source, root), source, split) for source in _sources(_clip_folder(part))]
+    return sorted(clips, key=lambda clip: clip.split != "train")
 
 
 def _clip_folder(part: Path) -> Path:
@@ -123,13 +139,9 @@ def _only_data_set(folder: Path, root: Path, depth: int, seen: set[Path]) -> lis
             parts.append(part)
     data_sets = [clips for part in parts if (clips := _clips_below(part, root, depth + 1, seen))]
     if len(data_sets) > 1:
-        choices = ", ".join(sorted(str(_data_set_folder(folder, clips)) for clips in data_sets))
+        choices = ", ".join(sorted(str(folder / clips[0].path.relative_to(folder).parts[0]) for clips in data_sets))
         raise InputError(f"{folder}: holds {len(data_sets)} data sets; give one of them: {choices}")
     return data_sets[0] if data_sets else []
-
-
-def _data_set_folder(folder: Path, clips: list[Clip]) -> Path:
-    return folder / clips[0].path.relative_to(folder).parts[0]
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from cdt_fast.video.data.cache import load_clip
 from cdt_fast.video.data.crops import Crops, CropWindows
 from cdt_fast.video.data.demo import DEMO_FRAME_RATE, demo_clip
 from cdt_fast.video.data.splits import ClipLength, Part, WindowName, split_clips
-from cdt_fast.video.data.trees import find_clips
+from cdt_fast.video.data.trees import DecodedClip, find_clips
 
 _LEVELS = 256
 _FRAMES_A_BLOCK = 64
@@ -30,16 +30,14 @@ class Windows:
     """Windows of `window` consecutive frames, each within one part of one clip.
 
     Args:
-        clips: frames of every clip by name, uint8 [frames, size, size].
+        clips: those that parts are of.
         parts: the parts that windows are taken from.
         window: T, frames a window.
         stride: frames from the start of a window to the start of the next.
     """
 
-    def __init__(
-        self, clips: Sequence[tuple[str, np.ndarray]], parts: Sequence[Part], window: int, stride: int
-    ) -> None:
-        self.window, self.size = window, clips[0][1].shape[-1]
+    def __init__(self, clips: Sequence[DecodedClip], parts: Sequence[Part], window: int, stride: int) -> None:
+        self.window, self.size = window, clips[0].frames.shape[-1]
         self._clips = clips
         self._starts = [
             (part.clip, first) for part in parts for first in range(part.start, part.stop - window + 1, stride)
@@ -51,7 +49,7 @@ class Windows:
     def name(self, index: int) -> WindowName:
         """The identity of a window: 0 ≤ index < len, or from the end with a negative index."""
         clip, first = self._starts[index]
-        return WindowName(self._clips[clip][0], first)
+        return WindowName(self._clips[clip].name, first)
 
     def batch(self, indices: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """A copy of the windows with these indices.
@@ -65,7 +63,7 @@ class Windows:
         chosen = [self._starts[int(index)] for index in indices]
         result = np.empty((len(chosen), self.window, self.size, self.size), dtype=np.uint8)
         for row, (clip, first) in zip(result, chosen, strict=True):
-            row[:] = self._clips[clip][1][first : first + self.window]
+            row[:] = self._clips[clip].frames[first : first + self.window]
         return torch.from_numpy(result)
 
     def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> torch.Tensor:
@@ -79,12 +77,13 @@ class VideoData:
 
     Attributes:
         train, validation, test: windows; no frame is in two of them.
-        sigma: the unit of noise levels, in [0, 1]: a gray level, or the standard deviation of the training frames.
+        sigma: the unit of noise levels, in [0, 1].
         frame_rate: frames a second, None where the clips do not state one and the same.
         clips: names of all clips, in order.
         size: height and width of a frame in pixels.
         method: "clip" when the splits are of whole clips, "time" when each clip is divided.
         notes: what was left out, and what may be damaged, a line each.
+        unit: what `sigma` is, in words.
     """
 
     train: Windows | CropWindows
@@ -96,7 +95,7 @@ class VideoData:
     size: int
     method: str
     notes: tuple[str, ...]
-    unit: str = "standard deviation of the training frames"
+    unit: str
 
     def describe(self) -> str:
         """What was loaded, for a person, in a few lines."""
@@ -155,21 +154,14 @@ def load_video(
     side = size if cut is None else size + _ROOM
     if source == "demo":
         drawn = demo_clip(size=size if cut is None else max(_DEMO_SIDE, side))
-        clips = [("demo", drawn if cut is None else np.stack(list(cut.rows(drawn, side))))]
-        marks: list[Any] = [None]
-        rates = {DEMO_FRAME_RATE}
-        notes = []
+        frames = drawn if cut is None else np.stack(list(cut.rows(drawn, side)))
+        clips = [DecodedClip("demo", frames, DEMO_FRAME_RATE)]
     else:
-        decoded = [(clip, load_clip(clip, side, cache_dir, progress, cut)) for clip in find_clips(source)]
-        clips = [(clip.name, loaded.frames) for clip, loaded in decoded]
-        marks = [clip.split for clip, _ in decoded]
-        rates = {loaded.frame_rate for _, loaded in decoded}
-        notes = [note for _, loaded in decoded for note in loaded.notes]
+        clips = [load_clip(clip, side, cache_dir, progress, cut) for clip in find_clips(source)]
     rows_a_frame = 1 if cut is None else cut.rows_a_window // window
-    lengths = [
-        ClipLength(name, len(frames) // rows_a_frame, mark) for (name, frames), mark in zip(clips, marks, strict=True)
-    ]
+    lengths = [ClipLength(clip.name, len(clip.frames) // rows_a_frame, clip.split) for clip in clips]
     splits = split_clips(lengths, window, by_time)
+    rates = {clip.frame_rate for clip in clips}
 
     def windows(parts: Sequence[Part], training: bool) -> Windows | CropWindows:
         if cut is not None:
@@ -183,21 +175,21 @@ def load_video(
         test=windows(splits.test, training=False),
         sigma=deviation if unit == "deviation" else 1 / (_LEVELS - 1),
         frame_rate=rates.pop() if len(rates) == 1 else None,
-        clips=tuple(name for name, _ in clips),
+        clips=tuple(clip.name for clip in clips),
         size=size,
         method=splits.method,
-        notes=(*splits.notes, *notes),
+        notes=(*splits.notes, *(note for clip in clips for note in clip.notes)),
         unit="a gray level" if unit == "level" else "standard deviation of the training frames",
     )
 
 
-def _standard_deviation(clips: Sequence[tuple[str, np.ndarray]], parts: Sequence[Part], rows_a_frame: int) -> float:
+def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part], rows_a_frame: int) -> float:
     # A count of each gray level makes the sums whole numbers: exact, and the same whatever the order of frames.
     counts = np.zeros(_LEVELS, dtype=np.int64)
     for part in parts:
         first, stop = part.start * rows_a_frame, part.stop * rows_a_frame
         for start in range(first, stop, _FRAMES_A_BLOCK):
-            block = clips[part.clip][1][start : min(start + _FRAMES_A_BLOCK, stop)]
+            block = clips[part.clip].frames[start : min(start + _FRAMES_A_BLOCK, stop)]
             counts += np.bincount(block.reshape(-1), minlength=_LEVELS)
     number = int(counts.sum())
     total = sum(level * int(count) for level, count in enumerate(counts))
@@ -205,7 +197,7 @@ def _standard_deviation(clips: Sequence[tuple[str, np.ndarray]], parts: Sequence
     variance = Fraction(number * squares - total * total, number * number)
     if variance == 0:
         raise InputError(
-            f"{clips[parts[0].clip][0]}: all training frames are one flat gray, level {total // number}; there is "
+            f"{clips[parts[0].clip].name}: all training frames are one flat gray, level {total // number}; there is "
             "nothing to learn to denoise"
         )
     return math.sqrt(variance) / (_LEVELS - 1)

@@ -9,6 +9,7 @@ from cdt_fast.video.data import CropWindows, from_opponent, load_video, to_oppon
 from cdt_fast.video.data.crops import Crops
 from cdt_fast.video.data.dead_leaves import moving_leaves
 from cdt_fast.video.data.splits import Part
+from cdt_fast.video.data.trees import DecodedClip
 from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
 
@@ -79,7 +80,7 @@ def test_samples_are_luma_and_colors_and_the_same_seed_gives_the_same_sample() -
     frames = colored(8, 40, 40)
     crops = Crops(window=4, a_window=2)
     rows = np.stack(list(crops.rows(iter(frames), 24)))
-    train = CropWindows([("clip", rows)], [Part(0, 0, 8)], crops, 16, training=True)
+    train = CropWindows([DecodedClip("clip", rows)], [Part(0, 0, 8)], crops, 16, training=True)
     assert len(train) == 2 * 2 * 4
     colors = torch.from_numpy(rows[: 3 * 4].astype(np.float32)).view(3, 4, 24, 24)[..., :16, :16]
     luma = 0.299 * colors[0] + 0.587 * colors[1] + 0.114 * colors[2]
@@ -89,7 +90,7 @@ def test_samples_are_luma_and_colors_and_the_same_seed_gives_the_same_sample() -
     once, again, other = (train.augmented([3], [seed]) for seed in (7, 7, 8))
     assert torch.equal(once, again)
     assert not torch.equal(once, other)
-    held_out = CropWindows([("clip", rows)], [Part(0, 4, 8)], crops, 16, training=False)
+    held_out = CropWindows([DecodedClip("clip", rows)], [Part(0, 4, 8)], crops, 16, training=False)
     assert len(held_out) == 1
     assert held_out.name(0) == ("clip, crop 0", 4)
 
@@ -122,7 +123,7 @@ def test_pieces_that_move_across_are_of_the_same_plane_and_at_a_steady_speed() -
     dark, bright = np.full((8, 30, 30), 50, np.uint8), np.full((8, 30, 30), 200, np.uint8)
     crops = Crops(window=4, a_window=2)
     clips = [
-        (str(level), np.stack(list(crops.rows(iter(level_frames), 24))))
+        DecodedClip(str(level), np.stack(list(crops.rows(iter(level_frames), 24))))
         for level, level_frames in enumerate((dark, bright))
     ]
     train = CropWindows(clips, [Part(0, 0, 8), Part(1, 0, 8)], crops, 16, training=True)
@@ -137,7 +138,7 @@ def test_generated_crops_are_a_share_and_depend_on_the_seed_alone() -> None:
     crops = Crops(window=4, a_window=2)
     flat = np.stack(list(crops.rows(iter(np.full((8, 30, 30), 50, np.uint8)), 24)))
     train, never, always = (
-        CropWindows([("flat", flat)], [Part(0, 0, 8)], crops, 16, True, share) for share in (0.4, 0.0, 1.0)
+        CropWindows([DecodedClip("flat", flat)], [Part(0, 0, 8)], crops, 16, True, share) for share in (0.4, 0.0, 1.0)
     )
     drawn = torch.stack([train.augmented([0], [seed])[0] for seed in range(200)])
     assert 0.3 < (drawn.flatten(1).std(1) > 1).double().mean().item() < 0.5
