@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from cdt_fast.errors import InputError
-from cdt_fast.video import peers
 from cdt_fast.video.baselines import SHIFTS, blur, dct3d_denoise, dct3d_shifted_denoise
-from cdt_fast.video.comparison import as_table
+from cdt_fast.video.comparison import as_table, compare_denoisers, measured, peers
 from cdt_fast.video.quality import mean_psnr, psnr_of, ssim
 from tests.tiny import scrolling_clip
 
@@ -68,7 +67,6 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     import numpy as np
 
     from cdt_fast.models import DUST
-    from cdt_fast.video import comparison
     from cdt_fast.video.exits import Exits
     from cdt_fast.video.settings import VideoSettings
 
@@ -78,7 +76,7 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     settings.update("data", {"patch_frames": 4})
     model = DUST(256, 256, 2, sparsity=1.5, scale=0.02, patch_frames=4, noise_adaptive=True)
     exits = Exits(thresholds=[-1.0], layers=1, gain=0)  # after one layer, whatever it changes
-    found = comparison.compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], [20.0, 50.0], False, exits)
+    found = compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], [20.0, 50.0], False, exits)
     by_name = {each.name: each for each in found}
     noisy = by_name["noisy frames"]
     assert noisy.psnr == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
@@ -93,23 +91,23 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     assert by_name["this run, 1 of 2 layers"].rising == 1
     assert by_name["this run, 2 of 2 layers"].rising is not None
     assert by_name["noisy frames"].rising is None
-    after = comparison.compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], ["drift and σ 20"], False)
-    assert comparison.as_table(after, ["drift and σ 20"])[0][1] == "drift and σ 20"
+    after = compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], ["drift and σ 20"], False)
+    assert as_table(after, ["drift and σ 20"])[0][1] == "drift and σ 20"
     # Nobody is told that it becomes brighter, and nobody takes it back: 40 levels from the first frame to the last.
     ours = next(each for each in after if each.name == "this run, noise estimated")
     assert after[0].psnr[0] < ours.psnr[0] < (psnr_of(40 / 3**0.5) or 0)
-    rows = comparison.as_table(found, [20.0, 50.0])
+    rows = as_table(found, [20.0, 50.0])
     assert len({len(row) for row in rows}) == 1
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
-        comparison.compare_denoisers(model, VideoSettings(), [str(tmp_path / "short.npy")], [20.0], False)
+        compare_denoisers(model, VideoSettings(), [str(tmp_path / "short.npy")], [20.0], False)
     with pytest.raises(InputError, match="noise-adaptive"):
-        comparison.compare_denoisers(DUST(64, 64, 1), VideoSettings(), [], [20.0], False)
+        compare_denoisers(DUST(64, 64, 1), VideoSettings(), [], [20.0], False)
 
 
 def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cv2", None)
-    denoise = peers.peers()["OpenCV, multi-frame non-local means"]
-    found = peers.measured("opencv", denoise, [torch.rand(3, 8, 8)], [10.0], lambda: None)
+    denoise = peers()["OpenCV, multi-frame non-local means"]
+    found = measured("opencv", denoise, [torch.rand(3, 8, 8)], [10.0], lambda: None)
     assert found.skipped
     assert "opencv" in found.skipped.lower()
     assert "skipped" in as_table([found], [10.0])[1][0]
