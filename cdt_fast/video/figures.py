@@ -1,10 +1,21 @@
-"""The pictures of a report on video."""
+"""The pictures of a report on video, and the frames that are kept for them, so that drawing loads no video."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from cdt_fast.errors import InputError
+from cdt_fast.files import replaced_atomically
+from cdt_fast.models import DUST
 from cdt_fast.training.figures import (
     GRAY,
     add_legend,
@@ -16,12 +27,15 @@ from cdt_fast.training.figures import (
     set_log_scale,
 )
 from cdt_fast.training.task import Drawing, EvaluatedRun
-from cdt_fast.video.compute import exit_flops
-from cdt_fast.video.frames import read_frames
-from cdt_fast.video.networks import load_network
+from cdt_fast.video.data import VideoData
+from cdt_fast.video.denoising import denoised_frames
+from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive, load_network
+from cdt_fast.video.noise import noisy_batches
+from cdt_fast.video.overlap import tokens_of
 from cdt_fast.video.settings import VideoSettings
 
 _STYLES = {"blur": (0, (1, 3)), "dct": "--", "dct3d": "-.", "dct3d_shifted": (0, (3, 1, 1, 1))}
+_SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
 
 
 def drawings() -> list[Drawing]:
@@ -82,6 +96,53 @@ def _cost(run: EvaluatedRun) -> list[float]:
     return exit_flops(load_network(run.folder.model, "cpu"), settings, grids)
 
 
+@torch.no_grad()
+def exit_flops(model: Denoiser, settings: VideoSettings, grids: int | None) -> list[float]:
+    """FLOP a pixel of leaving after each depth 0..L, a multiplication and an addition being two.
+
+    Args:
+        model, settings: the model and the settings of its run.
+        grids: as for `overlap.reconstructed`: the result is a mean over so many, and each is computed.
+    """
+    frames = torch.zeros(1, settings.data.window, *(settings.data.size,) * 2)
+    tokens = tokens_of(frames.to(device_of(model), dtype_of(model)), settings)[:1]
+    known: dict[str, Any] = {"deviation": 1.0} if is_adaptive(model) else {}
+
+    def counted(sequences: int, depth: int) -> int:
+        mapping = {torch.ops.cdt_fast.unrolled_layer: _of_layer, torch.ops.cdt_fast.symmetric_attention: _of_attention}
+        counter = FlopCounterMode(display=False, custom_mapping=mapping)
+        noisy = tokens.expand(sequences, -1, -1)
+        with counter:
+            if not settings.overlapping:
+                model(noisy, depth=depth, **known)
+            else:
+                for level in range(1, depth + 1):
+                    cast("DUST", model).refine(level, noisy, noisy, **known)
+        return counter.get_total_flops()
+
+    # Products of weights alone are the same for one sequence and for two: what a sequence adds is what it costs.
+    pixels = tokens.numel() / len(settings.grid_places(grids))
+    return [(counted(2, depth) - counted(1, depth)) / pixels for depth in range(model.layers + 1)]
+
+
+def _of_layer(
+    codes: Any, signal: Any, dictionary: Any, projection: Any, next_dictionary: Any, *_: Any, **__: Any
+) -> int:
+    """Of `ops.unrolled_layer`, by the shapes of its arguments: attention's scores and what they mix, and a product of
+    every token with each dictionary that is read (docs/maths.md §7)."""
+    sequences, times, pixels = signal
+    atoms = dictionary[-1]
+    read = (dictionary if next_dictionary is None else next_dictionary)[0] + pixels * (1 + (projection is None))
+    mixed = pixels + (0 if codes is None else atoms)
+    return 2 * sequences * times * (times * (pixels + mixed) + read * atoms)
+
+
+def _of_attention(z: Any, values: Any, *_: Any, **__: Any) -> int:
+    """Of `ops.symmetric_attention`: its scores and what they mix."""
+    *sequences, times, width = z
+    return 2 * math.prod(sequences) * times**2 * (width + (z if values is None else values)[-1])
+
+
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:
     """A row a noise level; None where a run has kept no frames."""
     kept = [frames for run in runs if (frames := read_frames(run.folder.frames)) is not None]
@@ -100,3 +161,42 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
             axis.set_title(f"{title}\nRMSE {error:.1f}" if error else title, fontsize="small", wrap=True)
             axis.axis("off")
     return figure
+
+
+@torch.no_grad()
+def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSettings) -> None:
+    """Write the frames that a report shows, as `read_frames` reads them: the middle of the first test window, noisy at
+    two levels and denoised.
+    """
+    nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
+    gammas = sorted({settings.typical_noise, nearest})
+    middle = data.test.window // 2
+    clean, noisy, denoised = torch.empty(0), [], []
+    for gamma in gammas:
+        given, target, deviation = next(noisy_batches(data.test, gamma, data.sigma, device_of(model), batch=1))
+        clean = target[0, middle].cpu()
+        noisy.append(given[0, middle].cpu())
+        denoised.append(denoised_frames(model, settings, given, deviation)[0, middle].float().cpu())
+    tensors = {"clean": clean.contiguous(), "noisy": torch.stack(noisy), "denoised": torch.stack(denoised)}
+    with replaced_atomically(path) as temporary:
+        save_file({**tensors, "gammas": torch.tensor(gammas, dtype=torch.float64)}, temporary)
+
+
+def read_frames(path: Path) -> dict[str, Tensor] | None:
+    """`gammas` `[levels]`, and frames in [0, 1]: `clean` `[h, w]`, `noisy` and `denoised` `[levels, h, w]`.
+
+    None where there is no file.
+
+    Raises:
+        InputError: the file is not whole, or no such file.
+    """
+    if not path.exists():
+        return None
+    try:
+        frames = load_file(path)
+        levels = (len(frames["gammas"]), *frames["clean"].shape)
+        if frames["noisy"].shape == frames["denoised"].shape == levels:
+            return frames
+    except (OSError, SafetensorError, KeyError) as error:
+        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
+    raise InputError(f"{path}: its frames do not fit each other")

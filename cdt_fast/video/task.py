@@ -29,7 +29,6 @@ from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
 from cdt_fast.video.exits import Exits, chosen
-from cdt_fast.video.frames import keep_frames
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
@@ -171,7 +170,7 @@ class VideoTask(Task):
     ) -> dict[str, Any]:
         model = load_network(folder.model, settings.training.device)
         measured = evaluate(model, data, settings, progress)
-        keep_frames(folder.frames, model, data, settings)
+        figures.keep_frames(folder.frames, model, data, settings)
         return measured
 
     def kind(self, run: EvaluatedRun) -> str:

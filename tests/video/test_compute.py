@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cdt_fast.models import DUST
 from cdt_fast.ops.unrolled_layer import operator
-from cdt_fast.video.compute import exit_flops
+from cdt_fast.video.figures import exit_flops
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.settings import VideoSettings
 
