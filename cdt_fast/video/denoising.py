@@ -16,7 +16,6 @@ from cdt_fast.errors import InputError
 from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
-from cdt_fast.video.baselines import padded
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
 from cdt_fast.video.exits import Exits
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive, known_deviation
@@ -209,13 +208,12 @@ def denoised_frames(
     """
     if settings.overlapping:
         return reconstructed(model, settings, frames, deviation, grids, depth)[-1]
-    side, shape = settings.data.size, padded(frames, 0, 0, settings.data.patch).shape[-2:]
-    if not isinstance(model, DUST) and shape != (side, side):
+    side, patch = settings.data.size, settings.data.patch
+    if not isinstance(model, DUST) and any(-(-length // patch) * patch != side for length in frames.shape[-2:]):
         raise InputError(
             f"a vit denoises frames of the size it was trained on, {side}x{side}, "
             f"got {frames.shape[-1]}x{frames.shape[-2]}"
         )
-
     return mean_over_grids(
         lambda tokens: [model(tokens, depth=depth, **known_deviation(model, deviation, len(tokens)))],
         settings,

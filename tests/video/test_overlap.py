@@ -12,7 +12,7 @@ from cdt_fast.models import DUST
 from cdt_fast.models.dictionary import cosine_volumes
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.video import overlap
-from cdt_fast.video.baselines import padded
+from cdt_fast.video.baselines import continued
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.denoising import denoised_frames
 from cdt_fast.video.losses import ReconstructionLosses
@@ -96,7 +96,8 @@ def test_every_layer_starts_from_the_mean_over_grids() -> None:
     for level in (1, 2):
         total = torch.zeros_like(noisy)
         for top, left in ((0, 0), (0, 4), (4, 0), (4, 4)):
-            moved, given = (padded(frames, top, left, 8) for frames in (noisy, expected))
+            sides = (left, -(left + 16) % 8, top, -(top + 16) % 8)
+            moved, given = (continued(frames, sides) for frames in (noisy, expected))
             tokens, estimate = (to_patches(frames, 8, "time", 4) for frames in (moved, given))
             of_each = deviation.repeat_interleave(len(tokens) // 2)
             found = network.refine(level, tokens, estimate, deviation=of_each)
