@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from cdt_fast.video.data.containers import declared_bytes
+from cdt_fast.video.data.video_file import declared_bytes
 
 
 def box(kind: bytes, size: int, held: int) -> bytes:
