@@ -170,8 +170,7 @@ def measured(
     After a shift, whose noise nobody knows, a denoiser is told what `estimated_noise` finds in all frames.
 
     Args:
-        name: of the denoiser.
-        denoise: the denoiser.
+        name, denoise: the denoiser.
         clips: clean frames `[T, h, w]` in [0, 1].
         at: the levels, in gray levels, or names of `SHIFTS`.
         on_measured: called after each level.

@@ -115,12 +115,10 @@ def denoise_video(
     A video that is to be turned for display is written upright.
 
     Args:
-        model: the trained model.
-        settings: those of its run.
+        model, settings, sigma, exits: as in `Denoising`.
         source: a video file, a folder of frames or an array file.
         target: the video file to write, in a folder that exists; its suffix is one of `writing.CONTAINERS`.
         depth: number of layers to run, None for all.
-        sigma, exits: as in `Denoising`.
         grids: as in `Denoising`; None: eight, of a vit 1.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
@@ -194,17 +192,9 @@ def denoised_frames(
     depth: int | None = None,
     grids: int | None = 1,
 ) -> Tensor:
-    """Denoise windows of frames.
+    """Denoise windows of frames `[b, T, h, w]` in [0, 1], T a multiple of the patch's frames.
 
-    Args:
-        model, settings: the model and the settings of its run.
-        frames: `[b, T, h, w]` in [0, 1], T a multiple of the patch's frames.
-        deviation: standard deviation of the noise `[b]`, in the units of the frames, for a noise-adaptive model.
-        depth: number of layers to run, None for all.
-        grids: the result is the mean over `grids²` grids of patches; None: over eight (`VideoSettings.grid_places`).
-
-    Returns:
-        `[b, T, h, w]`, not clipped to [0, 1].
+    Arguments as of `reconstructed`, whose last depth this is; it is not clipped to [0, 1].
     """
     if settings.overlapping:
         return reconstructed(model, settings, frames, deviation, grids, depth)[-1]

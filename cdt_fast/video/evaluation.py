@@ -79,17 +79,7 @@ def mean_depth_losses(
 
 @torch.no_grad()
 def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress: bool = True) -> dict[str, Any]:
-    """Measure `model` on the test windows of `data`.
-
-    Args:
-        model: the trained model; it is used where it is.
-        data: the windows.
-        settings: those of the run.
-        progress: show a bar on stderr.
-
-    Returns:
-        The entries of `VideoEvaluation` but for what `training.evaluation` adds.
-    """
+    """The entries of `VideoEvaluation` but for what `training.evaluation` adds, on the test windows of `data`."""
     gammas, device = settings.evaluation.gammas, device_of(model)
     depths, grids = model.layers + 1, None if settings.data.frames == "crops" else 1
     rmse, alike = [], []  # a row a noise level: every depth (only the last), the identity, the baselines

@@ -38,12 +38,8 @@ def is_adaptive(model: Denoiser) -> bool:
 
 
 def known_deviation(model: Denoiser, deviation: Tensor | None, sequences: int) -> dict[str, Tensor]:
-    """What the methods of a model take of the noise: nothing, or its deviation for each of `sequences`.
-
-    Args:
-        model: the network.
-        deviation: `[b]`, of windows that have equally many sequences; None where the network takes none.
-        sequences: of all windows.
+    """What the methods of a model take of the noise: nothing, or its deviation for each of `sequences`, from that of
+    the windows `[b]`, which have equally many.
     """
     if deviation is None or not is_adaptive(model):
         return {}

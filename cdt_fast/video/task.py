@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from cdt_fast.files import read_json
 from cdt_fast.models import DUST
 from cdt_fast.ops.shared.backend import explain
 from cdt_fast.ops.unrolled_layer.composed import fused_unsupported_reason
+from cdt_fast.sequence.samples import moved
 from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
@@ -82,22 +82,15 @@ class VideoWorkload:
         """
         windows, seeds = zip(*chosen, strict=True)
         frames = self._data.train.augmented(windows, seeds)
-        if device.type == "cuda":
-            # From pageable memory the copy would synchronize with the host.
-            frames = frames.pin_memory().to(device, non_blocking=True)
-        frames = frames.to(device).to(dtype_of(self._denoiser)) / LEVELS
+        frames = moved(frames, device).to(dtype_of(self._denoiser)) / LEVELS
         clean = training_input(frames, self._settings)
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
         if self._settings.regularizers is None:
             return noisy, clean, deviation
-        drawn_by = torch.tensor(seeds)
-        if device.type == "cuda":
-            drawn_by = drawn_by.pin_memory().to(device, non_blocking=True)
-        return noisy, clean, deviation, drawn_by
+        return noisy, clean, deviation, moved(torch.tensor(seeds), device)
 
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
-        device = device_of(self._denoiser).type
-        with nullcontext() if autocast is None else torch.autocast(device, autocast):
+        with torch.autocast(device_of(self._denoiser).type, autocast, enabled=autocast is not None):
             return mean_depth_losses(self._denoiser, self._data.validation, self._settings, self._data.sigma)
 
     def data_identity(self) -> dict[str, Any]:

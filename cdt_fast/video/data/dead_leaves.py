@@ -22,10 +22,7 @@ _TURN, _ZOOM = 0.02, 0.01  # of the camera, radians and a share a frame
 def moving_leaves(frames: int, size: int, draw: np.random.Generator) -> Tensor:
     """float32 `[frames, size, size]` in 0..255: a picture of dead leaves on which a camera pans, and may turn or zoom.
 
-    Args:
-        frames: how many.
-        size: height and width in pixels.
-        draw: the source of all that is random: the same state, the same frames.
+    The same state of `draw`, the same frames.
     """
     side = 2 * size
     picture = torch.from_numpy(_leaves(side, draw))[None, None]
