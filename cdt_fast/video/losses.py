@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,7 +49,15 @@ class ReconstructionLosses(nn.Module):
         narrow = torch.autocast(noisy.device.type, self._autocast, cache_enabled=False) if self._autocast else None
         with narrow or nullcontext():
             if self._overlapping is not None:
-                return self._of_frames(self._overlapping, noisy, clean, deviation, weights)
+                data = self._overlapping.data
+                depths = reconstructed(self.model, self._overlapping, noisy, deviation, data.overlap)
+                # A row of pixels is a token to the loss: scaled, its mean over rows is the sum over a patch's pixels.
+                scale = torch.full_like(deviation, (data.patch_frames * data.patch**2 / clean.shape[-1]) ** 0.5)
+                if is_adaptive(self.model):
+                    scale = scale / deviation.clamp(min=LEAST_DEVIATION)
+                scale = scale.to(clean)[:, None, None, None]
+                scaled = [depth * scale for depth in depths]
+                return ops.layerwise_reconstruction_loss(scaled, clean * scale, depth_weights=weights)
             options: dict[str, Any] = {**known_deviation(self.model, deviation, len(noisy))}
             if self._added is None:
                 return self.model.layer_losses(noisy, clean, weights, **options)
@@ -62,22 +69,3 @@ class ReconstructionLosses(nn.Module):
                 # Losses of a noise-adaptive model are in units of the noise's variance.
                 total = total + price * (penalty / deviation.square().mean() if options else penalty)
             return total, per_depth
-
-    def _of_frames(
-        self,
-        settings: VideoSettings,
-        noisy: Tensor,
-        clean: Tensor,
-        deviation: Tensor,
-        weights: Tensor | Sequence[float] | None,
-    ) -> tuple[Tensor, Tensor]:
-        data = settings.data
-        depths = reconstructed(self.model, settings, noisy, deviation, data.overlap)
-        # A row of pixels is a token to the loss: scaled, its mean over rows is the sum over the pixels of a patch.
-        scale = torch.full_like(deviation, (data.patch_frames * data.patch**2 / clean.shape[-1]) ** 0.5)
-        if is_adaptive(self.model):
-            scale = scale / deviation.clamp(min=LEAST_DEVIATION)
-        scale = scale.to(clean)[:, None, None, None]
-        return ops.layerwise_reconstruction_loss(
-            [depth * scale for depth in depths], clean * scale, depth_weights=weights
-        )

@@ -236,12 +236,10 @@ class VideoTask(Task):
         **options: Any,
     ) -> dict[str, Any]:
         model = load_network(folder.model, settings.training.device)
-        if depth is not None:
-            if budget is not None:
-                raise InputError("--depth and --budget exclude each other: a number of layers, or a mean of it")
-            return denoise_video(model, settings, source, target, depth=depth, **options)
-        exits = chosen(_exits(folder), model.layers, budget)
-        return denoise_video(model, settings, source, target, exits=exits, **options)
+        if depth is not None and budget is not None:
+            raise InputError("--depth and --budget exclude each other: a number of layers, or a mean of it")
+        exits = chosen(_exits(folder), model.layers, budget) if depth is None else None
+        return denoise_video(model, settings, source, target, depth=depth, exits=exits, **options)
 
 
 def _exits(folder: RunFolder) -> list[Exits]:
