@@ -21,37 +21,6 @@ def test_it_is_the_same_on_every_machine(clip):
     )
 
 
-def test_its_shape_and_its_range_of_grays(clip):
-    assert (clip.shape, clip.dtype) == ((240, 160, 160), np.uint8)
-    assert clip.min() < 16
-    assert clip.max() > 235
-    assert 0.15 < clip.std() / 255 < 0.25
-
-
-def test_the_camera_stands_still_and_something_always_moves(clip):
-    steps = np.abs(np.diff(clip.astype(np.int16), axis=0))
-    moving = (steps > 12).mean(axis=(1, 2))
-    assert moving.min() > 0.001
-    assert moving.max() < 0.2
-
-
-def test_the_light_changes_slowly(clip):
-    wall = clip[:, 0:10, 60:90].mean(axis=(1, 2))
-    assert np.ptp(wall) > 10
-    assert np.abs(np.diff(wall)).max() < 1.5
-
-
-def test_there_is_fine_detail(clip):
-    across = np.abs(np.diff(clip[0].astype(np.int16), axis=1))
-    assert (across > 30).mean() > 0.08
-
-
-def test_walkers_pass_behind_the_notice_board(clip):
-    board = clip[:, 76:105, 29:51].astype(float)
-    ratio = board / board.mean(axis=(1, 2), keepdims=True)
-    assert ratio.std(axis=0).max() < 0.02
-
-
 def test_fewer_frames_are_the_beginning_and_a_seed_changes_the_scene(clip):
     assert np.array_equal(demo_clip(frames=7), clip[:7])
     assert np.abs(demo_clip(frames=1, seed=1)[0].astype(int) - clip[0]).mean() > 1
