@@ -71,9 +71,9 @@ def noisy_batches(
     """
     generator = torch.Generator(device)
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
-    batch = max(1, 2**19 // (windows.window * windows.size**2)) if batch is None else batch
-    for start in range(0, len(windows), batch):
-        indices = range(start, min(start + batch, len(windows)))
+    together = batch or max(1, 2**19 // (windows.window * windows.size**2))
+    for start in range(0, len(windows), together):
+        indices = range(start, min(start + together, len(windows)))
         frames = windows.batch(indices).to(device).to(dtype) / LEVELS
         noisy, deviations = [], []
         for frame, index in zip(frames.split(1), indices, strict=True):

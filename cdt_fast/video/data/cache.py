@@ -166,6 +166,6 @@ def _read(path: Path, size: int, key: str) -> tuple[np.ndarray, tuple[str, ...]]
     if stop + note_bytes != end or data[:start].tobytes() != header:
         return None
     notes = data[stop:end].tobytes()
-    if _sealed(zlib.crc32(data[start:stop], zlib.crc32(key.encode())), notes, count) != sealed:
+    if _sealed(zlib.crc32(data[start:stop].data, zlib.crc32(key.encode())), notes, count) != sealed:
         return None
     return data[start:stop].reshape(count, size, size), tuple(json.loads(notes))
