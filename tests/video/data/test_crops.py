@@ -6,8 +6,7 @@ import torch
 
 from cdt_fast.errors import InputError
 from cdt_fast.video.data import CropWindows, from_opponent, load_video, to_opponent
-from cdt_fast.video.data.crops import Crops
-from cdt_fast.video.data.dead_leaves import moving_leaves
+from cdt_fast.video.data.crops import Crops, moving_leaves
 from cdt_fast.video.data.splits import Part
 from cdt_fast.video.data.trees import DecodedClip
 from cdt_fast.video.settings import VideoSettings
