@@ -29,11 +29,10 @@ from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
 from cdt_fast.video.exits import Exits, chosen
-from cdt_fast.video.losses import ReconstructionLosses
+from cdt_fast.video.losses import ReconstructionLosses, bound_spectral_norms
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.overlap import training_input
-from cdt_fast.video.regularization import bound_spectral_norms
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.shifts import SHIFTS
 

@@ -11,7 +11,7 @@ import torch
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.video.regularization import BetweenLayers, bound_spectral_norms, jacobian_penalty
+from cdt_fast.video.losses import BetweenLayers, bound_spectral_norms, jacobian_penalty
 from tests.runs import new_trainer, train
 
 

@@ -231,9 +231,9 @@ def _paste(frames: Tensor, other: Tensor, draw: np.random.Generator) -> None:
 def moving_leaves(frames: int, size: int, draw: np.random.Generator) -> Tensor:
     """float32 `[frames, size, size]` in 0..255: a picture of dead leaves on which a camera pans, and may turn or zoom.
 
-    These are shapes that hide each other, whose sizes follow a power law, as in photographs; denoisers trained on them do
-    nearly as well on photographs as those trained on photographs (Achddou, Gousseau and Ladjal, "Synthetic images as a
-    regularity prior for image restoration neural networks", 2021). The same state of `draw`, the same frames.
+    These are shapes that hide each other, whose sizes follow a power law, as in photographs; denoisers trained on them
+    do nearly as well on photographs as those trained on photographs (Achddou, Gousseau and Ladjal, "Synthetic images as
+    a regularity prior for image restoration neural networks", 2021). The same state of `draw`, the same frames.
     """
     side = 2 * size
     picture = torch.from_numpy(_leaves(side, draw))[None, None]
