@@ -139,7 +139,13 @@ def denoise_video(
         grids = None if isinstance(model, DUST) else 1
     elif not 1 <= grids <= most:
         raise InputError(f"--grids must be from 1 to {most}, got {grids}")
-    _check_sigma(model, sigma)
+    if sigma is not None and not is_adaptive(model):
+        raise InputError(f"--sigma is {sigma:g}, and the model is not noise-adaptive: it takes the noise as it comes")
+    if sigma is not None and not 0 < sigma < float("inf"):
+        raise InputError(
+            f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma:g}"
+            + ("; without noise there is nothing to remove" if sigma == 0 else "")
+        )
     frames = open_source(source)
     target = Path(target)
     check_target(target, Path(source), overwrite)
@@ -157,18 +163,6 @@ def denoise_video(
         "sigma": found,
         "notes": [*notes, *_noise_notes(settings, found, sigma is None)],
     }
-
-
-def _check_sigma(model: Denoiser, sigma: float | None) -> None:
-    if sigma is None:
-        return
-    if not is_adaptive(model):
-        raise InputError(f"--sigma is {sigma:g}, and the model is not noise-adaptive: it takes the noise as it comes")
-    if not 0 < sigma < float("inf"):
-        raise InputError(
-            f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma:g}"
-            + ("; without noise there is nothing to remove" if sigma == 0 else "")
-        )
 
 
 def _noise_notes(settings: VideoSettings, sigma: float | None, estimated: bool) -> list[str]:
