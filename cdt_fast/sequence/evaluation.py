@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +26,7 @@ KEPT = "kept decoder"
 
 
 class SequenceEvaluation(Evaluation):
-    """What the `evaluation.json` of a run on texts or instructions holds: what `evaluate_classifier` measures."""
+    """What the `evaluation.json` of a run on texts or instructions holds: what `measure` does."""
 
     perturbation: str
     accuracy: list[float]
@@ -94,67 +92,26 @@ class LanguageEvaluation(SequenceEvaluation):
         return {**super().sizes(), "perplexity": len(self.gamma)}
 
 
+@torch.no_grad()
 def measure(
     network: Network, test: EncodedSamples, settings: SequenceSettings, device: torch.device, progress: bool = True
 ) -> dict[str, Any]:
-    """What `evaluate_classifier` measures of a network on `device`, and how many parameters it has."""
-    gammas = settings.evaluation.gammas
-    passes = len({*gammas, settings.typical_noise})
-
-    def answers() -> Iterator[tuple[Iterable[Tensor], Tensor]]:
-        for inputs, targets, _ in test.batches(settings.training.batch, network.padding_id, device):
-            # The label of a token is the next one, as language models shift them.
-            labels = targets if targets.dim() == 1 else nn.functional.pad(targets, (0, 1), value=IGNORED)[:, 1:]
-            yield network.depth_logits(inputs), labels
-            bar.update(len(targets))
-
-    with progress_bar(total=passes * len(test), desc="evaluate", unit="sample", shown=progress) as bar:
-        measured = evaluate_classifier(
-            network.model,
-            answers,
-            lambda gamma: network.perturbed(settings, gamma),
-            gammas,
-            settings.typical_noise,
-        )
-    parameters = sum(parameter.numel() for parameter in network.model.parameters())
-    return {**measured, "perturbation": settings.data.perturbation, "parameters": parameters}
-
-
-@torch.no_grad()
-def evaluate_classifier(
-    model: nn.Module,
-    answers: Callable[[], Iterable[tuple[Iterable[Tensor], Tensor]]],
-    perturb: Callable[[float], AbstractContextManager[Any]],
-    gammas: Sequence[float],
-    training_gamma: float,
-) -> dict[str, Any]:
-    """Accuracy over γ, and the losses of every depth, of a model whose word embeddings are perturbed.
-
-    Args:
-        model: the model; it is in evaluation mode meanwhile.
-        answers: runs the model over all batches and gives of each `(depth_logits, labels)`: int64 labels `[B]`, or
-            `[B, T]` for an answer a token, those of −100 not counting; and, one after the other, the logits of the
-            depths 0..L, `[B, classes]` or `[B, T, classes]` with the label of a token in its own place.
-        perturb: gives for γ the block in which `answers` is asked; with the same draws at every γ.
-        gammas: ascending noise levels.
-        training_gamma: the noise level of `layer_loss`, `layer_ratio` and `per_sample`.
+    """Accuracy over γ, and the losses of every depth, of a network on `device` whose word embeddings are perturbed.
 
     Returns:
         The part of an `evaluation.json` that can be measured here; with `answers`, how many counted, the 95 % interval
         of the last depth's accuracy (Wilson, for independent answers: of tokens it is too narrow), `auc`, the trapezoid
-        of accuracy over γ (None for a single γ), and at the training γ `layer_ratio` (None where a loss before is zero)
-        and `depth_agreement`, the share of the answers that a depth gives as the last one does.
+        of accuracy over γ (None for a single γ), and at the training γ `depth_agreement`, the share of the answers that
+        a depth gives as the last one does.
     """
-    levels = [float(gamma) for gamma in gammas]
-    was_training = model.training
-    model.eval()
-    try:
-        measured = {}
-        for gamma in dict.fromkeys((*levels, float(training_gamma))):
-            with perturb(gamma):
-                measured[gamma] = _measure(answers())
-    finally:
-        model.train(was_training)
+    levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], settings.typical_noise
+    network.model.eval()
+    gammas, measured = dict.fromkeys((*levels, training_gamma)), {}
+    with progress_bar(total=len(gammas) * len(test), desc="evaluate", unit="sample", shown=progress) as bar:
+        for gamma in gammas:
+            with network.perturbed(settings, gamma):  # with the same draws at every γ
+                batches = test.batches(settings.training.batch, network.padding_id, device)
+                measured[gamma] = _measure(network, batches, bar)
     trained = measured[training_gamma]
     count = int(trained.counts.sum())
     correct = [measured[gamma].correct.tolist() for gamma in levels]
@@ -169,11 +126,12 @@ def evaluate_classifier(
         "auc": area_under_curve(levels, accuracy) if len(levels) > 1 else None,
         "depth_accuracy": [[right / count for right in row] for row in correct],
         "depth_loss": [measured[gamma].mean_losses() for gamma in levels],
-        "training_gamma": float(training_gamma),
+        "training_gamma": training_gamma,
         "layer_loss": losses,
         "depth_agreement": (trained.agreed / count).tolist(),
-        "layer_ratio": [after / before if before else None for before, after in pairwise(losses)],
         "per_sample": per_sample_statistics(trained.sums / trained.counts),
+        "perturbation": settings.data.perturbation,
+        "parameters": sum(parameter.numel() for parameter in network.model.parameters()),
     }
 
 
@@ -195,17 +153,20 @@ class _Measured(NamedTuple):
         return (self.sums.sum(1) / self.counts.sum()).tolist()
 
 
-def _measure(batches: Iterable[tuple[Iterable[Tensor], Tensor]]) -> _Measured:
+def _measure(network: Network, batches: Iterable[tuple[Tensor, Tensor, int]], bar: Any) -> _Measured:
     sums, counts, correct, agreed = [], [], [], []
-    for depth_logits, labels in batches:
+    for inputs, targets, _ in batches:
+        # The label of a token is the next one, as language models shift them.
+        labels = targets if targets.dim() == 1 else nn.functional.pad(targets, (0, 1), value=IGNORED)[:, 1:]
         counted = labels != IGNORED
         # Depth by depth: the logits of a language model are too large to be held for all depths at once.
-        depths = [_read(logits, labels) for logits in depth_logits]
+        depths = [_read(logits, labels) for logits in network.depth_logits(inputs)]
         sums.append(torch.stack([loss for loss, _ in depths]))
         answers = torch.stack([answer for _, answer in depths])
         correct.append(((answers == labels) & counted).flatten(1).sum(1))
         agreed.append(((answers == answers[-1]) & counted).flatten(1).sum(1))
         counts.append(counted.flatten(1).sum(1) if labels.dim() > 1 else counted.long())
+        bar.update(len(targets))
     shares = (torch.stack(numbers).sum(0).cpu() for numbers in (correct, agreed))
     return _Measured(torch.cat(sums, 1).cpu(), torch.cat(counts).cpu(), *shares)
 
