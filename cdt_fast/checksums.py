@@ -8,25 +8,29 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import read_json, write_json
+from cdt_fast.files import file_state, read_json, write_json
 
 CHECKSUMS = "checksums.json"
 """Of each file the SHA-256 sums that it may have: its content's, and while it is replaced that of the one before."""
 
 
 def checksums_of(folder: Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """What `write_checksums` takes, of files in `folder`."""
-    return {name: [_checksum(folder / name)] for name in sorted(names)}
+    """What `CHECKSUMS` holds of files in `folder`, by name."""
+    return {name: [sha256_of(folder / name)] for name in sorted(names)}
 
 
-def write_checksums(folder: Path, checksums: Mapping[str, Sequence[str]]) -> None:
-    """Write the sums of a folder's files, by name, in place of those that are there."""
-    write_json(folder / CHECKSUMS, checksums)
+def sha256_of(path: Path) -> str:
+    """The SHA-256 sum of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def written_with_checksums(folder: str | os.PathLike[str]) -> Iterator[None]:
     before = _states(folder)
     yield
     written = [name for name, state in _states(folder).items() if before.get(name) != state and name != CHECKSUMS]
-    write_checksums(folder, checksums_of(folder, written))
+    write_json(folder / CHECKSUMS, checksums_of(folder, written))
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
@@ -63,22 +67,10 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
 
 def _is_whole(folder: Path, name: str, known: Sequence[str]) -> bool:
     try:
-        return Path(name).name == name and _checksum(folder / name) in known
+        return Path(name).name == name and sha256_of(folder / name) in known
     except (OSError, ValueError):  # ValueError: a name with a zero byte
         return False
 
 
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _states(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """By name what changes where a file is written."""
-    if not folder.is_dir():
-        return {}
-    files = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
-    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in files.items()}
+def _states(folder: Path) -> dict[str, tuple[int, int, int] | None]:
+    return {path.name: file_state(path) for path in folder.glob("*") if path.is_file()}

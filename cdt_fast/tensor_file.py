@@ -6,31 +6,15 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.files import parsed_json
+from cdt_fast.files import file_state, parsed_json
 
 # One entry of the file's metadata for all that is ours: safetensors writes several in an order that differs each time.
 _OURS = "cdt_fast"
-
-
-@dataclass(frozen=True)
-class TensorFile:
-    """What a file holds.
-
-    Attributes:
-        tensors: by name.
-        metadata: words by name.
-        checked: whether it came with checksums; files of other tools have none.
-    """
-
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-    checked: bool
 
 
 def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -55,23 +39,26 @@ def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
     return save(stored, {_OURS: json.dumps({"metadata": words, "checksums": _checksums(stored, words)})})
 
 
-def load_tensors(path: str | os.PathLike[str]) -> TensorFile:
+def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str] | None]:
     """Read a safetensors file to the CPU, and check it where its content is from `serialized`.
+
+    Returns:
+        Tensors by name, and the metadata as words by name; None: it is of another tool, and has no checksums.
 
     Raises:
         InputError: the file is missing, cut short, no safetensors file, or damaged: it does not have its checksums.
     """
     ours, tensors = _read(path)
-    metadata: dict[str, str] = {}
-    if ours is not None:
-        recorded = parsed_json(ours, f"{path}: is damaged: its metadata", dict[str, dict[str, str]])
-        metadata, expected = recorded.get("metadata", {}), recorded.get("checksums", {})
-        checksums = _checksums(tensors, metadata)
-        wrong = sorted(name for name in {*expected, *checksums} if expected.get(name) != checksums.get(name))
-        if wrong:
-            which = ", ".join(name or "the metadata" for name in wrong[:3])
-            raise InputError(f"{path}: is damaged: {len(wrong)} checksum(s) are wrong, of {which}")
-    return TensorFile(tensors, metadata, ours is not None)
+    if ours is None:
+        return tensors, None
+    found = _parsed(path, ours)
+    metadata, expected = found.get("metadata", {}), found.get("checksums", {})
+    checksums = _checksums(tensors, metadata)
+    wrong = sorted(name for name in {*expected, *checksums} if expected.get(name) != checksums.get(name))
+    if wrong:
+        which = ", ".join(name or "the metadata" for name in wrong[:3])
+        raise InputError(f"{path}: is damaged: {len(wrong)} checksum(s) are wrong, of {which}")
+    return tensors, metadata
 
 
 def recorded(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -80,17 +67,14 @@ def recorded(path: str | os.PathLike[str]) -> dict[str, str]:
     Raises:
         InputError: the file is missing, no safetensors file, or holds no such metadata.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            ours = (file.metadata() or {}).get(_OURS, "")
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
-    return parsed_json(ours, f"{path}: is damaged: its metadata", dict[str, dict[str, str]]).get("metadata", {})
+    return _parsed(path, _read(path, with_tensors=False)[0] or "").get("metadata", {})
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Tensor]]:
+def _parsed(path: str | os.PathLike[str], ours: str) -> dict[str, dict[str, str]]:
+    return parsed_json(ours, f"{path}: is damaged: its metadata", dict[str, dict[str, str]])
+
+
+def _read(path: str | os.PathLike[str], with_tensors: bool = True) -> tuple[str | None, dict[str, Tensor]]:
     """Our entry of a file's metadata and its tensors, all of one state of the file.
 
     safetensors opens a file twice, by its name: where another process replaces it in between, it is read again.
@@ -98,27 +82,18 @@ def _read(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     while True:
-        state = _state(path)
+        state = file_state(path)
         try:
             with safe_open(path, framework="pt") as file:
                 ours = (file.metadata() or {}).get(_OURS)
                 # Copies: in the file they start on any 8 bytes, and where they start decides how products round.
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
+                tensors = {name: file.get_tensor(name).clone() for name in (file.keys() if with_tensors else ())}
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch cannot map the file
-            if _state(path) == state:
+            if file_state(path) == state:
                 raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
         else:
-            if _state(path) == state:
+            if file_state(path) == state:
                 return ours, tensors
-
-
-def _state(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """What changes where a file is replaced; None where there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _checksums(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:

@@ -141,17 +141,17 @@ def load_pretrained(
     except (TypeError, InputError) as error:
         raise InputError(f"{folder / 'config.json'}: does not fit {kind} ({error})") from error
     path = folder / "model.safetensors"
-    file = load_tensors(path)
-    if file.metadata.get("config", saved) != saved:
+    tensors, metadata = load_tensors(path)
+    if metadata is not None and metadata.get("config", saved) != saved:
         raise InputError(f"{path}: does not fit {folder / 'config.json'}, which was another one when it was saved")
-    if not file.checked:
+    if metadata is None:
         warnings.warn(f"{path}: has no checksums, as another tool wrote it: damage would not be seen", stacklevel=2)
-    for key, value in file.tensors.items():
+    for key, value in tensors.items():
         if not value.is_floating_point():
             raise InputError(f"{path}: {key} must be floating-point numbers, got {value.dtype}")
     try:
         # As they are: a constructor builds in torch's default dtype, and to copy would cast.
-        model.load_state_dict(file.tensors, assign=True)
+        model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise InputError(f"{path}: does not fit {folder / 'config.json'} ({error})") from error
     check_finite(model, f"{path}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cdt_fast import checksums
-from cdt_fast.checksums import CHECKSUMS, check_folder, checksums_of, write_checksums, written_with_checksums
+from cdt_fast.checksums import CHECKSUMS, check_folder, checksums_of, written_with_checksums
 from cdt_fast.errors import InputError
 
 
@@ -58,12 +58,12 @@ def test_sums_that_are_none(sums: str, tmp_path: Path) -> None:
 def test_a_folder_that_is_written_anew_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("new")
     new = checksums_of(tmp_path, ["a"])
-    write_checksums(tmp_path, {"a": ["that of before"]})
-    checksum = checksums._checksum
+    (tmp_path / CHECKSUMS).write_text('{"a": ["that of before"]}')
+    checksum = checksums.sha256_of
 
     def written_meanwhile(path: Path) -> str:
         (tmp_path / CHECKSUMS).write_text(json.dumps(new))
         return checksum(path)
 
-    monkeypatch.setattr(checksums, "_checksum", written_meanwhile)
+    monkeypatch.setattr(checksums, "sha256_of", written_meanwhile)
     check_folder(tmp_path)

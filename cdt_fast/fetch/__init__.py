@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from cdt_fast.checksums import sha256_of
 from cdt_fast.errors import InputError, printable
 from cdt_fast.fetch import smollm2
-from cdt_fast.fetch.download import download_file, file_sha256
+from cdt_fast.fetch.download import download_file
 from cdt_fast.fetch.unpack import check_whole, unpack_archive
 from cdt_fast.files import try_lock
 
@@ -102,38 +103,35 @@ def fetch(
     if dataset is None and name != smollm2.NAME:
         raise InputError(f"{name}: no such data set; expected one of {', '.join([*DATASETS, smollm2.NAME])}")
     place = Path(folder) / name
-    archive = None if dataset is None or keep_archive else _archive_of(place, url or dataset.url)
-    # What a process that was killed after it had unpacked has left: the archive, or the file that it locked.
-    left = _lock_of(place).exists() or (archive is not None and archive.exists())
-    if not place.exists() or (left and os.access(place.parent, os.W_OK)):
-        if not place.exists():
-            _say(f"{smollm2.TITLE} {smollm2.TERMS}" if dataset is None else f"{dataset.title} {dataset.terms}")
+    new = not place.exists()
+    if new:
+        _say(f"{smollm2.TITLE} {smollm2.TERMS}" if dataset is None else f"{dataset.title} {dataset.terms}")
+    if new or os.access(place.parent, os.W_OK):  # what a process left that was killed after it had unpacked goes, too
         with _alone(place):
             new = not place.exists()  # else another process has fetched it, by now
-            if new and dataset is None:
+            if dataset is not None:
+                archive = place.parent / (
+                    Path(urllib.parse.urlsplit(url or dataset.url).path).name or f"{name}.archive"
+                )
+                if new:
+                    _obtain(archive, url or dataset.url, sha256 or dataset.sha256, progress)
+                    unpack_archive(archive, place)
+                if not keep_archive:
+                    archive.unlink(missing_ok=True)
+            elif new:
                 smollm2.fetch_smollm2(place)
-            elif new and dataset is not None:
-                archive = _archive_of(place, url or dataset.url)
-                _obtain(archive, url or dataset.url, sha256 or dataset.sha256, progress)
-                unpack_archive(archive, place)
-            if archive is not None and not keep_archive:
-                archive.unlink(missing_ok=True)
-        if new:
-            _say(f"{name}: unpacked to {place}")
-            return place
+    if new:
+        _say(f"{name}: unpacked to {place}")
+        return place
     check_whole(place)
     _say(f"{name}: already at {place}")
     return place
 
 
-def _archive_of(place: Path, url: str) -> Path:
-    return place.parent / (Path(urllib.parse.urlsplit(url).path).name or f"{place.name}.archive")
-
-
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """Wait until no other process fetches to `place`, and let others wait until the block, or this process, ends."""
-    path = _lock_of(place)
+    path = place.with_name(f".{place.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(path)
@@ -144,10 +142,6 @@ def _alone(place: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
-
-
-def _lock_of(place: Path) -> Path:
-    return place.with_name(f".{place.name}.lock")
 
 
 def _locked(path: Path) -> IO[bytes]:
@@ -167,7 +161,7 @@ def _obtain(archive: Path, url: str, sha256: str, progress: bool) -> None:
     if not archive.exists():
         download_file(url, archive, sha256, progress=progress)
         return
-    actual = file_sha256(archive)
+    actual = sha256_of(archive)
     if actual != sha256.lower():
         raise InputError(f"{archive}: has sha256 {actual}, expected {sha256.lower()}; move it away and fetch again")
     _say(f"{archive}: already downloaded")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
-import re
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +12,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
+from cdt_fast.checksums import sha256_of
 from cdt_fast.errors import InputError, printable
 
 MOST_BYTES = 100 << 30
@@ -72,7 +71,7 @@ def _downloaded(url: str, part: Path, progress: bool) -> str:
         while True:
             try:
                 _request_rest(url, part, bar)
-                return file_sha256(part)
+                return sha256_of(part)
             except _Interrupted as error:
                 failures = 0 if _size(part) > furthest else failures + 1
                 furthest = max(furthest, _size(part))
@@ -81,22 +80,6 @@ def _downloaded(url: str, part: Path, progress: bool) -> str:
                         f"{url}: the download stopped after {_size(part)} bytes ({error}); run it again to resume there"
                     ) from error
                 time.sleep(FIRST_PAUSE_SECONDS * 2**failures)
-
-
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-    except OSError as error:
-        raise InputError(f"{path}: the file cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
 
 
 def _size(part: Path) -> int:
@@ -119,8 +102,7 @@ def _request_rest(url: str, part: Path, bar: tqdm) -> None:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         with error:
-            if error.code == 416:
-                _settle_unsatisfiable(error, part, start)
+            if error.code == 416:  # nothing lies beyond the part: its sum says whether it is the file
                 return
             if error.code in _TRANSIENT_STATUSES:
                 raise _Interrupted(f"the server answered {error.code} {error.reason}") from error
@@ -133,20 +115,10 @@ def _request_rest(url: str, part: Path, bar: tqdm) -> None:
         _receive(response, part, bar, start)
 
 
-def _settle_unsatisfiable(response: urllib.error.HTTPError, part: Path, start: int) -> None:
-    """416: nothing lies beyond the part. It is whole if the server's file has its length, and of no use otherwise."""
-    if response.headers.get("Content-Range", "") != f"bytes */{start}":
-        part.unlink()
-        raise _Interrupted("the part was longer than the file on the server")
-
-
 def _receive(response: http.client.HTTPResponse, part: Path, bar: tqdm, start: int) -> None:
     if response.status != 206:
         # The server ignores ranges: this is the whole file.
         start = 0
-    elif not re.match(rf"bytes {start}-", response.headers.get("Content-Range", "")):
-        part.unlink(missing_ok=True)
-        raise _Interrupted("the server sent another part of the file than it was asked for")
     length = response.headers.get("Content-Length")
     total = start + int(length) if length and length.isdecimal() else None
     if (total or 0) > MOST_BYTES:

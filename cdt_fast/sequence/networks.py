@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checksums import CHECKSUMS, checksums_of, write_checksums
+from cdt_fast.checksums import CHECKSUMS, checksums_of
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models import TextUT
@@ -187,9 +187,9 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         before = read_json(folder / CHECKSUMS, dict[str, list[str]]) if (folder / CHECKSUMS).exists() else {}
         # Until all are moved each may be the one before: whoever is killed meanwhile leaves a folder that can be read.
         either = {file: list(dict.fromkeys(sums + before.get(file, []))) for file, sums in written.items()}
-        write_checksums(folder, {**before, **either})
+        write_json(folder / CHECKSUMS, {**before, **either})
         # What says that there is a model comes last.
         for file in sorted(written, key=lambda file: file == "config.json"):
             with replaced_atomically(folder / file) as target:
                 shutil.copyfile(temporary / file, target)
-        write_checksums(folder, {**before, **written})
+        write_json(folder / CHECKSUMS, {**before, **written})

@@ -148,14 +148,14 @@ def _keep(path: str | os.PathLike[str]) -> None:
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    file = load_tensors(path)
-    if file.metadata.get("format") != _FORMAT or not file.checked:
+    tensors, metadata = load_tensors(path)
+    if metadata is None or metadata.get("format") != _FORMAT:
         raise InputError(
             f"{path}: is no checkpoint of this version of cdt_fast; resume with the version that wrote it, or train "
             "in another folder"
         )
     try:
-        state = _with_tensors(parsed_json(file.metadata["state"], str(path)), file.tensors)
+        state = _with_tensors(parsed_json(metadata["state"], str(path)), tensors)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(state, dict):
