@@ -15,7 +15,7 @@ import tomli_w
 from cdt_fast import experiments
 from cdt_fast.cli import commands
 from cdt_fast.errors import InputError
-from cdt_fast.experiments import study, study_report
+from cdt_fast.experiments import study
 from cdt_fast.files import read_json
 from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training import loop
@@ -182,7 +182,7 @@ def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any, tmp_p
     assert dict(zip(*table[::2], strict=True))["ℓ_L"] == ""
     assert dict(zip(*table[::2], strict=True))["mean RMSE"] == "+0.0"
     assert [row[0] for row in study.exit_table(cells, "plain")[1:]] == ["plain"]
-    page = study_report.write_study(tmp_path, "a <study>", cells, "plain", "again").read_text()
+    page = study.write_study(tmp_path, "a <study>", cells, "plain", "again").read_text()
     assert "<h1>a &lt;study&gt;</h1>" in page
     assert page.count("<table>") == 3
     assert page.count('src="data:image/svg+xml;base64,') == 2
@@ -190,7 +190,7 @@ def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any, tmp_p
     exact = plain.evaluation.model_copy(update={"depth_rmse": [[1.0, 0.0, 0.0]] * len(plain.evaluation.depth_rmse)})
     alone = {"clip": {"plain": [replace(plain, evaluation=exact)]}}
     assert study.exits(alone, "plain")[1] == {"plain": [None, None]}
-    assert study_report.write_study(tmp_path, "exact", alone, "plain", "again").read_text().count("<img") == 0
+    assert study.write_study(tmp_path, "exact", alone, "plain", "again").read_text().count("<img") == 0
     with pytest.raises(InputError, match=r"training_gamma is 0\.5 and 0\.15"):
         check_comparable([run for group in cells["clip"].values() for run in group])
 

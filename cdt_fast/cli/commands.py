@@ -102,13 +102,13 @@ def _report_study(
     options: argparse.Namespace, experiment: experiments.Experiment, runs: list[experiments.PlannedRun], out: Path
 ) -> None:
     """Compare the runs of all sources with the baseline."""
-    from cdt_fast.experiments import study, study_report
+    from cdt_fast.experiments import study
 
     cells: dict[str, dict[str, list[Any]]] = {}
     for run in runs:
         evaluated = tasks.open_evaluated(run.path)
         cells.setdefault(Path(run.source).stem, {}).setdefault(run.run, []).append(evaluated)
-    print(f"study: {study_report.write_study(out, experiment.title, cells, experiment.baseline, options.words)}")
+    print(f"study: {study.write_study(out, experiment.title, cells, experiment.baseline, options.words)}")
     _save(options.json, {"tables": study.tables(cells, experiment.baseline)})
 
 

@@ -15,7 +15,7 @@ from cdt_fast.models.layer_losses import frequent_tokens
 from cdt_fast.models.layer_losses.decoding.tuning import EARLY_EXIT, TunedRow, timed_continuations
 from cdt_fast.sequence.evaluation import KEPT
 from cdt_fast.sequence.networks import PretrainedNetwork, replaced_folder
-from cdt_fast.sequence.samples import IGNORED, EncodedSamples
+from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
 
 _NEW_TOKENS = 32  # generated behind each prompt
 _DRAFT_TOKENS = 8192

@@ -14,8 +14,8 @@ from cdt_fast.models.early_exit import confidence_of, exits_taken, least_thresho
 from cdt_fast.models.layer_losses.decoding.tuning import TunedRow
 from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
-from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 from cdt_fast.sequence.settings import SequenceSettings, TextSettings
+from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 
 _LARGEST_EXPONENT = 700.0  # above it a perplexity is no float

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from cdt_fast.checksums import check_folder
 from cdt_fast.errors import InputError, require
@@ -27,12 +29,12 @@ from cdt_fast.sequence.figures import (
     speed_of,
     speed_table,
 )
-from cdt_fast.sequence.layer_dropout import add_layer_dropout
 from cdt_fast.sequence.networks import PretrainedNetwork, vocabulary_size
-from cdt_fast.sequence.samples import IGNORED, EncodedSamples
 from cdt_fast.sequence.settings import SMALL, LanguageModelSettings, LanguageSettings
 from cdt_fast.sequence.task import LoadedModel, SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import (
+    IGNORED,
+    EncodedSamples,
     from_hub,
     learned_tokenizer,
     load_tokenizer,
@@ -264,3 +266,31 @@ def _network(model: Any, tokenizer: Any, settings: LanguageModelSettings) -> Pre
     return PretrainedNetwork(
         model, tokenizer, settings.taps, inner_fraction=settings.inner_fraction, inner_kl=settings.inner_kl
     )
+
+
+def dropout_rates(largest: float, layers: int) -> list[float]:
+    """Of each layer how often it is left out, p_l = p (e^(l ln 2 / (L − 1)) − 1), l = 0..L−1; `largest` is p.
+
+    Source: LayerSkip (Elhoushi et al., 2024), §3.1.1, without its schedule over time, which is for pretraining alone.
+    """
+    return [largest * (2 ** (layer / max(layers - 1, 1)) - 1) for layer in range(layers)]
+
+
+def add_layer_dropout(layers: Sequence[nn.Module], largest: float) -> None:
+    """Let `layers` drop samples in training mode, each sample of a batch by itself, by torch's own random numbers.
+
+    What a dropped layer would have computed is computed and not used: the batch keeps its shape, and no time is saved.
+    """
+    for layer, rate in zip(layers, dropout_rates(largest, len(layers)), strict=True):
+        if rate:
+            layer.register_forward_hook(functools.partial(_passed_on, rate), with_kwargs=True)
+
+
+def _passed_on(rate: float, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if not layer.training:
+        return output
+    state: Tensor = args[0] if args else kwargs["hidden_states"]
+    dropped = torch.rand(len(state), *[1] * (state.dim() - 1), device=state.device) < rate
+    if isinstance(output, tuple):
+        return torch.where(dropped, state, output[0]), *output[1:]
+    return torch.where(dropped, state, output)

@@ -21,8 +21,9 @@ from cdt_fast.sequence.data.text import TextSplits
 from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.networks import Network, vocabulary_size
 from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
-from cdt_fast.sequence.samples import EncodedSamples, moved
 from cdt_fast.sequence.settings import SequenceSettings
+from cdt_fast.sequence.tokenizers import EncodedSamples, moved
+from cdt_fast.training.factory import steps_per_epoch
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
 
@@ -97,8 +98,7 @@ class SequenceWorkload:
         self.note = note
         self.after_update = None
         self.training_samples = len(train)
-        epoch = math.ceil(len(train) / (training.batch * training.accumulate))
-        self.steps: int = training.epochs * epoch if training.steps is None else training.steps
+        self.steps: int = training.steps or training.epochs * steps_per_epoch(settings, len(train))
         self.lr: float = lr if training.lr is None else training.lr
         self._settings, self.train, self.validation = settings, train, validation
         self._identity = {part: digest(getattr(data, part)) for part in ("train", "validation", "test")}

@@ -18,10 +18,10 @@ from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import TextEvaluation, confident_exits
 from cdt_fast.sequence.figures import CONFIDENT_EXIT, accuracy_table, confident_exit_table
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork
-from cdt_fast.sequence.samples import EncodedSamples
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
 from cdt_fast.sequence.task import LoadedModel, SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import (
+    EncodedSamples,
     from_hub,
     load_saved_tokenizer,
     load_tokenizer,

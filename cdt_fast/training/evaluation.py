@@ -1,9 +1,11 @@
-"""The evaluation of a run, whatever its task: the model it kept, judged by the constraints of its training."""
+"""The evaluation of a run, whatever its task, and the verdict on it: whether it is of any use."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.files import write_json
@@ -13,7 +15,6 @@ from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import EvaluatedRun, Task
-from cdt_fast.training.verdict import verdict
 
 
 def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress: bool = True) -> EvaluatedRun:
@@ -50,3 +51,81 @@ def judged(measured: dict[str, Any], settings: RunSettings, constraints: Descent
         "violation": verdict["violation"],
         "report": {**verdict, "text": str(report)},
     }
+
+
+class Verdict(NamedTuple):
+    """Whether a run is a success, and that and where its exits stand in words.
+
+    Of a success the constraints hold, where the run has some, and the last depth is better than the input, every
+    baseline without weights and, where one stands beside it, the plain run.
+    """
+
+    success: bool
+    text: str
+
+
+def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> Verdict:
+    """The verdict on a run; `others` are runs on the same data, among which a plain one is looked for."""
+    reading, values = run.task.reading(run), run.evaluation
+    *exits, last = reading.depths
+    # What each depth has to beat: the same for all, but for the plain run's own value at that depth.
+    references = {name: [value] * len(reading.depths) for name, value in reading.references.items()}
+    plain = plain_run(run, others)
+    if plain is not None:
+        references[f"plain training ({plain.name or plain.folder.name})"] = plain.task.reading(plain).depths
+    better, worse = [], []
+    for name, depths in references.items():
+        (better if last < depths[-1] else worse).append(f"{name} ({depths[-1]:.4g})")
+    holds = values.feasible or not values.constrained
+    success = holds and not worse
+    words = ["all constraints hold" if holds else "constraints are violated"] if values.constrained else []
+    subject = f"the last depth ({reading.measure}: {last:.4g}) is "
+    if better:
+        words.append(f"{subject}better than {_listed(better)}")
+    if worse:
+        words.append(f"{'' if better else subject}not better than {_listed(worse)}")
+    text = f"{'Success' if success else 'No success'}: {'; '.join(words)}."
+    if len(exits) > 1:
+        beaten = {
+            name: [depth for depth in range(1, len(exits)) if exits[depth] < depths[depth]]
+            for name, depths in references.items()
+        }
+        text += f" Exits better {'; '.join(f'than {name}: {_ranges(depths)}' for name, depths in beaten.items())}."
+    kept, warmup = values.kept_step, values.warmup_steps
+    if values.constrained and kept is not None and kept <= warmup < values.trained_steps:
+        text += (
+            f" The model that was kept is that of step {kept}, before the constraints came on (after step {warmup}): "
+            "by its last loss and the price of its violations none after it was better."
+        )
+    return Verdict(success, text)
+
+
+def plain_run(run: EvaluatedRun, others: Sequence[EvaluatedRun]) -> EvaluatedRun | None:
+    """Among runs of as many layers the unconstrained one on the last loss alone: of as many parameters and the same
+    seed, where there is one. None for a run that is one itself.
+    """
+    if _is_plain(run):
+        return None
+    plain = [other for other in others if _is_plain(other) and other.evaluation.layers == run.evaluation.layers]
+    return min(
+        plain,
+        key=lambda other: (
+            other.evaluation.parameters != run.evaluation.parameters,
+            other.settings.training.seed != run.settings.training.seed,
+        ),
+        default=None,
+    )
+
+
+def _is_plain(run: EvaluatedRun) -> bool:
+    return not run.settings.constrained and run.settings.objective == "last"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
+
+
+def _ranges(depths: Sequence[int]) -> str:
+    """`1 to 3 and 5`, or `none`."""
+    runs = [[depth for _, depth in run] for _, run in groupby(enumerate(depths), lambda pair: pair[1] - pair[0])]
+    return _listed([str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]) if runs else "none"

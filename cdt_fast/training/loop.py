@@ -20,14 +20,12 @@ from cdt_fast.errors import InputError
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
-from cdt_fast.training.depth_schedule import check_depth_schedule, scheduled_weights
 from cdt_fast.training.execution import resolve_execution
-from cdt_fast.training.factory import build_constraints, steps_per_epoch
+from cdt_fast.training.factory import build_constraints, check_depth_schedule, scheduled_weights, steps_per_epoch
 from cdt_fast.training.interruption import Interrupted, on_signals
-from cdt_fast.training.optimizer import build_optimizer, load_optimizer_state
+from cdt_fast.training.optimizer import TrainingStep, build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
-from cdt_fast.training.step import TrainingStep
 from cdt_fast.training.task import Task, Workload
 
 # Spreads the seeds of runs apart, so that no two count through the same seeds of noise.

@@ -10,8 +10,8 @@ from cdt_fast.errors import MissingExtra
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown
 from cdt_fast.training import figures
+from cdt_fast.training.evaluation import verdict
 from cdt_fast.training.task import EvaluatedRun, Summary, Table
-from cdt_fast.training.verdict import verdict
 
 _VERDICT = (
     "Worst: the largest share by which a layer exceeds its bound, negative where all bounds hold, and that layer; "

@@ -63,7 +63,7 @@ class Evaluation(_Part):
     steps: Count
     kept_step: Count | None = None  # of the model that was kept and measured
     warmup_steps: Count = 0  # after which the constraints came on
-    success: bool | None = None  # see `training.verdict`: of the run alone, with no plain one beside it
+    success: bool | None = None  # see `training.evaluation.verdict`: of the run alone, with no plain one beside it
     verdict: str = ""
 
     @model_validator(mode="after")

@@ -13,8 +13,7 @@ from cdt_fast import models
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.duals import DualAction
 from cdt_fast.training.cuda_graph import CapturedStep
-from cdt_fast.training.optimizer import build_optimizer
-from cdt_fast.training.step import TrainingStep
+from cdt_fast.training.optimizer import TrainingStep, build_optimizer
 from cdt_fast.video.losses import ReconstructionLosses
 
 PATCH, CODES, LAYERS, TIME = 64, 96, 3, 20

@@ -20,8 +20,8 @@ from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import area_under_curve, measure
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork
 from cdt_fast.sequence.perturbation import embedding_std, perturbed
-from cdt_fast.sequence.samples import EncodedSamples
 from cdt_fast.sequence.settings import TextSettings
+from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.results import HISTOGRAM_EDGES, per_sample_statistics
 
 PAD, CLS, SEP = 0, 1, 2

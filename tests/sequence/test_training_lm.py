@@ -20,7 +20,7 @@ from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import read_json
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.sequence import networks
-from cdt_fast.sequence.layer_dropout import add_layer_dropout, dropout_rates
+from cdt_fast.sequence.language import add_layer_dropout, dropout_rates
 from cdt_fast.sequence.settings import LanguageSettings
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer

@@ -10,7 +10,7 @@ import pytest
 
 from cdt_fast.constraints.objective import scaled_coefficients
 from cdt_fast.errors import InputError
-from cdt_fast.training.depth_schedule import check_depth_schedule, scheduled_weights
+from cdt_fast.training.factory import check_depth_schedule, scheduled_weights
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import new_trainer, train
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from cdt_fast.training.evaluation import plain_run, verdict
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Reading
-from cdt_fast.training.verdict import plain_run, verdict
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import evaluate_run, train
 
