@@ -6,13 +6,12 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cdt_fast.errors import InputError
 from cdt_fast.sequence.data.rows import FORMATS, HIDDEN, Row, hub_parts, hub_rows, read_rows, text_of
-from cdt_fast.sequence.data.text import TextData, TextSplits, labeled_texts, read_imdb, read_table, split_text
+from cdt_fast.sequence.data.text import Splits, TextData, labeled_texts, read_imdb, read_table, split_text
 from cdt_fast.sequence.settings import LanguageSettings, SequenceSettings, TextDataSettings, TextSettings
 
 _PARTS = (
@@ -47,17 +46,10 @@ class Instruction(NamedTuple):
         return f"{_TASK}. {_REQUEST}\n\n### Instruction:\n{self.instruction}\n\n### Response:\n"
 
 
-@dataclass(frozen=True)
-class InstructionSplits:
-    """Instructions to train on, to choose the kept model by and to evaluate on, and how many were dropped."""
-
-    train: list[Instruction]
-    validation: list[Instruction]
-    test: list[Instruction]
-    num_dropped: int = 0
+InstructionSplits = Splits[list[Instruction]]
 
 
-def load_texts(settings: TextSettings) -> TextSplits:
+def load_texts(settings: TextSettings) -> Splits[TextData]:
     """The texts of the settings, divided; parts that no file holds are taken from the training texts.
 
     Raises:
@@ -65,6 +57,7 @@ def load_texts(settings: TextSettings) -> TextSplits:
     """
     data, source = settings.data, _source(settings)
     parts = _parts_of_path(source, data) if isinstance(source, Path) else _parts_of_hub(source, data)
+    num_dropped = sum(part.num_dropped for part in parts if part is not None)
     # Files are often sorted by class.
     train, validation, test = (part and part.shuffled(_ORDER_SEED) for part in parts)
     assert train is not None
@@ -73,7 +66,7 @@ def load_texts(settings: TextSettings) -> TextSplits:
         for name, part, share in (("validation", validation, data.validation), ("test", test, data.test))
     ]
     taken = split_text(train, *shares, seed=_SPLIT_SEED)
-    return TextSplits(taken.train, validation or taken.validation, test or taken.test)
+    return Splits(taken.train, validation or taken.validation, test or taken.test, num_dropped)
 
 
 def load_instructions(settings: LanguageSettings) -> InstructionSplits:
@@ -94,7 +87,7 @@ def load_instructions(settings: LanguageSettings) -> InstructionSplits:
             "--test leave none to train on"
         )
     first, second = counts[0], sum(counts)
-    return InstructionSplits(instructions[second:], instructions[:first], instructions[first:second], num_dropped)
+    return Splits(instructions[second:], instructions[:first], instructions[first:second], num_dropped)
 
 
 def instructions_of(source: str | Path, rows: Iterable[Row]) -> tuple[list[Instruction], int]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError
 from cdt_fast.sequence import figures
-from cdt_fast.sequence.corpus import InstructionSplits, digest
-from cdt_fast.sequence.data.text import TextSplits
+from cdt_fast.sequence.corpus import digest
+from cdt_fast.sequence.data.text import Splits
 from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.networks import Network, vocabulary_size
 from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
@@ -81,7 +81,7 @@ class SequenceWorkload:
         network: Network,
         train: EncodedSamples,
         validation: EncodedSamples,
-        data: TextSplits | InstructionSplits,
+        data: Splits[Any],
         *,
         lr: float,
         note: str | None = None,
@@ -150,7 +150,7 @@ class SequenceTask(Task):
             raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
         _ = settings.noise  # which refuses what is no range
 
-    def counts(self, settings: SequenceSettings, data: TextSplits | InstructionSplits, kind: str) -> str:
+    def counts(self, settings: SequenceSettings, data: Splits[Any], kind: str) -> str:
         """How much data of a kind there are, in words."""
         parts = (f"{len(getattr(data, part)):,} {part}" for part in ("train", "validation", "test"))
         return f"{settings.data.source}: {kind}: {', '.join(parts)}"

@@ -13,7 +13,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.models import TextUT
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
-from cdt_fast.sequence.data.text import TextData, TextSplits
+from cdt_fast.sequence.data.text import Splits, TextData
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import TextEvaluation, confident_exits
 from cdt_fast.sequence.figures import CONFIDENT_EXIT, accuracy_table, confident_exit_table
@@ -41,16 +41,15 @@ class TextTask(SequenceTask):
     name, samples, subject, sample, accuracy = "text", "texts", "texts", "text", "Accuracy"
     evaluation = TextEvaluation
 
-    def load(self, settings: TextSettings, progress: bool = True) -> TextSplits:
+    def load(self, settings: TextSettings, progress: bool = True) -> Splits[TextData]:
         return corpus.load_texts(settings)
 
-    def describe(self, settings: TextSettings, data: TextSplits) -> str:
-        dropped = sum(part.num_dropped for part in (data.train, data.validation, data.test))
+    def describe(self, settings: TextSettings, data: Splits[TextData]) -> str:
         kind = "texts" if data.train.text_pair is None else "pairs"
-        note = f"; {dropped:,} rows without a class dropped" if dropped else ""
+        note = f"; {data.num_dropped:,} rows without a class dropped" if data.num_dropped else ""
         return f"{self.counts(settings, data, kind)}; classes: {', '.join(data.train.names)}{note}"
 
-    def build(self, settings: TextSettings, data: TextSplits, device: torch.device) -> SequenceWorkload:
+    def build(self, settings: TextSettings, data: Splits[TextData], device: torch.device) -> SequenceWorkload:
         present = {data.train.names[label] for label in data.train.labels}
         if len(present) < 2:
             raise InputError(f"{settings.data.source}: all the training texts are of one class, {present.pop()!r}")
@@ -61,7 +60,7 @@ class TextTask(SequenceTask):
         lr = _LR[settings.model.model == UNROLLED]
         return SequenceWorkload(settings, network, train, validation, data, lr=lr)
 
-    def load_model(self, folder: RunFolder, settings: TextSettings, data: TextSplits) -> LoadedModel:
+    def load_model(self, folder: RunFolder, settings: TextSettings, data: Splits[TextData]) -> LoadedModel:
         network, names = load_text_network(folder.model, settings, data.train.names)
         parts = (part.with_names(names) for part in (data.validation, data.test))
         validation, test = (encoded_texts(part, network.tokenizer, settings.data.max_tokens) for part in parts)

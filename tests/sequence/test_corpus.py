@@ -44,6 +44,13 @@ def test_the_share_of_a_part_that_a_file_holds_does_not_matter(tmp_path: Path) -
         load("text", tmp_path, validation=0.0, test=0.0)
 
 
+def test_a_row_without_a_class_is_counted_once(tmp_path: Path) -> None:
+    rows = [f"text {number}\t{('neutral', 'entailment')[number % 2]}\tother" for number in range(40)]
+    lines = ["sentence1\tgold_label\tsentence2", *rows, "text\t-\tother"]
+    (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n")
+    assert load("text", tmp_path / "pairs.tsv").num_dropped == 1
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `datasets.load_dataset` was asked for, and the parts that it answers with."""

@@ -8,12 +8,15 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import shown
 from cdt_fast.listing import entries
 from cdt_fast.sequence.data.rows import HIDDEN, Row, read_rows, text_of
 from cdt_fast.sequence.settings import TextDataSettings
+
+T = TypeVar("T")
 
 NLI_LABELS = ("entailment", "neutral", "contradiction")
 
@@ -76,12 +79,14 @@ class TextData:
 
 
 @dataclass(frozen=True)
-class TextSplits:
-    """Texts to train on, to choose the kept model by (validation), and to evaluate on (test)."""
+class Splits(Generic[T]):
+    """What to train on, to choose the kept model by (validation) and to evaluate on (test), and how many rows of the
+    source were dropped, as there is no class or no answer in them."""
 
-    train: TextData
-    validation: TextData
-    test: TextData
+    train: T
+    validation: T
+    test: T
+    num_dropped: int = 0
 
 
 def read_table(
@@ -177,7 +182,7 @@ def read_imdb(folder: str | os.PathLike[str], split: str = "train") -> TextData:
     return labeled_texts(root / split, rows, (None, None, None))
 
 
-def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> TextSplits:
+def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, seed: int = 0) -> Splits[TextData]:
     """Divide texts so that every part has the classes in the same proportions, in an order drawn by `seed`.
 
     Of a class `validation` and `test` have at least one text each, unless their fractions are 0.
@@ -201,7 +206,7 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
             part.extend(chosen)
     for part in parts:
         generator.shuffle(part)
-    return TextSplits(*(data.subset(part) for part in parts))
+    return Splits(*(data.subset(part) for part in parts))
 
 
 def _in_order(values: Collection[str]) -> list[str]:
