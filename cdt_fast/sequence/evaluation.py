@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from cdt_fast.models.early_exit import confidence_of, exits_taken, least_threshold, wilson_interval
@@ -16,7 +15,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.settings import SequenceSettings, TextSettings
 from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
-from cdt_fast.training.results import Evaluation, per_sample_statistics
+from cdt_fast.training.results import Evaluation, Part, per_sample_statistics
 
 _LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
 
@@ -26,7 +25,7 @@ KEPT = "kept decoder"
 
 
 class SequenceEvaluation(Evaluation):
-    """What the `evaluation.json` of a run on texts or instructions holds: what `measure` does."""
+    """What the `evaluation.json` of a run on texts or instructions holds, see `measure`."""
 
     perturbation: str
     accuracy: list[float]
@@ -44,13 +43,11 @@ class SequenceEvaluation(Evaluation):
         return {**dict.fromkeys(names, len(self.gamma)), "depth_agreement": self.layers + 1}
 
 
-class ConfidentExit(BaseModel):
+class ConfidentExit(Part):
     """Leaving at the first depth whose largest probability passes a threshold, on the test texts at the least γ.
 
     The threshold (1: none, all texts run to the end) keeps the agreement that was asked for on the validation texts.
     """
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     asked: float
     threshold: float
@@ -66,10 +63,8 @@ class TextEvaluation(SequenceEvaluation):
     confident_exits: tuple[ConfidentExit, ...] = ()
 
 
-class SpeedRow(BaseModel):
+class SpeedRow(Part):
     """Tokens a second over those of the model alone: the median, least and most of rounds in turns with it."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     name: str
     median: float

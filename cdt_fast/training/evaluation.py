@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.files import write_json
@@ -38,34 +38,27 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
 def judged(measured: dict[str, Any], settings: RunSettings, constraints: DescentConstraints) -> dict[str, Any]:
     """What a task measured, with what the settings say of the run and the constraints of its losses."""
     report = constraints.report(measured["layer_loss"], agreement=measured.get("depth_agreement"))
-    verdict = report.as_dict()  # without numbers that JSON cannot represent
+    found = report.as_dict()  # without numbers that JSON cannot represent
     return {
         "task": settings.task,
         "model": settings.model.model,
         "constrained": settings.constrained,
         "source": settings.data.source,
         **measured,
-        "layer_ratio": verdict["ratio"],
+        "layer_ratio": found["ratio"],
         "rate": [None if math.isnan(rate) else rate for rate in constraints.rates.tolist()],
-        "feasible": verdict["feasible"],
-        "violation": verdict["violation"],
-        "report": {**verdict, "text": str(report)},
+        "feasible": found["feasible"],
+        "violation": found["violation"],
+        "report": {**found, "text": str(report)},
     }
 
 
-class Verdict(NamedTuple):
+def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[bool, str]:
     """Whether a run is a success, and that and where its exits stand in words.
 
     Of a success the constraints hold, where the run has some, and the last depth is better than the input, every
-    baseline without weights and, where one stands beside it, the plain run.
+    baseline without weights and the plain run, where one is among `others`, runs on the same data.
     """
-
-    success: bool
-    text: str
-
-
-def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> Verdict:
-    """The verdict on a run; `others` are runs on the same data, among which a plain one is looked for."""
     reading, values = run.task.reading(run), run.evaluation
     *exits, last = reading.depths
     # What each depth has to beat: the same for all, but for the plain run's own value at that depth.
@@ -97,7 +90,7 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> Verdict:
             f" The model that was kept is that of step {kept}, before the constraints came on (after step {warmup}): "
             "by its last loss and the price of its violations none after it was better."
         )
-    return Verdict(success, text)
+    return success, text
 
 
 def plain_run(run: EvaluatedRun, others: Sequence[EvaluatedRun]) -> EvaluatedRun | None:

@@ -81,7 +81,7 @@ def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
 
 def judgment(run: EvaluatedRun, runs: Sequence[EvaluatedRun]) -> str:
     """The verdict on one of several runs, that on its constraints where it has some, and whether it is finished."""
-    values, words = run.evaluation, [verdict(run, [other for other in runs if other is not run]).text]
+    values, words = run.evaluation, [verdict(run, [other for other in runs if other is not run])[1]]
     if values.constrained:
         words.append(values.report.text)
     if not values.finished:

@@ -12,18 +12,18 @@ from typing_extensions import Self
 Count = Annotated[int, Field(ge=0)]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=False, protected_namespaces=())
 
 
-class Histogram(_Part):
+class Histogram(Part):
     """Of the ratios of single samples; the last bin holds all above."""
 
     edges: list[float]
     counts: list[Count]
 
 
-class PerSample(_Part):
+class PerSample(Part):
     """The ratios ℓ_l / ℓ_{l−1} of every single sample at every layer; None where no ratio is left."""
 
     mean_ratio: float | None
@@ -32,7 +32,7 @@ class PerSample(_Part):
     histogram: Histogram
 
 
-class Verdict(_Part):
+class Verdict(Part):
     """A `FeasibilityReport`, and the sentence it is put in."""
 
     feasible: bool
@@ -41,7 +41,7 @@ class Verdict(_Part):
     text: str
 
 
-class Evaluation(_Part):
+class Evaluation(Part):
     """The entries of every `evaluation.json`; losses are those at the training noise, on test data."""
 
     task: str

@@ -95,19 +95,17 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
 def test_a_verdict_is_about_constraints_the_input_and_the_baselines(
     depths: list[float], options: dict[str, Any], text: str
 ) -> None:
-    found = verdict(run_of(depths, **options))
-    assert found.text == text
-    assert found.success == text.startswith("Success")
+    assert verdict(run_of(depths, **options)) == (text.startswith("Success"), text)
 
 
 def test_a_plain_run_beside_it_has_to_be_beaten_depth_by_depth() -> None:
     plain = run_of([9.0, 6.0, 9.0, 2.0, 2.9], constrained=False)
-    found = verdict(run_of([9.0, 5.0, 5.0, 5.0, 3.0]), [plain])
-    assert not found.success
-    assert "; not better than plain training (plain) (2.9)." in found.text
-    assert found.text.endswith("than plain training (plain): 1 to 2.")
-    assert verdict(run_of([9.0, 5.0, 5.0, 5.0, 2.8]), [plain]).success
-    assert "plain training" not in verdict(plain, [run_of([9.0, 5.0, 5.0, 5.0, 1.0])]).text
+    success, text = verdict(run_of([9.0, 5.0, 5.0, 5.0, 3.0]), [plain])
+    assert not success
+    assert "; not better than plain training (plain) (2.9)." in text
+    assert text.endswith("than plain training (plain): 1 to 2.")
+    assert verdict(run_of([9.0, 5.0, 5.0, 5.0, 2.8]), [plain])[0]
+    assert "plain training" not in verdict(plain, [run_of([9.0, 5.0, 5.0, 5.0, 1.0])])[1]
 
 
 def test_the_plain_run_is_of_the_same_size_and_seed() -> None:
