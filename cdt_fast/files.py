@@ -32,11 +32,7 @@ def replaced_atomically(path: str | os.PathLike[str], *, mode: int = 0o666) -> I
     The temporary file keeps the suffix of `path` (writers of video and pictures choose the format by it). The data
     is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or a full
     disk, nothing is left behind and an existing `path` is as it was. What a killed process left of the same file is
-    removed first.
-
-    Args:
-        path: the file to write; folders above it are made.
-        mode: its permissions, less those that the umask takes.
+    removed first. Folders above `path` are made; `mode` are its permissions, less those that the umask takes.
 
     Raises:
         OSError: the file cannot be written; it names `path`, not the temporary file.
@@ -123,11 +119,7 @@ def read_json(path: str | os.PathLike[str]) -> Any: ...
 @overload
 def read_json(path: str | os.PathLike[str], kind: type[T]) -> T: ...
 def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
-    """Read a JSON file.
-
-    Args:
-        path: a file of at most `MOST_BYTES`.
-        kind: what it has to hold, as for `parsed_json`.
+    """Read a JSON file of at most `MOST_BYTES` that holds a `kind`, see `parsed_json`.
 
     Raises:
         InputError: the file is missing, cannot be read, is too large, is not whole, or does not hold a `kind`.

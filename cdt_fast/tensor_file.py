@@ -18,13 +18,10 @@ _OURS = "cdt_fast"
 
 
 def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The content of a safetensors file: tensors, their metadata, and a checksum (CRC-32) of each.
+    """The content of a safetensors file: tensors by name, words by name, and a checksum (CRC-32) of each.
 
     To write it is left to the caller, to whom the system reports a full disk; safetensors' own writer would reword it.
-
-    Args:
-        tensors: by name, on any device; those that share memory come back apart.
-        metadata: words by name.
+    Tensors that share memory come back apart.
     """
     from safetensors.torch import save
 

@@ -8,9 +8,8 @@ import sys
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from cdt_fast.checksums import sha256_of
 from cdt_fast.errors import InputError, printable
@@ -22,50 +21,34 @@ from cdt_fast.files import try_lock
 _NO_LICENSE = "carries no license: it is for research use as granted by its authors; never redistribute it"
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """A data set that can be fetched.
+class Dataset(NamedTuple):
+    """A data set that can be fetched; its name is that of the folder that it is unpacked to."""
 
-    Attributes:
-        name: what to call it, and the folder it is unpacked to.
-        url: where its authors offer the archive.
-        sha256: sum of the archive, in hexadecimal.
-        terms: what its use is bound to, as the end of a sentence that begins with the title.
-        title: its full name.
-    """
-
-    name: str
     title: str
-    url: str
-    sha256: str
-    terms: str
+    url: str  # where its authors offer the archive
+    sha256: str  # of the archive, in hexadecimal
+    terms: str  # what its use is bound to, as the end of a sentence that begins with the title
 
 
-DATASETS: dict[str, Dataset] = {
-    dataset.name: dataset
-    for dataset in (
-        Dataset(
-            name="avenue",
-            title="CUHK Avenue",
-            url="http://www.cse.cuhk.edu.hk/leojia/projects/detectabnormal/Avenue_Dataset.zip",
-            sha256="fc9cb8432a11ca79c18aa180c72524011411b69d3b0ff27c8816e41c0de61531",
-            terms=_NO_LICENSE,
-        ),
-        Dataset(
-            name="ucsd",
-            title="UCSD Anomaly Detection (Ped1 and Ped2)",
-            url="http://www.svcl.ucsd.edu/projects/anomaly/UCSD_Anomaly_Dataset.tar.gz",
-            sha256="2329af326951f5097fdd114c50e853957d3e569493a49d22fc082a9fd791915b",
-            terms=_NO_LICENSE,
-        ),
-        Dataset(
-            name="shanghaitech",
-            title="ShanghaiTech Campus",
-            url="http://101.32.75.151:8181/dataset/shanghaitech.tar.gz",
-            sha256="c13a827043b259ccf8493c9d9130486872992153a9d714fe229e523cd4c94116",
-            terms="is offered by its authors for research; read their terms before any other use",
-        ),
-    )
+DATASETS = {
+    "avenue": Dataset(
+        title="CUHK Avenue",
+        url="http://www.cse.cuhk.edu.hk/leojia/projects/detectabnormal/Avenue_Dataset.zip",
+        sha256="fc9cb8432a11ca79c18aa180c72524011411b69d3b0ff27c8816e41c0de61531",
+        terms=_NO_LICENSE,
+    ),
+    "ucsd": Dataset(
+        title="UCSD Anomaly Detection (Ped1 and Ped2)",
+        url="http://www.svcl.ucsd.edu/projects/anomaly/UCSD_Anomaly_Dataset.tar.gz",
+        sha256="2329af326951f5097fdd114c50e853957d3e569493a49d22fc082a9fd791915b",
+        terms=_NO_LICENSE,
+    ),
+    "shanghaitech": Dataset(
+        title="ShanghaiTech Campus",
+        url="http://101.32.75.151:8181/dataset/shanghaitech.tar.gz",
+        sha256="c13a827043b259ccf8493c9d9130486872992153a9d714fe229e523cd4c94116",
+        terms="is offered by its authors for research; read their terms before any other use",
+    ),
 }
 
 

@@ -31,17 +31,11 @@ class _Interrupted(Exception):
 
 
 def download_file(url: str, target: Path, sha256: str, *, progress: bool = True) -> None:
-    """Download `url` to `target`.
+    """Download `url`, http or https, to `target`, a file to make in a folder that exists.
 
     The bytes gather in `<target>.part`, from where a later call resumes: it asks for the rest only. The part becomes
     `target` once its sum is right; where that of a resumed one is wrong, as the server's file is another one by now,
     the download begins anew. No other process may download to the same place.
-
-    Args:
-        url: http or https.
-        target: the file to make; its folder exists.
-        sha256: the expected sum, in hexadecimal.
-        progress: show a bar on stderr.
 
     Raises:
         InputError: the server refuses, the connection keeps failing, the disk is full (the part is kept in all three

@@ -41,11 +41,7 @@ def unpack_archive(archive: Path, folder: Path) -> None:
 
     Files and folders are made; links and devices in a tar are passed over. Owners, permissions and times are not kept.
     A hidden file in it says how much was unpacked, for `check_whole`. What a killed process left of the same folder is
-    removed: no other may be unpacking it.
-
-    Args:
-        archive: the file to unpack; it is kept.
-        folder: the folder to make; its parent exists, it does not.
+    removed: no other may be unpacking it. The archive is kept.
 
     Raises:
         InputError: the archive is damaged or of another kind, an entry would land outside the folder, it holds more

@@ -98,19 +98,19 @@ class UnrolledNetwork(Network):
     """A `TextUT`; see `Network`."""
 
     part = "ops"
+    model: TextUT
 
     def __init__(self, model: TextUT, tokenizer: Any) -> None:
         super().__init__(model, tokenizer, range(model.layers + 1))
-        self._model = model
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        return self._model.layer_losses(inputs[0], targets, weights, lengths=inputs[1].sum(-1))
+        return self.model.layer_losses(inputs[0], targets, weights, lengths=inputs[1].sum(-1))
 
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
-        return self._model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
+        return self.model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
 
     def save_model(self, folder: Path) -> None:
-        self._model.save_pretrained(folder)
+        self.model.save_pretrained(folder)
 
 
 class PretrainedNetwork(Network):

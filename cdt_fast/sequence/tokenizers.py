@@ -25,17 +25,11 @@ _NO_LIMIT = 10**6  # tokenizers say "no limit" by an absurdly large number
 
 @dataclass(frozen=True)
 class EncodedSamples:
-    """Samples as token ids.
+    """Samples as token ids."""
 
-    Attributes:
-        rows: int64 `[fields, T]` each.
-        targets: int64, `[]` a class or `[T]` labels of tokens.
-        counts: how many targets of each sample count.
-    """
-
-    rows: list[Tensor]
-    targets: list[Tensor]
-    counts: list[int]
+    rows: list[Tensor]  # int64 `[fields, T]` each
+    targets: list[Tensor]  # int64, `[]` a class or `[T]` labels of tokens
+    counts: list[int]  # how many targets of each sample count
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -81,11 +75,8 @@ def rows_of(tokenizer: Any, texts: Sequence[str], text_pair: Sequence[str] | Non
 def learned_tokenizer(texts: Iterable[str], size: int) -> Any:
     """Byte pairs learned from texts: the end, what fills up, the 256 bytes, and the pairs that are most frequent.
 
-    The same texts give the same tokens, whatever their order, and no text is beyond them.
-
-    Args:
-        texts: the training texts alone.
-        size: at most so many tokens, ≥ 258; at 258 every byte of UTF-8 is a token of its own.
+    The same texts give the same tokens, whatever their order, and no text is beyond them. There are at most `size` of
+    them, ≥ 258, where every byte of UTF-8 is a token of its own.
     """
     transformers = pretrained_library()
     from tokenizers import Tokenizer as BytePairs

@@ -47,14 +47,11 @@ def previous_checkpoint(path: str | os.PathLike[str]) -> Path:
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write `state` to `path` with checksums, atomically; the checkpoint that was there before is kept beside it.
 
-    Args:
-        path: the file.
-        state: nested dictionaries (keys: words or whole numbers), lists and tuples of tensors, numbers, words, truth
-            values and None. Tuples come back as lists.
+    The state may hold nested dictionaries (keys: words or whole numbers), lists and tuples of tensors, numbers, words,
+    truth values and None; anything else is a TypeError. Tuples come back as lists.
 
     Raises:
         OSError: the file cannot be written; it names `path`.
-        TypeError: the state holds something else.
     """
     tensors: dict[str, Tensor] = {}
     document = _without_tensors(state, "", tensors)
@@ -67,9 +64,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
 def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read what `save_checkpoint` wrote, on the CPU; where that is damaged the one before it, with a warning on stderr.
 
-    Args:
-        path: the file.
-        run: the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
+    `run` is the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
 
     Raises:
         InputError: there is none, or none is whole. With `run` also: an entry is missing or of another type, the step
@@ -103,11 +98,7 @@ def saved_step(path: str | os.PathLike[str]) -> int:
 
 
 def run_identity(settings: Any) -> dict[str, Any]:
-    """The settings that a checkpoint belongs to, for `load_checkpoint`: two runs that agree in them are the same.
-
-    Args:
-        settings: of a run: an object with the sections `data`, `model`, `constraints` and `training`.
-    """
+    """The settings that a checkpoint belongs to, for `load_checkpoint`: two runs that agree in them are the same."""
     return {
         f"[{section}] {name}": value
         for section in ("data", "model", "constraints", "training")

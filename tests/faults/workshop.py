@@ -114,7 +114,7 @@ class Workshop:
             server.serve_forever()
         server.server_close()
         sha256 = hashlib.sha256(content).hexdigest()
-        DATASETS["set"] = Dataset("set", "A set", f"http://127.0.0.1:{port}/set.zip", sha256, "is a test's own")
+        DATASETS["set"] = Dataset("A set", f"http://127.0.0.1:{port}/set.zip", sha256, "is a test's own")
 
     def close(self) -> None:
         os.kill(self.server, signal.SIGKILL)

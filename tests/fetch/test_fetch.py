@@ -291,8 +291,7 @@ def test_fetch_of_an_unknown_name_lists_the_known_ones(tmp_path):
 
 
 def test_every_data_set_has_a_sum_and_terms():
-    for name, dataset in DATASETS.items():
-        assert name == dataset.name
+    for dataset in DATASETS.values():
         assert re.fullmatch("[0-9a-f]{64}", dataset.sha256)
         assert dataset.url.startswith("http")
         assert dataset.terms

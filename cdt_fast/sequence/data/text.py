@@ -27,21 +27,13 @@ _ADVICE = "; say which it is by --text-column, --label-column and --second-colum
 
 @dataclass(frozen=True)
 class TextData:
-    """Texts with their classes.
+    """Texts with their classes."""
 
-    Attributes:
-        texts: the texts, or the first ones of pairs.
-        labels: the class of each, an index into `names`.
-        names: the classes.
-        text_pair: the second texts of pairs, or None.
-        num_dropped: how many rows of the source have no label and are not here.
-    """
-
-    texts: list[str]
-    labels: list[int]
+    texts: list[str]  # of pairs the first ones
+    labels: list[int]  # the class of each, an index into `names`
     names: list[str]
-    text_pair: list[str] | None = None
-    num_dropped: int = field(default=0, compare=False)
+    text_pair: list[str] | None = None  # the second texts of pairs
+    num_dropped: int = field(default=0, compare=False)  # rows of the source that have no label and are not here
 
     def __len__(self) -> int:
         return len(self.texts)
