@@ -13,7 +13,7 @@ from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.objective import scaled_coefficients
 from cdt_fast.constraints.presets import DEFAULTS
 from cdt_fast.errors import InputError
-from cdt_fast.training.settings import DepthSchedule, RunSettings
+from cdt_fast.training.settings import RunSettings, TrainingSettings
 
 # The warm-up of a training without constraints: they only weigh the depths by the objective, and judge the result.
 NEVER = 2**62
@@ -73,13 +73,7 @@ def build_constraints(
 
 
 def scheduled_weights(
-    schedule: DepthSchedule,
-    layers: int,
-    step: int,
-    steps: int,
-    seed: int,
-    rotation: int = 1,
-    coefficients: Sequence[float] | None = None,
+    training: TrainingSettings, layers: int, step: int, steps: int, coefficients: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """The weights w_0..w_L of a training of S = `steps` without constraints at a step (docs/maths.md §2).
 
@@ -91,15 +85,16 @@ def scheduled_weights(
     last two are then the curricula of LayerSkip (Elhoushi et al., 2024, §3.1.2), whose c are the coefficients
     "layerskip". The weights are numbers of the host, so that a depth of weight zero costs no backward.
 
-    `layers` is L, `rotation` R, `seed` is of the draws of "random", and `coefficients` are c `[L+1]` (None: w = C).
+    R is `depth_rotation`, `layers` is L, and `coefficients` are c `[L+1]` (None: w = C).
     """
-    if schedule == "random":
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    if training.depth_schedule == "random":
+        generator = torch.Generator().manual_seed((training.seed * 1_000_003 + step) % 2**63)
         depth = 1 + int(torch.randint(layers, (), generator=generator))
         chosen = [other == depth for other in range(layers + 1)]
-    elif schedule == "gradual":
+    elif training.depth_schedule == "gradual":
         chosen = [False, *(2 * layers * step >= (layers - depth) * steps for depth in range(1, layers + 1))]
     else:
+        rotation = training.depth_rotation or 1
         chosen = [False, *((depth + step) % rotation == 0 for depth in range(1, layers)), True]
     if coefficients is None:
         return tuple(map(float, chosen))

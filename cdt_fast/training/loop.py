@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import sys
@@ -178,12 +179,10 @@ class Trainer:
                 if last or self.step % training.log_every == 0:
                     entry = self._log_entry(time.perf_counter() - started)
                     if shown and first is not None:
-                        each, left = (
-                            (time.perf_counter() - started) / (self.step - first),
-                            self.workload.steps - self.step,
-                        )
-                        if each * left > 30:
-                            print(f"about {each * left / 60:.1f} minutes to go: {left:,} steps", file=sys.stderr)
+                        left = self.workload.steps - self.step
+                        seconds = (time.perf_counter() - started) / (self.step - first) * left
+                        if seconds > 30:
+                            print(f"about {seconds / 60:.1f} minutes to go: {left:,} steps", file=sys.stderr)
                         first = None
                     self._log(entry)
                     bar.set_postfix_str(self._summary(entry["loss"]), refresh=False)
@@ -219,15 +218,9 @@ class Trainer:
         known = self.constraints.known_weights()
         training = self.settings.training
         if training.depth_schedule is not None:
-            known = scheduled_weights(
-                training.depth_schedule,
-                self.workload.num_constraints,
-                self.step,
-                self.workload.steps,
-                training.seed,
-                training.depth_rotation or 1,
-                known if self.settings.objective == "depths" else None,
-            )
+            coefficients = known if self.settings.objective == "depths" else None
+            layers, steps = self.workload.num_constraints, self.workload.steps
+            known = scheduled_weights(training, layers, self.step, steps, coefficients)
         action = self.constraints.count_step() if self._measured else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         chosen = [share or micro_batch[:1] for share, micro_batch in zip(shares, micro_batches, strict=True)]
@@ -317,15 +310,13 @@ class Trainer:
         report = self.constraints.report(losses)
         verdict = report.as_dict()  # JSON cannot represent infinity, where a depth is exact and the next is not
         entry = {"loss": losses, **{name: verdict[name] for name in ("feasible", "worst_layer", "worst_violation")}}
-        if self.best is None or self._merit(losses) < self._merit(self.best["loss"]):
+        # Both by what is known now, such as a reference fixed meanwhile.
+        merit = functools.partial(self.constraints.merit, priced=self.constrained)
+        if self.best is None or merit(losses) < merit(self.best["loss"]):
             self.best = {"step": self.step, **entry}
             if self.accelerator.is_main_process:
                 self.workload.save_model(self.folder.model)
         return entry
-
-    def _merit(self, losses: list[float]) -> float:
-        """By what a model is kept; two are compared by what is known now, such as a reference fixed meanwhile."""
-        return self.constraints.merit(losses, priced=self.constrained)
 
     def _save_checkpoint(self) -> None:
         # The losses of a step are from before its update, which may be what broke the weights.

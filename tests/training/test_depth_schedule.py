@@ -12,29 +12,35 @@ from cdt_fast.constraints.objective import scaled_coefficients
 from cdt_fast.errors import InputError
 from cdt_fast.training.factory import check_depth_schedule, scheduled_weights
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.settings import TrainingSettings
 from tests.runs import new_trainer, train
 
 
+def weights_of(schedule: Any, layers: int, steps: int, coefficients: Any = None, **settings: int) -> list[Any]:
+    training = TrainingSettings(depth_schedule=schedule, **settings)
+    return [scheduled_weights(training, layers, step, steps, coefficients) for step in range(steps)]
+
+
 def test_a_random_depth_is_one_of_the_exits_and_any_of_them() -> None:
-    drawn = [scheduled_weights("random", 4, step, 4000, seed=3) for step in range(4000)]
+    drawn = weights_of("random", 4, 4000, seed=3)
     assert all(sorted(weights) == [0, 0, 0, 0, 1] for weights in drawn)
     counts = Counter(weights.index(1) for weights in drawn)
     # Four standard deviations of a binomial count of 4000 draws at a quarter.
     assert set(counts) == {1, 2, 3, 4}
     assert all(abs(count - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5 for count in counts.values())
-    assert drawn == [scheduled_weights("random", 4, step, 4000, seed=3) for step in range(4000)]
-    assert drawn != [scheduled_weights("random", 4, step, 4000, seed=4) for step in range(4000)]
+    assert drawn == weights_of("random", 4, 4000, seed=3)
+    assert drawn != weights_of("random", 4, 4000, seed=4)
 
 
 def test_exits_are_switched_on_from_the_last_to_the_first() -> None:
-    weights = [scheduled_weights("gradual", 4, step, 80, seed=0) for step in range(80)]
+    weights = weights_of("gradual", 4, 80)
     starts = [next((step for step in range(80) if weights[step][depth]), None) for depth in range(5)]
     assert starts == [None, 30, 20, 10, 0]
     assert weights[-1] == (0, 1, 1, 1, 1)
 
 
 def test_the_last_exit_and_others_in_turn() -> None:
-    weights = [scheduled_weights("rotational", 5, step, 80, 0, rotation=3) for step in range(6)]
+    weights = weights_of("rotational", 5, 80, depth_rotation=3)[:6]
     assert [[depth for depth in range(5) if one[depth]] for one in weights] == [[3], [2], [1, 4]] * 2
     assert all(one[5] == 1 for one in weights)
 
@@ -42,9 +48,7 @@ def test_the_last_exit_and_others_in_turn() -> None:
 @pytest.mark.parametrize("schedule", ["gradual", "rotational"])
 def test_the_coefficients_of_the_depths_that_are_on_add_up_to_one(schedule: Any) -> None:
     coefficients = scaled_coefficients("layerskip", range(5))
-    plain, scaled = (
-        [scheduled_weights(schedule, 4, step, 80, 0, 2, given) for step in range(80)] for given in (None, coefficients)
-    )
+    plain, scaled = (weights_of(schedule, 4, 80, given, depth_rotation=2) for given in (None, coefficients))
     for mask, weights in zip(plain, scaled, strict=True):
         products = [on * c for on, c in zip(mask, coefficients, strict=True)]
         assert weights == pytest.approx([product / sum(products) for product in products])
@@ -87,7 +91,7 @@ def test_a_training_follows_the_schedule(
     monkeypatch.setattr(trainer.losses, "forward", forward)
     trainer.run(progress=False)
     assert len(seen) >= 8
-    expected = [scheduled_weights(schedule, 2, step, 8, config.training.seed, rotation or 1) for step in range(8)]
+    expected = [scheduled_weights(config.training, 2, step, 8) for step in range(8)]
     assert [weights for weights in seen if isinstance(weights, tuple)] == expected
 
 
