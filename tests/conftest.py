@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import numpy as np
@@ -17,7 +17,7 @@ from cdt_fast import cli
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.parts import quick, rest
-from tests.runs import evaluate_run, train
+from tests.runs import evaluate_run, settings_of, train
 from tests.tiny import TINY, scrolling_clip
 
 # The same examples each time: a failure of one run is one of the next.
@@ -65,18 +65,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_config(clip: Path) -> Callable[..., VideoSettings]:
     """Make tiny settings; keyword arguments replace some of them, whatever their section."""
-
-    def make(**changes: Any) -> VideoSettings:
-        config = VideoSettings()
-        for section, values in TINY.items():
-            config.update(section, values)
-        config.data.source = str(clip)
-        for name, value in changes.items():
-            owner = next(part for part in TINY if hasattr(getattr(config, part), name))
-            config.set(owner, name, value)
-        return config
-
-    return make
+    return functools.partial(settings_of, "video", TINY, clip)
 
 
 @dataclass(frozen=True)

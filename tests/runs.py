@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ def load_data(settings: RunSettings) -> Any:
     return task_of(settings).load(settings, progress=False)
 
 
+def settings_of(task: str, tiny: Mapping[str, Mapping[str, Any]], source: Path, /, **changes: Any) -> Any:
+    """Tiny settings of a task, some replaced, whatever their section."""
+    config = tasks.TASKS[task].settings()
+    for section, values in tiny.items():
+        config.update(section, values)
+    config.data.source = str(source)
+    for name, value in changes.items():
+        owner = next(part for part in tiny if hasattr(getattr(config, part), name))
+        config.set(owner, name, value)
+    return config
+
+
 def new_trainer(run: RunFolder, settings: RunSettings, graphs: Any = None, accelerator: Any = None) -> loop.Trainer:
     """A trainer, on the CPU where no accelerator is given."""
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
@@ -35,9 +48,21 @@ def train(run: RunFolder, settings: RunSettings, **options: Any) -> None:
     loop.train(run, settings, task_of(settings), **options)
 
 
+def trained(settings: RunSettings, folder: Path, progress: bool = False) -> RunFolder:
+    """A new run in `folder`, trained to its end."""
+    run = RunFolder.create(folder, settings)
+    train(run, settings, progress=progress)
+    return run
+
+
 def evaluate_run(run: RunFolder, settings: RunSettings) -> EvaluatedRun:
     """`evaluation.evaluate_run` in the task of the settings."""
     return evaluation.evaluate_run(run, settings, task_of(settings), progress=False)
+
+
+def evaluated(run: RunFolder, settings: RunSettings) -> dict[str, Any]:
+    """What `evaluation.json` holds of a run."""
+    return evaluate_run(run, settings).evaluation.model_dump(mode="json")
 
 
 def open_run(path: str | Path, *, trained: bool = True) -> tuple[RunFolder, Any]:

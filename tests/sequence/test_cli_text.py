@@ -22,6 +22,7 @@ from cdt_fast.training import figures
 from cdt_fast.training.loop import Trainer
 from tests.runs import open_run
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
+from tests.training.training_cases import signal_after
 
 Call = Callable[..., Any]
 
@@ -278,18 +279,10 @@ def test_another_error_of_torch_is_not_taken_for_a_lack_of_memory(
 
 
 def test_a_signal_saves_and_the_resumed_training_ends_as_the_whole_one(
-    call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_figures: None
+    call: Call, table: Path, tmp_path: Path, quick_figures: None
 ) -> None:
     assert call("train", "text", table, *TEXT, "--out", tmp_path / "whole").status == 0
-    original = Trainer._train_step
-
-    def signalled(trainer: Trainer) -> None:
-        original(trainer)
-        if trainer.step == 4:
-            signal.raise_signal(signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", signalled)
+    with signal_after(signal.SIGTERM, 5):
         answer = call("train", "text", table, *TEXT, "--out", tmp_path / "run")
     assert answer.status == 128 + signal.SIGTERM
     assert f"cdt-fast train text --resume {tmp_path / 'run'}" in answer.err

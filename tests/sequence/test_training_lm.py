@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import shutil
@@ -21,36 +22,17 @@ from cdt_fast.files import read_json
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.sequence import networks
 from cdt_fast.sequence.language import add_layer_dropout, dropout_rates
-from cdt_fast.sequence.settings import LanguageSettings
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
-from tests.runs import evaluate_run, load_data, new_trainer, task_of, train
+from tests.runs import evaluate_run, evaluated, load_data, new_trainer, settings_of, task_of, train, trained
 from tests.tiny_text import TINY_LANGUAGE, words_of_command, write_instructions
-from tests.training.training_cases import train_until_killed
+from tests.training.training_cases import signal_after, train_until_killed
 
 transformers = pytest.importorskip("transformers")
 
 
-def settings_for(source: Path, **changes: Any) -> LanguageSettings:
-    config = LanguageSettings()
-    for section, values in TINY_LANGUAGE.items():
-        config.update(section, values)
-    config.data.source = str(source)
-    for name, value in changes.items():
-        owner = next(part for part in TINY_LANGUAGE if hasattr(getattr(config, part), name))
-        config.set(owner, name, value)
-    return config
-
-
-def trained(config: LanguageSettings, folder: Path, progress: bool = False) -> RunFolder:
-    run = RunFolder.create(folder, config)
-    train(run, config, progress=progress)
-    return run
-
-
-def evaluated(run: RunFolder, config: LanguageSettings) -> dict[str, Any]:
-    return evaluate_run(run, config).evaluation.model_dump(mode="json")
+settings_for = functools.partial(settings_of, "lm", TINY_LANGUAGE)
 
 
 @pytest.fixture
@@ -267,21 +249,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         assert torch.equal(found[name], value), name
 
 
-def test_a_signal_and_resume_by_the_command_line_change_no_bit(
-    source: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp_path: Path, call: Any) -> None:
     """Weights, multipliers, the optimizer's state, the kept model, what was logged, and the evaluation."""
     words = words_of_command(TINY_LANGUAGE, gamma=0.3, accumulate=2, batch=3)
     assert call("train", "lm", source, *words, "--out", tmp_path / "whole").status == 0
-    original = Trainer._train_step
-
-    def signalled(trainer: Trainer) -> None:
-        original(trainer)
-        if trainer.step == 5:
-            signal.raise_signal(signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", signalled)
+    with signal_after(signal.SIGTERM, 6):
         assert call("train", "lm", source, *words, "--out", tmp_path / "parts").status == 128 + signal.SIGTERM
     torch.manual_seed(99)  # a new process draws anew
     assert call("train", "lm", "--resume", tmp_path / "parts").status == 0

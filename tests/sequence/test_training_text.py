@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from collections.abc import Callable
@@ -24,23 +25,14 @@ from cdt_fast.sequence.text import TextTask
 from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training.report import seed_table
 from cdt_fast.training.run_folder import RunFolder
-from tests.runs import evaluate_run, load_data, new_trainer, train
+from tests.runs import evaluate_run, evaluated, load_data, new_trainer, settings_of, train, trained
 from tests.tiny_text import TINY_TEXT, reviews, write_table
 from tests.training.training_cases import train_until_killed
 
 Settings = Callable[..., TextSettings]
 
 
-def settings_for(source: Path, **changes: Any) -> TextSettings:
-    """Tiny settings, some replaced, whatever their section."""
-    config = TextSettings()
-    for section, values in TINY_TEXT.items():
-        config.update(section, values)
-    config.data.source = str(source)
-    for name, value in changes.items():
-        owner = next(part for part in TINY_TEXT if hasattr(getattr(config, part), name))
-        config.set(owner, name, value)
-    return config
+settings_for = functools.partial(settings_of, "text", TINY_TEXT)
 
 
 @pytest.fixture(scope="session")
@@ -62,16 +54,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     transformers.BertModel(config).save_pretrained(folder)
     return folder
-
-
-def trained(config: TextSettings, folder: Path) -> RunFolder:
-    run = RunFolder.create(folder, config)
-    train(run, config, progress=False)
-    return run
-
-
-def evaluated(run: RunFolder, config: TextSettings) -> dict[str, Any]:
-    return evaluate_run(run, config).evaluation.model_dump(mode="json")
 
 
 def test_training_lowers_the_loss_and_a_constrained_run_becomes_feasible(tmp_path: Path) -> None:

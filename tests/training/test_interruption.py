@@ -25,7 +25,7 @@ from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import VideoTask
 from tests.runs import train
 from tests.tiny import tiny_arguments
-from tests.training.training_cases import Killed, train_until_killed
+from tests.training.training_cases import Killed, signal_after, train_until_killed
 
 Config = Callable[..., VideoSettings]
 
@@ -127,7 +127,6 @@ def test_the_settings_reach_what_they_are_to_test(uninterrupted: Callable[[str],
 def test_a_run_that_a_signal_stopped_resumes_bit_for_bit(
     tiny_config: Config,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     uninterrupted: Callable[[str], RunFolder],
     name: str,
     steps: list[int],
@@ -135,22 +134,13 @@ def test_a_run_that_a_signal_stopped_resumes_bit_for_bit(
 ) -> None:
     config = tiny_config(**SETTINGS[name])
     run = RunFolder.create(tmp_path / "run", config)
-    step = Trainer._train_step
-    pending = list(steps)
-
-    def signalled(trainer: Trainer) -> None:
-        step(trainer)
-        if pending and trainer.step + 1 == pending[0]:
-            pending.pop(0)
-            signal.raise_signal(number)
-
-    monkeypatch.setattr(Trainer, "_train_step", signalled)
     handlers = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
-    for count, expected in enumerate(steps):
-        with pytest.raises(Interrupted) as stop:
-            train(run, config, resume=count > 0, progress=False)
-        assert stop.value.signal_number == number
-        assert load_checkpoint(run.checkpoint)["step"] == expected
+    with signal_after(number, *steps):
+        for count, expected in enumerate(steps):
+            with pytest.raises(Interrupted) as stop:
+                train(run, config, resume=count > 0, progress=False)
+            assert stop.value.signal_number == number
+            assert load_checkpoint(run.checkpoint)["step"] == expected
     assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == handlers
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, uninterrupted(name))
@@ -257,23 +247,11 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_says_how_to_go_on(
-    call: Callable[..., Any],
-    clip: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    status: int,
+    call: Callable[..., Any], clip: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     run = tmp_path / "my run"
-    step = Trainer._train_step
-
-    def signalled(trainer: Trainer) -> None:
-        step(trainer)
-        if trainer.step == 1:
-            signal.raise_signal(number)
-
-    monkeypatch.setattr(Trainer, "_train_step", signalled)
-    answer = call("train", "video", clip, "--out", run, *tiny_arguments())
+    with signal_after(number, 2):
+        answer = call("train", "video", clip, "--out", run, *tiny_arguments())
     assert answer.status == status
     last = answer.err.splitlines()[-1]
     assert last == (

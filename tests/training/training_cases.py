@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -32,6 +35,22 @@ def train_until_killed(run: RunFolder, config: RunSettings, step: int) -> None:
         patch.setattr(Trainer, "_train_step", dying)
         with pytest.raises(Killed):
             train(run, config, progress=False)
+
+
+@contextmanager
+def signal_after(number: signal.Signals, *steps: int) -> Iterator[None]:
+    """Raise a signal in the trainings of the block, at the end of each of these steps once."""
+    original, pending = Trainer._train_step, list(steps)
+
+    def signalled(trainer: Trainer) -> None:
+        original(trainer)
+        if pending and trainer.step + 1 == pending[0]:
+            pending.pop(0)
+            signal.raise_signal(number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", signalled)
+        yield
 
 
 def run_on_two_ranks(program: str, run: RunFolder) -> None:
