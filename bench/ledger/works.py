@@ -16,7 +16,7 @@ from cdt_fast.bench.ledger.recording import META
 from cdt_fast.bench.suites import cross_entropy
 from cdt_fast.bench.suites.trained import TextWork, VideoWork
 from cdt_fast.bench.suites.training_step import CONSTRAINED, TrainingStep, fused
-from cdt_fast.training import step as training_step
+from cdt_fast.training import optimizer as training_step
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.video.denoising import denoised_frames
 from cdt_fast.video.losses import ReconstructionLosses

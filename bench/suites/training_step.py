@@ -16,9 +16,8 @@ from cdt_fast.bench.suites.trained import Formula, Trained, Weights
 from cdt_fast.constraints.duals import DualAction
 from cdt_fast.constraints.presets import Coupling, ObjectiveName
 from cdt_fast.ops.shared.products import cpu_has_bf16_products
-from cdt_fast.training import step as training
+from cdt_fast.training import optimizer as training
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
-from cdt_fast.training.optimizer import build_optimizer
 
 # The depths that a step reads: all of them with the weights of the multipliers; all of them, of which the last alone
 # counts; or the last alone.
@@ -57,7 +56,7 @@ class TrainingStep:
         self._losses = _Losses(self._model, losses, autocast, cached=graphs is None)
         # As in the loop: on a GPU every step updates as a captured one does.
         on_device = graphs is not None or device.type != "cpu"
-        self._optimizer, _ = build_optimizer(
+        self._optimizer, _ = training.build_optimizer(
             self._model.parameters(), 1e-4, 0.01, lambda step: 1.0, on_device=on_device
         )
         self._constraints = constraints_under_way(work.layers, device, form) if reads == CONSTRAINED else None

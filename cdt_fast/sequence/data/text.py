@@ -198,7 +198,8 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
             part.extend(chosen)
     for part in parts:
         generator.shuffle(part)
-    return Splits(*(data.subset(part) for part in parts))
+    train, held_out, tested = map(data.subset, parts)
+    return Splits(train, held_out, tested)
 
 
 def _in_order(values: Collection[str]) -> list[str]:
