@@ -171,9 +171,9 @@ def evaluate(options: argparse.Namespace) -> None:
         return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
-    measured = entry.load().beside_others(run, settings, options.clips, shifts=options.shifts)
-    _save(options.json, measured.values)
-    print(as_text(measured.table))
+    table, values = entry.load().beside_others(run, settings, options.clips, shifts=options.shifts)
+    _save(options.json, values)
+    print(as_text(table))
 
 
 def _evaluate(run: RunFolder, settings: RunSettings, task: Any, json_file: str | None = None) -> None:

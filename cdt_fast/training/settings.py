@@ -30,7 +30,6 @@ Shares = Annotated[dict[int, float], Field(min_length=1)]
 NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a range
 # Beyond a million times the signal squares leave float32.
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
-DepthSchedule = Literal["random", "gradual", "rotational"]
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 
@@ -157,7 +156,7 @@ class TrainingSettings(Section):
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
     warmup_steps: Count = setting(0, "steps over which the learning rate rises to lr")
     clip: NonNegative | None = setting(1.0, "largest gradient norm ('none' for no bound)")
-    depth_schedule: DepthSchedule | None = setting(
+    depth_schedule: Literal["random", "gradual", "rotational"] | None = setting(
         None,
         "without constraints: train one depth a step, drawn at random, switch depths on from the last to the first, or "
         "the last and others in turn; with the objective 'depths' its coefficients weigh those that are on",

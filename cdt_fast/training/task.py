@@ -45,13 +45,6 @@ class Reading(NamedTuple):
     references: dict[str, float]  # of what costs no training, by name: the input, baselines without weights, a guess
 
 
-class Comparison(NamedTuple):
-    """A table, and its values for JSON."""
-
-    table: Table
-    values: list[dict[str, Any]]
-
-
 class Workload(Protocol):
     """Model, losses and batches of one training.
 
@@ -177,8 +170,11 @@ class Task(ABC):
 
     def beside_others(
         self, folder: RunFolder, settings: Any, sources: Sequence[str], *, shifts: bool = False
-    ) -> Comparison:
-        """Measure the trained model on other data beside others that do the same; `shifts`: after other changes too."""
+    ) -> tuple[Table, list[dict[str, Any]]]:
+        """Measure the trained model on other data beside others that do the same; `shifts`: after other changes too.
+
+        Returns a table, and its values for JSON.
+        """
         raise InputError(f"{folder.path}: is a run of `train {self.name}`; --clips is for denoisers of video")
 
     def denoise(

@@ -22,7 +22,7 @@ from cdt_fast.sequence.samples import moved
 from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Comparison, Drawing, EvaluatedRun, Reading, Summary, Table, Task
+from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Table, Task
 from cdt_fast.video import figures
 from cdt_fast.video.comparison import SIGMAS, as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video
@@ -217,11 +217,11 @@ class VideoTask(Task):
 
     def beside_others(
         self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str], *, shifts: bool = False
-    ) -> Comparison:
+    ) -> tuple[Table, list[dict[str, Any]]]:
         model, at = load_network(folder.model, settings.training.device), [*SHIFTS] if shifts else SIGMAS
         found = compare_denoisers(model, settings, sources, at, exits=chosen(_exits(folder), model.layers, None))
         values = [{name: value for name, value in asdict(each).items() if name != "pieces"} for each in found]
-        return Comparison(as_table(found, at), values)
+        return as_table(found, at), values
 
     def denoise(
         self,

@@ -16,7 +16,7 @@ from cdt_fast.training.settings import TrainingSettings
 from tests.runs import new_trainer, train
 
 
-def weights_of(schedule: Any, layers: int, steps: int, coefficients: Any = None, **settings: int) -> list[Any]:
+def weights_of(schedule: Any, layers: int, steps: int, coefficients: Any = None, **settings: Any) -> list[Any]:
     training = TrainingSettings(depth_schedule=schedule, **settings)
     return [scheduled_weights(training, layers, step, steps, coefficients) for step in range(steps)]
 
