@@ -22,7 +22,8 @@ from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.networks import Network, vocabulary_size
 from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
-from cdt_fast.sequence.tokenizers import EncodedSamples, moved
+from cdt_fast.sequence.tokenizers import EncodedSamples
+from cdt_fast.training.execution import to_device
 from cdt_fast.training.factory import steps_per_epoch
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
@@ -113,7 +114,7 @@ class SequenceWorkload:
         """Inputs, targets and the seeds of the samples' noise `[B]`."""
         samples, seeds = zip(*chosen, strict=True)
         inputs, targets = self.train.batch(samples, self.network.padding_id, device)
-        return inputs, targets, moved(torch.tensor(seeds), device)
+        return inputs, targets, to_device(torch.tensor(seeds), device)
 
     @torch.no_grad()
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cdt_fast.errors import InputError, require
 from cdt_fast.sequence.data.vocabulary import WORDS, Vocabulary
+from cdt_fast.training.execution import to_device
 
 END, PADDING = "<|end|>", "<|padding|>"  # of `learned_tokenizer`
 IGNORED = -100  # the label of what does not count
@@ -46,19 +47,13 @@ class EncodedSamples:
             labels = nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=IGNORED)
         else:
             labels = torch.stack(targets)
-        return moved(inputs, device), moved(labels, device)
+        return to_device(inputs, device), to_device(labels, device)
 
     def batches(self, size: int, padding_id: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Inputs, targets and how many of these count, `size` samples at a time, in order."""
         for start in range(0, len(self), size):
             chosen = range(start, min(start + size, len(self)))
             yield *self.batch(chosen, padding_id, device), sum(self.counts[index] for index in chosen)
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, without a host sync."""
-    # From pageable memory the copy would synchronize with the host.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def rows_of(tokenizer: Any, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
+from torch import Tensor
 
 from cdt_fast.errors import InputError
 from cdt_fast.training.settings import RunSettings
@@ -73,3 +74,9 @@ def _capture_obstacle(accelerator: Accelerator, task: Task) -> str | None:
     if compiled or accelerator.mixed_precision != "no":
         return "works without accelerate's own mixed precision and compilation (--precision bf16 works)"
     return None if task.fixed_shapes else "needs batches of one shape, and those of this task differ in length"
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`, without a host sync."""
+    # From pageable memory the copy would synchronize with the host.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -18,8 +18,8 @@ from cdt_fast.files import read_json
 from cdt_fast.models import DUST
 from cdt_fast.ops.shared.backend import explain
 from cdt_fast.ops.unrolled_layer.composed import fused_unsupported_reason
-from cdt_fast.sequence.samples import moved
 from cdt_fast.training.checkpoint import saved_step
+from cdt_fast.training.execution import to_device
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Table, Task
@@ -81,12 +81,12 @@ class VideoWorkload:
         """
         windows, seeds = zip(*chosen, strict=True)
         frames = self._data.train.augmented(windows, seeds)
-        frames = moved(frames, device).to(dtype_of(self._denoiser)) / LEVELS
+        frames = to_device(frames, device).to(dtype_of(self._denoiser)) / LEVELS
         clean = training_input(frames, self._settings)
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
         if self._settings.regularizers is None:
             return noisy, clean, deviation
-        return noisy, clean, deviation, moved(torch.tensor(seeds), device)
+        return noisy, clean, deviation, to_device(torch.tensor(seeds), device)
 
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         with torch.autocast(device_of(self._denoiser).type, autocast, enabled=autocast is not None):
