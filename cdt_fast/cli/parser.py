@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import typing
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import cdt_fast
@@ -21,10 +22,17 @@ _JSON = "also write what was measured as JSON"
 class Parser(argparse.ArgumentParser):
     """A parser that keeps the layout of the examples and answers a wrong call in one line."""
 
+    ending: Callable[[], str] | None = None  # of the help, where it has to be read from files first
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # No abbreviations: --warm would be one setting today and another one tomorrow.
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(*arguments, formatter_class=layout, allow_abbrev=False, **options)
+
+    def format_help(self) -> str:
+        if self.ending is not None:
+            self.epilog = self.ending()
+        return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # Answered here and not by the parser above, which knows neither the command nor its options.
@@ -89,7 +97,7 @@ def build_parser() -> Parser:
 
     text = "train the runs of an experiment by its name, and compare them; called again, it resumes where it stopped"
     command = _command(shown, "reproduce", commands.reproduce, text, "")
-    command.epilog, add = experiments.listing(), command.add_argument
+    command.ending, add = experiments.listing, command.add_argument
     add("name", metavar="NAME", help="which experiment")
     add("source", nargs="+", metavar="SOURCE", help="where its data are; a study takes several")
     add("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
