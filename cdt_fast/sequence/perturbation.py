@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cdt_fast.checks import check_choice, check_integer, check_non_negative, check_number
 from cdt_fast.errors import InputError
-from cdt_fast.sequence.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
+from cdt_fast.training.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
 
 TOKEN_KINDS = ("drop", "swap")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cdt_fast import ops
 from cdt_fast.models import DUST
-from cdt_fast.sequence.counter_based_rng import hashed, unit_interval, unit_noise
+from cdt_fast.training.counter_based_rng import hashed, unit_interval, unit_noise
 from cdt_fast.video.networks import Denoiser, is_adaptive, known_deviation
 from cdt_fast.video.noise import LEAST_DEVIATION
 from cdt_fast.video.overlap import reconstructed

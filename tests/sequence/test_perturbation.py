@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from cdt_fast import models
 from cdt_fast.errors import InputError
 from cdt_fast.models.early_exit import wilson_interval
-from cdt_fast.sequence.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import area_under_curve, measure
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork
 from cdt_fast.sequence.perturbation import embedding_std, perturbed
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
+from cdt_fast.training.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
 from cdt_fast.training.results import HISTOGRAM_EDGES, per_sample_statistics
 
 PAD, CLS, SEP = 0, 1, 2
