@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cdt_fast.ops.shared.registration import Operator
 
@@ -112,13 +113,18 @@ def opcheck(operator: Operator[Any, Any], arguments: Any, **options: Any) -> Non
 
 
 def gradients(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor | None]
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], upstream: Sequence[Tensor | None], retain: bool = False
 ) -> list[Tensor | None]:
     """Gradients of `inputs` from the outputs whose upstream gradient is not None; None where nothing arrives."""
-    pairs = [(output, given) for output, given in zip(outputs, upstream, strict=True) if given is not None]
-    return list(
-        torch.autograd.grad([pair[0] for pair in pairs], inputs, [pair[1] for pair in pairs], allow_unused=True)
-    )
+    used, given = zip(*[pair for pair in zip(outputs, upstream, strict=True) if pair[1] is not None], strict=True)
+    return list(torch.autograd.grad(used, inputs, given, retain_graph=retain, allow_unused=True))
+
+
+def upstream_of(output: Tensor, layout: str = "contiguous", seed: int = 1) -> Tensor:
+    """A gradient in one of the `LAYOUTS`, or with "stride 0", as that of a sum is."""
+    if layout == "stride 0":
+        return torch.tensor(0.7 + seed, dtype=output.dtype).expand(output.shape)
+    return laid_out(normal(seed, *output.shape, dtype=output.dtype), layout)
 
 
 def assert_close(given: Iterable[Tensor | None], expected: Iterable[Tensor | None], tolerance: float = 1e-12) -> None:
@@ -141,6 +147,81 @@ def assert_equal(given: Iterable[Tensor | None], expected: Iterable[Tensor | Non
         if one is not None and other is not None:
             assert one.dtype == other.dtype
             assert torch.equal(one.nan_to_num(1e30), other.nan_to_num(1e30)), f"number {index}"
+
+
+def assert_is_its_formulas(case: dict[str, Any], *functions: Callable[..., Tensor]) -> None:
+    """The first function gives the results and every gradient of the others, for drawn inputs, layouts and options."""
+    results = []
+    for function in functions:
+        leaves = {name: leaf(tensor, case["layouts"][name]) for name, tensor in case["inputs"].items()}
+        output = function(**leaves, **case["options"])
+        upstream = upstream_of(output, case["upstream_layout"])
+        results.append([output, *gradients([output], list(leaves.values()), [upstream])])
+    for expected in results[1:]:
+        assert_close(results[0], expected)
+
+
+def assert_repeats(
+    function: Callable[..., Sequence[Tensor]], leaves: Sequence[Tensor], used: Sequence[bool] = (True,)
+) -> None:
+    """Bit for bit, of a second backward too; the gradients of the outputs that are `used` are not written to."""
+    outputs = function(*leaves)
+    upstream = [upstream_of(output) if one else None for output, one in zip(outputs, used, strict=True)]
+    kept = [None if given is None else given.clone() for given in upstream]
+    first = gradients(outputs, leaves, upstream, retain=True)
+    assert_equal(gradients(outputs, leaves, upstream), first)
+    for _ in range(3):
+        again = function(*leaves)
+        assert_equal([*again, *gradients(again, leaves, upstream)], [*outputs, *first])
+    assert_equal(upstream, kept)
+
+
+def assert_compiles(
+    network: Callable[..., Tensor], make: Callable[..., Sequence[Any]], sizes: Iterable[tuple[Any, ...]], dynamic: bool
+) -> None:
+    """In one graph, with the results and the gradients of the network itself, for what is made of each of the sizes."""
+    torch._dynamo.reset()
+    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for size in sizes:
+        results = []
+        for function in (network, compiled):
+            given = make(*size)
+            leaves = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.requires_grad]
+            output = function(*given)
+            found = gradients([output.square().sum()], leaves, [torch.ones((), dtype=output.dtype)])
+            pairs = zip(leaves, found, strict=True)
+            results.append([output, *(torch.zeros_like(each) if grad is None else grad for each, grad in pairs)])
+        assert_close(*results)
+
+
+def assert_a_nan_stays_in_its_row(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], poisoned: int, of_rows: Sequence[int]
+) -> None:
+    """A NaN in row 2 of the input of that number changes no other row, of the result or of the gradients `of_rows`."""
+    results = []
+    for filling in (float("nan"), None):
+        leaves = [tensor.detach().clone() for tensor in inputs]
+        if filling is not None:
+            leaves[poisoned][2, 1] = filling
+        leaves = [leaf(tensor) for tensor in leaves]
+        output = function(*leaves)
+        results.append([output, *torch.autograd.grad(output.sum(), [leaves[number] for number in of_rows])])
+    others = [row for row in range(len(inputs[poisoned])) if row != 2]
+    assert_equal(*([result[others] for result in some] for some in results))
+    assert torch.isnan(results[0][0][2]).any()
+
+
+def saved_shapes(function: Callable[..., Any], *given: Tensor) -> list[tuple[int, ...]]:
+    """Of what a call keeps for its backward."""
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(*given)
+    return sorted(shapes)
 
 
 def picture_patches(seed: int, batch: int, tokens: int, width: int) -> Tensor:

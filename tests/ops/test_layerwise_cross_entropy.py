@@ -26,6 +26,7 @@ from tests.ops.ops_cases import (
     LOW_DTYPES,
     assert_as_precise_as_torch,
     assert_close,
+    assert_compiles,
     assert_equal,
     generator,
     gradients,
@@ -999,17 +1000,10 @@ def test_compiles_without_a_graph_break(dynamic: bool, kind: str) -> None:
         total, per_depth, *_ = ops.layerwise_cross_entropy(states, weight, targets, bias, depth_weights=numbers)
         return 2 * total + per_depth.detach().sum()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for tokens, numbers in ((3, [0.5, 0.0, 2.0]), (5, [0.25, 1.0, 0.0])):
-        weights: Any = {"none": None, "list": numbers, "tensor": torch.tensor(numbers)}[kind]
-        results = []
-        for function in (network, compiled):
-            hidden, weight, targets, bias = tensors(2, tokens)
-            total = function(hidden, weight, targets, bias, weights)
-            found = gradients([total], [*hidden, weight, bias], [torch.ones_like(total)])
-            results.append([total, *(torch.zeros(2, tokens, WIDTH).double() if g is None else g for g in found)])
-        assert_close(*results)
+    def make(tokens: int, numbers: list[float]) -> list[Any]:
+        return [*tensors(2, tokens), {"none": None, "list": numbers, "tensor": torch.tensor(numbers)}[kind]]
+
+    assert_compiles(network, make, [(3, [0.5, 0.0, 2.0]), (5, [0.25, 1.0, 0.0])], dynamic)
 
 
 def test_compiles_with_weights_of_tokens_the_kl_and_results_by_token() -> None:

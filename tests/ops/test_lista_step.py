@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -22,16 +23,19 @@ from cdt_fast.ops.lista_step.operator import lista_step_backward, lista_step_for
 from tests.ops.ops_cases import (
     LAYOUTS,
     LOW_DTYPES,
+    assert_a_nan_stays_in_its_row,
     assert_as_precise_as_torch,
     assert_close,
+    assert_compiles,
     assert_equal,
+    assert_is_its_formulas,
+    assert_repeats,
     generator,
-    gradients,
-    laid_out,
     leaf,
     normal,
     opcheck,
     picture_patches,
+    saved_shapes,
     written_shrinkage,
 )
 
@@ -75,17 +79,7 @@ def step_cases(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=200, deadline=None)
 @given(step_cases())
 def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
-    results = []
-    for function in (ops.lista_step, written_step, lista_step_reference):
-        leaves = {name: leaf(tensor, case["layouts"][name]) for name, tensor in case["inputs"].items()}
-        output = function(**leaves, **case["options"])
-        if case["upstream_layout"] == "stride 0":
-            upstream = torch.tensor(0.7, dtype=output.dtype).expand(output.shape)
-        else:
-            upstream = laid_out(normal(1, *output.shape), case["upstream_layout"])
-        results.append([output, *gradients([output], list(leaves.values()), [upstream])])
-    assert_close(results[0], results[1])
-    assert_close(results[0], results[2])
+    assert_is_its_formulas(case, ops.lista_step, written_step, lista_step_reference)
 
 
 @pytest.mark.parametrize("nonlinearity", ["soft_threshold", "hard_threshold", "relu"])
@@ -239,30 +233,17 @@ def test_torch_compile_sees_one_graph() -> None:
         codes = ops.lista_step(2 * codes, signal, dictionary, **STEP)
         return ops.soft_threshold(ops.soft_threshold(codes, 0.1), threshold) + ops.soft_threshold(codes, 0.0)
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens in (6, 7):
-        results = []
-        for function in (layer, compiled):
-            leaves = [*step_inputs(2, tokens), leaf(torch.full((5,), 0.05, dtype=torch.float64))]
-            output = function(*leaves)
-            results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
-        assert_close(*results)
+    def make(tokens: int) -> list[Tensor]:
+        return [*step_inputs(2, tokens), leaf(torch.full((5,), 0.05, dtype=torch.float64))]
+
+    assert_compiles(layer, make, [(6,), (7,)], dynamic=True)
 
 
 def test_a_frozen_dictionary_keeps_neither_codes_nor_residual() -> None:
-    kept: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tuple(tensor.shape))
-        return tensor
-
     for frozen, shapes in ((True, [(4, 5), (6, 5)]), (False, [(4, 5), (6, 4), (6, 5), (6, 5)])):
         inputs = step_inputs(6)
         inputs[2].requires_grad_(not frozen)
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            ops.lista_step(*inputs, **STEP)
-        assert sorted(kept) == shapes
+        assert saved_shapes(functools.partial(ops.lista_step, **STEP), *inputs) == shapes
 
 
 def test_autocast_sums_the_dictionarys_gradient_in_float32() -> None:
@@ -281,32 +262,14 @@ def test_autocast_sums_the_dictionarys_gradient_in_float32() -> None:
 def test_repeats_are_bitwise_equal_and_a_second_backward_too(dtype: torch.dtype) -> None:
     cases, step = lista_precision_cases(range(1))
     inputs = [leaf(tensor.to(dtype)) for tensor in cases[0].values()]
-    upstream = normal(1, *inputs[0].shape, dtype=dtype)
-    kept = upstream.clone()
-    output = ops.lista_step(*inputs, step=step, threshold=0.2 * step)
-    first = torch.autograd.grad(output, inputs, upstream, retain_graph=True)
-    assert_equal(torch.autograd.grad(output, inputs, upstream), first)
-    for _ in range(3):
-        again = ops.lista_step(*inputs, step=step, threshold=0.2 * step)
-        assert_equal([again, *torch.autograd.grad(again, inputs, upstream)], [output, *first])
-    assert_equal([upstream], [kept])
+    assert_repeats(lambda *given: [ops.lista_step(*given, step=step, threshold=0.2 * step)], inputs)
 
 
 @pytest.mark.parametrize("poisoned", [0, 1])
 @pytest.mark.parametrize("nonlinearity", ["soft_threshold", "relu"])
 def test_a_nan_token_stays_its_own(poisoned: int, nonlinearity: Any) -> None:
-    def run(filling: float | None) -> list[Tensor]:
-        inputs = [tensor.detach().clone() for tensor in step_inputs(6)]
-        if filling is not None:
-            inputs[poisoned][2, 1] = filling
-        inputs = [leaf(tensor) for tensor in inputs]
-        output = ops.lista_step(*inputs, **STEP, nonlinearity=nonlinearity)
-        return [output, *torch.autograd.grad(output.sum(), inputs[:2])]
-
-    rows = [0, 1, 3, 4, 5]
-    poisoned_results, clean = run(float("nan")), run(None)
-    assert_equal([result[rows] for result in poisoned_results], [result[rows] for result in clean])
-    assert torch.isnan(poisoned_results[0][2]).any()
+    step = functools.partial(ops.lista_step, **STEP, nonlinearity=nonlinearity)
+    assert_a_nan_stays_in_its_row(step, step_inputs(6), poisoned, of_rows=(0, 1))
 
 
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)])

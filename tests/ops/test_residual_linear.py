@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -19,15 +20,18 @@ from cdt_fast.ops.residual_linear.operator import residual_linear_backward, resi
 from tests.ops.ops_cases import (
     LAYOUTS,
     LOW_DTYPES,
+    assert_a_nan_stays_in_its_row,
     assert_as_precise_as_torch,
     assert_close,
+    assert_compiles,
     assert_equal,
+    assert_is_its_formulas,
+    assert_repeats,
     generator,
-    gradients,
-    laid_out,
     leaf,
     normal,
     opcheck,
+    saved_shapes,
     written_shrinkage,
 )
 
@@ -71,17 +75,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
-    results = []
-    for function in (ops.residual_linear, written, residual_linear_reference):
-        leaves = {name: leaf(tensor, case["layouts"][name]) for name, tensor in case["inputs"].items()}
-        output = function(**leaves, **case["options"])
-        if case["upstream_layout"] == "stride 0":
-            upstream = torch.tensor(0.7, dtype=output.dtype).expand(output.shape)
-        else:
-            upstream = laid_out(normal(1, *output.shape), case["upstream_layout"])
-        results.append([output, *gradients([output], list(leaves.values()), [upstream])])
-    assert_close(results[0], results[1])
-    assert_close(results[0], results[2])
+    assert_is_its_formulas(case, ops.residual_linear, written, residual_linear_reference)
 
 
 def test_on_the_threshold() -> None:
@@ -179,12 +173,6 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(nonlinearity: Any, bi
 
 
 def test_only_what_a_wanted_gradient_reads_is_kept() -> None:
-    kept: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tuple(tensor.shape))
-        return tensor
-
     expected: dict[tuple[tuple[bool, ...], Any], list[tuple[int, ...]]] = {
         # x, weight, residual wanted; φ: what is saved
         ((True, True, True), "relu"): [(6, 4), (4, 5), (6, 5)],
@@ -194,10 +182,9 @@ def test_only_what_a_wanted_gradient_reads_is_kept() -> None:
     }
     for (trained, nonlinearity), shapes in expected.items():
         leaves = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(inputs(6), trained, strict=True)]
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            ops.residual_linear(*leaves, nonlinearity=nonlinearity)
-        assert sorted(kept) == sorted(shapes)
+        assert saved_shapes(functools.partial(ops.residual_linear, nonlinearity=nonlinearity), *leaves) == sorted(
+            shapes
+        )
 
 
 # Autograd's contract, torch.compile, repeats, NaN, empty inputs, errors
@@ -237,30 +224,19 @@ def test_opcheck_of_the_backward() -> None:
 
 def test_torch_compile_sees_one_graph() -> None:
     def layer(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        return ops.residual_linear(2 * x, weight.mT, residual, alpha=0.5).square()
+        return ops.residual_linear(2 * x, weight.mT, residual, alpha=0.5)
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens in (6, 7):
-        results = []
-        for function in (layer, compiled):
-            leaves = [leaf(normal(1, 2, tokens, 4)), leaf(normal(2, 5, 4)), leaf(normal(3, 5))]
-            output = function(*leaves)
-            results.append([output, *torch.autograd.grad(output.sum(), leaves)])
-        assert_close(*results)
+    def make(tokens: int) -> list[Tensor]:
+        return [leaf(normal(1, 2, tokens, 4)), leaf(normal(2, 5, 4)), leaf(normal(3, 5))]
+
+    assert_compiles(layer, make, [(6,), (7,)], dynamic=True)
 
 
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
 def test_repeats_are_bitwise_equal_and_a_second_backward_too(dtype: torch.dtype, nonlinearity: Any) -> None:
     leaves = [leaf(tensor.to(dtype)) for tensor in inputs(20)]
-    upstream = normal(1, 20, 5, dtype=dtype)
-    kept = upstream.clone()
-    output = ops.residual_linear(*leaves, nonlinearity=nonlinearity)
-    first = torch.autograd.grad(output, leaves, upstream, retain_graph=True)
-    assert_equal(torch.autograd.grad(output, leaves, upstream), first)
-    again = ops.residual_linear(*leaves, nonlinearity=nonlinearity)
-    assert_equal([again, *torch.autograd.grad(again, leaves, upstream)], [output, *first])
-    assert_equal([upstream], [kept])
+    assert_repeats(lambda *given: [ops.residual_linear(*given, nonlinearity=nonlinearity)], leaves)
 
 
 def test_autocast_rounds_no_gradient_of_a_parameter_in_between() -> None:
@@ -278,18 +254,8 @@ def test_autocast_rounds_no_gradient_of_a_parameter_in_between() -> None:
 @pytest.mark.parametrize("poisoned", [0, 2])
 @pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 def test_a_nan_token_stays_its_own(poisoned: int, nonlinearity: Any) -> None:
-    def run(filling: float | None) -> list[Tensor]:
-        tensors = [tensor.detach().clone() for tensor in inputs(6)]
-        if filling is not None:
-            tensors[poisoned][2, 1] = filling
-        leaves = [leaf(tensor) for tensor in tensors]
-        output = ops.residual_linear(*leaves, nonlinearity=nonlinearity, threshold=0.1)
-        return [output, *torch.autograd.grad(output.sum(), [leaves[0], leaves[2]])]
-
-    rows = [0, 1, 3, 4, 5]
-    poisoned_results, clean = run(float("nan")), run(None)
-    assert_equal([result[rows] for result in poisoned_results], [result[rows] for result in clean])
-    assert torch.isnan(poisoned_results[0][2]).any()
+    linear = functools.partial(ops.residual_linear, nonlinearity=nonlinearity, threshold=0.1)
+    assert_a_nan_stays_in_its_row(linear, inputs(6), poisoned, of_rows=(0, 2))
 
 
 @pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3), (2,)])

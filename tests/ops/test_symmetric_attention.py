@@ -22,10 +22,12 @@ from tests.ops.ops_cases import (
     LOW_DTYPES,
     assert_as_precise_as_torch,
     assert_close,
+    assert_compiles,
     assert_equal,
+    assert_is_its_formulas,
+    assert_repeats,
     generator,
     gradients,
-    laid_out,
     leaf,
     normal,
     opcheck,
@@ -77,17 +79,7 @@ def attention_cases(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=300, deadline=None)
 @given(attention_cases())
 def test_equals_the_formula_with_every_gradient(case: dict[str, Any]) -> None:
-    results = []
-    for function in (ops.symmetric_attention, written_out, symmetric_attention_reference):
-        leaves = {name: leaf(tensor, case["layouts"][name]) for name, tensor in case["inputs"].items()}
-        output = function(**leaves, **case["options"])
-        if case["upstream_layout"] == "stride 0":
-            upstream = torch.tensor(0.7, dtype=output.dtype).expand(output.shape)
-        else:
-            upstream = laid_out(normal(1, *output.shape), case["upstream_layout"])
-        results.append([output, *gradients([output], list(leaves.values()), [upstream])])
-    assert_close(results[0], results[1])
-    assert_close(results[0], results[2])
+    assert_is_its_formulas(case, ops.symmetric_attention, written_out, symmetric_attention_reference)
 
 
 @pytest.mark.parametrize("energy", [False, True])
@@ -336,14 +328,7 @@ def test_a_nan_token_stays_in_its_sequence(poisoned: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
 def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
-    def run() -> list[Tensor | None]:
-        z = leaf(picture_patches(1, 4, 20, 64).to(dtype))
-        output = ops.symmetric_attention(z)
-        return [output, *gradients([output], [z], [normal(2, *output.shape, dtype=dtype)])]
-
-    first = run()
-    for _ in range(3):
-        assert_equal(run(), first)
+    assert_repeats(lambda z: [ops.symmetric_attention(z)], [leaf(picture_patches(1, 4, 20, 64).to(dtype))])
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (0, 4), (3, 0), (0, 0, 0)])
@@ -402,17 +387,12 @@ def test_opcheck(energy: bool, lengths: Tensor | None, trained: tuple[bool, bool
 def test_compiles_without_a_graph_break(dynamic: bool) -> None:
     def network(z: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         mixed = ops.symmetric_attention(z, values, scale=0.5, lengths=lengths)
-        return ops.symmetric_attention(torch.relu(mixed), energy=True).square().sum()
+        return ops.symmetric_attention(torch.relu(mixed), energy=True)
 
-    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for tokens in (3, 5):
-        lengths = torch.tensor([2, tokens])
-        results = []
-        for function in (network, compiled):
-            leaves = [leaf(normal(32, 2, tokens, 4)), leaf(normal(33, 2, tokens, 6))]
-            total = function(leaves[0], leaves[1], lengths)
-            results.append([total, *gradients([total], leaves, [torch.ones_like(total)])])
-        assert_close(*results)
+    def make(tokens: int) -> list[Tensor]:
+        return [leaf(normal(32, 2, tokens, 4)), leaf(normal(33, 2, tokens, 6)), torch.tensor([2, tokens])]
+
+    assert_compiles(network, make, [(3,), (5,)], dynamic)
 
 
 @pytest.mark.usefixtures("by_length")

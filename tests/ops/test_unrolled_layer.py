@@ -24,7 +24,9 @@ from tests.ops.ops_cases import (
     LOW_DTYPES,
     assert_as_precise_as_torch,
     assert_close,
+    assert_compiles,
     assert_equal,
+    assert_repeats,
     generator,
     gradients,
     laid_out,
@@ -32,6 +34,7 @@ from tests.ops.ops_cases import (
     normal,
     opcheck,
     picture_patches,
+    upstream_of,
     written_attention,
     written_layer,
 )
@@ -104,12 +107,7 @@ def layer_cases(draw: st.DrawFn) -> dict[str, Any]:
 def upstream_gradients(outputs: Sequence[Tensor], layout: str, used: str) -> list[Tensor | None]:
     given: list[Tensor | None] = []
     for seed, (name, output) in enumerate(zip(("codes", "projection"), outputs, strict=True)):
-        if used not in ("both", name):
-            given.append(None)
-        elif layout == "stride 0":
-            given.append(torch.tensor(0.7 + seed, dtype=output.dtype).expand(output.shape))
-        else:
-            given.append(laid_out(normal(seed, *output.shape, dtype=output.dtype), layout))
+        given.append(upstream_of(output, layout, seed) if used in ("both", name) else None)
     return given
 
 
@@ -372,32 +370,20 @@ def test_a_nan_token_stays_in_its_sequence(poisoned_name: str) -> None:
 # Autograd's contract, repeats, empty inputs
 
 
-@pytest.mark.parametrize("used", ["both", "codes", "projection"])
-def test_backward_twice_with_the_graph_kept_gives_the_same(used: str) -> None:
-    inputs: dict[str, Any] = {name: leaf(tensor) for name, tensor in layer_inputs(14, (2,), 3, 3, 4).items()}
-    outputs = ops.unrolled_layer(**inputs, **OPTIONS)
-    upstream = upstream_gradients(outputs, "contiguous", used)
-    pairs = [(output, given) for output, given in zip(outputs, upstream, strict=True) if given is not None]
-    kept, grads = [output for output, _ in pairs], [given for _, given in pairs]
-    copies = [given.clone() for given in grads]
-    first = torch.autograd.grad(kept, list(inputs.values()), grads, retain_graph=True)
-    assert_equal(torch.autograd.grad(kept, list(inputs.values()), grads), first)
-    assert_equal(grads, copies)  # the incoming gradients belong to someone else
-
-
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_DTYPES], ids=str)
-def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
-    cases, step = realistic_cases(range(1), projection=True)
+@pytest.mark.parametrize("projection", [False, True])
+def test_repeats_are_bitwise_equal_and_a_second_backward_too(
+    projection: bool, dtype: torch.dtype, used: tuple[bool, bool]
+) -> None:
+    cases, step = realistic_cases(range(1), projection=projection)
+    leaves = [leaf(tensor.to(dtype)) for tensor in cases[0].values()]
 
-    def run() -> list[Tensor | None]:
-        leaves: dict[str, Any] = {name: leaf(tensor.to(dtype)) for name, tensor in cases[0].items()}
-        outputs = ops.unrolled_layer(**leaves, step=step, threshold=0.2 * step)
-        upstream = upstream_gradients(outputs, "contiguous", "both")
-        return [*outputs, *gradients(outputs, list(leaves.values()), upstream)]
+    def layer(codes: Tensor, signal: Tensor, dictionary: Tensor, projection: Tensor | None = None) -> Sequence[Tensor]:
+        options: dict[str, Any] = {"step": step, "threshold": 0.2 * step, "projection": projection}
+        return ops.unrolled_layer(codes, signal, dictionary, **options)
 
-    first = run()
-    for _ in range(3):
-        assert_equal(run(), first)
+    assert_repeats(layer, leaves, used)
 
 
 @pytest.mark.parametrize(
@@ -631,16 +617,11 @@ def test_torch_compile_sees_one_graph(given: bool, dynamic: bool) -> None:
         outputs = ops.unrolled_layer(codes, signal, dictionary, **OPTIONS, **options, lengths=lengths)
         return torch.stack([output.square().sum() for output in outputs]).sum()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(network, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for batch, tokens in ((2, 4), (3, 5)):
+    def make(batch: int, tokens: int) -> list[Any]:
         lengths = torch.arange(batch) + 1 if given else None
-        results = []
-        for function in (network, compiled):
-            leaves = [leaf(tensor) for tensor in layer_inputs(33, (batch,), tokens, 3, 6).values()]
-            total = function(leaves[0], leaves[1], leaves[2], lengths)
-            results.append([total, *torch.autograd.grad(total, leaves)])
-        assert_close(*results)
+        return [*(leaf(tensor) for tensor in layer_inputs(33, (batch,), tokens, 3, 6).values()), lengths]
+
+    assert_compiles(network, make, [(2, 4), (3, 5)], dynamic)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
