@@ -20,6 +20,15 @@ from tests.kernels.precision import assert_as_precise, epsilon_of
 
 # Between an input and the ends of its buffer. Odd, so that no row is aligned; sixteen times a size keeps them aligned.
 MARGINS = (3, 64)
+SIZES = (1, 15, 16, 17, 35)
+# Rows, terms and columns of a product of tiles of 16: every size in every dimension, and three tiles in all at once.
+SHAPES = [
+    *((size, 17, 16) for size in SIZES),
+    *((16, size, 17) for size in SIZES),
+    *((17, 16, size) for size in SIZES),
+    (35, 35, 35),
+    (1, 1, 1),
+]
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -14,23 +14,11 @@ from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArgu
 from cdt_fast.kernels.blocks import WIDEST, Blocks
 from cdt_fast.kernels.lista_step import lista_step_backward, lista_step_forward
 from cdt_fast.ops.lista_step import lista_step_reference
+from tests.kernels.kernel_cases import SHAPES, normal
 from tests.kernels.precision import assert_as_precise, far_apart, poisoned
 
 SMALL = Blocks(rows=16, atoms=16, warps=4, stages=2)
-SIZES = (1, 15, 16, 17, 35)
-# Rows, width of the signal, width of the codes: every size in every dimension, three blocks of rows and of atoms.
-SHAPES = [
-    *((size, 17, 16) for size in SIZES),
-    *((16, size, 17) for size in SIZES),
-    *((17, 16, size) for size in SIZES),
-    (35, 35, 35),
-    (1, 1, 1),
-]
 STEP, THRESHOLD = 0.3, 0.2
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def inputs(rows: int, width: int, atoms: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

@@ -14,23 +14,11 @@ from cdt_fast.kernels.arguments import ResidualLinearArguments
 from cdt_fast.kernels.blocks import Blocks
 from cdt_fast.kernels.residual_linear import ROW_TILES, residual_linear_forward
 from cdt_fast.ops.residual_linear import residual_linear_reference
+from tests.kernels.kernel_cases import SHAPES, normal
 from tests.kernels.precision import assert_as_precise, far_apart, poisoned
 
 SMALL = Blocks(rows=16, columns=16, depth=16, warps=4, stages=2)
-SIZES = (1, 15, 16, 17, 35)
-# Every size in every dimension, and three blocks in all of them at once.
-SHAPES = [
-    *((size, 17, 16) for size in SIZES),
-    *((16, size, 17) for size in SIZES),
-    *((17, 16, size) for size in SIZES),
-    (35, 35, 35),
-    (1, 1, 1),
-]
 NONLINEARITIES = ("relu", "soft_threshold", "hard_threshold", "identity")
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def inputs(rows: int, depth: int, columns: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
