@@ -229,17 +229,12 @@ class UnrolledLayer(_Dictionary):
     """A layer of DUST (or, with "relu", of UT for video): attention, a LISTA step, and the next projection.
 
     Args:
-        patch_size: n, the width of the signal.
-        code_size: m, atoms of the dictionary.
-        sparsity: λ₁ ≥ 0; θ = λ₁/c. With "relu" there is no threshold.
-        step: 1/c > 0; None: 1/‖D‖₂² of the initial dictionary.
-        nonlinearity: "soft_threshold", "hard_threshold" or "relu".
+        patch_size, code_size, sparsity, step, nonlinearity, device, dtype: as of `LISTAStep`.
         scale: β, the factor of the attention scores.
-        device, dtype: of the parameter.
 
     Attributes:
-        dictionary: D, `[n, m]`; starts as the overcomplete DCT.
-        step, threshold, scale: 1/c, θ and β.
+        dictionary, step, threshold: D, 1/c and θ, as of `LISTAStep`.
+        scale: β.
 
     Raises:
         InputError: an argument is out of its range.
