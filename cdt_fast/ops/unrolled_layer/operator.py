@@ -131,7 +131,7 @@ def _setup_context(ctx: Any, layer: UnrolledLayerArguments, outputs: tuple[Tenso
 def _autograd(
     ctx: Any, grad_codes: Tensor | None, grad_projection: Tensor | None, _: None, grad_error: Tensor | None
 ) -> list[Tensor | None]:
-    needs = {f"needs_{name}": bool(ctx.needs[name]) for name in DIFFERENTIABLE}
+    needs: dict[str, Any] = {f"needs_{name}": bool(ctx.needs[name]) for name in DIFFERENTIABLE}
     codes_alone = grad_projection is None and grad_error is None  # which do not depend on the next dictionary
     nothing = [None] * (codes_alone and needs["needs_next_dictionary"])
     needs["needs_next_dictionary"] &= not codes_alone
