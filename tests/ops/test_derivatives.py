@@ -191,15 +191,6 @@ def test_cross_entropy_may_be_a_constant_of_a_transform() -> None:
     assert torch.func.grad(lambda factor: 3 * factor + cross_entropy(hidden))(torch.ones(())).item() == 3
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", *CASES])
-def test_a_second_derivative_is_refused_by_name(name: str) -> None:
-    function, leaves = (cross_entropy, [normal(1, 2, 3, 4)]) if name == "cross_entropy" else of(name)
-    leaves = [tensor.requires_grad_() for tensor in leaves]
-    gradients = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
-    with pytest.raises(InputError, match="can be differentiated once; for a second derivative use its reference"):
-        torch.autograd.grad(torch.stack([gradient.sum() for gradient in gradients]).sum(), leaves)
-
-
 def test_weights_that_require_a_gradient() -> None:
     states = [normal(seed, 2, 3, 4) for seed in (1, 2)]
     weights = torch.tensor([0.0, -2.0], dtype=torch.float64, requires_grad=True)
