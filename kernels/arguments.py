@@ -100,11 +100,6 @@ class SymmetricAttentionBackwardArguments(SymmetricAttentionArguments):
     needs_z: bool = True
     needs_values: bool = True
 
-    @property
-    def remainder(self) -> Tensor | None:
-        """What rounding took from the output of a kernel, `[B, T, k]`, where it was kept."""
-        return self.kept if self.kept.dim() > 1 else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructionLossArguments:

@@ -248,8 +248,9 @@ def streaming_backward(
     grad_z = torch.empty_like(z) if attention.needs_z else None
     grad_values = torch.empty_like(values) if attention.needs_values and values is not None else None
     blocks = blocks or SYMMETRIC_ATTENTION_STREAMING_BACKWARD.blocks(z, _widest(attention))
+    remainder = attention.kept if attention.kept.dim() > 1 else None
     tensors = {
-        "delta": row_dots(grad_output, attention.output, attention.remainder) if attention.needs_z else None,
+        "delta": row_dots(grad_output, attention.output, remainder) if attention.needs_z else None,
         "grad_z": grad_z,
         "grad_values": grad_values,
     }
