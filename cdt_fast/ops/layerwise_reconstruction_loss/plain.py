@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import ReconstructionLossBackwardArguments
+from cdt_fast.ops.shared.products import rows_of
 
 # So many numbers at a time: with fewer the calls of torch cost most, with more the memory.
 NUMBERS_A_BLOCK = 2**19
@@ -50,7 +51,7 @@ def gradients_in_torch(loss: ReconstructionLossBackwardArguments, factors: Seque
     # The sum over the depths in one place, rounded once to the dtype of the target.
     wide = widest([*reconstructions, target])
     total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if loss.needs_target else None
-    rows_of_total = None if total is None else _rows(total)
+    rows_of_total = None if total is None else rows_of(total)
     gradients: list[Tensor] = []
     halves: dict[int, Tensor] = {}
     rooms: dict[int, Tensor | None] = {}
@@ -63,7 +64,7 @@ def gradients_in_torch(loss: ReconstructionLossBackwardArguments, factors: Seque
         if factor is not None and (needed or loss.needs_target):
             # torch's gradient of a square has the 2 that is in the factors already.
             halves[number] = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
-            rooms[number] = _rows(gradients[-1]) if needed else None
+            rooms[number] = rows_of(gradients[-1]) if needed else None
 
     def gradient(number: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
         torch.ops.aten.mse_loss_backward.grad_input(halves[number], depth, target, _SUM, grad_input=out)
@@ -90,9 +91,9 @@ def _blocks(
     into memory that the next one overwrites. `operation` is called with the number of a depth, some of its rows, those
     of the target in the same dtype, and where to write; that may be where the depth's rows are.
     """
-    depths = {number: _rows(reconstructions[number]) for number in rooms}
+    depths = {number: rows_of(reconstructions[number]) for number in rooms}
     dtypes = {number: torch.promote_types(depth.dtype, torch.float32) for number, depth in depths.items()}
-    target = _rows(target)
+    target = rows_of(target)
     count, width = target.shape
     hidden = None if padding is None else padding.reshape(count, 1)
     numbers = NUMBERS_A_BLOCK if target.device.type == "cpu" else NUMBERS_A_BLOCK_ON_GPU
@@ -108,8 +109,3 @@ def _blocks(
             if hidden is not None:
                 block.masked_fill_(hidden[rows], 0.0)
             yield rows, number, block
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """`[rows, n]` of `[..., n]`."""
-    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])

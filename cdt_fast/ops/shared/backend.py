@@ -8,7 +8,6 @@ compiled is compiled anew after `use_backend`.
 from __future__ import annotations
 
 import warnings
-from types import TracebackType
 from typing import Literal, get_args
 
 import torch
@@ -53,9 +52,7 @@ class use_backend:
     def __enter__(self) -> use_backend:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _setting
         _setting = self._previous
 
