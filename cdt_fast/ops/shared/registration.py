@@ -159,8 +159,10 @@ class Operator(Generic[Arguments, Output]):
         found: Iterator[Tensor | None] = iter(self._autograd(ctx, *grads)) if arrived else itertools.repeat(None)
         gradients: dict[str, Any] = {}
         for name, needs in ctx.needs.items():
-            of_each = [next(found) if need else None for need in (needs if isinstance(needs, list) else [needs])]
-            gradients[name] = of_each if isinstance(needs, list) else of_each[0]
+            if isinstance(needs, list):
+                gradients[name] = [next(found) if need else None for need in needs]
+            else:
+                gradients[name] = next(found) if needs else None
         return gradients
 
     def whole(self, flat: Iterable[Any]) -> Arguments:
