@@ -56,13 +56,10 @@ def check_finite(model: nn.Module, where: str) -> None:
     Raises:
         InputError: there are some; it begins with `where`.
     """
-    wrong = [name for name, value in model.state_dict().items() if isinstance(value, Tensor) and not _finite(value)]
+    numbers = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    wrong = [name for name, value in numbers.items() if value.is_floating_point() and not value.isfinite().all()]
     if wrong:
         raise InputError(f"{where}: {len(wrong)} of its tensors hold NaN or infinity, the first is {wrong[0]}")
-
-
-def _finite(value: Tensor) -> bool:
-    return not value.is_floating_point() or bool(value.isfinite().all())
 
 
 def _is_new(model: Any, key: str) -> bool:

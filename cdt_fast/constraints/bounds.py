@@ -26,15 +26,9 @@ _EXPECTED = 'a finite number > 0, or a factor such as "1.01x"'
 class ResultBounds:
     """ℓ_k ≤ b_k for chosen depths.
 
-    Args:
-        options: of the constraints; its `warmup_steps` are checked.
-        layers: L.
-        dtype: of the tensors.
-
     Attributes:
-        settings: plain words and numbers.
-        constants: tensors that move to the device with the state.
         average: the average losses of the warm-up, where a bound is a factor of those, else None.
+        any: whether there is a bound.
 
     Raises:
         InputError: an argument is outside what is said above.
@@ -90,15 +84,7 @@ class ResultBounds:
 
 
 class AgreementBounds:
-    """a_k ≤ P_k for chosen depths.
-
-    Args:
-        agreement: a by depth, numbers in (0, 1].
-        layers: L.
-        dtype: of the tensors.
-
-    Attributes:
-        settings, constants: as in `ResultBounds`.
+    """a_k ≤ P_k for chosen depths: numbers a in (0, 1] by depth.
 
     Raises:
         InputError: `agreement` is something else, or names the last depth.

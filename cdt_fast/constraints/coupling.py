@@ -21,17 +21,10 @@ class DescentCoupling:
     Rates and margin grow linearly from zero to what they are over the first `tighten_steps` constrained steps, so that
     r_l = 1 − τ α_l and bounds are lowered by τ · margin with τ = min(1, steps / tighten_steps).
 
-    Args:
-        layers: L.
-        options: of the constraints.
-        dtype: of the tensors.
-
     Attributes:
         reference, margin: as given.
-        settings: plain words and numbers.
-        constants: tensors that move to the device with the state.
-        tensors: the state: of an automatic reference its level and the number of its measurements, and with
-            `tighten_steps` the number of constrained steps.
+        tensors: of an automatic reference its level and the number of its measurements, and with `tighten_steps` the
+            number of constrained steps.
 
     Raises:
         InputError: an argument is outside of its range, or they do not go together.

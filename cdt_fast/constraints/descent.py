@@ -13,7 +13,8 @@ One step of training (docs/maths.md §3):
     constraints.step()                                     # the multipliers move for the next step
 
 The parts: `objective` (F), `coupling` (g), `bounds` (results as bounds), `measurement` (what is recorded), `rules` and
-`duals` (how λ moves), `feasibility` (the verdict).
+`duals` (how λ moves), `feasibility` (the verdict). Each holds what it needs of the options: `settings`, plain words and
+numbers of a saved state; `constants`, tensors that move to the device with the state; `tensors`, the state itself.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ class DescentConstraints:
         groups = 1 + self._bounds.any + self._agreement.any
         self._duals = DualVariables((self.layers + 1) * groups, options, dtype)
         parts = (self._duals, self._coupling, self._objective, self._measurement)
-        self._fused = FusedDuals(*parts, self.normalize) if groups == 1 and FusedDuals.fits(*parts) else None
+        fits = groups == 1 and FusedDuals.fits(self._duals, self._coupling, self._measurement)
+        self._fused = FusedDuals(*parts, self.normalize) if fits else None
         self._steps = 0
         self._window_steps = 0
         self._unstepped_records = 0

@@ -44,15 +44,10 @@ class DualAction(Enum):
 class DualVariables:
     """λ and u of some constraints, and the state of the rule that moves λ.
 
-    Args:
-        size: their number.
-        options: of the constraints.
-        dtype: of every tensor but the counter.
-
     Attributes:
         tensors: by name, "multipliers", "slacks" and the rule's state, each (size,), and the scalar "skipped_updates".
             `update` writes them in place.
-        settings: the settings that took effect, plain numbers and strings.
+        settings: those that took effect, of the rule that was chosen alone.
         rule, resilience: as chosen.
         slack_cost, slack_lr: β and η_u.
 

@@ -27,13 +27,7 @@ NAME = "dual_update"
 
 @dataclass(frozen=True)
 class FusedDuals:
-    """The parts of some constraints that the kernels take.
-
-    Attributes:
-        duals, coupling, objective, measurement: of constraints for which `fits` holds.
-        normalize: as in `DescentConstraints`.
-        constants: tensors that move to the device with the state.
-    """
+    """The parts of some constraints that the kernels take, those for which `fits` holds."""
 
     duals: DualVariables
     coupling: DescentCoupling
@@ -50,7 +44,7 @@ class FusedDuals:
         self.constants["settings"] = torch.tensor(settings, dtype=torch.float64)
 
     @staticmethod
-    def fits(duals: DualVariables, coupling: DescentCoupling, objective: Objective, measurement: Measurement) -> bool:
+    def fits(duals: DualVariables, coupling: DescentCoupling, measurement: Measurement) -> bool:
         """Whether these are what the kernels take, where there are constraints of descent alone."""
         of_means = measurement.ratio == "mean" and measurement.dtype == torch.float64
         return isinstance(duals.rule, Adam) and coupling.is_steady and of_means

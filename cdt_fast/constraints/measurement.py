@@ -52,15 +52,7 @@ class Measurement:
     The threshold t_l starts at 1, and moves once a measurement by 0.05 (P(q_l > t_l) − s), towards that point. It is
     constant in between, so that its statistics are sums over samples, and exact too.
 
-    Args:
-        layers: L.
-        dtype: of the sums.
-        ratio: as above.
-        tail: s of "cvar".
-        agreement: whether agreement is recorded.
-
     Attributes:
-        ratio: as given.
         tensors: "accumulated", the sums and counts of this rank, and with "cvar" "thresholds" `[L]`.
     """
 
@@ -151,8 +143,6 @@ class AverageLosses:
 
     Args:
         name: what the tensors are called by in a state.
-        layers: L.
-        dtype: of the average.
     """
 
     def __init__(self, name: str, layers: int, dtype: torch.dtype) -> None:

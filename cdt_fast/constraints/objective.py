@@ -23,15 +23,7 @@ from cdt_fast.errors import InputError
 class Objective:
     """F of the losses of L+1 depths; see the module.
 
-    Args:
-        name: "last", "depths" or "log".
-        coefficients: c, L+1 numbers >= 0, not all zero; None: ones.
-        layers: L.
-        dtype: of the weights.
-
     Attributes:
-        settings: plain words and numbers.
-        constants: tensors that move to the device with the state.
         average: the average losses of "log", else None.
 
     Raises:

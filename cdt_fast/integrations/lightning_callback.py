@@ -31,25 +31,20 @@ except ImportError:  # so that the class can be imported; its constructor says w
 class DescentCallback(_Callback):
     """Descent constraints for a transformers model inside of a LightningModule.
 
-    The training step returns the loss of that model, called with `labels`. It is the Lagrangian `Σ_l w_l ℓ_l` where ℓ_l
-    is the mean over all items (tokens or rows whose label is not −100) of an optimizer step: of all the micro-batches
-    that `accumulate_grad_batches` gathers and of all ranks, however unequal their numbers. As that number is not known
-    before the last micro-batch, a loss is divided by the items of a micro-batch of the previous step, and one factor
-    sets the gradients right just before they are clipped and the optimizer steps. A term of its own that a training
-    step adds to the loss is scaled by that factor too, which is near 1.
+    The training step returns the loss of that model, called with `labels`. It is the Lagrangian of `with_descent`, of
+    all the micro-batches that `accumulate_grad_batches` gathers and of all ranks, however unequal their numbers of
+    items. As the whole number is not known before the last micro-batch, a loss is divided by the items of a micro-batch
+    of the previous step, and one factor sets the gradients right just before they are clipped and the optimizer steps.
+    A term of its own that a training step adds to the loss is scaled by that factor too, which is near 1.
 
-    Multipliers move once an optimizer step, slacks restart each epoch. Every `log_every_n_steps` the callback logs, for
-    each depth d that is read, `layer_loss_d` (mean since the last log, over all ranks), `multiplier_d`, `violation_d`
-    (where there is a constraint), and `feasible` (1 or 0). In validation the loss of the model is that of its last
-    layer, and `val_layer_loss_d`, `val_violation_d` and `val_feasible` are logged. The checkpoint holds the state of
-    the constraints. The model is given back as it was when the trainer is done.
+    When multipliers and slacks move is as there too, and so is what is logged every `log_every_n_steps`. In validation
+    the loss of the model is that of its last layer, and `val_layer_loss_d`, `val_violation_d` and `val_feasible` are
+    logged. The checkpoint holds the state of the constraints. The model is given back as it was when the trainer is
+    done.
 
     Args:
         constraints: a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before.
-        taps: the depths to read, as for `attach_layer_losses`; None: all.
-        inner_fraction: the share of a language model's tokens that the inner depths are estimated from, as there.
-        inner_kl: the share of the KL to the last depth in the training losses of those before it, as there; the
-            constraints then judge none of these.
+        taps, inner_fraction, inner_kl: as `with_descent` has them.
         model: the name of the transformers model inside of the LightningModule.
 
     Raises:

@@ -67,6 +67,9 @@ class LayerLosses(DecodingMethods):
     Attributes:
         taps: the depths that are read, as numbers of 0..L.
         num_constraints: their number less one, the `layers` of a `DescentConstraints`.
+        kind: what the model is: "causal language model", which reads every token, or "classifier", one row a label.
+        shifts_labels: whether the model's forward shifts `labels` by one, so that the first label of a sequence counts
+            nowhere. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
         inner_kl: as in `attach_layer_losses`.
         keep_logits: as there; may be changed at any time.
         agreement_taps: those of `taps` whose agreement with the last depth a language model's forward with labels
@@ -85,6 +88,7 @@ class LayerLosses(DecodingMethods):
         inner_kl: float,
     ) -> None:
         self.taps = taps
+        self.kind, self.shifts_labels = parts.kind, parts.shifts_labels
         self._mean = inner_pooling == "mean"
         self.num_constraints = len(taps) - 1
         self.keep_logits = keep_logits
@@ -113,18 +117,6 @@ class LayerLosses(DecodingMethods):
             self._hooks.append(parts.tail[0].register_forward_pre_hook(note, with_kwargs=True))
         ignore_in_predictions(parts.model.config)
         setattr(parts.model, MARK, self)
-
-    @property
-    def kind(self) -> str:
-        """What the model is: "causal language model", which reads every token, or "classifier", one row a label."""
-        return self._parts.kind
-
-    @property
-    def shifts_labels(self) -> bool:
-        """Whether the model's forward shifts `labels` by one, so that the first label of a sequence counts nowhere.
-
-        Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier."""
-        return self._parts.shifts_labels
 
     @property
     def weights(self) -> Tensor | None:

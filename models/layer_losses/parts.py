@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -109,23 +109,19 @@ def find_parts(wrapped: Any) -> ModelParts:
     path, layers = _layers(model, base, _number_of_layers(kind, stack))
     if base is model:  # its own prefix names no part of it
         base = path[1]
-    head = head_of(kind, model, base)
-    parts = ModelParts(
+    head, reads_tokens = head_of(kind, model, base), kind == LANGUAGE_MODEL
+    classes = size_of_linear(in_use(head))[0]
+    return ModelParts(
         kind=kind,
         model=model,
         base=base,
         layers=layers,
         tail=tuple(_tail(path)),
         head=head,
-        classes=size_of_linear(in_use(head))[0],
-        scale=1.0,
-        softcap=None,
-        shifts_labels=False,
-    )
-    if kind == CLASSIFIER:
-        return parts
-    return replace(
-        parts, scale=_scale(stack), softcap=_softcap(stack), shifts_labels=shifts_labels(model, head, parts.classes)
+        classes=classes,
+        scale=_scale(stack) if reads_tokens else 1.0,
+        softcap=_softcap(stack) if reads_tokens else None,
+        shifts_labels=reads_tokens and shifts_labels(model, head, classes),
     )
 
 
