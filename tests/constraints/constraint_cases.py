@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,15 @@ RAW: dict[str, Any] = {
     "slack_cost": 1.0,
     "normalize": False,
     "margin": 0.0,
+}
+
+
+# Every way from violations to weights.
+WAYS: dict[str, dict[str, Any]] = {
+    "-".join(map(str, way)): dict(zip(("dual", "resilience", "coupling", "reference_mode"), way, strict=True))
+    for way in itertools.product(
+        ("ascent", "adam", "pi"), ("slack", "decay", None), ("chain", "detach", "absolute"), ("constraint", "anchor")
+    )
 }
 
 

@@ -159,18 +159,6 @@ def test_the_gradient_of_the_noisy_input() -> None:
         assert_same([given], [expected])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("readout", ["own", "next", "shared"])
-@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
-def test_an_early_exit_is_that_reconstruction(kind: type[models.DUST], readout: str, initial_codes: str) -> None:
-    model = built(kind, readout=readout, initial_codes=initial_codes).float()
-    noisy, _ = pictures(3)
-    every = model.reconstructions(noisy.float())
-    for depth in range(LAYERS + 1):
-        assert (model(noisy.float(), depth=depth) - every[depth]).abs().max() < 1e-5
-    assert torch.equal(model(noisy.float()), model(noisy.float(), depth=LAYERS))
-
-
 def test_sparsity_zero_is_a_network_without_a_nonlinearity_at_every_layer() -> None:
     model = built(models.DUST, sparsity=0.0)
     noisy, clean = pictures(2)
@@ -385,20 +373,6 @@ def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
             one is not None and other is not None and torch.equal(one, other)
             for one, other in zip(run(), first, strict=True)
         )
-
-
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
-@pytest.mark.parametrize("readout", ["own", "next", "shared"])
-def test_layer_losses_are_the_loss_of_the_reconstructions(readout: str, initial_codes: str, weighted: bool) -> None:
-    model, (noisy, clean) = built(models.DUST, readout=readout, initial_codes=initial_codes), pictures(2)
-    weights = torch.tensor(WEIGHTS, dtype=torch.float64) if weighted else None
-    total, per_layer = model.layer_losses(noisy, clean, weights)
-    reconstructions = model.reconstructions(noisy)
-    expected_total, expected = ops.layerwise_reconstruction_loss(reconstructions, clean, depth_weights=weights)
-    assert_same([total, per_layer], [expected_total, expected])
-    assert per_layer.requires_grad == expected.requires_grad == (not weighted)
-    assert_same(parameter_gradients(model, total), parameter_gradients(model, expected_total))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -75,14 +75,6 @@ def test_dust_s_own_settings_round_trip(tmp_path: Path, options: dict[str, Any])
     assert models.DUST.from_pretrained(str(tmp_path)).config == model.config
 
 
-def test_the_config_is_the_constructor_s_arguments() -> None:
-    for kind in (models.DUST, models.VideoUT):
-        model = trained(kind, tied=True, readout="shared")
-        config: dict[str, Any] = model.config
-        assert kind(**config).config == config
-    assert "sparsity" not in models.VideoUT(**SMALL).config
-
-
 def test_saving_again_replaces_the_files_and_leaves_nothing_else(saved: Path) -> None:
     model = trained(models.VideoUT, tied=True)
     model.save_pretrained(saved)

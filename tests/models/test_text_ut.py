@@ -132,15 +132,6 @@ def test_what_stands_at_padding_reaches_neither_a_logit_nor_a_gradient() -> None
     assert (gradients[0][1][1, 1:] == 0).all()
 
 
-def test_a_text_is_read_the_same_alone_and_in_a_padded_batch() -> None:
-    model, tokens = made(positions=7), ids()
-    together = model(tokens, lengths=LENGTHS)
-    for row, length in enumerate(LENGTHS.tolist()):
-        alone = model(tokens[row : row + 1, :length])
-        torch.testing.assert_close(alone[0], together[row], rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(model(tokens[row, :length]), together[row], rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("as_embeddings", [False, True])
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
 def test_padding_may_lie_anywhere_in_a_mask(side: str, as_embeddings: bool) -> None:
@@ -253,21 +244,6 @@ def test_a_label_that_is_ignored_does_not_count() -> None:
     _, expected = model.layer_losses(tokens[1:], LABELS[1:], lengths=LENGTHS[1:])
     _, found = model.layer_losses(tokens, torch.tensor([-100, 0, 1]), lengths=LENGTHS)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
-
-
-def test_gradient_steps_lower_the_losses() -> None:
-    torch.manual_seed(1)
-    model = models.TextUT((20, 8), 2, 2, residual="input")
-    tokens = torch.randint(2, 20, (32, 6), generator=generator(8))
-    labels = (tokens < 8).any(1).long()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    losses = torch.full((3,), 9.0)
-    for _ in range(60):
-        optimizer.zero_grad()
-        total, losses = model.layer_losses(tokens, labels, [0.0, 0.5, 1.0])
-        total.backward()
-        optimizer.step()
-    assert losses[2] < 0.1
 
 
 @pytest.mark.parametrize("options", [*CASES, {"frozen_embedding": True}])
