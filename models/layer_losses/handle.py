@@ -274,8 +274,8 @@ class LayerLosses(DecodingMethods):
                 this.replayed = mean_of_tokens(this.replayed, this.mask)
             this.inner.append(again().logits)
         features, targets = [*this.inner, output.logits], this.targets
-        for rows in features if targets is not None else ():
-            if rows.dim() != 2 or rows.shape[0] != targets.numel() or targets.dim() != 1:
+        for rows in features:
+            if targets is not None and (rows.dim() != 2 or len(rows) != targets.numel() or targets.dim() != 1):
                 raise InputError(
                     f"labels must have one class a row, and the head read one row a sequence: got labels "
                     f"{tuple(targets.shape)}, rows {tuple(rows.shape[:-1])}"
