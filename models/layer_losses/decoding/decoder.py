@@ -250,7 +250,8 @@ class SpeculativeDecoder(ExitDecoder):
         # Without processors greedy drafts need the scores of the tokens alone that the exit can name.
         rows_only = not sample and not len(sequence.processors)
         qs: list[Tensor] = []
-        for _ in range(min(self.drafts, _tokens_left(sequence) - 1)):
+        left = sequence.config.max_length - ids.shape[1]  # a preallocated cache holds no more
+        for _ in range(min(self.drafts, left - 1)):
             scores, _ = self._exit_scores(sequence, ids, rows_only=rows_only)
             q = scores.softmax(-1) if sample or self.confidence else scores
             if self.confidence and not bool((q.max(-1).values >= self.confidence)[sequence.unfinished].any()):
@@ -335,11 +336,6 @@ def _checked_rows(parts: ModelParts, draft_tokens: Tensor | None) -> Tensor | No
             "they of another tokenizer?"
         )
     return tokens
-
-
-def _tokens_left(sequence: _Sequence) -> int:
-    """How many tokens may be decided yet, by the longest length; a preallocated cache holds no more."""
-    return max(sequence.config.max_length - sequence.ids.shape[1], 1)
 
 
 def _accepted(drafts: Tensor, qs: list[Tensor], scores: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.decoding.decoder import SpeculativeDecoder
 from cdt_fast.models.layer_losses.decoding.split import SplitModel
+from cdt_fast.models.layer_losses.first_forward import without_dropout
 from cdt_fast.models.layer_losses.parts import ModelParts
 from cdt_fast.models.layer_losses.patch import state_of
 
@@ -128,7 +128,7 @@ def tune_decoder(
         raise InputError("exits must hold at least one depth before the last, got none")
     model: Any = parts.model
     bar = tqdm(total=2 + len(exits) + _MEASURED, desc="tuning the decoder", disable=not progress, leave=False)
-    with bar, torch.no_grad(), _evaluation_mode(model):
+    with bar, torch.no_grad(), without_dropout(model):
         texts, seconds, named = continuations(parts, prompts, exits, new_tokens, draft_tokens)
         bar.update(2)
         count = sum(len(one.agree[exits[0]]) for one in named)
@@ -156,16 +156,6 @@ def tune_decoder(
     return Tuning([*measured, *reversed(first_of_exit.values())], settings, count / seconds)
 
 
-@contextlib.contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
 @torch.no_grad()
 def continuations(
     parts: ModelParts, prompts: Sequence[Any], exits: Sequence[int], new_tokens: int, draft_tokens: Tensor | None
@@ -180,7 +170,7 @@ def continuations(
     ids = [_prompt(prompt, model.device) for prompt in prompts]
     if not ids:
         raise InputError("prompts must hold at least one list of token numbers, got none")
-    with _evaluation_mode(model):
+    with without_dropout(model):
         texts, seconds = _generated(model, ids, new_tokens)
         pairs = zip(ids, texts, strict=True)
         return texts, seconds, [_named(parts, text, len(prompt), exits, draft_tokens) for prompt, text in pairs]
@@ -205,7 +195,7 @@ def timed_continuations(model: Any, prompts: Sequence[Any], new_tokens: int, **o
         options: of `generate`, such as `custom_generate` or `assistant_early_exit`.
     """
     ids = [_prompt(prompt, model.device) for prompt in prompts]
-    with torch.no_grad(), _evaluation_mode(model):
+    with torch.no_grad(), without_dropout(model):
         texts, seconds = _generated(model, ids, new_tokens, **options)
     return sum(len(text) - len(prompt) for text, prompt in zip(texts, ids, strict=True)), seconds
 
