@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from cdt_fast.models.dust import DUST
 
@@ -13,8 +13,34 @@ class VideoUT(DUST):
     Arguments, attributes and methods are those of `DUST`, less `sparsity` and `nonlinearity`.
     """
 
-    def __init__(self, patch_size: int = 256, code_size: int = 1024, layers: int = 5, **options: Any) -> None:
-        super().__init__(patch_size, code_size, layers, sparsity=0.0, nonlinearity="relu", **options)
+    def __init__(
+        self,
+        patch_size: int = 256,
+        code_size: int = 1024,
+        layers: int = 5,
+        *,
+        tied: bool = False,
+        step: float | Sequence[float] | None = None,
+        scale: float = 1.0,
+        initial_codes: str = "analysis",
+        readout: str = "own",
+        patch_frames: int = 1,
+        noise_adaptive: bool = False,
+    ) -> None:
+        super().__init__(
+            patch_size,
+            code_size,
+            layers,
+            tied=tied,
+            sparsity=0.0,
+            step=step,
+            scale=scale,
+            nonlinearity="relu",
+            initial_codes=initial_codes,
+            readout=readout,
+            patch_frames=patch_frames,
+            noise_adaptive=noise_adaptive,
+        )
 
     @property
     def config(self) -> dict[str, object]:  # type: ignore[override]
