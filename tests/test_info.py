@@ -46,7 +46,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
         (cards.GpuSpec(90, 232_448, 132), "blocks for hopper cards, 227 KiB"),
         (
             cards.GpuSpec(100, 232_448, 148),
-            "blocks for hopper cards, as none are chosen for B200, B300 and Thor, 227 KiB",
+            "blocks for blackwell cards, 227 KiB",
         ),
         (cards.GpuSpec(120, 101_376, 132), "blocks for consumer cards, 99 KiB"),
     ],

@@ -106,7 +106,4 @@ def explain() -> str:
         return f"torch ({refused})"
     card = cards.spec_of(torch.device("cuda", torch.cuda.current_device()))
     without = "; products of float32 on torch, as TF32 is off" if cards.without_tensor_cores(torch.float32) else ""
-    family = {"blackwell": "hopper cards, as none are chosen for B200, B300 and Thor"}.get(
-        card.family, f"{card.family} cards"
-    )
-    return f"triton (blocks for {family}, {card.shared_memory // 1024} KiB of shared memory{without})"
+    return f"triton (blocks for {card.family} cards, {card.shared_memory // 1024} KiB of shared memory{without})"
