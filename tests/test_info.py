@@ -44,10 +44,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.M
     ("spec", "words"),
     [
         (cards.GpuSpec(90, 232_448, 132), "blocks for hopper cards, 227 KiB"),
-        (
-            cards.GpuSpec(100, 232_448, 148),
-            "blocks for blackwell cards, 227 KiB",
-        ),
+        (cards.GpuSpec(100, 232_448, 148), "blocks for blackwell cards, 227 KiB"),
         (cards.GpuSpec(120, 101_376, 132), "blocks for consumer cards, 99 KiB"),
     ],
 )
