@@ -19,6 +19,7 @@ from cdt_fast.experiments import study
 from cdt_fast.files import read_json
 from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training import loop
+from cdt_fast.training.results import t_quantile
 from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import open_run
@@ -232,7 +233,7 @@ def test_two_sources_of_one_name_are_refused(call: Call, clip: Path, tmp_path: P
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062047), (2, 4.3026527), (11, 2.2009852), (100, 1.9839715)])
 def test_the_quantiles_of_student(degrees: int, quantile: float) -> None:
-    assert study.t_quantile(0.975, degrees) == pytest.approx(quantile, abs=1e-6)
+    assert t_quantile(0.975, degrees) == pytest.approx(quantile, abs=1e-6)
 
 
 def test_a_difference_is_a_geometric_mean_with_its_interval() -> None:

@@ -21,6 +21,7 @@ from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import check_comparable
 from cdt_fast.training import figures
 from cdt_fast.training.report import LARGEST_RATIO, LAST_LOSS
+from cdt_fast.training.results import t_quantile
 from cdt_fast.training.task import EvaluatedRun, Summary, Table
 
 # Runs of a study by their source, then by the run's name: one a seed, in the order of the seeds.
@@ -121,19 +122,6 @@ def source_table(cells: Cells) -> Table:
 def tables(cells: Cells, baseline: str) -> list[Table]:
     """All tables of a study."""
     return [paired_table(cells, baseline), exit_table(cells, baseline), source_table(cells)]
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """The quantile of Student's t distribution, for a probability above one half, to 1e-6."""
-    factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
-    # t = √ν tan θ turns the integral of the density into one of cos^(ν−1) over a bounded interval, by Simpson's rule.
-    low, high, steps = 0.0, math.pi / 2, 400
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        points = [math.cos(middle * index / steps) ** (degrees - 1) for index in range(steps + 1)]
-        integral = middle / steps / 3 * (points[0] + points[-1] + 4 * sum(points[1::2]) + 2 * sum(points[2:-1:2]))
-        low, high = (middle, high) if 0.5 + factor * integral < probability else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
 
 
 # At the noise that a run was trained at.

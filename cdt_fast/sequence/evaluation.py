@@ -15,7 +15,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.settings import SequenceSettings, TextSettings
 from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
-from cdt_fast.training.results import Evaluation, Part, per_sample_statistics
+from cdt_fast.training.results import Evaluation, Part, mean_margin, per_sample_statistics
 
 _LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
 
@@ -34,6 +34,7 @@ class SequenceEvaluation(Evaluation):
     depth_accuracy: list[list[float]]
     depth_loss: list[list[float]]
     depth_agreement: list[float]
+    layer_loss_margin: list[float] | None = None  # half of the 95 % interval of `layer_loss`
     answers: int
     test_texts: int
     test_digest: str
@@ -123,6 +124,7 @@ def measure(
         "depth_loss": [measured[gamma].mean_losses() for gamma in levels],
         "training_gamma": training_gamma,
         "layer_loss": losses,
+        "layer_loss_margin": mean_margin(trained.sums, trained.counts),
         "depth_agreement": (trained.agreed / count).tolist(),
         "per_sample": per_sample_statistics(trained.sums / trained.counts),
         "perturbation": settings.data.perturbation,

@@ -217,4 +217,5 @@ class SequenceTask(Task):
     def reading(self, run: EvaluatedRun) -> Reading:
         values = run.evaluation
         guess = {f"a guess among {self.choices(run):,}": math.log(self.choices(run))}
-        return Reading(f"loss at γ {values.training_gamma:g}", values.layer_loss, guess)
+        measure, samples = f"loss at γ {values.training_gamma:g}", f"{values.test_texts:,} {self.samples}"
+        return Reading(measure, values.layer_loss, guess, values.layer_loss_margin, samples)

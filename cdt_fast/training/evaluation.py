@@ -57,33 +57,49 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[boo
     """Whether a run is a success, and that and where its exits stand in words.
 
     Of a success the constraints hold, where the run has some, and the last depth is better than the input, every
-    baseline without weights and the plain run, where one is among `others`, runs on the same data.
+    baseline without weights and the plain run, where one is among `others`, runs on the same data: by more than chance
+    explains, where the margins of the losses are known. Those of two runs count as independent, which on the same
+    samples is cautious.
     """
     reading, values = run.task.reading(run), run.evaluation
-    *exits, last = reading.depths
-    # What each depth has to beat: the same for all, but for the plain run's own value at that depth.
-    references = {name: [value] * len(reading.depths) for name, value in reading.references.items()}
+    depths, last = reading.depths, reading.depths[-1]
+    own = reading.margins or [0.0] * len(depths)
+    # What each depth has to beat, and by how much: the same for all, but for the plain run's own value at that depth.
+    references = {name: ([value] * len(depths), own) for name, value in reading.references.items()}
     plain = plain_run(run, others)
     if plain is not None:
-        references[f"plain training ({plain.name or plain.folder.name})"] = plain.task.reading(plain).depths
-    better, worse = [], []
-    for name, depths in references.items():
-        (better if last < depths[-1] else worse).append(f"{name} ({depths[-1]:.4g})")
+        other = plain.task.reading(plain)
+        margins = [math.hypot(*pair) for pair in zip(own, other.margins or own, strict=True)]
+        references[f"plain training ({plain.name or plain.folder.name})"] = other.depths, margins
+    # As many digits as tell apart what is called different.
+    digits = next(
+        number
+        for number in range(4, 18)
+        if all(f"{last:.{number}g}" != f"{of[-1]:.{number}g}" for of, _ in references.values() if of[-1] != last)
+    )
+    found: dict[str, list[str]] = {"better than": [], "no different from": [], "not better than": []}
+    for name, (of, margins) in references.items():
+        difference = of[-1] - last
+        chance = margins[-1] > 0 and abs(difference) <= margins[-1]
+        word = "no different from" if chance else "better than" if difference > 0 else "not better than"
+        found[word].append(f"{name} ({of[-1]:.{digits}g})")
     holds = values.feasible or not values.constrained
-    success = holds and not worse
+    success = holds and not found["no different from"] and not found["not better than"]
     words = ["all constraints hold" if holds else "constraints are violated"] if values.constrained else []
-    subject = f"the last depth ({reading.measure}: {last:.4g}) is "
-    if better:
-        words.append(f"{subject}better than {_listed(better)}")
-    if worse:
-        words.append(f"{'' if better else subject}not better than {_listed(worse)}")
+    shown = f"{reading.measure}: {last:.{digits}g}" + (f" ±{own[-1]:.2g} on {reading.samples}" if own[-1] else "")
+    compared = [f"{word} {_listed(names)}" for word, names in found.items() if names]
+    words.append(f"the last depth ({shown}) is {'; '.join(compared)}")
     text = f"{'Success' if success else 'No success'}: {'; '.join(words)}."
-    if len(exits) > 1:
-        beaten = {
-            name: [depth for depth in range(1, len(exits)) if exits[depth] < depths[depth]]
-            for name, depths in references.items()
-        }
-        text += f" Exits better {'; '.join(f'than {name}: {_ranges(depths)}' for name, depths in beaten.items())}."
+    if len(depths) > 2:
+        beaten: dict[str, list[str]] = {}  # the references by the exits that are better
+        for name, (of, margins) in references.items():
+            exits = [depth for depth in range(1, len(depths) - 1) if of[depth] - depths[depth] > margins[depth]]
+            beaten.setdefault(_ranges(exits), []).append(name)
+        parts = [
+            f"than {'all of these' if len(beaten) == 1 < len(names) else _listed(names)}: {exits}"
+            for exits, names in beaten.items()
+        ]
+        text += f" Exits better {'; '.join(parts)}."
     kept, warmup = values.kept_step, values.warmup_steps
     if values.constrained and kept is not None and kept <= warmup < values.trained_steps:
         text += (

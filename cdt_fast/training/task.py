@@ -43,6 +43,8 @@ class Reading(NamedTuple):
     measure: str  # with the noise level, as "RMSE at γ 0.15"
     depths: list[float]  # 0 to L
     references: dict[str, float]  # of what costs no training, by name: the input, baselines without weights, a guess
+    margins: list[float] | None = None  # of the depths, half of their 95 % intervals; None: not known
+    samples: str = ""  # on how many of what, as "40 texts"
 
 
 class Workload(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from statistics import stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from cdt_fast.sequence.perturbation import embedding_std, perturbed
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
-from cdt_fast.training.results import HISTOGRAM_EDGES, per_sample_statistics
+from cdt_fast.training.results import HISTOGRAM_EDGES, mean_margin, per_sample_statistics
 
 PAD, CLS, SEP = 0, 1, 2
 GAMMAS = [0.25 * step for step in range(9)]
@@ -476,3 +477,14 @@ def test_statistics_leave_out_the_ratio_to_a_loss_of_zero() -> None:
     assert found["histogram"]["counts"][-1] == 1
     assert found["histogram"]["edges"] == HISTOGRAM_EDGES
     assert per_sample_statistics(torch.zeros(2, 3))["mean_ratio"] is None
+
+
+def test_the_margin_of_a_mean_is_that_of_samples_and_not_of_their_tokens() -> None:
+    losses = torch.tensor([[1.0, 2.0, 6.0]], dtype=torch.float64)
+    ones = torch.ones(3, dtype=torch.int64)
+    expected = 4.3026527 * stdev([1.0, 2.0, 6.0]) / math.sqrt(3)
+    assert mean_margin(losses, ones) == pytest.approx([expected])
+    assert mean_margin(losses * 50, ones * 50) == pytest.approx([expected])
+    counts = torch.tensor([1, 2, 6])  # all tokens are alike, so that no sample differs in their mean
+    assert mean_margin(losses, counts) == pytest.approx([0.0])
+    assert mean_margin(losses[:, :1], ones[:1]) is None

@@ -25,6 +25,7 @@ def run_of(
     seed: int = 0,
     parameters: int = 10,
     steps: tuple[int | None, int, int] = (None, 0, 0),
+    margins: list[float] | None = None,
 ) -> EvaluatedRun:
     settings = VideoSettings()
     settings.constraints.constrained = constrained
@@ -36,7 +37,7 @@ def run_of(
         parameters=parameters,
         **dict(zip(("kept_step", "warmup_steps", "trained_steps"), steps, strict=True)),
     )
-    task: Any = SimpleNamespace(reading=lambda run: Reading("RMSE at γ 0.15", depths, INPUT))
+    task: Any = SimpleNamespace(reading=lambda run: Reading("RMSE at γ 0.15", depths, INPUT, margins, "40 texts"))
     return EvaluatedRun(RunFolder(Path("plain" if not constrained else "mine")), settings, task, evaluation)
 
 
@@ -58,7 +59,7 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
             [60.0, 50.0, 44.0],
             {},
             "No success: all constraints hold; the last depth (RMSE at γ 0.15: 44) is not better than the input (5.6) "
-            "and DCT (4). Exits better than the input: none; than DCT: none.",
+            "and DCT (4). Exits better than all of these: none.",
         ),
         (
             [9.0, 5.0, 3.5, 3.0],
@@ -68,13 +69,25 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
         ),
         (
             [9.0, 5.0],
-            {"constrained": False},
-            "No success: the last depth (RMSE at γ 0.15: 5) is better than the input (5.6); not better than DCT (4).",
+            {"constrained": False, "margins": [0.0, 0.5]},
+            "No success: the last depth (RMSE at γ 0.15: 5 ±0.5 on 40 texts) is better than the input (5.6); not better than DCT (4).",
         ),
         (
             [9.0, 3.0],
             {"feasible": False},
             "No success: constraints are violated; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) "
+            "and DCT (4).",
+        ),
+        (
+            [9.0, 5.0, 3.5, 3.99],
+            {"margins": [0.1, 0.61, 0.6, 0.011]},
+            "No success: all constraints hold; the last depth (RMSE at γ 0.15: 3.99 ±0.011 on 40 texts) is better than "
+            "the input (5.6); no different from DCT (4). Exits better than the input: 2; than DCT: none.",
+        ),
+        (
+            [9.0, 3.99999],
+            {},
+            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3.99999) is better than the input (5.6) "
             "and DCT (4).",
         ),
         (
@@ -106,6 +119,14 @@ def test_a_plain_run_beside_it_has_to_be_beaten_depth_by_depth() -> None:
     assert text.endswith("than plain training (plain): 1 to 2.")
     assert verdict(run_of([9.0, 5.0, 5.0, 5.0, 2.8]), [plain])[0]
     assert "plain training" not in verdict(plain, [run_of([9.0, 5.0, 5.0, 5.0, 1.0])])[1]
+
+
+def test_a_plain_run_has_to_be_beaten_by_more_than_the_margins_of_both() -> None:
+    plain = run_of([9.0, 3.0], constrained=False, margins=[0.0, 0.4])
+    assert (
+        "no different from plain training (plain) (3)" in verdict(run_of([9.0, 2.51], margins=[0.0, 0.3]), [plain])[1]
+    )
+    assert verdict(run_of([9.0, 2.49], margins=[0.0, 0.3]), [plain])[0]
 
 
 def test_the_plain_run_is_of_the_same_size_and_seed() -> None:
