@@ -144,7 +144,10 @@ def _obtain(archive: Path, url: str, sha256: str, progress: bool) -> None:
     if not archive.exists():
         download_file(url, archive, sha256, progress=progress)
         return
-    actual = sha256_of(archive)
+    try:
+        actual = sha256_of(archive)
+    except OSError as error:
+        raise InputError(f"{archive}: cannot be read ({error.strerror})") from error
     if actual != sha256.lower():
         raise InputError(f"{archive}: has sha256 {actual}, expected {sha256.lower()}; move it away and fetch again")
     _say(f"{archive}: already downloaded")

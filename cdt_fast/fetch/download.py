@@ -113,6 +113,9 @@ def _receive(response: http.client.HTTPResponse, part: Path, bar: tqdm, start: i
     if response.status != 206:
         # The server ignores ranges: this is the whole file.
         start = 0
+    elif not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+        part.unlink(missing_ok=True)  # the next attempt asks for all
+        raise _Interrupted("the server answered with another range than asked")
     length = response.headers.get("Content-Length")
     total = start + int(length) if length and length.isdecimal() else None
     if (total or 0) > MOST_BYTES:

@@ -31,6 +31,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.content = content
         self.ranges = True
+        self.shift = 0  # of the ranges that it answers with
         self.drops: list[int] = []
         self.statuses: list[int] = []
         self.requests: list[str | None] = []
@@ -56,7 +57,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         start = 0
         if asked and server.ranges:
             [number] = re.findall(r"bytes=(\d+)-", asked)
-            start = int(number)
+            start = int(number) + server.shift
             if start >= len(server.content):
                 self.send_response(416)
                 self.send_header("Content-Range", f"bytes */{len(server.content)}")
@@ -180,6 +181,14 @@ def test_a_part_that_is_too_long_is_begun_anew(server, target):
     assert server.requests[-1] is None
 
 
+def test_another_range_than_asked_begins_anew(server, target):
+    interrupt(server, target, 1000)
+    server.shift = 7
+    get(server, target)
+    assert target.read_bytes() == ARCHIVE
+    assert server.requests == ["bytes=1000-", None]
+
+
 def test_a_wrong_sum_removes_the_part(server, target):
     with pytest.raises(InputError) as caught:
         get(server, target, "0" * 64)
@@ -276,6 +285,12 @@ def test_fetch_checks_the_published_sum_of_a_mirror(server, tmp_path):
     with pytest.raises(InputError, match=DATASETS["ucsd"].sha256):
         fetch("ucsd", tmp_path, url=server.url, progress=False)
     assert names(tmp_path) == []
+
+
+def test_an_archive_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "set.zip").mkdir()
+    with pytest.raises(InputError, match=r"set\.zip: cannot be read \("):
+        fetch("avenue", tmp_path, url="http://127.0.0.1:9/set.zip", sha256=SUM, progress=False)
 
 
 def test_fetch_refuses_an_archive_with_another_sum(tmp_path):
