@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", nargs="+", choices=SUITES, metavar="NAME", help=f"{', '.join(SUITES)} (all)")
     parser.add_argument("--case", metavar="TEXT", help="only the cases whose name contains this (all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is a GPU)")
-    parser.add_argument("--size", choices=SIZES, help="shapes: for a CPU, for a GPU, or tiny (as the device)")
+    parser.add_argument("--size", choices=SIZES, help="shapes: tiny, for a CPU, or for a GPU (as the device)")
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (as many as fit into some seconds)")
     parser.add_argument(
         "--out", default="benchmarks", metavar="DIR", help="folder of results files, to which runs add (benchmarks)"

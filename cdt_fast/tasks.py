@@ -154,4 +154,6 @@ def check_comparable(runs: Sequence[EvaluatedRun], *, of_one_noise: bool = True)
                 raise InputError(
                     f"{run.folder.path} and {runs[0].folder.path} were evaluated on different data: {name} is "
                     f"{shown(value)} and {shown(reference.get(name))}"
+                    + "; `cdt-fast evaluate RUN` measures a run anew, at the levels of its settings or of --gammas"
+                    * (name == "gamma")
                 )

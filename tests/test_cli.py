@@ -273,6 +273,7 @@ def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: 
     assert found["gamma"] == [0.1, 0.2, 0.3]
     assert found == read_json(copied_run.evaluation)
     assert "γ 0.3" in answer.out
+    assert "--gammas 0.1,0.2,0.3` makes this report." in (copied_run.path / "report.md").read_text()
     assert (
         "[evaluation] gammas must be greater than or equal to 0"
         in call("evaluate", copied_run.path, "--gammas=-1").line()
@@ -317,7 +318,10 @@ def test_flags_can_be_set_and_unset(settings_of: Callable[..., VideoSettings], t
 
 def test_a_bound_may_be_a_factor_of_another_run(call: Call, clip: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
-    assert call("train", "video", clip, *tiny_arguments(constrained=False), "--out", plain).status == 0
+    answer = call("train", "video", clip, *tiny_arguments(constrained=False), "--out", plain)
+    assert answer.status == 0
+    assert "loss by depth" in answer.err
+    assert "bound" not in answer.err
     bound = ["--rate", "none", "--reference", "none", "--bounds", "2=1.01x,1=5", "--reference-losses", plain]
     answer = call("train", "video", clip, *tiny_arguments(), *bound, "--out", tmp_path / "bounded")
     assert answer.status == 0, answer

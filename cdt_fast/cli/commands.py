@@ -167,7 +167,7 @@ def evaluate(options: argparse.Namespace) -> None:
             raise InputError("--shifts needs --clips: the clips that are shifted")
         if options.gammas is not None:
             settings.set("evaluation", "gammas", options.gammas)
-        _evaluate(run, settings, entry.load(), options.json)
+        _evaluate(run, settings, entry.load(), options.json, gammas=options.gammas)
         return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
@@ -176,12 +176,15 @@ def evaluate(options: argparse.Namespace) -> None:
     print(as_text(table))
 
 
-def _evaluate(run: RunFolder, settings: RunSettings, task: Any, json_file: str | None = None) -> None:
+def _evaluate(
+    run: RunFolder, settings: RunSettings, task: Any, json_file: str | None = None, *, gammas: str | None = None
+) -> None:
     from cdt_fast.training import evaluation
 
     measured = evaluation.evaluate_run(run, settings, task)
     _save(json_file, measured.evaluation.model_dump(mode="json"))
-    _report([measured], run.path, f"cdt-fast evaluate {shlex.quote(str(run.path))}")
+    words = ["cdt-fast", "evaluate", str(run.path), *([] if gammas is None else ["--gammas", gammas])]
+    _report([measured], run.path, shlex.join(words))
 
 
 def compare(options: argparse.Namespace) -> None:

@@ -65,7 +65,8 @@ def build_parser() -> Parser:
     text = "measure a run on its held-out data, and write its report"
     add = _command(shown, "evaluate", commands.evaluate, text, "evaluate runs/mine --gammas 0.1,0.5,1.0").add_argument
     add("folder", metavar="RUN", help="run folder")
-    add("--gammas", metavar="LIST", help="noise levels, in place of those of the run's settings")
+    text = "noise levels in place of those of the run's settings; evaluation.json and the report are replaced"
+    add("--gammas", metavar="LIST", help=text)
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
     add("--clips", nargs="+", metavar="CLIP", help=text)
     text = "with --clips: after other noise, blur, JPEG, lost and frozen frames and drift, not white noise alone"
@@ -136,7 +137,7 @@ def build_parser() -> Parser:
 
     text = "say what is installed, which device is used, and why"
     add = _command(shown, "info", commands.info, text, "info --json info.json").add_argument
-    add("--json", metavar="FILE", help=_JSON)
+    add("--json", metavar="FILE", help="also write it as JSON")
 
     text = "print what completes these commands in a shell"
     command = _command(shown, "completion", _completion, text, "")

@@ -100,8 +100,8 @@ def instructions_of(source: str | Path, rows: Iterable[Row]) -> tuple[list[Instr
     instructions: list[Instruction] = []
     num_dropped = 0
     for place, row in rows:
-        values = place, {**row, "input": row.get("input") or ""}
-        entry = Instruction(*(text_of(values, column) for column in ("instruction", "input", "output")))
+        given = text_of((place, {"input": row.get("input") or ""}), "input")
+        entry = Instruction(text_of((place, row), "instruction"), given, text_of((place, row), "output"))
         if not entry.instruction:
             raise InputError(f"{place}: 'instruction' is empty")
         if entry.output:

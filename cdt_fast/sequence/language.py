@@ -95,8 +95,8 @@ class LanguageTask(SequenceTask):
             encoded_instructions(getattr(data, part), tokenizer, max_tokens, part) for part in ("train", "validation")
         )
         notes = [
-            f"{chosen.model}: reading {network.layers} inner depths takes {overhead:.2f} times the FLOP of a training "
-            f"without them (--taps and --inner-fraction lower it)",
+            f"{chosen.model}: a training that reads {network.layers} inner depths takes {overhead:.2f} times the FLOP "
+            f"of one that reads none (--taps and --inner-fraction lower it)",
             *_speedup(settings, network, train),
             *_cut(train, len(data.train), network),
         ]

@@ -293,7 +293,7 @@ class Trainer:
     def _summary(self, losses: list[float]) -> str:
         shown = " ".join(f"{loss:.3g}" for loss in losses)
         report = self.constraints.report(losses)
-        if report.worst_violation is None:
+        if report.worst_violation is None or not self.constrained:
             return f"loss by depth {shown}"
         if report.feasible:
             return f"loss by depth {shown}, all bounds hold"

@@ -93,7 +93,7 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     """Write `report.md`, which names the command, and where matplotlib is installed its pictures; returns its path."""
     folder = Path(folder)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs on {Path(runs[0].evaluation.source).name}"
-    lines = [f"# {title}", "", f"Made by `{command}`.", ""]
+    lines = [f"# {title}", "", f"`{command}` makes this report.", ""]
     lines += [f"{runs[0].task.conditions(runs[0])} {_VERDICT}", ""]
     for table in tables(runs):
         lines += [as_markdown(table), ""]

@@ -31,7 +31,7 @@ class VideoDataSettings(Section):
     setup: Literal["denoiser", "paper"] = setting(
         "denoiser", "what all other settings of video start from: the best denoiser we know, or the paper's experiment"
     )
-    source: str | None = setting("demo", "video file, frame folder, .npy or a tree of them; 'demo' is a generated clip")
+    source: str | None = setting("demo", "video file, frame folder, .npy or a tree of them, or demo, a generated clip")
     frames: Literal["crops", "resized"] = setting(
         "crops",
         "what is trained on: crops at full resolution, gray and colors, or the luma of whole frames made square",

@@ -213,7 +213,7 @@ class VideoTask(Task):
         ratios = run.evaluation.spectral_ratio
         if not ratios:
             return ""
-        return f" ‖D‖²/c is at most {max(ratios):.3f}{'' if max(ratios) <= 1 else ', above the bound of 1'}."
+        return f" ‖D‖²/c is at most {max(ratios):.3f} (inner losses may jump from near 2 on)."
 
     def beside_others(
         self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str], *, shifts: bool = False

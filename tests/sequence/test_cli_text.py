@@ -161,7 +161,7 @@ BAD = [
     ("text", ["TABLE", "--model", "PICTURES"], ["cannot be loaded as a transformers model", "CLIPConfig", "…)"]),
     ("text", ["FOLDER"], ["holds neither train.tsv"]),
     ("text", ["LABELS"], ["label", "'maybe'", "'neg', 'pos'"]),
-    ("text", ["EMPTY"], ["is empty"]),
+    ("text", ["EMPTY"], ["holds no rows"]),
     ("lm", [], ["SOURCE is missing"]),
     ("lm", ["TABLE"], ["no column 'instruction'"]),
     ("lm", ["INSTRUCTIONS", "--max-tokens", "20"], ["all tokens are masked", "--max-tokens"]),

@@ -90,6 +90,7 @@ def test_runs_of_different_data_are_not_compared(
     write_json(copied_run.evaluation, {**read_json(copied_run.evaluation), key: value})
     line = call("compare", trained.plain, copied_run.path, "--out", tmp_path / "out").line()
     assert f"different data: {key} is" in line
+    assert ("cdt-fast evaluate RUN" in line) == (key == "gamma")
     assert str(copied_run.path) in line
     assert str(trained.plain) in line
     assert not (tmp_path / "out").exists()

@@ -31,7 +31,7 @@ def read_rows(path: Path, format: str | None = None, *, quoting: bool = True, he
         header: TSV and CSV: the first line names the columns; without, columns are "0", "1" and so on.
 
     Raises:
-        InputError: the file cannot be read or is empty, its format is unknown, or a row of it is broken.
+        InputError: the file cannot be read or holds no rows, its format is unknown, or a row of it is broken.
     """
     format = format or path.suffix.lower().removeprefix(".").replace("ndjson", "jsonl")
     if format not in FORMATS:
@@ -55,7 +55,7 @@ def read_rows(path: Path, format: str | None = None, *, quoting: bool = True, he
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as UTF-8 text ({error})") from error
     if place is None:
-        raise InputError(f"{path}: is empty")
+        raise InputError(f"{path}: holds no rows")
 
 
 def hub_parts(source: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 _NLI_COLUMNS = ("sentence1", "gold_label", "sentence2")
 _BREAKS = re.compile(r"\s*(?:<br\s*/?>\s*)+", re.IGNORECASE)
-_ADVICE = "; say which it is by --text-column, --label-column and --second-column"
+_ADVICE = "; `cdt-fast train text` takes others by --text-column, --label-column and --second-column"
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,10 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
         generator.shuffle(members)
         counts = [max(1, round(fraction * len(members))) if fraction and members else 0 for fraction in fractions]
         if members and sum(counts) >= len(members):
-            raise InputError(f"class {name!r} has {len(members)} text(s), too few for parts of these sizes")
+            raise InputError(
+                f"class {name!r} has {len(members)} text(s), and needs {sum(counts) + 1}: --validation {validation:g} "
+                f"takes {counts[0]}, --test {test:g} takes {counts[1]}, and one is to train on"
+            )
         first, second = counts[0], sum(counts)
         for part, chosen in zip(parts, (members[second:], members[:first], members[first:second]), strict=True):
             part.extend(chosen)

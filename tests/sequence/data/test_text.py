@@ -156,8 +156,8 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("a.csv", "text,label\na,b\na,c\n", {"names": ["b", "d"]}, r"label 'c' is not among .*: 'b', 'd'"),
     ("a.csv", "text,label\na,b,c\n", {}, r"3 fields, expected 2"),
     ("a.csv", "text,text\na,b\n", {}, r"two columns have the same name"),
-    ("a.csv", "text,label\n", {}, r"a\.csv: is empty"),
-    ("a.csv", "", {}, r"a\.csv: is empty"),
+    ("a.csv", "text,label\n", {}, r"a\.csv: holds no rows"),
+    ("a.csv", "", {}, r"a\.csv: holds no rows"),
     ("a.tsv", "sentence1\tsentence2\tgold_label\na\tb\t-\n", {}, r"holds no labeled text"),
     ("a.tsv", 'text\tlabel\n"a" b\tc\n', {}, r"after the start: .*--no-quoting"),
     ("a.tsv", 'text\tlabel\na\tb\n"open\tc\nd\te\n', {}, r"after row 2: .*--no-quoting"),
@@ -166,12 +166,12 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("a.jsonl", '{"text": "a", "label": 0}\n[1]\n', {}, r"line 2: must be an object, got a list"),
     ("a.jsonl", '{"text": null, "label": 0}\n', {}, r"line 1: 'text' must be a text, got None"),
     ("a.jsonl", '{"text": "a", "label": 0.5}\n', {}, r"line 1: 'label' must be a text, got 0\.5"),
-    ("a.jsonl", "\n", {}, r"is empty"),
+    ("a.jsonl", "\n", {}, r"holds no rows"),
     ("a.jsonl", '{"text": "a", "label": ' + "9" * 5000 + "}", {}, r"line 1: cannot be read as JSON .*digits"),
     ("a.jsonl", '{"text": "\\ud800", "label": 1}', {}, r"line 1: cannot be read as JSON .*surrogates"),
     ("a.json", "[" * 5000 + "]" * 5000, {}, r"cannot be read as JSON .*nested deeper"),
     ("a.json", '{"text": "a"}', {}, r"a\.json: .*list"),
-    ("a.json", "[]", {}, r"is empty"),
+    ("a.json", "[]", {}, r"holds no rows"),
     ("a.json", '[{"text": "a", "label": 1}, 3]', {}, r"entry 2: must be an object, got a int"),
     ("a.xlsx", "text", {}, r"unknown format; give one of tsv, csv, json, jsonl \(--format\)"),
 ]
@@ -224,7 +224,7 @@ def test_a_split_keeps_the_proportions_and_depends_on_the_seed_alone() -> None:
 def test_a_split_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="a share for training"):
         split_text(texts([9]), 0.5, 0.5)
-    with pytest.raises(InputError, match=r"class 'class 1' has 2 text\(s\), too few"):
+    with pytest.raises(InputError, match=r"class 'class 1' has 2 text\(s\), and needs 3: --validation 0\.1 takes 1"):
         split_text(texts([9, 2]))
 
 
@@ -254,7 +254,7 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     ("entry", "message"),
     [
         ({"input": "", "output": "x"}, r"entry 1: no column 'instruction'; there are 'input', 'output'"),
-        ({"instruction": "a"}, r"no column 'output'"),
+        ({"instruction": "a"}, r"no column 'output'; there are 'instruction'$"),
         ({"instruction": " ", "output": "x"}, r"'instruction' is empty"),
         ({"instruction": "a", "output": [3]}, r"'output' must be a text, got \[3\]"),
         ({"instruction": "a", "output": ""}, r"no instruction with an answer"),
