@@ -52,7 +52,8 @@ _METHOD = """\
   rate of a copy, both measured in the same rounds as the implementations.
 - A case that is measured again replaces its earlier figures; the others stay, with the run that measured them. Runs
   with different sources (a digest of the code that is measured) or settings are not of the same thing: compare the
-  figures of a run with each other.
+  figures of a run with each other. Its command is shown as it was given: suites that are gone since (quality, scaling)
+  are left out to repeat it.
 """
 
 _SETTING = {
