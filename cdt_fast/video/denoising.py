@@ -33,8 +33,8 @@ class Denoising:
         model: the trained model.
         settings: those of its run.
         depth: number of layers to run.
-        sigma: standard deviation of the noise in gray levels of 0..255; None: estimated, each window and plane on its
-            own. Of a noise-adaptive model alone.
+        sigma: standard deviation of the noise in gray levels of 0..255; None: estimated, each window on its own, in
+            brightness where there are colors. Of a noise-adaptive model alone.
         grids: the result is the mean over `grids²` grids of patches, each a part of a patch further; None: over eight
             (`VideoSettings.grid_places`).
         exits: where windows are left before `depth`; None: nowhere.
@@ -69,12 +69,21 @@ class Denoising:
             yield from self._window(given)[len(context) : len(context) + len(window)]
 
     def _window(self, frames: np.ndarray) -> np.ndarray:
+        channels = frames.shape[-1]
+        if (frames == frames[..., :1]).all():
+            # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
+            frames = frames[..., :1]
         colors = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
         opponent = len(colors) == 3 and self.settings.data.frames == "crops"
         planes = to_opponent(colors) if opponent else colors
+        sigma = self.sigma
+        if sigma is None and opponent:
+            # Most files have color at half the resolution: no fine differences are left in it, while its coarse ones
+            # have the noise that they would have at full resolution.
+            sigma = estimated_noise(planes[0]) * LEVELS
         # A plane at a time: at full size the codes of one are large enough.
-        result = torch.cat([self.plane(plane.unsqueeze(0), self.sigma) for plane in planes])
-        result = from_opponent(result) if opponent else result
+        result = torch.cat([self.plane(plane.unsqueeze(0), sigma) for plane in planes])
+        result = (from_opponent(result) if opponent else result).expand(channels, -1, -1, -1)
         return (result * LEVELS).round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
 
     @torch.no_grad()

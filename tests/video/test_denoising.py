@@ -15,8 +15,9 @@ import torch
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.video import writing
-from cdt_fast.video.data import open_source, to_patches
+from cdt_fast.video.data import open_source, to_opponent, to_patches
 from cdt_fast.video.denoising import Denoising, denoise_video, denoised_frames
+from cdt_fast.video.networks import build_network
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import CONTAINERS
 from tests.runs import open_run
@@ -50,10 +51,10 @@ def paper_settings(**data: Any) -> VideoSettings:
     return config
 
 
-def write_video(path: Path, frames: np.ndarray, rate: Fraction, codec: str = "ffv1") -> Path:
+def write_video(path: Path, frames: np.ndarray, rate: Fraction, pixels: str = "bgr0") -> Path:
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
+        stream = container.add_stream("ffv1", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], pixels
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode(None))
@@ -125,6 +126,26 @@ def test_frames_are_those_of_the_model_in_every_plane_and_window(model_and_confi
             shown = (expected * 255).round().clamp(0, 255)
             there = torch.from_numpy(found[first:last][used, ..., plane].copy()).float()
             assert (there - shown).abs().max() <= 1
+
+
+@pytest.mark.parametrize("pixels", ["bgr0", "yuv420p"])
+def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_path: Path, pixels: str) -> None:
+    settings = VideoSettings()
+    settings.update("model", {"layers": 1, "code_size": 512})
+    model = build_network(settings)
+    for clean, channels in ((colored(8, 64, 96), 3), (np.repeat(scrolling_clip(8, 64, 96)[..., None], 3, -1), 1)):
+        clean = clean // 2 + 60
+        noise = 15 * np.random.default_rng(0).standard_normal((*clean.shape[:3], channels))
+        noisy = np.clip(clean + noise, 0, 255).astype(np.uint8)
+        denoising = Denoising(model, settings, 1)
+        source = open_source(write_video(tmp_path / "in.mkv", noisy, Fraction(25), pixels))
+        found = np.stack(list(denoising.frames(source.frames())))
+        assert denoising.found == [pytest.approx(15, rel=0.2)] * channels
+        before, after = (
+            to_opponent(torch.from_numpy(frames - clean.astype(float)).movedim(-1, 0)).square().mean((1, 2, 3))
+            for frames in (noisy, found)
+        )
+        assert (after <= before / 4).all()  # in brightness and in both differences of colors
 
 
 def test_gray_sources_and_folders_are_denoised(
