@@ -131,6 +131,8 @@ def load_pretrained(
             damaged; the weights are of another configuration, no floating-point numbers, or not finite.
     """
     folder = hub.local_folder(name, download=download, revision=revision, token=token)
+    if (folder / "config.toml").exists() and (folder / "model").is_dir():
+        raise InputError(f"{folder}: is a run folder; its model is in {folder / 'model'}")
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or config.get("model") not in list(_classes):
         raise InputError(f'{folder / "config.json"}: "model" must be one of {", ".join(sorted(_classes))}')

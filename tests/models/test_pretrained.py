@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,13 @@ def assert_refused(folder: Path, message: str) -> None:
 def test_a_missing_file(saved: Path, name: str) -> None:
     (saved / name).unlink()
     assert_refused(saved, rf"{name}: cannot be read")
+
+
+def test_a_run_folder_names_its_model(saved: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run / "model")
+    (run / "config.toml").touch()
+    assert_refused(run, f"{run}: is a run folder; its model is in {run / 'model'}$")
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:
