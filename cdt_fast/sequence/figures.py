@@ -89,6 +89,7 @@ def _agreement(runs: Sequence[EvaluatedRun]) -> Any:
         for run, color in colored(runs):
             axis.plot(depths_of(run), getattr(run.evaluation, name), "o-", color=color, label=run.label)
         axis.set(xlabel="layers run", ylabel=label)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     add_legend(axes[0], middle=1.1)
     return figure
 
@@ -113,7 +114,7 @@ def _accuracy_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     for run, color in colored(runs):
         low, high = zip(*run.evaluation.accuracy_interval, strict=True)
         axis.fill_between(reference.gamma, low, high, color=color, alpha=0.12, linewidth=0)
-    mark_training(axis, reference.training_gamma)
+    mark_training(axis, runs[0].settings.noise)
     axis.set(xlabel="noise level γ", ylabel="accuracy")
     add_legend(axis)
     return figure

@@ -91,11 +91,12 @@ def set_log_scale(axis: Any, name: str) -> None:
     axis.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def mark_training(axis: Any, gamma: float) -> None:
-    """A line at the training noise."""
-    axis.axvline(gamma, color=GRAY, linewidth=0.8)
+def mark_training(axis: Any, noise: tuple[float, float]) -> None:
+    """The training noise, from its least level to its greatest: shaded, or a line where there is one level."""
+    axis.axvspan(*noise, color=GRAY, alpha=0.12, linewidth=0)
+    axis.axvline(noise[0], color=GRAY, linewidth=0.8)
     offset = {"xytext": (3, 0), "textcoords": "offset points"}
-    axis.annotate("training", (gamma, 0.98), xycoords=("data", "axes fraction"), color=GRAY, **offset)
+    axis.annotate("training", (noise[0], 0.98), xycoords=("data", "axes fraction"), color=GRAY, **offset)
 
 
 def early_exits(
@@ -158,10 +159,12 @@ def _multipliers(runs: Sequence[EvaluatedRun]) -> Any:
     for axis, run in zip(axes, constrained, strict=True):
         entries = [entry for entry in run.folder.read_metrics() if "multipliers" in entry]
         steps = [entry["step"] for entry in entries]
-        for depth in range(run.evaluation.layers + 1):
+        layers = run.evaluation.layers
+        for depth in range(layers + 1):
             values = [entry["multipliers"][depth] for entry in entries]
             color, style = color_and_style(depth)
-            axis.plot(steps, values, style, color=color, label=rf"$\lambda_{{{depth}}}$")
+            width = 1.5 + 3 * (1 - depth / layers)  # multipliers of the same value, zero mostly, are all seen
+            axis.plot(steps, values, style, color=color, linewidth=width, label=rf"$\lambda_{{{depth}}}$")
         axis.set(xlabel="step", ylabel="multiplier", title=run.label)
         add_legend(axis, columns=3)
     return figure

@@ -170,11 +170,13 @@ def denoise_video(
         "depth": sum(denoising.layers) / len(denoising.layers),
         "layers": model.layers,
         "sigma": found,
-        "notes": [*notes, *_noise_notes(settings, found, sigma is None)],
+        "notes": [*notes, *_noise_notes(settings, depth, found, sigma is None)],
     }
 
 
-def _noise_notes(settings: VideoSettings, sigma: float | None, estimated: bool) -> list[str]:
+def _noise_notes(settings: VideoSettings, depth: int, sigma: float | None, estimated: bool) -> list[str]:
+    if depth == 0 and settings.overlapping:
+        return ["no layer was run and nothing removed: depth 0 is the input"]
     if sigma is None:
         return []
     if estimated and sigma <= LITTLE_NOISE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from cdt_fast.training.figures import (
     set_log_scale,
 )
 from cdt_fast.training.task import Drawing, EvaluatedRun
+from cdt_fast.video.baselines import dct3d_shifted_denoise
 from cdt_fast.video.data import VideoData
 from cdt_fast.video.denoising import denoised_frames
 from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive, load_network
@@ -72,7 +74,7 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     for name, values in reference.baseline_rmse.items():
         axis.plot(reference.gamma, values, linestyle=_STYLES[name], color=GRAY, label=baseline_label(runs[0], name))
     plot_runs(axis, runs, "rmse", reference.gamma)
-    mark_training(axis, reference.training_gamma)
+    mark_training(axis, runs[0].settings.noise)
     axis.set(xlabel=f"noise level {level_sign(runs[0])}", ylabel="RMSE (0..255)")
     add_legend(axis)
     return figure
@@ -92,8 +94,7 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 def _cost(run: EvaluatedRun) -> list[float]:
     settings = cast("VideoSettings", run.settings)
-    grids = None if settings.data.frames == "crops" else 1  # as it was measured
-    return exit_flops(load_network(run.folder.model, "cpu"), settings, grids)
+    return exit_flops(load_network(run.folder.model, "cpu"), settings, settings.measured_grids)
 
 
 @torch.no_grad()
@@ -149,11 +150,12 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
     if len(kept) < len(runs):
         return None
     first, sign = kept[0], level_sign(runs[0])
-    rows, columns = len(first["gammas"]), 2 + len(runs)
+    rows, columns = len(first["gammas"]), 3 + len(runs)
     size = (2.6 * columns, 2.8 * rows)
     figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for number, (row, gamma) in enumerate(zip(axes, first["gammas"].tolist(), strict=True)):
         shown = {"clean": first["clean"], f"noisy, {sign} = {gamma:g}": first["noisy"][number]}
+        shown[baseline_label(runs[0], "dct3d_shifted")] = first["transformed"][number]
         shown.update({run.label: frames["denoised"][number] for run, frames in zip(runs, kept, strict=True)})
         for axis, (title, frame) in zip(row, shown.items(), strict=True):
             error = 255 * (frame - first["clean"]).square().mean().sqrt().item()
@@ -165,25 +167,30 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
 
 @torch.no_grad()
 def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSettings) -> None:
-    """Write the frames that a report shows, as `read_frames` reads them: the middle of the first test window, noisy at
-    two levels and denoised.
+    """Write the frames that a report shows, as `read_frames` reads them: the middle of the test window with the most
+    detail, noisy at two levels and denoised as the evaluation does it.
     """
     nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
     gammas = sorted({settings.typical_noise, nearest})
-    middle = data.test.window // 2
-    clean, noisy, denoised = torch.empty(0), [], []
+    middle, device = data.test.window // 2, device_of(model)
+    number = max(range(len(data.test)), key=lambda index: data.test.batch([index]).float().diff().var().item())
+    shown: dict[str, list[Tensor]] = {name: [] for name in ("clean", "noisy", "transformed", "denoised")}
     for gamma in gammas:
-        given, target, deviation = next(noisy_batches(data.test, gamma, data.sigma, device_of(model), batch=1))
-        clean = target[0, middle].cpu()
-        noisy.append(given[0, middle].cpu())
-        denoised.append(denoised_frames(model, settings, given, deviation)[0, middle].float().cpu())
-    tensors = {"clean": clean.contiguous(), "noisy": torch.stack(noisy), "denoised": torch.stack(denoised)}
+        batches = noisy_batches(data.test, gamma, data.sigma, device, batch=1)
+        given, clean, deviation = next(islice(batches, number, None))
+        transformed = dct3d_shifted_denoise(given, deviation.item(), settings.data.patch)
+        denoised = denoised_frames(model, settings, given, deviation, grids=settings.measured_grids)
+        for frames, kept in zip((clean, given, transformed, denoised), shown.values(), strict=True):
+            kept.append(frames[0, middle].float().cpu())
+    tensors = {name: torch.stack(kept) for name, kept in shown.items()}
+    tensors["clean"] = tensors["clean"][0]
     with replaced_atomically(path) as temporary:
         save_file({**tensors, "gammas": torch.tensor(gammas, dtype=torch.float64)}, temporary)
 
 
 def read_frames(path: Path) -> dict[str, Tensor] | None:
-    """`gammas` `[levels]`, and frames in [0, 1]: `clean` `[h, w]`, `noisy` and `denoised` `[levels, h, w]`.
+    """`gammas` `[levels]`, and frames in [0, 1]: `clean` `[h, w]`, and `[levels, h, w]` `noisy`, `denoised` and
+    `transformed`, by the shifted 3-D DCT.
 
     None where there is no file.
 
@@ -195,8 +202,8 @@ def read_frames(path: Path) -> dict[str, Tensor] | None:
     try:
         frames = load_file(path)
         levels = (len(frames["gammas"]), *frames["clean"].shape)
-        if frames["noisy"].shape == frames["denoised"].shape == levels:
+        if all(frames[name].shape == levels for name in ("noisy", "transformed", "denoised")):
             return frames
     except (OSError, SafetensorError, KeyError) as error:
-        raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
+        raise InputError(f"{path}: cannot be read, or is cut short ({error}); evaluate the run again") from error
     raise InputError(f"{path}: its frames do not fit each other")

@@ -209,6 +209,11 @@ class VideoSettings(RunSettings):
         ]
 
     @property
+    def measured_grids(self) -> int | None:
+        """What an evaluation asks of `grid_places`: those of denoising, for the paper's experiment a single grid."""
+        return None if self.data.frames == "crops" else 1
+
+    @property
     def overlapping(self) -> bool:
         """Whether the training is on several grids."""
         return self.data.overlap != 1

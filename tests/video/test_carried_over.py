@@ -146,6 +146,8 @@ def test_a_level_that_is_none_or_beyond_the_training_is_said(tmp_path: Path) -> 
     told = denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", **options)
     assert told["sigma"] == 0
     assert "hardly any noise was found" in told["notes"][0]
+    told = denoise_video(model, settings_of(overlap=2), tmp_path / "in.npy", tmp_path / "out.mp4", depth=0, **options)
+    assert told["notes"] == ["no layer was run and nothing removed: depth 0 is the input"]
     told = denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", sigma=80, **options)
     assert told["notes"] == ["the noise, sigma 80, is beyond what the model was trained on, 1 to 50"]
     for sigma in (0.0, -1.0, float("inf"), float("nan")):

@@ -15,10 +15,21 @@ from cdt_fast.models import DUST
 from cdt_fast.training.evaluation import judged
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.results import HISTOGRAM_EDGES
-from cdt_fast.video.baselines import THRESHOLD_FACTOR, dct3d_denoise, dct_denoise, orthonormal_dct
-from cdt_fast.video.data import Windows, from_patches, to_patches
+from cdt_fast.video.baselines import (
+    THRESHOLD_FACTOR,
+    dct3d_denoise,
+    dct3d_shifted_denoise,
+    dct_denoise,
+    orthonormal_dct,
+)
+from cdt_fast.video.data import VideoData, Windows, from_patches, to_patches
+from cdt_fast.video.data.splits import Part
+from cdt_fast.video.data.trees import DecodedClip
 from cdt_fast.video.evaluation import evaluate, mean_depth_losses
+from cdt_fast.video.figures import keep_frames, read_frames
+from cdt_fast.video.networks import build_network
 from cdt_fast.video.noise import noisy_batches
+from cdt_fast.video.overlap import reconstructed
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import evaluate_run, load_data, open_run
 
@@ -61,6 +72,32 @@ def test_an_evaluation_holds_what_is_promised(trained: Any) -> None:
         assert len(evaluation["layer_ratio"]) == 2
     assert evaluation["constrained"] is False
     assert evaluation["tied"] is True
+
+
+def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp_path: Path) -> None:
+    import numpy as np
+
+    from tests.tiny import scrolling_clip
+
+    config = VideoSettings()
+    config.update("model", {"layers": 1})
+    detailed, flat = scrolling_clip(8, 32, 32), np.full((8, 32, 32), 100, np.uint8)
+    clip = DecodedClip("clip", np.concatenate([flat, detailed, flat]))
+    windows = Windows([clip], [Part(0, 0, 24)], 8, 8)
+    data = VideoData(windows, windows, windows, 1 / 255, None, ("clip",), 32, "time", (), "gray levels")
+    model = build_network(config)
+    keep_frames(tmp_path / "frames", model, data, config)
+    frames = read_frames(tmp_path / "frames")
+    assert frames is not None
+    torch.testing.assert_close(frames["clean"], torch.from_numpy(detailed[4]) / 255)
+    for number, gamma in enumerate((5.0, 25.5)):
+        noisy, _, deviation = list(noisy_batches(windows, gamma, data.sigma, torch.device("cpu"), batch=1))[1]
+        with torch.no_grad():
+            measured = reconstructed(model, config, noisy, deviation, None)[-1]
+        torch.testing.assert_close(frames["noisy"][number], noisy[0, 4])
+        torch.testing.assert_close(frames["denoised"][number], measured[0, 4])
+        transformed = dct3d_shifted_denoise(noisy, gamma / 255, 8)
+        torch.testing.assert_close(frames["transformed"][number], transformed[0, 4])
 
 
 @pytest.mark.parametrize("sequence", ["time", "space", "spacetime"])
