@@ -45,7 +45,7 @@ def drawings() -> list[Drawing]:
     return [
         Drawing("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
         Drawing("early_exit.png", "RMSE of an early exit after each depth, over what it costs", _early_exit),
-        Drawing("frames.png", "A held-out frame: clean, noisy and denoised", _frames),
+        Drawing("frames.png", "A held-out frame: clean, noisy, by the shifted 3-D DCT and denoised", _frames),
     ]
 
 
