@@ -28,11 +28,13 @@ class Reading:
 
     Attributes:
         loss: `[]`, of the last depth, with that of the routers.
+        dtype: what the head computes logits in, which the model may have turned into another since.
         features: of each inner depth that is tapped, what the head is given: `[B, T, d]`, of a classifier `[B, d]`.
         last: the same of the last depth, as the model's own forward computed it.
     """
 
     loss: Tensor
+    dtype: torch.dtype
     features: Sequence[Tensor]
     last: Tensor
 
@@ -45,7 +47,7 @@ class Reading:
 def check_first_forward(
     parts: ModelParts,
     taps: Sequence[int],
-    forward: Callable[..., Any],
+    patch: Patch,
     read: Callable[[Callable[[], Any], Tensor], Reading],
     arguments: dict[str, Any],
 ) -> None:
@@ -56,15 +58,15 @@ def check_first_forward(
     layer are compared.
 
     Args:
-        forward: the model's own.
+        patch: that of the model's forward; what is in its place by now may be another's.
         read: `(run, labels)` to what `run`, a forward without labels, reads of every depth.
         arguments: of the forward, without labels.
 
     Raises:
         InputError: they differ; it names the class of the model, both numbers, and where it can be told the reason.
     """
-    arguments, labels = _few(parts, arguments)
-    run = functools.partial(forward, **arguments)
+    arguments, labels = _few(parts, patch.names, arguments)
+    run = functools.partial(patch.original, **arguments)
     with without_dropout(parts.model):
         with _same_random_numbers(parts.model), _noted_states(parts.layers) as states:
             own = run(labels=labels)
@@ -80,10 +82,10 @@ def check_first_forward(
                 with _same_random_numbers(parts.model), patched(behind):
                     last = read(run, labels).last
                 _check_features(parts, taps[number], reading.features[number], last)
-        _check_loss(parts, own, loss, reading.loss, labels)
+        _check_loss(parts, own["logits"].to(reading.dtype), loss, reading.loss, labels)
 
 
-def _few(parts: ModelParts, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+def _few(parts: ModelParts, taken: Sequence[str], arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """Arguments of a small forward, and its labels: all of different classes, one of a language model's ignored."""
     model: Any = parts.model
     # A cache would keep what these forwards add to it.
@@ -92,7 +94,7 @@ def _few(parts: ModelParts, arguments: dict[str, Any]) -> tuple[dict[str, Any], 
     name = next((name for name in names if isinstance(arguments.get(name), Tensor)), None)
     if name is None:
         raise unsupported(model, f"its forward is given none of {', '.join(dict.fromkeys(names))}")
-    if name == "input_ids" and "inputs_embeds" in model.forward.names:
+    if name == "input_ids" and "inputs_embeds" in taken:
         embedding = None
         with contextlib.suppress(NotImplementedError):  # of models that do not say which theirs are
             embedding = model.get_input_embeddings()
@@ -106,7 +108,7 @@ def _few(parts: ModelParts, arguments: dict[str, Any]) -> tuple[dict[str, Any], 
             arguments.update({other: value[: 2 * _ROWS] for other, value in tensors.items()})
             rows = min(rows, 2 * _ROWS)
         return arguments, torch.arange(rows, device=device).remainder(parts.classes)
-    if "use_cache" in model.forward.names:
+    if "use_cache" in taken:
         arguments["use_cache"] = False
     tokens = tensors[name]
     if not set(tensors) - {name, *_OF_POSITIONS}:
@@ -142,8 +144,7 @@ def _check_shapes(parts: ModelParts, states: dict[int, Any]) -> None:
             )
 
 
-def _check_loss(parts: ModelParts, own: Any, loss: Tensor, read: Tensor, labels: Tensor) -> None:
-    logits = own["logits"].detach()
+def _check_loss(parts: ModelParts, logits: Tensor, loss: Tensor, read: Tensor, labels: Tensor) -> None:
     expected, given = loss.double().item(), read.double().item()
     # That of rounding the logits, and that of a sum of such losses.
     size = 1.0 + abs(expected)

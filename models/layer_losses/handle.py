@@ -59,6 +59,7 @@ class _Pass:
     mean: bool = False  # whether inner depths are read by the mean of the tokens
     mask: Tensor | None = None  # [B, T], of the tokens that count there
     agreement: Tensor | None = None  # [depths]
+    autocast: Any = contextlib.nullcontext()  # that of the model's head, which something around its forward may set
 
 
 class LayerLosses(DecodingMethods):
@@ -234,7 +235,7 @@ class LayerLosses(DecodingMethods):
     def _check(self, patch: Patch, arguments: dict[str, Any]) -> None:
         """Once: that the depths are read as the model reads its last."""
         if not self._checked:
-            check_first_forward(self._parts, self.taps, patch.original, self._reading, arguments)
+            check_first_forward(self._parts, self.taps, patch, self._reading, arguments)
             self._checked = True
 
     def _reading(self, run: Callable[[], Any], labels: Tensor) -> Reading:
@@ -244,7 +245,7 @@ class LayerLosses(DecodingMethods):
         output, (total, *_) = self._read(run, this)
         loss = with_router_loss(self._parts.model, total / (targets != IGNORED).sum(), output)
         last = output.logits if this.features is None else this.features
-        return Reading(loss, this.inner, last)
+        return Reading(loss, getattr(this.autocast, "fast_dtype", output.logits.dtype), this.inner, last)
 
     def _read(self, run: Callable[[], Any], this: _Pass) -> tuple[Any, Any]:
         """The output of `run`, a forward without labels, and what the head makes of the states that it has passed.
@@ -257,7 +258,8 @@ class LayerLosses(DecodingMethods):
         try:
             output = run()
             rows = self._parts.kind == CLASSIFIER
-            return output, self._parts.head(self._rows(this, output, run) if rows else self._states(this))
+            with this.autocast:
+                return output, self._parts.head(self._rows(this, output, run) if rows else self._states(this))
         finally:
             self._pass = None
 
@@ -315,6 +317,9 @@ class LayerLosses(DecodingMethods):
             if this.targets is None:
                 return [self._parts.capped(patch.original(rows)) for rows in features]
             return self._losses(this, features)
+        device = features.device.type
+        if torch.is_autocast_enabled(device):
+            this.autocast = torch.autocast(device, torch.get_autocast_dtype(device))
         if classifier:
             return features
         this.features = features

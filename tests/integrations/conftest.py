@@ -1,0 +1,17 @@
+"""No test inherits the mixed precision of another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps it for the whole process, and transformers in the environment, for those to come too."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
