@@ -31,11 +31,12 @@ except ImportError:  # so that the class can be imported; its constructor says w
 class DescentCallback(_Callback):
     """Descent constraints for a transformers model inside of a LightningModule.
 
-    The training step returns the loss of that model, called with `labels`. It is the Lagrangian of `with_descent`, of
-    all the micro-batches that `accumulate_grad_batches` gathers and of all ranks, however unequal their numbers of
-    items. As the whole number is not known before the last micro-batch, a loss is divided by the items of a micro-batch
-    of the previous step, and one factor sets the gradients right just before they are clipped and the optimizer steps.
-    A term of its own that a training step adds to the loss is scaled by that factor too, which is near 1.
+    The training step returns the loss of that model, called with `labels`; one that it is no part of is refused. It is
+    the Lagrangian of `with_descent`, of all the micro-batches that `accumulate_grad_batches` gathers and of all ranks,
+    however unequal their numbers of items. As the whole number is not known before the last micro-batch, a loss is
+    divided by the items of a micro-batch of the previous step, and one factor sets the gradients right just before they
+    are clipped and the optimizer steps. A term of its own that a training step adds to the loss is scaled by that
+    factor too, which is near 1.
 
     When multipliers and slacks move is as there too, and so is what is logged every `log_every_n_steps`. In validation
     the loss of the model is that of its last layer, and `val_layer_loss_d`, `val_violation_d` and `val_feasible` are
@@ -75,6 +76,7 @@ class DescentCallback(_Callback):
         self._evaluated: LossSums | None = None
         self._items: Tensor | None = None  # what a micro-batch is divided by: items of the previous step, a micro-batch
         self._count: Tensor | None = None  # of this rank, in this optimizer step
+        self._reached = False  # whether a backward of this step came to a loss of the model
 
     @property
     def constraints(self) -> DescentConstraints:
@@ -155,10 +157,13 @@ class DescentCallback(_Callback):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.layer_losses.weights = self.constraints.weights() if module.training else None
-        if not module.training or (kwargs.get("labels") is None and kwargs.get("shift_labels") is None):
+        if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return args, kwargs
+        items = items_in(self.layer_losses, kwargs)
+        if not module.training:
+            return args, {**kwargs, "num_items_in_batch": items.clamp(min=1)}
         if self._items is None:
-            self._items = mean_over_ranks(items_in(self.layer_losses, kwargs).to(self.constraints.device))
+            self._items = mean_over_ranks(items.to(self.constraints.device))
         return args, {**kwargs, "num_items_in_batch": self._items, "return_dict": True}
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -171,8 +176,13 @@ class DescentCallback(_Callback):
             self.constraints.record(losses, count)
             self._logged.add(losses, count)
             self._count += count
+            if output["loss"].requires_grad:
+                output["loss"].register_hook(self._note_backward)
         elif self._evaluated is not None:
             self._evaluated.add(losses, count)
+
+    def _note_backward(self, gradient: Tensor) -> None:
+        self._reached = True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # Not at the end of an epoch: a checkpoint may have been saved before that, after the last validation.
@@ -182,8 +192,12 @@ class DescentCallback(_Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         # The only hook between the last backward of an optimizer step and the clipping of its gradients, which AMP has
         # unscaled by now. (on_before_zero_grad comes before the first backward of a step, too.)
-        if self._items is None or self._count is None:
-            raise InputError("the training step did not call the model with labels; its output.loss is what is trained")
+        if self._items is None or self._count is None or not self._reached:
+            raise InputError(
+                f"training_step must return the loss of {self._model_name!r}, called with labels (its output.loss, "
+                "also times a factor or plus other terms): no gradient of this step comes from it"
+            )
+        self._reached = False
         # Each micro-batch was divided by `items` and by their number, and the ranks were averaged.
         parts = trainer.accumulate_grad_batches * trainer.world_size
         total = sum_over_ranks(self._count.clone()).clamp(min=1)

@@ -49,6 +49,17 @@ class OwnLoss(Module):
         return self.model(input_ids=batch["input_ids"]).logits.mean()
 
 
+class BesideTheModel(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        return next(self.parameters()).square().mean()
+
+
+class WithAPenalty(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 2 * super().training_step(batch, batch_idx) + next(self.parameters()).square().mean()
+
+
 class History(lightning.Callback):
     def __init__(self, descent: Any) -> None:
         self.descent = descent
@@ -123,6 +134,26 @@ def test_slacks_restart_each_epoch_and_the_model_is_given_back(tmp_path: Path) -
     assert "layer_losses" not in module.model(**stacked(rows(1)))
     with pytest.raises(InputError, match="while the trainer runs"):
         _ = descent.layer_losses
+
+
+def test_a_factor_and_a_penalty_train(tmp_path: Path) -> None:
+    descent = DescentCallback(ASCENT)
+    fit(tmp_path, descent, WithAPenalty())
+    assert descent.constraints.multipliers.any()
+
+
+def test_rows_without_a_label_count_as_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = rows(2)
+    empty = {**data[0], "labels": torch.full_like(data[0]["labels"], -100)}
+    found = []
+    for batches in ([data[0], empty], [data[0]]):
+        loaded = torch.utils.data.DataLoader(batches, batch_size=1)  # type: ignore[arg-type]
+        monkeypatch.setattr("tests.integrations.test_lightning.loader", lambda count, loaded=loaded: loaded)
+        module = Module()
+        trainer, _ = fit(tmp_path, DescentCallback(ASCENT), module, epochs=1, validate=True)
+        found.append((dict(module.model.named_parameters()), trainer.callback_metrics["val_layer_loss_2"]))
+    assert_same_weights(module.model, found[0][0])
+    assert found[0][1] == found[1][1]
 
 
 def test_validation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
@@ -203,6 +234,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, DescentCallback(ASCENT), module, accumulate_grad_batches=1)
     with pytest.raises(InputError, match="with labels"):
         fit(tmp_path, DescentCallback(ASCENT), OwnLoss())
+    with pytest.raises(InputError, match="training_step must return the loss of 'model'"):
+        fit(tmp_path, DescentCallback(ASCENT), BesideTheModel())
     with pytest.raises(InputError, match=r"inner_kl is 0\.5"):
         fit(tmp_path, DescentCallback(ASCENT, inner_kl=0.5), Module())
     with pytest.raises(InputError, match="no model before"):
