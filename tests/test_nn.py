@@ -145,6 +145,7 @@ def test_layerwise_reconstruction_loss() -> None:
     ("make", "message"),
     [
         (lambda: cdt.nn.SymmetricAttention(0), "width must be an integer >= 1, got 0"),
+        (lambda: cdt.nn.SymmetricAttention(6)(torch.ones(2, 5, 3)), r"tokens must have shape \(2, 5, 6\)"),
         (lambda: cdt.nn.ResidualLinear(4, 6, **WORDS[0]), "nonlinearity must be one of"),
         (lambda: cdt.nn.SoftThreshold(-0.1), "threshold"),
         (lambda: cdt.nn.LISTAStep(4, 9, step=0.0), "step must be a finite number > 0, got 0.0"),

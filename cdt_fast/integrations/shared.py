@@ -24,6 +24,8 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
         InputError: it is neither, names an option that there is not, bounds an agreement, has not one loss a depth that
             is read, or judges one that is not the same in training and evaluation.
     """
+    if not layer_losses.num_constraints:
+        raise InputError(f"taps must hold two depths or more for descent constraints, got {list(layer_losses.taps)}")
     if isinstance(given, Mapping):
         given = DescentConstraints(layer_losses.num_constraints, **options_of(**given))
     if not isinstance(given, DescentConstraints):

@@ -11,7 +11,7 @@ from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer, check_positive
 from cdt_fast.kernels.arguments import Nonlinearity
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
-from cdt_fast.ops.shared.checks import LayerNonlinearity, check_factor
+from cdt_fast.ops.shared.checks import LayerNonlinearity, check_factor, check_shape, check_tensor
 
 
 class SymmetricAttention(nn.Module):
@@ -58,6 +58,8 @@ class SymmetricAttention(nn.Module):
         Raises:
             InputError: as `ops.symmetric_attention`.
         """
+        check_tensor("tokens", tokens, 2, "[..., T, d]")
+        check_shape("tokens", tokens, (*tokens.shape[:-1], self.weight.shape[1]), "tokens of the module's width")
         projected = nn.functional.linear(tokens, self.weight)
         return ops.symmetric_attention(projected, tokens, scale=self.scale, lengths=lengths, energy=self.energy)
 

@@ -37,6 +37,7 @@ from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, Model
 from cdt_fast.models.layer_losses.patch import Patch, state_of
 from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
 from cdt_fast.ops import layerwise_cross_entropy
+from cdt_fast.ops.shared.checks import in_autocast
 from cdt_fast.ops.shared.depths import weights_of_depths
 
 MARK = "_cdt_fast_layer_losses"
@@ -59,7 +60,7 @@ class _Pass:
     mean: bool = False  # whether inner depths are read by the mean of the tokens
     mask: Tensor | None = None  # [B, T], of the tokens that count there
     agreement: Tensor | None = None  # [depths]
-    autocast: Any = contextlib.nullcontext()  # that of the model's head, which something around its forward may set
+    autocast: tuple[str, torch.dtype] | None = None  # of the head, which something around the model's forward may set
 
 
 class LayerLosses(DecodingMethods):
@@ -219,7 +220,7 @@ class LayerLosses(DecodingMethods):
             return depths[: len(self.taps)]
         shift = self.shifts_labels and shifted is None
         targets = targets_of(labels if shifted is None else shifted, self._parts.classes, shift=shift)
-        count = check_count(targets, items)
+        count = check_count(targets, items, shifted=shift)
         weights = self._weights if weights is None else weights_of_depths(weights, len(self.taps))
         self._check(patch, kwargs)
         this = _Pass(targets, None if self._evaluating else weights, self._whole_logits(), **pooling)
@@ -245,7 +246,8 @@ class LayerLosses(DecodingMethods):
         output, (total, *_) = self._read(run, this)
         loss = with_router_loss(self._parts.model, total / (targets != IGNORED).sum(), output)
         last = output.logits if this.features is None else this.features
-        return Reading(loss, getattr(this.autocast, "fast_dtype", output.logits.dtype), this.inner, last)
+        dtype = this.autocast[1] if this.autocast else output.logits.dtype
+        return Reading(loss, dtype, this.inner, last)
 
     def _read(self, run: Callable[[], Any], this: _Pass) -> tuple[Any, Any]:
         """The output of `run`, a forward without labels, and what the head makes of the states that it has passed.
@@ -258,7 +260,7 @@ class LayerLosses(DecodingMethods):
         try:
             output = run()
             rows = self._parts.kind == CLASSIFIER
-            with this.autocast:
+            with torch.autocast(*this.autocast) if this.autocast else contextlib.nullcontext():
                 return output, self._parts.head(self._rows(this, output, run) if rows else self._states(this))
         finally:
             self._pass = None
@@ -317,9 +319,9 @@ class LayerLosses(DecodingMethods):
             if this.targets is None:
                 return [self._parts.capped(patch.original(rows)) for rows in features]
             return self._losses(this, features)
-        device = features.device.type
-        if torch.is_autocast_enabled(device):
-            this.autocast = torch.autocast(device, torch.get_autocast_dtype(device))
+        if in_autocast(features):
+            device = features.device.type
+            this.autocast = device, torch.get_autocast_dtype(device)
         if classifier:
             return features
         this.features = features
@@ -355,7 +357,7 @@ class LayerLosses(DecodingMethods):
         parts = self._parts
         assert this.targets is not None
         weight, bias = effective_linear(in_use(parts.head))
-        if not torch.is_autocast_enabled(weight.device.type):
+        if not in_autocast(weight):
             features = [rows.to(weight.dtype) for rows in features]
         if parts.scale != 1.0:
             features = [rows * parts.scale for rows in features]

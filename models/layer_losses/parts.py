@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.heads import in_use, is_linear, linear_maps, size_of_linear
 
@@ -159,12 +158,13 @@ def check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
         return tuple(range(layers + 1))
     if isinstance(taps, str) or not isinstance(taps, Sequence) or not taps:
         raise InputError(f"taps must be a list of depths between 0 and {layers}, or None for all, got {taps!r}")
-    depths = []
     for tap in taps:
-        depth = check_integer("taps", tap, -layers - 1)
-        if depth > layers:
-            raise InputError(f"taps must be depths between 0 and {layers}, the number of layers, got {tap}")
-        depths.append(depth % (layers + 1))
+        if not isinstance(tap, Integral) or isinstance(tap, bool) or not -layers - 1 <= tap <= layers:
+            raise InputError(
+                f"taps must be depths between 0 and {layers}, the number of layers, or from -1 to {-layers - 1}, "
+                f"counted from the last, got {tap!r}"
+            )
+    depths = [int(tap) % (layers + 1) for tap in taps]
     if any(first >= second for first, second in itertools.pairwise(depths)):
         raise InputError(f"taps must be increasing depths without repetition, got {list(taps)}")
     return tuple(depths)

@@ -30,8 +30,8 @@ def targets_of(labels: Any, classes: int, *, shift: bool) -> Tensor:
     return labels.long().contiguous()
 
 
-def check_count(targets: Tensor, items: Any) -> Tensor:
-    """How many targets count, `[]` int64.
+def check_count(targets: Tensor, items: Any, *, shifted: bool) -> Tensor:
+    """How many targets count, `[]` int64; `shifted`: they are labels without the first of each sequence.
 
     Raises:
         InputError: none does, nothing else (`items`) is there to divide the sum by, and the targets are on the CPU, and
@@ -39,7 +39,8 @@ def check_count(targets: Tensor, items: Any) -> Tensor:
     """
     count = (targets != IGNORED).sum()
     if items is None and _readable(targets) and not count:
-        raise InputError(f"labels hold nothing to learn from: all of them, but for a sequence's first, are {IGNORED}")
+        which = "all of them, but for a sequence's first," if shifted else "all of them"
+        raise InputError(f"labels hold nothing to learn from: {which} are {IGNORED}")
     return count
 
 

@@ -302,6 +302,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with_descent(OwnLoss)
     with pytest.raises(InputError, match="Trainer"):
         with_descent(dict)
+    with pytest.raises(InputError, match=r"taps must hold two depths or more .*, got \[2\]"):
+        trainer_for(tmp_path, taps=[2])
     with pytest.raises(InputError, match="layers = 7; expected 2"):
         trainer_for(tmp_path, DescentConstraints(7))
     with pytest.raises(InputError, match="DescentConstraints"):

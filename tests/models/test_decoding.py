@@ -295,6 +295,8 @@ def test_what_cannot_be_decoded_with_an_exit_is_refused(attached: tuple[Any, Lay
         handle.tune_decoder([[1, 2]], exits=[])
     with pytest.raises(InputError, match="prompts must hold"):
         handle.tune_decoder([], exits=[1])
+    with pytest.raises(InputError, match=r"a prompt must be a list of token numbers, got 'hi' \(str\)"):
+        handle.tune_decoder(["hi"], exits=[1])
     decoder = handle.decoder(2)
     for options, message in (
         ({"num_beams": 2}, "num_beams must be 1"),

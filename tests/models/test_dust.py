@@ -451,8 +451,8 @@ def test_settings_out_of_their_range(options: dict[str, Any], message: str) -> N
     [
         (torch.zeros(PATCH), r"noisy must be .*\[\.\.\., T, n\], got \(9,\) float32"),
         (torch.zeros(2, 5, 8), r"noisy must have shape \(2, 5, 9\).*patch_size\), got \(2, 5, 8\)"),
-        (torch.zeros(2, 5, PATCH, dtype=torch.uint8), r"noisy must be a floating-point tensor .*uint8"),
-        (None, r"noisy must be a floating-point tensor .* got None"),
+        (torch.zeros(2, 5, PATCH, dtype=torch.uint8), r"noisy must be a dense floating-point tensor .*uint8"),
+        (None, r"noisy must be a dense floating-point tensor .* got None"),
         (torch.zeros(2, 5, PATCH, dtype=torch.float64), r"dictionary is torch.float32 but noisy is torch.float64"),
         (torch.zeros(2, 5, PATCH, device="meta"), r"dictionary is on cpu but noisy is on meta"),
     ],

@@ -278,9 +278,9 @@ def test_losses_that_are_no_cross_entropy(changes: dict[str, Any], message: str)
     [
         ({"taps": []}, "taps must be a list"),
         ({"taps": 2}, "taps must be a list"),
-        ({"taps": [0.5]}, "taps must be an integer"),
+        ({"taps": [0.5]}, r"taps must be depths between 0 and 3.*got 0\.5"),
         ({"taps": [LAYERS + 1]}, r"between 0 and 3.*got 4"),
-        ({"taps": [-LAYERS - 2]}, "taps must be an integer >= -4, got -5"),
+        ({"taps": [-LAYERS - 2]}, "taps must be depths between 0 and 3, .* or from -1 to -4, .*got -5"),
         ({"taps": [2, 1]}, "increasing"),
         ({"taps": [3, -1]}, "increasing"),
         ({"inner_fraction": 0.0}, "inner_fraction must be"),
@@ -310,7 +310,8 @@ def test_labels_that_cannot_be_used(make: Any) -> None:
         bad[1] = wrong
         with pytest.raises(InputError, match=rf"labels must be in \[0, {classes}\) or -100, got {wrong}"):
             model(**inputs, labels=bad)
-    with pytest.raises(InputError, match="labels hold nothing to learn from"):
+    which = "all of them, but for a sequence's first," if make is language_model else "all of them"
+    with pytest.raises(InputError, match=f"labels hold nothing to learn from: {which} are -100"):
         model(**inputs, labels=torch.full_like(labels, -100))
     with pytest.raises(InputError, match="labels must be an integer tensor"):
         model(**inputs, labels=labels.double())

@@ -102,6 +102,28 @@ def test_cross_entropy_of_width_zero(dtype: torch.dtype, weights: list[float] | 
     assert states.grad is not None
 
 
+def test_lengths_out_of_range_count_as_the_nearest_in_it() -> None:
+    for op in (
+        lambda lengths: ops.symmetric_attention(normal(1, 2, 3, 4), lengths=lengths),
+        lambda lengths: layer(torch.float64, lengths=lengths),
+        lambda lengths: ops.layerwise_reconstruction_loss([normal(1, 2, 3, 4)], normal(2, 2, 3, 4), lengths=lengths)[1],
+    ):
+        assert torch.equal(op(torch.tensor([9, -2])), op(torch.tensor([3, 0])))
+
+
+def test_tensors_without_values_have_a_shape() -> None:
+    states, dictionary = torch.zeros(2, 3, 4, device="meta"), torch.zeros(4, 4, device="meta")
+    for found in (
+        ops.symmetric_attention(states, lengths=torch.zeros(2, dtype=torch.int64, device="meta")),
+        ops.unrolled_layer(states, states, dictionary, **LISTA)[0],
+        ops.lista_step(states, states, dictionary, **LISTA),
+        ops.residual_linear(states, dictionary, states),
+        ops.soft_threshold(states, 0.1),
+    ):
+        assert found.is_meta
+        assert found.shape == states.shape
+
+
 @pytest.mark.parametrize("lengths", [[3, 6], [1, 2]])
 def test_nan_in_a_gradient_stays_away_from_padding(lengths: list[int]) -> None:
     z, values, codes = (leaf(normal(n, 2, 6, 4)) for n in range(3))

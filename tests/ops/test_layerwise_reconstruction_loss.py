@@ -283,15 +283,15 @@ def test_repeats_are_bitwise_equal() -> None:
         ),
         (
             {"reconstructions": [torch.zeros(2, 3, dtype=torch.int64)]},
-            r"reconstructions\[0\] must be a floating.*int64",
+            r"reconstructions\[0\] must be a dense floating.*int64",
         ),
-        ({"reconstructions": [None]}, r"reconstructions\[0\] must be a floating-point tensor .* got None"),
+        ({"reconstructions": [None]}, r"reconstructions\[0\] must be a dense floating-point tensor .* got None"),
         (
             {"reconstructions": [torch.zeros(2, 3, device="meta")]},
             r"reconstructions\[0\] is on meta but target is on cpu",
         ),
         ({"target": torch.tensor(1.0)}, r"target must be .*\[\.\.\., n\], got \(\) float32"),
-        ({"target": [1.0]}, r"target must be a floating-point tensor .* got \[1.0\]"),
+        ({"target": [1.0]}, r"target must be a dense floating-point tensor .* got \[1.0\]"),
         ({"depth_weights": [1.0, 2.0]}, r"depth_weights must have shape \(1,\) \(one weight a depth\), got \(2,\)"),
         ({"depth_weights": 1.0}, r"depth_weights must have shape \(1,\).*got \(\)"),
         ({"depth_weights": "1"}, r"depth_weights must be 1 numbers, got '1' \(str\)"),

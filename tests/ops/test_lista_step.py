@@ -288,7 +288,7 @@ def test_empty_inputs(leading: tuple[int, ...], width: int, atoms: int) -> None:
     ("changed", "message"),
     [
         ({"codes": torch.tensor(1.0)}, r"codes must be .*\[\.\.\., m\], got \(\) float32"),
-        ({"signal": torch.zeros(3, 4, dtype=torch.int32)}, r"signal must be a floating-point .* got .*int32"),
+        ({"signal": torch.zeros(3, 4, dtype=torch.int32)}, r"signal must be a dense floating-point .* got .*int32"),
         ({"signal": torch.zeros(2, 4)}, r"signal must have shape \(3, 4\).*got \(2, 4\)"),
         ({"dictionary": torch.zeros(5)}, r"dictionary must be .*\[n, m\], got \(5,\)"),
         ({"dictionary": torch.zeros(5, 4)}, r"dictionary must have shape \(4, 5\).*got \(5, 4\)"),

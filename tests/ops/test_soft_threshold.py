@@ -116,8 +116,9 @@ def test_soft_threshold_on_other_strides(layout: str) -> None:
 @pytest.mark.parametrize(
     ("x", "threshold", "message"),
     [
-        (torch.zeros(3, dtype=torch.int64), 0.1, r"x must be a floating-point tensor of any shape, got \(3,\) int64"),
-        (1.0, 0.1, r"x must be a floating-point tensor .* got 1.0 \(float\)"),
+        (torch.zeros(3, dtype=torch.int64), 0.1, r"x must be a dense .* tensor of any shape, got \(3,\) int64"),
+        (torch.eye(3).to_sparse(), 0.1, r"x must be a dense .* got \(3, 3\) float32 sparse_coo on cpu"),
+        (1.0, 0.1, r"x must be a dense floating-point tensor .* got 1.0 \(float\)"),
         (torch.zeros(3), -0.1, r"threshold must be a finite number >= 0, got -0.1"),
         (torch.zeros(3), float("nan"), r"threshold must be a finite number >= 0, got nan"),
         (torch.zeros(3), float("inf"), r"threshold must be a finite number >= 0, got inf"),
@@ -125,7 +126,7 @@ def test_soft_threshold_on_other_strides(layout: str) -> None:
         (torch.zeros(3), torch.zeros(2), r"threshold must broadcast against x \(3,\), got \(2,\)"),
         (torch.zeros(3), torch.zeros(3, 3), r"threshold must broadcast against x \(3,\), got \(3, 3\)"),
         (torch.zeros(1), torch.zeros(3), r"threshold must broadcast against x \(1,\), got \(3,\)"),
-        (torch.zeros(3), torch.tensor(1), r"threshold must be a floating-point tensor or a number, got \(\) int64"),
+        (torch.zeros(3), torch.tensor(1), r"threshold must be a dense .* tensor or a number, got \(\) int64"),
     ],
 )
 def test_soft_threshold_errors(x: Any, threshold: Any, message: str) -> None:

@@ -347,8 +347,8 @@ def test_empty_batches_sequences_and_widths(shape: tuple[int, ...], with_lengths
     ("changed", "message"),
     [
         ({"z": torch.zeros(4)}, r"z must be .*\[\.\.\., T, d\], got \(4,\) float32"),
-        ({"z": None}, r"z must be a floating-point tensor .* got None"),
-        ({"z": torch.zeros(2, 3, 4, dtype=torch.int64)}, r"z must be a floating-point .* got .*int64"),
+        ({"z": None}, r"z must be a dense floating-point tensor .* got None"),
+        ({"z": torch.zeros(2, 3, 4, dtype=torch.int64)}, r"z must be a dense floating-point .* got .*int64"),
         ({"values": torch.zeros(3)}, r"values must be .*\[\.\.\., T, k\], got \(3,\)"),
         ({"values": torch.zeros(2, 4, 4)}, r"values must have shape \(2, 3, 4\).*got \(2, 4, 4\)"),
         ({"values": torch.zeros(3, 4)}, r"values must have shape \(2, 3, 4\).*got \(3, 4\)"),

@@ -22,14 +22,16 @@ _LAYER_NONLINEARITIES = get_args(LayerNonlinearity)
 def describe(value: Any) -> str:
     """A short description of a value for an error message."""
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+        layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{layout} on {value.device}"
     return f"{value!r} ({type(value).__name__})"
 
 
 def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
-    """Require a floating-point tensor of at least `rank` dimensions; `layout` is the shape expected, in words."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < rank:
-        raise InputError(f"{name} must be a floating-point tensor {layout}, got {describe(value)}")
+    """Require a dense floating-point tensor of at least `rank` dimensions; `layout` is its shape, in words."""
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    if not dense or not value.is_floating_point() or value.dim() < rank:
+        raise InputError(f"{name} must be a dense floating-point tensor {layout}, got {describe(value)}")
 
 
 def check_shape(name: str, value: Tensor, shape: tuple[int, ...], layout: str) -> None:
@@ -45,7 +47,7 @@ def check_together(**tensors: Tensor | None) -> None:
     for name, tensor in given.items():
         if tensor.device != first.device:
             raise InputError(f"{name} is on {tensor.device} but {first_name} is on {first.device}: move one of them")
-        if tensor.dtype != first.dtype and not torch.is_autocast_enabled(first.device.type):
+        if tensor.dtype != first.dtype and not in_autocast(first):
             raise InputError(
                 f"{name} is {tensor.dtype} but {first_name} is {first.dtype}: convert one of them, or use autocast"
             )
@@ -149,10 +151,15 @@ def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
     return tokens.masked_fill_(padding.unsqueeze(-1), 0.0)
 
 
+def in_autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on for the device of the tensor; of a device that has none (meta) torch cannot be asked."""
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast off for the device of the tensor, in a backward too; where it is off already that costs nothing."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False) if in_autocast(tensor) else contextlib.nullcontext()
 
 
 @torch.compiler.assume_constant_result  # torch.compile guards both by itself
@@ -170,9 +177,8 @@ def is_transformed(tensor: Tensor) -> bool:
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype the products run in: autocast's where it is on, else that of `tensor`."""
-    device = tensor.device.type
-    if tensor.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
+    if tensor.dtype != torch.float64 and in_autocast(tensor):
+        return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
 
 

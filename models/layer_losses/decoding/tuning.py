@@ -20,6 +20,7 @@ from cdt_fast.models.layer_losses.decoding.split import SplitModel
 from cdt_fast.models.layer_losses.first_forward import without_dropout
 from cdt_fast.models.layer_losses.parts import ModelParts
 from cdt_fast.models.layer_losses.patch import state_of
+from cdt_fast.ops.shared.checks import describe
 
 EARLY_EXIT = "early_exit"
 """The entry of a model's `generation_config` that a decoder takes its settings from."""
@@ -177,7 +178,10 @@ def continuations(
 
 
 def _prompt(prompt: Any, device: torch.device) -> Tensor:
-    ids = torch.as_tensor(prompt, device=device)
+    try:
+        ids = torch.as_tensor(prompt, device=device)
+    except (TypeError, ValueError, RuntimeError):  # each for another kind of what is no number
+        raise InputError(f"a prompt must be a list of token numbers, got {describe(prompt)}") from None
     if ids.dim() == 2 and len(ids) == 1:
         ids = ids[0]
     if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
