@@ -66,6 +66,7 @@ def record(prepare: Callable[[], Callable[[], object]], card: GpuSpec) -> list[E
     casts = {"autocast": autocast.region, "is_autocast_enabled": autocast.enabled, "get_autocast_dtype": autocast.dtype}
     with (
         mock.patch.multiple(torch, **casts),
+        mock.patch.object(torch.amp, "is_autocast_available", return_value=True),
         mock.patch.multiple("torch.optim.adam", _device_dtype_check_for_fused=_accept),
         recording(card) as launches,
         autocast,
