@@ -135,7 +135,7 @@ def denoise_video(
     Returns:
         `frames`, `width`, `height`, `frame_rate` of what was written, the `depth` that was run in the mean, the model's
         `layers`, the `sigma` that was given or found (the median, None where the model takes none), and `notes` of what
-        did not come through.
+        is wrong with the source or did not come through.
 
     Raises:
         InputError: the source cannot be read, or the target exists or cannot be written as video.
@@ -170,7 +170,7 @@ def denoise_video(
         "depth": sum(denoising.layers) / len(denoising.layers),
         "layers": model.layers,
         "sigma": found,
-        "notes": [*notes, *_noise_notes(settings, depth, found, sigma is None)],
+        "notes": [*frames.notes, *notes, *_noise_notes(settings, depth, found, sigma is None)],
     }
 
 
