@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -34,13 +35,13 @@ def overcomplete_dct(patch_size: int, code_size: int) -> Tensor:
     return atoms[:, kept].contiguous()
 
 
-def cosine_volumes(patch_size: int, code_size: int, frames: int) -> Tensor:
-    """The cosine dictionary `[patch_size, code_size]` in float64 of patches of several frames, atoms of unit norm.
+def tight_cosines(patch_size: int, code_size: int, frames: int = 1) -> Tensor:
+    """The cosine dictionary `[patch_size, code_size]` in float64 with `D Dᵀ = I` on what its atoms span.
 
-    Patches are `frames` squares of side p, `patch_size = frames p²`. The atoms are the products of
-    `cos(π (i + ½) k / K)` over time, rows and columns; K is the axis' own length where `code_size = patch_size`, which
-    is the orthonormal DCT-II, and longer in proportion where there are more atoms. Of more products than `code_size`
-    those of lowest frequency are kept.
+    Patches are `frames` squares of side p, `patch_size = frames p²`. The atoms are products of one orthonormal DCT-II
+    along time, rows and columns. Up to `code_size = patch_size` they are orthonormal: all of them, or those of lowest
+    frequency. Beyond, each axis has the first rows of the DCT-II of K points, K at least the axis' length, and
+    `code_size` is the product of the three K: a Parseval frame.
 
     Args:
         patch_size: n, the number of pixels of a patch.
@@ -48,23 +49,50 @@ def cosine_volumes(patch_size: int, code_size: int, frames: int) -> Tensor:
         frames: of a patch.
 
     Raises:
-        InputError: a patch is not so many squares.
+        InputError: a patch is not so many squares, or no three axes give so many atoms.
     """
     side = math.isqrt(patch_size // frames)
     if frames * side * side != patch_size:
         raise InputError(f"patch_size must be patch_frames squares, {frames} p², got {patch_size}")
-    growth = (code_size / patch_size) ** (1 / 3)
-    counts = [max(1, math.ceil(length * growth - 1e-9)) for length in (frames, side, side)]
-    while math.prod(counts) < code_size:
-        counts = [count + 1 for count in counts]
+    lengths = (frames, side, side)
+    counts = _frequencies(lengths, max(code_size, patch_size))
+    if counts is None:
+        near = (
+            next(m for m in range(code_size, patch_size - 1, -1) if _frequencies(lengths, m)),
+            next(m for m in count(code_size) if _frequencies(lengths, m)),
+        )
+        raise InputError(
+            f"code_size must be at most the {patch_size} pixels of a patch, or a product of three numbers of at least "
+            f"{frames}, {side} and {side}: the nearest are {near[0]} and {near[1]}; got {code_size}"
+        )
     volume = torch.ones(1, 1, dtype=torch.float64)
-    for length, count in zip((frames, side, side), counts, strict=True):
+    for length, points in zip(lengths, counts, strict=True):
         phase = torch.arange(length, dtype=torch.float64).unsqueeze(1) + 0.5
-        axis = torch.cos(math.pi * phase * torch.arange(count, dtype=torch.float64) / count)
-        volume = torch.kron(volume, axis / torch.linalg.vector_norm(axis, dim=0))
-    grid = torch.cartesian_prod(*(torch.arange(count) / count for count in counts))
+        axis = torch.cos(math.pi * phase * torch.arange(points, dtype=torch.float64) / points) * math.sqrt(2 / points)
+        axis[:, 0] /= math.sqrt(2)
+        volume = torch.kron(volume, axis)
+    grid = torch.cartesian_prod(*(torch.arange(points) / points for points in counts))
     kept = torch.argsort(grid.square().sum(1), stable=True)[:code_size].sort().values
     return volume[:, kept].contiguous()
+
+
+def _frequencies(lengths: tuple[int, int, int], atoms: int) -> tuple[int, int, int] | None:
+    """Points of the DCT along each axis, at least its length, with `atoms` as their product: the most even growth."""
+    found = [
+        (time, rows, atoms // (time * rows))
+        for time in range(lengths[0], atoms + 1)
+        if atoms % time == 0
+        for rows in range(lengths[1], atoms // time + 1)
+        if atoms // time % rows == 0 and atoms // (time * rows) >= lengths[2]
+    ]
+    return min(
+        found,
+        key=lambda points: (
+            max(number / length for number, length in zip(points, lengths, strict=True)),
+            abs(points[1] - points[2]),
+        ),
+        default=None,
+    )
 
 
 def _cosines(size: int, frequencies: int) -> Tensor:

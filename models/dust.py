@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
-from cdt_fast.models.dictionary import cosine_volumes, overcomplete_dct, squared_spectral_norm
+from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm, tight_cosines
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.shared.checks import (
     LayerNonlinearity,
@@ -38,14 +38,17 @@ class DUST(PretrainedModel):
         code_size: m, atoms of a dictionary.
         layers: L ≥ 1.
         tied: one dictionary for all layers, else one a layer.
-        sparsity: λ₁ ≥ 0, one number or one a layer; the threshold is θ = λ₁ · step. A "relu" model has no threshold.
+        sparsity: λ₁ ≥ 0, one number or one a layer; the threshold is θ = λ₁ · step, times the atoms' norm (root mean
+            square), which is 1 but for a tight frame of m > n. A "relu" model has no threshold.
         step: 1/c, one number or one a layer; None: 1/‖D‖₂² of the initial dictionary, the largest that makes LISTA a
             descent method. It stays fixed while the dictionaries train; `spectral_ratio` says whether the bound holds.
         scale: β of the attention.
         nonlinearity: "soft_threshold", "hard_threshold" (`v [|v| > θ]`: what it keeps, it keeps as it is) or "relu".
         initial_codes: "analysis" (`H_0 = (1/c) X D`) or "zero".
-        patch_frames: frames of a patch, whose pixels are `patch_frames` squares one after the other; only the first
-            dictionary depends on it: above 1 it is that of `dictionary.cosine_volumes`.
+        patch_frames: frames of a patch, whose pixels are `patch_frames` squares one after the other; only the initial
+            dictionary depends on it.
+        tight_frame: start from `dictionary.tight_cosines`, for which `D Dᵀ = I` and the step is 1, as `refine` needs;
+            None: where patches have several frames. Otherwise from the overcomplete DCT with atoms of norm 1.
         noise_adaptive: every method takes the noise's standard deviation σ, a number a sequence or one for all, and the
             layers see each sequence less its mean μ (over tokens and pixels) and in units of σ, `(X − μ) / σ`; what
             they give is turned back. Step, threshold and scale are then in units of σ: one model serves every level.
@@ -55,7 +58,7 @@ class DUST(PretrainedModel):
             "next" depth L reads with layer L's.
 
     Attributes:
-        dictionary: parameter, `[n, m]` if tied, else `[layers, n, m]`. Starts as the overcomplete DCT.
+        dictionary: parameter, `[n, m]` if tied, else `[layers, n, m]`. Starts as cosines.
         readout_dictionary: parameter `[n, m]` of the "shared" readout, else None.
         steps, thresholds: 1/c and θ of each layer.
         step, threshold, scale: 1/c and θ of the first, and β.
@@ -79,15 +82,19 @@ class DUST(PretrainedModel):
         readout: str = "own",
         patch_frames: int = 1,
         noise_adaptive: bool = False,
+        tight_frame: bool | None = None,
     ) -> None:
         super().__init__()
         sizes = {"patch_size": patch_size, "code_size": code_size, "layers": layers, "patch_frames": patch_frames}
         for name, value in sizes.items():
             check_integer(name, value, 1)
-        flat = patch_frames == 1
-        initial = (
-            overcomplete_dct(patch_size, code_size) if flat else cosine_volumes(patch_size, code_size, patch_frames)
-        )
+        self.tight_frame = patch_frames > 1 if tight_frame is None else bool(tight_frame)
+        if self.tight_frame:
+            initial = tight_cosines(patch_size, code_size, patch_frames)
+        elif patch_frames == 1:
+            initial = overcomplete_dct(patch_size, code_size)
+        else:
+            raise InputError(f"tight_frame must be true where patches have several frames, got {tight_frame!r}")
         self.patch_frames, self.noise_adaptive = patch_frames, bool(noise_adaptive)
         self.patch_size, self.code_size, self.layers, self.tied = patch_size, code_size, layers, bool(tied)
         largest = 1.0 / squared_spectral_norm(initial).item()
@@ -99,8 +106,9 @@ class DUST(PretrainedModel):
         self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
         self.initial_codes = check_choice("initial_codes", initial_codes, INITIAL_CODES)
         self.readout = check_choice("readout", readout, READOUTS)
+        norm = initial.square().sum(0).mean().sqrt().item()
         self.thresholds = tuple(
-            0.0 if nonlinearity == "relu" else number * of_layer
+            0.0 if nonlinearity == "relu" else number * of_layer * norm
             for number, of_layer in zip(self._sparsities, self.steps, strict=True)
         )
         self.sparsity, self.step, self.threshold = self._sparsities[0], self.steps[0], self.thresholds[0]
@@ -117,6 +125,8 @@ class DUST(PretrainedModel):
             config[name] = numbers[0] if len(set(numbers)) == 1 else list(numbers)
         if self.patch_frames > 1:
             config["patch_frames"] = self.patch_frames
+        elif self.tight_frame:
+            config["tight_frame"] = True
         return {**config, "noise_adaptive": True} if self.noise_adaptive else config
 
     def forward(self, noisy: Tensor, depth: int | None = None, *, deviation: Tensor | float | None = None) -> Tensor:
@@ -149,7 +159,8 @@ class DUST(PretrainedModel):
 
             Z = E,  H = E D:    H⁺ = S_θ(A E D + (1/c)(X − A E) D) = S_θ(V D),    V = A E + (1/c)(X − A E),    x̂ = H⁺ Dᵀ
 
-        So what was read may be changed between layers: overlapping patches are made to agree (docs/maths.md §7).
+        The codes H read as E where `D Dᵀ = I`, as a tight frame starts. So what was read may be changed between layers:
+        overlapping patches are made to agree (docs/maths.md §7).
 
         Args:
             level: l, from 1 to L.
@@ -158,12 +169,15 @@ class DUST(PretrainedModel):
             deviation: σ of a noise-adaptive model, as in `forward`.
 
         Raises:
-            InputError: a shape is wrong, `level` is not in 1..layers, or `deviation` is missing or without use.
+            InputError: a shape is wrong, `level` is not in 1..layers, `deviation` is missing or without use, or the
+                model did not start from a tight frame: each layer would multiply the estimate by up to `‖D‖₂²`.
         """
         return self.refinement(noisy, deviation=deviation)(level, estimate)
 
     def refinement(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> Callable[[int, Tensor], Tensor]:
         """`refine` of X `[..., T, n]` as a function of level and estimate; what all levels need is computed once."""
+        if not self.tight_frame:
+            raise InputError("refine needs codes that read as the estimate: build the model with tight_frame=True")
         units, dtype = self._units(noisy, deviation), compute_dtype(noisy)
         dictionaries = (self.dictionary,) * self.layers if self.tied else self.dictionary.unbind()
         alone = noisy.shape[-2] == 1  # of one token A is 1

@@ -26,6 +26,7 @@ class VideoUT(DUST):
         readout: str = "own",
         patch_frames: int = 1,
         noise_adaptive: bool = False,
+        tight_frame: bool | None = None,
     ) -> None:
         super().__init__(
             patch_size,
@@ -40,6 +41,7 @@ class VideoUT(DUST):
             readout=readout,
             patch_frames=patch_frames,
             noise_adaptive=noise_adaptive,
+            tight_frame=tight_frame,
         )
 
     @property

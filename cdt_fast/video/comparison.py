@@ -95,8 +95,8 @@ def compare_denoisers(
     named = dict(others)
     depths = [f"this run, {depth} of {model.layers} layers" for depth in range(1, model.layers + 1)]
     for depth, name in enumerate(depths, 1):
-        named[name] = partial(_ours, Denoising(model, settings, depth, grids=None), True)
-    early = Denoising(model, settings, model.layers, grids=None, exits=exits)
+        named[name] = partial(_ours, Denoising(model, settings, depth, grids=settings.data.overlap), True)
+    early = Denoising(model, settings, model.layers, grids=settings.data.overlap, exits=exits)
     if exits is not None:
         named[_EARLY] = partial(_ours, early, True)
     named["this run, noise estimated"] = partial(_ours, replace(early, layers=[]), False)

@@ -128,7 +128,7 @@ def denoise_video(
         source: a video file, a folder of frames or an array file.
         target: the video file to write, in a folder that exists; its suffix is one of `writing.CONTAINERS`.
         depth: number of layers to run, None for all.
-        grids: as in `Denoising`; None: eight, of a vit 1.
+        grids: as in `Denoising`; None: those of the training.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
 
@@ -145,7 +145,7 @@ def denoise_video(
         raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
     most = settings.data.patch if isinstance(model, DUST) else 1
     if grids is None:
-        grids = None if isinstance(model, DUST) else 1
+        grids = settings.data.overlap
     elif not 1 <= grids <= most:
         raise InputError(f"--grids must be from 1 to {most}, got {grids}")
     if sigma is not None and not is_adaptive(model):

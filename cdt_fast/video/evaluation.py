@@ -81,7 +81,7 @@ def mean_depth_losses(
 def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress: bool = True) -> dict[str, Any]:
     """The entries of `VideoEvaluation` but for what `training.evaluation` adds, on the test windows of `data`."""
     gammas, device = settings.evaluation.gammas, device_of(model)
-    depths, grids = model.layers + 1, settings.measured_grids
+    depths, grids = model.layers + 1, settings.data.overlap
     rmse, alike = [], []  # a row a noise level: every depth (only the last), the identity, the baselines
     for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):
         errors, pixels = torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64), 0

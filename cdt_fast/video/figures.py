@@ -94,7 +94,7 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 def _cost(run: EvaluatedRun) -> list[float]:
     settings = cast("VideoSettings", run.settings)
-    return exit_flops(load_network(run.folder.model, "cpu"), settings, settings.measured_grids)
+    return exit_flops(load_network(run.folder.model, "cpu"), settings, settings.data.overlap)
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSet
         batches = noisy_batches(data.test, gamma, data.sigma, device, batch=1)
         given, clean, deviation = next(islice(batches, number, None))
         transformed = dct3d_shifted_denoise(given, deviation.item(), settings.data.patch)
-        denoised = denoised_frames(model, settings, given, deviation, grids=settings.measured_grids)
+        denoised = denoised_frames(model, settings, given, deviation, grids=settings.data.overlap)
         for frames, kept in zip((clean, given, transformed, denoised), shown.values(), strict=True):
             kept.append(frames[0, middle].float().cpu())
     tensors = {name: torch.stack(kept) for name, kept in shown.items()}

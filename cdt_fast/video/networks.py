@@ -56,11 +56,13 @@ def build_network(settings: VideoSettings) -> Denoiser:
     model, patch = settings.model, settings.data.patch
     if model.model == "vit":
         return _build_vit(settings)
+    pixels = settings.data.patch_frames * patch**2
     common: dict[str, Any] = {
-        "patch_size": settings.data.patch_frames * patch**2,
+        "patch_size": pixels,
         "patch_frames": settings.data.patch_frames,
+        "tight_frame": settings.overlapping or settings.data.patch_frames > 1,
         "noise_adaptive": model.adaptive,
-        "code_size": model.code_size,
+        "code_size": model.code_size or pixels,
         "layers": model.layers,
         "tied": not settings.constrained if model.tied is None else model.tied,
         "step": model.step,

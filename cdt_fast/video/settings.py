@@ -49,8 +49,8 @@ class VideoDataSettings(Section):
     patch_frames: Positive = setting(8, "frames of a patch; window is a multiple of it (vit: 1)")
     overlap: Positive | None = setting(
         None,
-        "train on the mean over so many shifted grids of patches along each side, which every layer starts from "
-        "(default: the eight that denoise takes)",
+        "train, evaluate and denoise with the mean over so many shifted grids of patches along each side, which every "
+        "layer starts from (default: eight, every other one of 4 x 4)",
     )
     sequence: Literal["time", "space", "spacetime"] = setting("time", "what one sequence runs over (vit: space)")
     gamma: NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
@@ -64,7 +64,9 @@ class VideoModelSettings(Section):
 
     model: Literal["dust", "ut", "vit"] = setting("dust", "network")
     layers: Positive = setting(3, "L")
-    code_size: Positive = setting(512, "m, atoms of a dictionary", _UNROLLED)
+    code_size: Positive | None = setting(
+        None, "m, atoms of a dictionary (default: as many as a patch has pixels)", _UNROLLED
+    )
     tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)", _UNROLLED)
     adaptive: bool = setting(True, "the layers see patches less their mean, in units of the noise", _UNROLLED)
     nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting(
@@ -196,7 +198,7 @@ class VideoSettings(RunSettings):
     def grid_places(self, grids: int | None) -> list[tuple[int, int]]:
         """Rows and columns by which `grids²` grids of patches are moved.
 
-        None: the default of denoising, eight grids, every other one of 4 x 4 like the squares of one color of a
+        None: the default, eight grids, every other one of 4 x 4 like the squares of one color of a
         chessboard: nearly as good as all sixteen.
         """
         along = _CHESSBOARD if grids is None else grids
@@ -207,11 +209,6 @@ class VideoSettings(RunSettings):
             for column, left in enumerate(places)
             if grids is not None or (row + column) % 2 == 0
         ]
-
-    @property
-    def measured_grids(self) -> int | None:
-        """What an evaluation asks of `grid_places`: those of denoising, for the paper's experiment a single grid."""
-        return None if self.data.frames == "crops" else 1
 
     @property
     def overlapping(self) -> bool:

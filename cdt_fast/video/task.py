@@ -47,6 +47,7 @@ class VideoWorkload:
     """
 
     note: str | None = None
+    guess_loss: float | None = None
 
     def __init__(self, settings: VideoSettings, data: VideoData, device: torch.device) -> None:
         self._settings, self._data = settings, data
@@ -281,7 +282,7 @@ def _measured(runs: Sequence[EvaluatedRun], measure: str) -> list[tuple[str, int
 
 
 def _check_patches(settings: VideoSettings) -> None:
-    data, _ = settings.data, settings.noise
+    data, model, _ = settings.data, settings.model, settings.noise
     if settings.regularizers is not None and (settings.overlapping or settings.model.model == "vit"):
         raise InputError(
             "[training] code_noise, layer_dropout and jacobian are for dust and ut on one grid of patches: give "
@@ -289,6 +290,20 @@ def _check_patches(settings: VideoSettings) -> None:
         )
     if settings.training.spectral_bound is not None and settings.model.model == "vit":
         raise InputError("[training] spectral_bound is of dictionaries, which a vit has none of")
+    if data.frames == "crops":
+        refused = (
+            (model.model != "dust", f"[model] model must be dust, got {model.model}"),
+            (data.sequence != "time", f"[data] sequence must be time, got {data.sequence}: attention over places blurs"),
+            (data.overlap == 1, "[data] overlap must not be 1: on one grid the layers after the first change nothing"),
+            (model.initial_codes == "zero", "[model] initial_codes must be analysis: layers start from a mean of grids"),
+        )
+        for reason in (words for holds, words in refused if holds):
+            raise InputError(f"{reason}; that is for crops, the paper's whole frames are --preset paper-{model.model}")
+    elif settings.overlapping and (data.sequence != "time" or model.model != "dust"):
+        raise InputError(
+            "[data] overlap must be 1 but for model dust and sequence time, which alone work on a mean over grids; got "
+            f"{data.overlap or 'eight grids'}"
+        )
     if data.window % data.patch_frames:
         raise InputError(f"[data] window must be a multiple of patch_frames ({data.patch_frames}), got {data.window}")
     if data.size % data.patch:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm
+from cdt_fast.errors import InputError
+from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm, tight_cosines
 
 
 @pytest.mark.parametrize("patch_size", [2, 3, 4, 8, 9, 10, 16, 25, 64, 256])
@@ -55,6 +56,31 @@ def test_the_dictionary_spans_the_patches(patch_size: int, code_size: int) -> No
 
 def test_the_norm_of_the_reference_dictionary() -> None:
     assert abs(squared_spectral_norm(overcomplete_dct(256, 1024)).item() - 14.97) < 0.005
+
+
+@pytest.mark.parametrize("frames", [1, 2, 4, 8])
+@pytest.mark.parametrize("patch", [1, 3, 4, 8])
+@pytest.mark.parametrize("atoms", [0.1, 0.5, 1, 2, 4])
+def test_tight_cosines_are_a_frame_of_what_they_span(patch: int, frames: int, atoms: float) -> None:
+    pixels = frames * patch**2
+    size = max(1, int(atoms * pixels))
+    dictionary = tight_cosines(pixels, size, frames)
+    assert dictionary.shape == (pixels, size)
+    assert dictionary.dtype == torch.float64
+    projection = dictionary @ dictionary.mT
+    torch.testing.assert_close(projection @ dictionary, dictionary, rtol=0, atol=1e-12)
+    assert torch.linalg.matrix_rank(dictionary) == min(pixels, size)
+    assert (dictionary[:, 0] - dictionary[0, 0]).abs().max() < 1e-12  # the mean is an atom
+
+
+def test_tight_cosines_of_odd_numbers_are_refused_with_two_that_work() -> None:
+    with pytest.raises(InputError, match="at most the 36 pixels.*the nearest are 48 and 54; got 50"):
+        tight_cosines(36, 50, 4)
+    for size in (48, 54):
+        dictionary = tight_cosines(36, size, 4)
+        torch.testing.assert_close(dictionary @ dictionary.mT, torch.eye(36).double(), rtol=0, atol=1e-12)
+    with pytest.raises(InputError, match="squares"):
+        tight_cosines(35, 35, 4)
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (1, 4), (2, 5, 3, 4)])

@@ -13,7 +13,7 @@ from torch import Tensor
 from cdt_fast import models, ops
 from cdt_fast.bench.baselines.formulas import written_out_losses
 from cdt_fast.errors import InputError
-from cdt_fast.models.dictionary import squared_spectral_norm
+from cdt_fast.models.dictionary import squared_spectral_norm, tight_cosines
 
 PATCH, CODES, LAYERS = 9, 20, 3
 WEIGHTS = (0.7, -0.4, 0.0, 1.3)
@@ -523,27 +523,50 @@ def test_a_noise_adaptive_model_needs_a_noise(deviation: Any, words: str) -> Non
             models.DUST(16, 16, 1)(torch.rand(2, 3, 16), deviation=deviation)
 
 
-def test_cosines_of_volumes_are_the_orthonormal_transform_where_there_are_as_many_as_pixels() -> None:
-    from cdt_fast.models.dictionary import cosine_volumes
-
-    complete = cosine_volumes(4 * 9, 36, 4)
-    torch.testing.assert_close(complete @ complete.mT, torch.eye(36, dtype=torch.float64), rtol=0, atol=1e-12)
-    more = cosine_volumes(4 * 9, 50, 4)
-    assert more.shape == (36, 50)
-    torch.testing.assert_close(more.square().sum(0), torch.ones(50, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert (more[:, 0] - more[0, 0]).abs().max() < 1e-12  # the mean is an atom
-    with pytest.raises(InputError, match="squares"):
-        cosine_volumes(35, 35, 4)
+def test_patches_of_several_frames_start_from_a_tight_frame() -> None:
     model = models.DUST(36, 36, 2, patch_frames=4)
     assert models.DUST(**model.config).patch_frames == 4  # pyright: ignore[reportArgumentType]
     assert model.step == pytest.approx(1.0)
+    flat = models.DUST(9, 36, 2, tight_frame=True, sparsity=0.3)
+    assert flat.step == pytest.approx(1.0)
+    assert flat.threshold == pytest.approx(0.3 / 2)  # of atoms of norm 1/2
+    assert models.DUST(**flat.config).config == flat.config  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="tight_frame must be true"):
+        models.DUST(36, 36, 2, patch_frames=4, tight_frame=False)
 
 
 @pytest.mark.parametrize("readout", ["own", "next", "shared"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_refine_is_a_layer_that_starts_from_an_estimate(tokens: int, tied: bool, readout: str) -> None:
-    model = built(models.DUST, step=[0.9, 0.3, 0.2], sparsity=[0.05, 0.1, 0.2], scale=0.7, tied=tied, readout=readout)
+def test_refine_is_the_layer_from_codes_that_read_as_the_estimate(tokens: int, tied: bool, readout: str) -> None:
+    options: dict[str, Any] = {"tied": tied, "readout": readout, "tight_frame": True}
+    model = models.DUST(PATCH, CODES, LAYERS, step=[0.9, 0.3, 0.2], sparsity=0.1, scale=0.7, **options).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # that of float32 is a tight frame to its own precision alone
+            parameter.copy_(tight_cosines(PATCH, CODES))
+    noisy, clean = pictures(2, tokens=tokens)
+    estimate = (0.5 * (noisy + clean)).requires_grad_()
+    dictionaries = [model.dictionary] * LAYERS if tied else list(model.dictionary)
+    for level in range(1, LAYERS + 1):
+        dictionary = dictionaries[level - 1]
+        following = dictionaries[min(level, LAYERS - 1)]
+        read = {"own": dictionary, "next": following, "shared": model.readout_dictionary}[readout]
+        assert read is not None
+        codes = estimate @ torch.linalg.pinv(dictionary.detach().mT)
+        torch.testing.assert_close(codes @ dictionary.mT, estimate, rtol=0, atol=1e-12)
+        # The layer of docs/maths.md §7, written out.
+        projection = codes @ dictionary.mT
+        attention = torch.softmax(0.7 * projection @ projection.mT, -1)
+        step = model.steps[level - 1] * (noisy - attention @ projection) @ dictionary
+        expected = ops.soft_threshold(attention @ codes + step, model.thresholds[level - 1]) @ read.mT
+        torch.testing.assert_close(model.refine(level, noisy, estimate), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("readout", ["own", "next", "shared"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gradients_of_refine_with_a_trained_dictionary(tokens: int, tied: bool, readout: str) -> None:
+    model = built(models.DUST, scale=0.7, tied=tied, readout=readout, tight_frame=True)
     noisy, clean = pictures(2, tokens=tokens)
     estimate = (0.5 * (noisy + clean)).requires_grad_()
     dictionaries = [model.dictionary] * LAYERS if tied else list(model.dictionary)
@@ -576,7 +599,9 @@ def test_with_an_orthonormal_dictionary_the_network_is_a_chain_of_refine() -> No
 
 
 def test_refine_refuses_what_it_cannot_take() -> None:
-    model, (noisy, _) = built(models.DUST), pictures(2)
+    model, (noisy, _) = built(models.DUST, tight_frame=True), pictures(2)
+    with pytest.raises(InputError, match="tight_frame=True"):
+        built(models.DUST).refine(1, noisy, noisy)
     for level in (0, LAYERS + 1, 1.0):
         with pytest.raises(InputError, match=f"level must be a whole number from 1 to {LAYERS}, got {level}"):
             model.refine(level, noisy, noisy)  # type: ignore[arg-type]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
-from cdt_fast.models.dictionary import cosine_volumes
+from cdt_fast.models.dictionary import tight_cosines
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.video import overlap
 from cdt_fast.video.baselines import continued
@@ -19,6 +20,7 @@ from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.overlap import reconstructed, tokens_of
 from cdt_fast.video.settings import VideoSettings
+from cdt_fast.video.task import VideoTask
 
 
 def denoiser(**changes: Any) -> VideoSettings:
@@ -50,7 +52,7 @@ def test_before_training_the_first_layer_is_the_thresholded_transform() -> None:
     noisy, _, _ = windows(0)
     tokens = tokens_of(noisy[:1].double(), settings)
     mean = tokens.mean((-2, -1), keepdim=True)
-    transform = cosine_volumes(256, 256, 4)
+    transform = tight_cosines(256, 256, 4)
     coefficients = (tokens - mean) @ transform
     kept = torch.where(coefficients.abs() > 2.7 * 0.05, coefficients, 0.0)
     expected = kept @ transform.T + mean
@@ -69,6 +71,53 @@ def test_step_and_threshold_fit_any_number_of_layers(layers: int) -> None:
 def test_other_layers_that_start_from_a_mean_take_a_part_of_a_step_too(other: dict[str, str]) -> None:
     assert network_of(denoiser(**other)).steps == pytest.approx((1.0, 0.3, 0.3), rel=1e-6)
     assert len(set(network_of(denoiser(**other, overlap=1)).steps)) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        *({"code_size": atoms} for atoms in (64, 256, 1024, 2048)),
+        *({"patch": side} for side in (1, 2, 4, 16)),
+        *({"patch": side, "code_size": 512} for side in (4, 16)),
+        *({"patch_frames": frames} for frames in (1, 2, 4)),
+        {"patch_frames": 4, "window": 4},
+        {"patch_frames": 4, "code_size": 1024},
+        {"patch_frames": 1, "code_size": 256, "patch": 16},
+        {"window": 16},
+    ],
+)
+def test_any_size_of_patch_and_code_removes_noise_before_training(sizes: dict[str, int]) -> None:
+    settings = VideoSettings()
+    for name, value in sizes.items():
+        settings.set("model" if name == "code_size" else "data", name, value)
+    network = network_of(settings)
+    rows, columns = torch.meshgrid(torch.arange(32.0), torch.arange(32.0), indexing="ij")
+    clean = (0.5 + 0.3 * torch.sin(rows / 3 + columns / 7)).expand(1, settings.data.window, 32, 32)
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+    for level in (5 / 255, 30 / 255):
+        noisy = clean + level * noise
+        depths = reconstructed(network, settings, noisy, torch.tensor([level]), 2)
+        errors = [(depth - clean).square().mean().sqrt().item() for depth in depths]
+        assert max(errors[1:]) < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "words"),
+    [
+        ("model", "model", "ut", "model must be dust, got ut.*--preset paper-ut"),
+        ("data", "sequence", "space", "sequence must be time, got space"),
+        ("data", "sequence", "spacetime", "sequence must be time, got spacetime"),
+        ("data", "overlap", 1, "overlap must not be 1"),
+        ("model", "initial_codes", "zero", "initial_codes must be analysis"),
+        ("model", "code_size", 600, "the nearest are 576 and 640; got 600"),
+    ],
+)
+def test_a_network_that_cannot_work_on_crops_is_refused(section: str, name: str, value: Any, words: str) -> None:
+    settings = VideoSettings()
+    settings.set(section, name, value)
+    with pytest.raises(InputError, match=words):
+        VideoTask().check(settings)
 
 
 def test_depth_0_is_no_exit_of_the_denoiser() -> None:
