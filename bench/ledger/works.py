@@ -100,7 +100,8 @@ def _denoiser() -> Iterator[Work]:
     """What `train video` trains by default, a step of it, and what it denoises: a window in full HD."""
     settings = VideoSettings()
     data, layers, grids = settings.data, settings.model.layers, len(settings.grid_places(settings.data.overlap))
-    n, m = data.patch**2 * data.patch_frames, settings.model.code_size
+    n = data.patch**2 * data.patch_frames
+    m = settings.model.code_size or n
 
     def works_on(name: str, height: int, width: int, prepare: Any, products: int, moved: int, parameters: int) -> Work:
         tokens = grids * settings.training.batch * data.window * height * width // n
