@@ -43,7 +43,8 @@ def attach_layer_losses(
     depth's loss is the model's own, and inner depths are the model without the layers behind them.
 
     Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it; where peft puts an
-    adapter on the head, after.
+    adapter on the head, after. Precision, checkpointing and the number of classes may change later; a forward after
+    the base model, a layer, the last norm or the head was replaced is an InputError.
 
     Args:
         model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM or …LMHeadModel of transformers.

@@ -33,7 +33,7 @@ from cdt_fast.models.layer_losses.outputs import (
     with_layer_losses,
     with_router_loss,
 )
-from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts, check_head, unsupported
+from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, ModelParts, parts_now, unsupported
 from cdt_fast.models.layer_losses.patch import Patch, state_of
 from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
 from cdt_fast.ops import layerwise_cross_entropy
@@ -185,7 +185,7 @@ class LayerLosses(DecodingMethods):
         if self._segments is None:
             replaced = self._with_mean if self._mean else None
             self._segments = SegmentedClassifier(self._parts, self.taps, replaced, self.depth_logits)
-        check_head(self._parts)
+        self._update_parts()
         return self._segments.classify({name: value for name, value in inputs.items() if name != "labels"}, threshold)
 
     def remove(self) -> None:
@@ -210,7 +210,7 @@ class LayerLosses(DecodingMethods):
         as_tuple = not _given(kwargs.get("return_dict"), getattr(self._parts.model.config, "return_dict", True))
         kwargs["return_dict"] = True
         if not torch.compiler.is_compiling():
-            check_head(self._parts)
+            self._update_parts()
         run = functools.partial(patch.original, **kwargs)
         # How the inner depths of a classifier are read. The first forward is checked without.
         pooling = {"mean": self._mean, "mask": kwargs.get("attention_mask")}
@@ -233,8 +233,14 @@ class LayerLosses(DecodingMethods):
         output = with_layer_losses(output, loss=loss, logits=logits, **fields)
         return output.to_tuple() if as_tuple else output
 
+    def _update_parts(self) -> None:
+        """Follow what may change of the model, or InputError: it changed in what may not."""
+        parts = parts_now(self._parts)
+        if parts != self._parts:
+            self._parts, self._checked = parts, False
+
     def _check(self, patch: Patch, arguments: dict[str, Any]) -> None:
-        """Once: that the depths are read as the model reads its last."""
+        """Once, and again after a change: that the depths are read as the model reads its last."""
         if not self._checked:
             check_first_forward(self._parts, self.taps, patch, self._reading, arguments)
             self._checked = True

@@ -45,7 +45,11 @@ def in_use(module: nn.Module) -> nn.Module:
 def size_of_linear(linear: nn.Module) -> tuple[int, int]:
     """`(V, d)`, the number of outputs and of inputs."""
     base: Any = getattr(linear, "base_layer", linear)
-    return base.out_features, base.in_features
+    weight = base.weight
+    # The weight goes before what the module says of it, but where it is sharded flat or quantized.
+    return (
+        (*weight.shape,) if weight.dim() == 2 and weight.is_floating_point() else (base.out_features, base.in_features)
+    )
 
 
 def effective_linear(linear: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -104,48 +104,62 @@ def find_parts(wrapped: Any) -> ModelParts:
         raise unsupported(model, f"it has no loss of labels that its depths could have too; {SUPPORTED}")
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(model, "it has an encoder and a decoder, whose layers do not refine one and the same state")
-    stack = _config_of_layers(model, config)
-    path, layers = _layers(model, base, _number_of_layers(kind, stack))
+    modules = _modules(kind, model)
+    readout = _readout(kind, model, modules["head"])
+    shifted = kind == LANGUAGE_MODEL and shifts_labels(model, modules["head"], readout["classes"])
+    return ModelParts(kind=kind, model=model, **modules, **readout, shifts_labels=shifted)
+
+
+def parts_now(parts: ModelParts) -> ModelParts:
+    """The same parts with the classes (which `resize_token_embeddings` changes), scale and softcap of the model now.
+
+    Raises:
+        InputError: another base model, layer, norm or head stands in the place of one that was there when the losses
+            were attached. One in a wrapper (torch.compile's, checkpointing's) is still that one, but for norm and head.
+    """
+    name = type(parts.model).__name__
+    remedy = "call remove() before that, and attach after"
+    try:
+        now = _modules(parts.kind, parts.model)
+    except InputError as error:
+        raise InputError(f"this {name} was changed after attach_layer_losses ({error}): {remedy}") from error
+    same = {
+        "base model": _holds(now["base"], parts.base),
+        "list of layers": len(now["layers"]) == len(parts.layers) and all(map(_holds, now["layers"], parts.layers)),
+        "last norm": now["tail"] == parts.tail,
+        "head": now["head"] is parts.head,
+    }
+    for what, is_same in same.items():
+        if not is_same:
+            raise InputError(
+                f"the {what} of this {name} was replaced after attach_layer_losses (peft does so, for an adapter on "
+                f"it and in merge_and_unload): {remedy}"
+            )
+    return replace(parts, **_readout(parts.kind, parts.model, parts.head))
+
+
+def _holds(wrapper: nn.Module, module: nn.Module) -> bool:
+    return wrapper is module or any(module is inner for inner in wrapper.modules())
+
+
+def _modules(kind: str, model: Any) -> dict[str, Any]:
+    """The fields of `ModelParts` that are modules of `model`."""
+    base = model.base_model
+    path, layers = _layers(model, base, _number_of_layers(kind, _config_of_layers(model, model.config)))
     if base is model:  # its own prefix names no part of it
         base = path[1]
-    head, reads_tokens = head_of(kind, model, base), kind == LANGUAGE_MODEL
-    classes = size_of_linear(in_use(head))[0]
-    return ModelParts(
-        kind=kind,
-        model=model,
-        base=base,
-        layers=layers,
-        tail=tuple(_tail(path)),
-        head=head,
-        classes=classes,
-        scale=_scale(stack) if reads_tokens else 1.0,
-        softcap=_softcap(stack) if reads_tokens else None,
-        shifts_labels=reads_tokens and shifts_labels(model, head, classes),
-    )
+    head = _head_of_classifier(model, base, model.config) if kind == CLASSIFIER else _head_of_language_model(model)
+    return {"base": base, "layers": layers, "tail": tuple(_tail(path)), "head": head}
 
 
-def head_of(kind: str, model: Any, base: nn.Module) -> nn.Module:
-    """The linear map to the logits, as `model` calls it now.
-
-    Raises:
-        InputError: there is none that is known.
-    """
-    if kind == CLASSIFIER:
-        return _head_of_classifier(model, base, model.config)
-    return _head_of_language_model(model)
-
-
-def check_head(parts: ModelParts) -> None:
-    """Require the head to be the module that it was when the losses were attached.
-
-    Raises:
-        InputError: another one stands in its place, whose own weights the losses would not see.
-    """
-    if head_of(parts.kind, parts.model, parts.base) is not parts.head:
-        raise InputError(
-            f"the head of this {type(parts.model).__name__} was replaced after attach_layer_losses (peft does so, for "
-            "an adapter on the head and in merge_and_unload): call remove() before that, and attach after"
-        )
+def _readout(kind: str, model: Any, head: nn.Module) -> dict[str, Any]:
+    """The fields of `ModelParts` that are numbers."""
+    reads_tokens, config = kind == LANGUAGE_MODEL, _config_of_layers(model, model.config)
+    return {
+        "classes": size_of_linear(in_use(head))[0],
+        "scale": _scale(model, config) if reads_tokens else 1.0,
+        "softcap": _softcap(config) if reads_tokens else None,
+    }
 
 
 def check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
@@ -278,11 +292,11 @@ def _softcap(config: Any) -> float | None:
     return next((float(cap) for cap in caps if cap is not None), None)
 
 
-def _scale(config: Any) -> float:
-    """What Cohere, Granite and Falcon-H1 multiply their logits by."""
+def _scale(model: nn.Module, config: Any) -> float:
+    """What Cohere, Granite and Falcon-H1 multiply their logits by; Cohere keeps a copy of its own."""
     scale = 1.0
     for name, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
-        value = getattr(config, name, None)
+        value = getattr(model, name, getattr(config, name, None))
         if isinstance(value, Real):
             scale *= float(value) ** power
     return scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import weakref
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast.errors import InputError
@@ -340,3 +342,75 @@ def test_a_layer_that_is_skipped() -> None:
     attach_layer_losses(model)
     with pytest.raises(InputError, match=r"layer 1 did not run.*layerdrop"):
         model.train()(**inputs)
+
+
+def a_larger_head(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(torch.randn(VOCABULARY + 20, 32, dtype=torch.float64))
+    model.config.vocab_size = VOCABULARY + 20
+
+
+FOLLOWED: dict[str, tuple[str, Any]] = {
+    "more tokens, tied head": ("llama-tied", lambda model: model.resize_token_embeddings(VOCABULARY + 20)),
+    "fewer tokens": ("llama-tied", lambda model: model.resize_token_embeddings(VOCABULARY - 20)),
+    "more rows of the head": ("llama", a_larger_head),
+    "dtype": ("llama", lambda model: model.float()),
+    "checkpointing": ("llama", lambda model: model.train().gradient_checkpointing_enable()),
+    "a layer in a wrapper": (
+        "llama",
+        lambda model: model.model.layers.__setitem__(1, checkpoint_wrapper(model.model.layers[1])),
+    ),
+    "no softcap": ("gemma2-softcap", lambda model: setattr(model.config, "final_logit_softcapping", None)),
+    "scale": ("granite-scaled", lambda model: setattr(model.config, "logits_scaling", 0.1)),
+}
+
+
+@pytest.mark.parametrize("forward_before", [False, True])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_changes_after_attaching_is_followed(name: str, forward_before: bool) -> None:
+    family, change = FOLLOWED[name]
+    model = language_model(family)
+    handle = attach_layer_losses(model)
+    if forward_before:
+        model(**tokens())
+    change(model)
+    inputs = tokens()
+    inputs["labels"] = torch.linspace(0, len(model.lm_head.weight) - 1, 14).long().view(2, 7)
+    inputs["input_ids"] = inputs["labels"].clamp(max=len(model.get_input_embeddings().weight) - 1)
+    output = model(**inputs)
+    handle.remove()
+    plain = model(**inputs).loss
+    for loss in (output.loss, output.layer_losses[-1]):
+        torch.testing.assert_close(loss, plain, rtol=1e-5, atol=0, check_dtype=False)
+
+
+def fewer_layers(model: Any) -> None:
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+
+
+def another_norm(model: Any) -> None:
+    model.model.norm = copy.deepcopy(model.model.norm)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "layers": (fewer_layers, "list of layers of this LlamaForCausalLM was replaced"),
+    "layers alone": (lambda model: model.model.layers.pop(0), "was changed .*it holds 0 lists of 3 layers"),
+    "order": (
+        lambda model: setattr(model.model, "layers", nn.ModuleList(reversed(model.model.layers))),
+        "list of layers of this LlamaForCausalLM was replaced",
+    ),
+    "norm": (another_norm, "last norm of this LlamaForCausalLM was replaced"),
+    "base": (lambda model: setattr(model, "model", language_model().model), "base model of this LlamaForCausalLM was"),
+    "head": (lambda model: model.resize_token_embeddings(VOCABULARY + 1), "head of this LlamaForCausalLM was replaced"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_replaced_after_attaching_is_refused(name: str) -> None:
+    change, message = REFUSED[name]
+    model = language_model()
+    attach_layer_losses(model, [0, -1])
+    model(**tokens())
+    change(model)
+    with pytest.raises(InputError, match=f"{message}.*remove.*attach after"):
+        model(**tokens())
