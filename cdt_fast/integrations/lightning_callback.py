@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +39,8 @@ class DescentCallback(_Callback):
     are clipped and the optimizer steps. A term of its own that a training step adds to the loss is scaled by that
     factor too, which is near 1.
 
-    When multipliers and slacks move is as there too, and so is what is logged every `log_every_n_steps`. In validation
+    When multipliers and slacks move is as there too (not in a step that is skipped, as training steps return None or a
+    gradient scaler found an infinity), and so is what is logged every `log_every_n_steps`. In validation
     the loss of the model is that of its last layer, and `val_layer_loss_d`, `val_violation_d` and `val_feasible` are
     logged. The checkpoint holds the state of the constraints. The model is given back as it was when the trainer is
     done.
@@ -75,8 +77,9 @@ class DescentCallback(_Callback):
         self._logged: LossSums | None = None
         self._evaluated: LossSums | None = None
         self._items: Tensor | None = None  # what a micro-batch is divided by: items of the previous step, a micro-batch
-        self._count: Tensor | None = None  # of this rank, in this optimizer step
-        self._reached = False  # whether a backward of this step came to a loss of the model
+        # Losses and counts of the micro-batches whose gradients wait for the optimizer, and whether any gradient waits.
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._any_backward = False
 
     @property
     def constraints(self) -> DescentConstraints:
@@ -121,7 +124,6 @@ class DescentCallback(_Callback):
         self._layer_losses = handle
         self._constraints.to(pl_module.device)
         self._logged = LossSums(self._constraints, handle.taps)
-        self._count = torch.zeros((), dtype=torch.int64, device=pl_module.device)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
@@ -140,6 +142,9 @@ class DescentCallback(_Callback):
         if type(trainer.strategy).__name__.startswith("DeepSpeed"):
             raise InputError("descent constraints do not go with DeepSpeed; use strategy='ddp' or FSDP2")
         self._attach(pl_module)
+        after = functools.partial(self._after_optimizer_step, trainer, pl_module)
+        self._hooks.append(trainer.optimizers[0].register_step_post_hook(after))
+        self._forget_step()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._detach()
@@ -172,17 +177,23 @@ class DescentCallback(_Callback):
             return
         device = self.constraints.device
         losses, count = losses.detach().to(device), output["layer_loss_count"].to(device)
-        if module.training and self._count is not None and self._logged is not None:
-            self.constraints.record(losses, count)
-            self._logged.add(losses, count)
-            self._count += count
-            if output["loss"].requires_grad:
-                output["loss"].register_hook(self._note_backward)
-        elif self._evaluated is not None:
-            self._evaluated.add(losses, count)
+        if not module.training:
+            if self._evaluated is not None:
+                self._evaluated.add(losses, count)
+        elif output["loss"].requires_grad:
+            # In the backward: a training step may look at a loss, and return None.
+            output["loss"].register_hook(lambda gradient: self._pending.append((losses, count)))
 
-    def _note_backward(self, gradient: Tensor) -> None:
-        self._reached = True
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self._any_backward = True
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        # Between the first forward of a step and its backward. An epoch that a hook ends leaves gradients behind.
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._pending.clear()
+        self._any_backward = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # Not at the end of an epoch: a checkpoint may have been saved before that, after the last validation.
@@ -191,16 +202,18 @@ class DescentCallback(_Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         # The only hook between the last backward of an optimizer step and the clipping of its gradients, which AMP has
-        # unscaled by now. (on_before_zero_grad comes before the first backward of a step, too.)
-        if self._items is None or self._count is None or not self._reached:
-            raise InputError(
-                f"training_step must return the loss of {self._model_name!r}, called with labels (its output.loss, "
-                "also times a factor or plus other terms): no gradient of this step comes from it"
-            )
-        self._reached = False
+        # unscaled by now.
+        if not self._pending:
+            if self._any_backward:
+                raise InputError(
+                    f"training_step must return the loss of {self._model_name!r}, called with labels (its output.loss, "
+                    "also times a factor or plus other terms): no gradient of this step comes from it"
+                )
+            return  # every training step returned None
+        assert self._items is not None
         # Each micro-batch was divided by `items` and by their number, and the ranks were averaged.
         parts = trainer.accumulate_grad_batches * trainer.world_size
-        total = sum_over_ranks(self._count.clone()).clamp(min=1)
+        total = sum_over_ranks(torch.stack([count for _, count in self._pending]).sum()).clamp(min=1)
         gradients = [
             parameter.grad
             for group in optimizer.param_groups
@@ -210,12 +223,20 @@ class DescentCallback(_Callback):
         for gradient in gradients:
             gradient.mul_((parts * self._items / total).to(gradient.dtype))
         self._items = total / parts
-        self._count.zero_()
-        self.constraints.step()
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+
+    def _after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, *_: Any) -> None:
+        # Not called where a gradient scaler skips the step, but of a fused optimizer, which it tells to skip by itself.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if self._pending and not (found_inf is not None and found_inf.item()):
             assert self._logged is not None
-            entries, _ = self._logged.take()
-            pl_module.log_dict({**entries, **self._logged.multipliers()})
+            for losses, count in self._pending:
+                self.constraints.record(losses, count)
+                self._logged.add(losses, count)
+            self.constraints.step()
+            if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+                entries, _count = self._logged.take()
+                pl_module.log_dict({**entries, **self._logged.multipliers()})
+        self._forget_step()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._attach(pl_module)

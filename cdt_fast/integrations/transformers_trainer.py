@@ -48,11 +48,11 @@ def with_descent(trainer_class: Any) -> Any:
 
     In training the loss is the Lagrangian `Σ_l w_l ℓ_l`, where ℓ_l is the mean over all items (tokens or rows whose
     label is not −100) of an optimizer step: of its micro-batches and, whatever `average_tokens_across_devices` says,
-    of all ranks. Multipliers move once an optimizer step, slacks restart each epoch. Whenever the Trainer logs its
-    loss, it logs too, for each depth d that is read, `layer_loss_d` (mean since the last log, over all ranks),
-    `multiplier_d`, `violation_d` (where there is a constraint), and `feasible` (1 or 0). Checkpoints hold the state of
-    the constraints, and `resume_from_checkpoint` continues it. Of every file of a checkpoint or saved model the folder
-    holds a checksum; a damaged checkpoint is not resumed.
+    of all ranks. Multipliers move once an optimizer step, but in one that a gradient scaler skips; slacks restart each
+    epoch. Whenever the Trainer logs its loss, it logs too, for each depth d that is read, `layer_loss_d` (mean since
+    the last log, over all ranks), `multiplier_d`, `violation_d` (where there is a constraint), and `feasible` (1 or 0).
+    Checkpoints hold the state of the constraints, and `resume_from_checkpoint` continues it. Of every file of a
+    checkpoint or saved model the folder holds a checksum; a damaged checkpoint is not resumed.
 
     In evaluation the loss is that of the last layer. Metrics are, besides, `eval_layer_loss_d`, `eval_violation_d` and
     `eval_feasible`, from sums over all ranks. (Where the ranks do not divide the data set, samplers repeat a few
@@ -110,9 +110,10 @@ class _DescentTrainer(Trainer):
         self._at_first = self.constraints.state_dict()
         self._logged = LossSums(self.constraints, self.layer_losses.taps)
         self._entries: dict[str, float] = {}
+        self._pending: list[tuple[Tensor, Tensor]] = []  # losses and counts of the micro-batches of this optimizer step
         # Every version then gives compute_loss what get_batch_samples counted, and does not divide its result again.
         self.model_accepts_loss_kwargs = True
-        self.add_callback(_stepper(self.constraints))
+        self.add_callback(_stepper(self))
 
     def _check_supported(self) -> None:
         args: Any = self.args
@@ -140,7 +141,7 @@ class _DescentTrainer(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, _ = super().get_batch_samples(*args, **kwargs)
-        self._items = None
+        self._items, self._pending = None, []
         if samples:
             items = torch.stack([items_in(self.layer_losses, batch).to(self.args.device) for batch in samples]).sum()
             # A step without a label that counts is left with gradients of zero, and its losses of 0/0 do not move the
@@ -157,7 +158,7 @@ class _DescentTrainer(Trainer):
             # Not num_items_in_batch: transformers 4.48 counts it and does not hand it on.
             output = model(**inputs, num_items_in_batch=self._items)
             losses, count = self._measured(output)
-            self.constraints.record(losses, count)
+            self._pending.append((losses, count))
             self._logged.add(losses, count)
         else:
             with self.layer_losses.evaluation():
@@ -166,6 +167,13 @@ class _DescentTrainer(Trainer):
             if self._evaluated is not None:
                 self._evaluated.add(*self._measured(output))
         return (output["loss"], output) if return_outputs else output["loss"]
+
+    def _dual_step(self) -> None:
+        if self.accelerator.optimizer_step_was_skipped:
+            return  # its gradient scaler found an infinity
+        for losses, count in self._pending:
+            self.constraints.record(losses, count)
+        self.constraints.step()
 
     def _measured(self, output: Any) -> tuple[Tensor, Tensor]:
         if "layer_losses" not in output:
@@ -241,21 +249,21 @@ class _DescentTrainer(Trainer):
         load_shared_state(self.constraints, load_checkpoint(path))
 
 
-def _stepper(constraints: DescentConstraints) -> TrainerCallback:
+def _stepper(trainer: _DescentTrainer) -> TrainerCallback:
     """A callback that steps the multipliers after the optimizer, before the Trainer logs or saves."""
     from transformers import TrainerCallback
 
     class DescentStepper(TrainerCallback):
         def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            constraints.step()
+            trainer._dual_step()
 
         def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-            constraints.epoch_end()
+            trainer.constraints.epoch_end()
 
         def on_epoch_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
             # A checkpoint after the last step of an epoch is saved before on_epoch_end, which a resumed run does not
             # call. The epoch is a whole number then, and it is not where a run goes on inside of an epoch.
             if float(state.epoch or 0).is_integer():
-                constraints.epoch_end()
+                trainer.constraints.epoch_end()
 
     return DescentStepper()

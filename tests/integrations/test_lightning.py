@@ -156,6 +156,62 @@ def test_rows_without_a_label_count_as_zero(tmp_path: Path, monkeypatch: pytest.
     assert found[0][1] == found[1][1]
 
 
+class Skips(Module):
+    """A module whose training step returns None for some batches, maybe after it has looked at their loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx not in self.settings["skipped"]:
+            return super().training_step(batch, batch_idx)
+        if self.settings["looks"]:
+            super().training_step(batch, batch_idx)
+        return None
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize(
+    ("skipped", "steps"), [({2, 3}, [[0, 1], [4, 5]]), ({0, 1, 2}, [[3], [4, 5]]), ({5}, [[0, 1], [2, 3], [4]])]
+)
+def test_a_skipped_batch_is_as_if_it_were_not_there(
+    skipped: set[int], steps: list[list[int]], looks: bool, tmp_path: Path
+) -> None:
+    descent, module = DescentCallback(ASCENT), Skips(skipped=skipped, looks=looks)
+    trainer, _ = fit(tmp_path, descent, module, count=6)
+    multipliers, losses, weights = expected_run(steps * 2, count=6)
+    torch.testing.assert_close(descent.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-7)
+    logged = torch.tensor([float(trainer.logged_metrics[f"layer_loss_{depth}"]) for depth in range(3)])
+    torch.testing.assert_close(logged.double(), losses[-1], rtol=0, atol=1e-5)
+    assert_same_weights(module.model, weights)
+
+
+def test_an_epoch_that_a_hook_ends_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Ends(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+    descent, module = DescentCallback(ASCENT), Ends()
+    fit(tmp_path, descent, module, count=4)
+    multipliers, _, weights = expected_run([[0, 1], [2, 3]], count=4)
+    torch.testing.assert_close(descent.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-7)
+    assert_same_weights(module.model, weights)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_gradient_scaler_skips_moves_no_multiplier(fused: bool, tmp_path: Path) -> None:
+    class Fused(Module):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, fused=fused)
+
+    # The first scale is too large for any loss, those after it for none.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
+    precision = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    descent, module = DescentCallback(ASCENT), Fused()
+    _, history = fit(tmp_path, descent, module, count=4, plugins=[precision])
+    assert not history.multipliers[1].any()
+    multipliers, _, weights = expected_run([[2, 3], [0, 1], [2, 3]], count=4)
+    torch.testing.assert_close(descent.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-3)
+    assert_same_weights(module.model, weights, tolerance=1e-3)
+
+
 def test_validation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
     module = Module()
     trainer, _ = fit(tmp_path, DescentCallback(ASCENT), module, count=2, epochs=1, validate=True)

@@ -103,6 +103,17 @@ def test_an_adapter_on_the_head_is_trained_as_the_loop_written_out_trains_it(tmp
     assert_trained_as_written_out(trainer, options, [[0, 1], [2, 3], [4]] * 2, count=5)
 
 
+def test_a_step_that_the_gradient_scaler_skips_moves_no_multiplier(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, max_steps=4)
+    # The first scale is too large for any loss, those after it for none.
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
+    trainer.train()
+    multipliers, _, weights = expected_run([[2, 3], [4], [0, 1]], count=5)
+    torch.testing.assert_close(logged(trainer, "multiplier")[1:], multipliers, rtol=0, atol=1e-10)
+    assert not logged(trainer, "multiplier")[0].any()
+    assert_same_weights(trainer.model, weights)
+
+
 def test_logs_hold_the_losses_since_the_last_log(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, logging_steps=3)
     trainer.train()
