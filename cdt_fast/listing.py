@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import mimetypes
 import os
 import re
 from pathlib import Path
 
 from cdt_fast.errors import InputError
 
-IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".jpg", ".jpeg", ".png", ".bmp"})
+IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".ts", ".m2ts", ".wmv", ".asf", ".flv", ".3gp"}
+    | {".gif", ".apng"}
 )
 
 _LITTER = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
@@ -63,6 +65,14 @@ def count_junk(folder: Path) -> int:
 def images(folder: Path) -> list[Path]:
     """The image files directly in `folder`, in natural order."""
     return [path for path in entries(folder) if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()]
+
+
+def other_images(folder: Path) -> list[Path]:
+    """The files directly in `folder` that are pictures by their suffix, of a kind that `images` passes over."""
+    kinds = {path: mimetypes.guess_type(path.name, strict=False)[0] or "" for path in entries(folder)}
+    return [
+        path for path, kind in kinds.items() if kind.startswith("image/") and path.suffix.lower() not in IMAGE_SUFFIXES
+    ]
 
 
 def _listed(folder: Path) -> list[Path]:

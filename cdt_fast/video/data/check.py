@@ -33,7 +33,7 @@ def check(source: str | os.PathLike[str], *, progress: bool = True) -> dict[str,
         the readable clips); `static_share` (of all frames that follow another, those whose mean absolute difference
         from it is below `STATIC_DIFFERENCE`; None without frames); `junk_skipped` (files and folders passed over);
         `problems` (clips that cannot be read); `clips`, each with `name`, `split`, `frames`, `width`, `height`,
-        `frame_rate` (frames a second, or None), `static_share`, `notes` (signs of damage in a clip that can be read)
+        `frame_rate` (frames a second, or None), `static_share`, `notes` (what is wrong with a clip that can be read)
         and `problem` (its first one, or None).
 
     Raises:
@@ -98,7 +98,7 @@ def _check_clip(clip: Clip, progress: bool) -> dict[str, Any]:
         for frame in progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress):
             result["height"], result["width"] = frame.shape[:2]
             count += 1
-            # A folder may mix gray and color pictures; those are never the same picture.
+            # A video may change from gray to color; those are never the same picture.
             if previous is not None and previous.shape == frame.shape:
                 static += _difference(previous, frame) < STATIC_DIFFERENCE
             previous = frame

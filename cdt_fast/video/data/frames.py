@@ -1,4 +1,4 @@
-"""Open whatever holds the frames of one clip: pictures and arrays, which are read here, and video files."""
+"""Open whatever holds the frames of one clip: arrays, which are read here, pictures and video files."""
 
 from __future__ import annotations
 
@@ -9,50 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.errors import InputError
 from cdt_fast.files import shown
-from cdt_fast.listing import ARRAY_SUFFIXES, images
+from cdt_fast.listing import ARRAY_SUFFIXES
+from cdt_fast.video.data.pictures import Pictures, holds_pictures
 from cdt_fast.video.data.source import FrameSource, require_frames
 from cdt_fast.video.data.video_file import VideoFile
 
-_GRAY_MODES = frozenset({"1", "L"})
-_COLOR_MODES = frozenset({"P", "PA", "LA", "La", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 _MOST_PACKED_BYTES = 2 << 30  # of a .npz file, whose array is unpacked into the memory
 _EXPECTED_ARRAY = "expected uint8, or floats within [0, 1], of shape [frames, h, w] or [frames, h, w, 3]"
-
-
-class FrameFolder(FrameSource):
-    """Pictures of one folder in natural order of their names; hidden files, backups and thumbnails are skipped.
-
-    Raises:
-        InputError: the folder holds no pictures, or only one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.files = images(path)
-        if not self.files:
-            raise InputError(f"{path}: the folder holds no frames; expected tif, tiff, jpg, jpeg, png or bmp files")
-        require_frames(path, len(self.files))
-
-    def _read(self) -> Iterator[tuple[str, np.ndarray]]:
-        pillow = require("PIL.Image", "video", "reading a folder of frames")
-        for path in self.files:
-            yield f"frame {path.name}", _read_image(pillow, path)
-
-
-def _read_image(pillow: Any, path: Path) -> np.ndarray:
-    try:
-        with pillow.open(path) as image:
-            if image.mode in _GRAY_MODES:
-                return np.asarray(image.convert("L"))
-            if image.mode in _COLOR_MODES:
-                return np.asarray(image.convert("RGB"))
-            mode = image.mode
-    # Pillow reports broken files by SyntaxError, ValueError, EOFError and struct.error as well as by OSError.
-    except Exception as error:
-        raise InputError(f"{path}: the picture cannot be read ({error})") from error
-    raise InputError(f"{path}: the picture has pixel mode {mode}; expected 8-bit gray or color")
 
 
 class FrameArray(FrameSource):
@@ -67,14 +32,15 @@ class FrameArray(FrameSource):
         array = self._load()
         if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
             raise InputError(f"{path}: the array has dtype {array.dtype}; {_EXPECTED_ARRAY}")
-        color = array.ndim == 4 and array.shape[3] == 3
-        if not (array.ndim == 3 or color) or 0 in array.shape[1:]:
+        channels = array.ndim == 4 and array.shape[3] in (1, 3)
+        if not (array.ndim == 3 or channels) or 0 in array.shape[1:]:
             raise InputError(f"{path}: the array has shape {list(array.shape)}; {_EXPECTED_ARRAY}")
         require_frames(path, array.shape[0])
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         for index, frame in enumerate(self._load()):
             label = f"frame {index}"
+            frame = frame[..., 0] if frame.shape[2:] == (1,) else frame
             yield label, frame if frame.dtype == np.uint8 else self._scaled(label, frame)
 
     def _scaled(self, label: str, frame: np.ndarray) -> np.ndarray:
@@ -117,7 +83,7 @@ class FrameArray(FrameSource):
 
 
 def open_source(path: str | os.PathLike[str]) -> FrameSource:
-    """The clip at `path`: a video file, a folder of pictures, or a .npy or .npz array.
+    """The clip at `path`: a video file, a folder of pictures, a TIFF of several pages, or a .npy or .npz array.
 
     Opening checks what a look at the header shows; the rest is checked while `frames()` reads. A video is always
     decoded from the start, in order.
@@ -128,11 +94,11 @@ def open_source(path: str | os.PathLike[str]) -> FrameSource:
     """
     place = Path(path)
     if place.is_dir():
-        return FrameFolder(place)
+        return Pictures(place)
     if not place.exists():
         raise InputError(f"{place}: no such file or folder")
     if not place.is_file():
         raise InputError(f"{place}: is neither a file nor a folder")
     if place.suffix.lower() in ARRAY_SUFFIXES:
         return FrameArray(place)
-    return VideoFile(place)
+    return Pictures(place) if holds_pictures(place) else VideoFile(place)

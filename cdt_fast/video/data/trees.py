@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from cdt_fast.errors import InputError
-from cdt_fast.listing import ARRAY_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, entries, images
+from cdt_fast.listing import ARRAY_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, entries, images, other_images
 
 Split = Literal["train", "test"]
 
@@ -83,9 +83,10 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
         return [Clip(_name(root, root), root)]
     clips = _clips_below(root, root, 0, {root.resolve()})
     if not clips:
+        others = "".join(f"; {other.name} is not supported" for other in other_images(root)[:1])
         raise InputError(
             f"{root}: no clips found; expected videos, .npy or .npz arrays, folders of frames "
-            "({}), or a tree of Avenue, UCSD or ShanghaiTech".format(", ".join(sorted(IMAGE_SUFFIXES)))
+            f"({', '.join(sorted(IMAGE_SUFFIXES))}), or a tree of Avenue, UCSD or ShanghaiTech{others}"
         )
     return clips
 

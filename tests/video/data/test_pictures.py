@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+from PIL import Image, ImageCms, features
+
 from cdt_fast.models import DUST
+from cdt_fast.video.data import find_clips, open_source
+from cdt_fast.video.data.check import check, describe_check
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.settings import VideoSettings
+
+
+def color(number: int, height: int = 16, width: int = 24) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def gray(number: int, height: int = 16, width: int = 24) -> Image.Image:
+    return color(number, height, width).convert("L")
+
+
+def save_pages(path: Path, pages: Sequence[Image.Image], **options: Any) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    pages[0].save(path, save_all=True, append_images=pages[1:], **options)
+    return path
+
+
+def read(path: Path) -> tuple[list[np.ndarray], list[str]]:
+    source = open_source(path)
+    return list(source.frames()), [note.removeprefix(f"{path}: ") for note in source.notes]
 
 
 def denoise_notes(source: Path, target: Path) -> list[str]:
@@ -20,3 +49,223 @@ def denoise_notes(source: Path, target: Path) -> list[str]:
 def test_denoising_says_what_the_reader_notes(tmp_path, write_lying_video):
     path = write_lying_video(tmp_path / "clip.avi")
     assert any(note.startswith(f"{path}: may be damaged") for note in denoise_notes(path, tmp_path / "out.mp4"))
+
+
+def test_all_pages_of_all_files_are_frames_in_order(tmp_path):
+    pages = [gray(number) for number in range(9)]
+    save_pages(tmp_path / "clip" / "s2.tif", pages[1:4])
+    save_pages(tmp_path / "clip" / "s10.tif", pages[4:], compression="tiff_lzw")
+    pages[0].save(tmp_path / "clip" / "s1.png")
+    frames, _ = read(tmp_path / "clip")
+    assert np.array_equal(frames, [np.asarray(page) for page in pages])
+
+
+def test_a_file_of_pages_is_a_clip_by_itself_and_in_a_folder(tmp_path):
+    path = save_pages(tmp_path / "clip" / "stack.ome.tiff", [gray(number) for number in range(4)])
+    [clip] = find_clips(path)
+    for place in (clip.path, path.parent):
+        frames, notes = read(place)
+        assert np.array_equal(frames, [np.asarray(gray(number)) for number in range(4)])
+        assert notes == []
+
+
+def test_a_page_of_another_size_is_named(tmp_path, refused):
+    path = save_pages(tmp_path / "a.tif", [gray(0), gray(1), gray(2, 16, 20)])
+    refused(path, "frame a.tif, page 3 is 20x16", by=lambda: read(path))
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_a_stack_that_is_cut_short_is_refused(tmp_path, refused, share):
+    path = save_pages(tmp_path / "a.tif", [gray(number) for number in range(6)])
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    refused(path, "cannot be read", by=lambda: read(path))
+
+
+@pytest.mark.parametrize(
+    ("description", "facts"),
+    [
+        ("ImageJ=1.53t\nimages=8\nchannels=2\nframes=4\nhyperstack=true\n", ("8 pages", "2 channels")),
+        ("ImageJ=1.53t\nimages=8\nslices=2\nframes=4\nhyperstack=true\n", ("2 slices", "4 frames")),
+        ("ImageJ=1.53t\nimages=900\nslices=900\n", ("states 900 pictures, of which 8",)),
+        ('<OME><Pixels SizeC="2" SizeT="4" SizeX="24" SizeY="16" SizeZ="1"/></OME>', ("2 channels",)),
+        ("ImageJ=1.53t\nimages=8\nslices=8\nloop=false\n", ()),
+        ('<OME><Pixels SizeC="1" SizeT="8" SizeX="24" SizeY="16" SizeZ="1"/></OME>', ()),
+    ],
+)
+def test_pages_that_do_not_follow_in_time_are_refused(tmp_path, refused, description, facts):
+    path = save_pages(tmp_path / "a.tif", [gray(number) for number in range(8)], tiffinfo={270: description})
+    if facts:
+        refused(path, *facts, by=lambda: read(path))
+    else:
+        assert len(read(path)[0]) == 8
+
+
+def test_previews_in_a_file_are_no_frames_and_noted(tmp_path):
+    preview = gray(9, 4, 6)
+    preview.encoderinfo = {"tiffinfo": {254: 1}}  # what Pillow takes the tags of a further page from
+    for number in range(3):
+        save_pages(tmp_path / "tiff" / f"{number}.tif", [gray(number), preview])
+        save_pages(tmp_path / "mpo" / f"{number}.jpg", [color(number), color(9, 4, 6)], format="MPO")
+    for folder, first in (("tiff", "0.tif"), ("mpo", "0.jpg")):
+        frames, notes = read(tmp_path / folder)
+        assert len(frames) == 3
+        assert notes == [
+            f"extra pictures in a file, such as previews and masks, are skipped ({first}; 3 of 3 pictures)"
+        ]
+
+
+@pytest.mark.parametrize("durations", [[40] * 5, [40, 40, 100, 40, 40]])
+@pytest.mark.parametrize("name", ["a.webp", "a.mp4", "a.avif"])
+def test_animations_that_ffmpeg_cannot_decode_are_read_with_their_times(tmp_path, name, durations):
+    kind = "AVIF" if name.endswith("avif") else "WEBP"
+    if kind == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow has no AVIF")
+    options = {"quality": 100, "subsampling": "4:4:4"} if kind == "AVIF" else {"lossless": True}
+    pages = [color(number) for number in range(5)]
+    path = save_pages(tmp_path / name, pages, format=kind, duration=durations, **options)
+    source = open_source(path)
+    frames = np.stack(list(source.frames())).astype(int)
+    assert np.abs(frames - np.stack([np.asarray(page) for page in pages])).mean() <= (2 if kind == "AVIF" else 0)
+    assert source.frame_rate == Fraction(5000, sum(durations))
+    assert source.times == [Fraction(sum(durations[:number]), 1000) for number in range(5)]
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp"])
+def test_an_animation_among_frames_is_refused(tmp_path, write_folder, refused, suffix):
+    write_folder(tmp_path, count=3)
+    path = save_pages(tmp_path / f"4.{suffix}", [color(number) for number in range(5)], duration=40)
+    refused(path, "animation of 5 pictures", "by itself", by=lambda: read(tmp_path))
+
+
+def test_animations_in_a_folder_are_clips(tmp_path):
+    for name in ("a.gif", "b.gif"):
+        save_pages(tmp_path / name, [color(number) for number in range(5)], duration=40)
+    assert [clip["frames"] for clip in check(tmp_path, progress=False)["clips"]] == [5, 5]
+
+
+def test_pictures_of_other_kinds_are_noted_and_named_in_refusals(tmp_path, write_folder, refused):
+    for number in range(3):
+        (tmp_path / f"{number}.gif").write_bytes(b"")
+        (tmp_path / f"{number}.txt").write_bytes(b"")
+    refused(tmp_path, "webp", "0.gif is not supported", by=lambda: open_source(tmp_path))
+    assert read(write_folder(tmp_path, count=3))[1] == ["other picture formats are skipped (0.gif; 3 files)"]
+    (tmp_path / "ico").mkdir()
+    (tmp_path / "ico" / "0.ico").write_bytes(b"")
+    refused(tmp_path / "ico", "0.ico is not supported", by=lambda: find_clips(tmp_path / "ico"))
+
+
+def write_deep_png(path: Path, pixels: np.ndarray) -> None:
+    """A PNG of 16 bits a channel, which Pillow does not write."""
+    kind = {2: 4, 3: 2, 4: 6}[pixels.shape[2]]
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 16, kind, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    data = [
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
+    ]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(data))
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_sixteen_bits_a_color_are_read_as_eight_and_noted(tmp_path, channels):
+    pixels = np.full((4, 6, channels), 65535)
+    pixels[:2, :, : channels - 1 if channels != 3 else 3] = 0x8000
+    for number in range(2):
+        write_deep_png(tmp_path / f"{number}.png", pixels)
+    frames, notes = read(tmp_path)
+    assert np.unique(frames[0]).tolist() == [128, 255]
+    assert notes == ["16-bit colors are reduced to 8 bits, with 65535 as the brightest (0.png; 2 of 2 pictures)"]
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_more_bits_of_gray_are_refused_with_what_to_do(tmp_path, refused, mode):
+    deep = {"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]
+    for number in range(2):
+        Image.fromarray(np.full((4, 6), 900, deep)).save(tmp_path / f"{number}.tif")
+    refused(tmp_path / "0.tif", f"mode {mode};", "8-bit", "to 0..255", ".npy", by=lambda: read(tmp_path))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
+def test_pictures_are_turned_and_mirrored_as_exif_says(tmp_path, suffix, orientation):
+    stored = np.zeros((16, 24, 3), np.uint8)
+    stored[:8, :12], stored[:8, 12:], stored[8:, :12] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+    exif = Image.Exif()
+    exif[274] = orientation
+    for number in range(2):
+        Image.fromarray(stored).save(tmp_path / f"{number}.{suffix}", exif=exif, quality=95)
+    upright = {
+        1: stored,
+        2: stored[:, ::-1],
+        3: stored[::-1, ::-1],
+        4: stored[::-1],
+        5: stored.swapaxes(0, 1),
+        6: np.rot90(stored, -1),
+        7: stored[::-1, ::-1].swapaxes(0, 1),
+        8: np.rot90(stored),
+    }[orientation]
+    for frame in read(tmp_path)[0]:
+        assert frame.shape == upright.shape
+        assert np.abs(frame.astype(int) - upright).mean() < 12
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L"])
+def test_transparent_pixels_are_black_and_noted(tmp_path, mode):
+    for number in range(3):
+        picture = Image.new("RGBA", (6, 4), (200, 200, 200))
+        options: dict[str, Any] = {}
+        if number == 1:
+            picture.paste((90, 90, 90, 0), (0, 0, 3, 4))
+            options = {"transparency": 90} if mode == "L" else {}
+        # A palette of colors has no alpha, but an index that stands for nothing.
+        converted = picture.quantize(4) if mode == "P" else picture.convert(mode)
+        converted.save(tmp_path / f"{number}.png", **options)
+    frames, notes = read(tmp_path)
+    assert [np.unique(frame).tolist() for frame in frames] == [[200], [0, 200], [200]]
+    assert frames[0].ndim == (2 if mode in ("LA", "L") else 3)
+    assert notes == ["transparent pixels are shown on black (1.png; 1 of 3 pictures)"]
+
+
+def test_another_color_space_is_noted(tmp_path):
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    other = srgb.replace("sRGB".encode("utf-16-be"), "P3 D".encode("utf-16-be"))
+    assert other != srgb
+    for name, profile in (("srgb", srgb), ("other", other)):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            color(number).save(tmp_path / name / f"{number}.png", icc_profile=profile)
+    assert read(tmp_path / "srgb")[1] == []
+    [note] = read(tmp_path / "other")[1]
+    assert note.startswith("colors are read as sRGB, though the file states another color space (0.png")
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw"])
+def test_gray_whose_zero_is_white_is_read_right(tmp_path, compression):
+    for number in range(2):
+        gray(number).save(tmp_path / f"{number}.tif", tiffinfo={262: 0}, compression=compression)
+    assert np.array_equal(read(tmp_path)[0], [np.asarray(gray(number)) for number in range(2)])
+
+
+@pytest.mark.parametrize("odd", [0, 5, 11])
+@pytest.mark.parametrize("colored", [True, False])
+def test_a_clip_with_one_color_picture_is_a_color_clip(tmp_path, odd, colored):
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    for number in range(12):
+        (color if (number == odd) == colored else gray)(number).save(folder / f"{number:03}.png")
+    frames, notes = read(folder)
+    assert {frame.shape for frame in frames} == {(16, 24, 3)}
+    gray_one = (odd + 1) % 12 if colored else odd
+    assert np.array_equal(frames[gray_one], np.asarray(gray(gray_one).convert("RGB")))
+    assert notes == []
+    assert describe_check(check(folder, progress=False)).count("12 frames, 24x16") == 1
+    assert denoise_notes(folder, tmp_path / "out.mp4")[:-1] == []
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_arrays_of_one_channel_are_gray(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", np.ones((4, 8, 9, 1), dtype))
+    frames, _ = read(tmp_path / "a.npy")
+    assert [frame.shape for frame in frames] == [(8, 9)] * 4
+    assert frames[0].max() == (1 if dtype == np.uint8 else 255)

@@ -1,0 +1,183 @@
+"""Pictures as the frames of one clip: the files of a folder, or one file of several pages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from fractions import Fraction
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cdt_fast.errors import InputError, require
+from cdt_fast.listing import IMAGE_SUFFIXES, images, other_images
+from cdt_fast.video.data.source import FrameSource, require_frames
+
+_GRAY_MODES = frozenset({"1", "L", "LA"})
+_COLOR_MODES = frozenset({"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
+# FFmpeg decodes one picture of these or none, however many they hold.
+_CLIP_FORMATS = ("TIFF", "WEBP", "AVIF")
+_SUBFILE_TYPE, _DESCRIPTION = 254, 270  # tags of TIFF
+_SMALLER_COPY, _MASK = 1, 4  # bits of the former
+_SRGB_GAMMA = 1 / 2.2
+
+_Result = TypeVar("_Result")
+
+
+class Pictures(FrameSource):
+    """Pictures in natural order of their names, and the pages of a file in theirs; upright, as EXIF says.
+
+    Hidden files, backups and thumbnails are skipped. A clip with one color picture is a color clip.
+
+    Raises:
+        InputError: there are no pictures, or only one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._seen: dict[str, list[str]] = {}  # notes and the files that they are about
+        self._durations: list[Fraction] = []
+        if path.is_dir():
+            self.files = images(path)
+        if not self.files:
+            others = "".join(f"; {other.name} is not supported" for other in other_images(path)[:1])
+            suffixes = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
+            raise InputError(f"{path}: the folder holds no frames; expected {suffixes} files{others}")
+        if len(self.files) == 1:
+            self._durations = [duration for _, duration in self._each(self.files[0], _duration)]
+            require_frames(path, len(self._durations))
+        if self._durations and all(self._durations):
+            self.frame_rate = len(self._durations) / sum(self._durations, Fraction(0))
+
+    def _read(self) -> Iterator[tuple[str, np.ndarray]]:
+        colored = any(self._has_color(file) for file in self.files)
+        starts = list(accumulate(self._durations, initial=Fraction(0)))
+        self._seen.clear()
+        self.times = []
+        count = 0
+        for file in self.files:
+            for label, frame in self._each(file, lambda image, file=file: self._pixels(image, file, colored)):
+                if self.frame_rate is not None:
+                    self.times.append(starts[count])
+                yield label, frame
+                count += 1
+        self.notes = [
+            f"{self.path}: {what} ({names[0]}; {len(names)} of {count} pictures)" for what, names in self._seen.items()
+        ]
+        if self.path.is_dir():
+            others = other_images(self.path)
+            if others:
+                self.notes.append(
+                    f"{self.path}: other picture formats are skipped ({others[0].name}; {len(others)} files)"
+                )
+
+    def _has_color(self, file: Path) -> bool:
+        with suppress(InputError):  # reading the frames raises it again, in its turn
+            return any(color for _, color in self._each(file, lambda image: image.mode not in _GRAY_MODES))
+        return False
+
+    def _each(self, file: Path, read: Callable[[Any], _Result]) -> Iterator[tuple[str, _Result]]:
+        """Call `read` on each picture of a file; yields what to call it in a message, and the result."""
+        pillow = require("PIL.Image", "video", "reading pictures")
+        try:
+            with pillow.open(file) as image:
+                count = getattr(image, "n_frames", 1)
+                for index in self._frames_of(image, file, count):
+                    page = f", page {index + 1}" if count > 1 else ""
+                    yield f"frame {file.name}{page}", read(image)
+        except InputError:
+            raise
+        # Pillow reports broken files by SyntaxError, ValueError, EOFError and struct.error as well as by OSError.
+        except Exception as error:
+            raise InputError(f"{file}: the picture cannot be read ({error})") from error
+
+    def _frames_of(self, image: Any, file: Path, count: int) -> Iterator[int]:
+        """Seek each picture of a file that is a frame and yield its index; the others are noted."""
+        if image.format == "TIFF":
+            _require_one_sequence(image, file, count)
+        elif count > 1 and image.format != "MPO" and self.path.is_dir():
+            raise InputError(
+                f"{file}: is an animation of {count} pictures among the frames of a folder; give it by itself, or save "
+                "its pictures as files"
+            )
+        frames = 0
+        # Phones add previews and maps of depth to a photo, which is then an MPO.
+        for index in range(1 if image.format == "MPO" else count):
+            image.seek(index)
+            if not _subfile_type(image) & (_SMALLER_COPY | _MASK):
+                frames += 1
+                yield index
+        if frames < count:
+            self._note("extra pictures in a file, such as previews and masks, are skipped", file)
+
+    def _pixels(self, image: Any, file: Path, colored: bool) -> np.ndarray:
+        pillow = require("PIL.Image", "video", "reading pictures")
+        if image.mode not in _GRAY_MODES | _COLOR_MODES:
+            raise InputError(
+                f"{file}: the picture has pixel mode {image.mode}; expected 8-bit gray or color: map the values in use "
+                "to 0..255 and save it again, or save all frames as one .npy of floats in [0, 1]"
+            )
+        if image.tile and ";16" in str(image.tile[0][3]):
+            self._note("16-bit colors are reduced to 8 bits, with 65535 as the brightest", file)
+        profile, gamma = image.info.get("icc_profile"), image.info.get("gamma", _SRGB_GAMMA)
+        # The name of a profile is in UTF-16 or ASCII.
+        if (profile and b"sRGB" not in profile.replace(b"\0", b"")) or abs(gamma - _SRGB_GAMMA) > 0.01:
+            self._note("colors are read as sRGB, though the file states another color space", file)
+        picture = require("PIL.ImageOps", "video", "reading pictures").exif_transpose(image)
+        if picture.has_transparency_data:
+            picture = picture.convert("RGBA")
+            if picture.getchannel("A").getextrema()[0] < 255:
+                self._note("transparent pixels are shown on black", file)
+                picture = pillow.alpha_composite(pillow.new("RGBA", picture.size, "black"), picture)
+        return np.asarray(picture.convert("RGB" if colored else "L"))
+
+    def _note(self, what: str, file: Path) -> None:
+        self._seen.setdefault(what, []).append(file.name)
+
+
+def holds_pictures(path: Path) -> bool:
+    """Whether a file has a format whose clips Pillow reads and FFmpeg does not."""
+    pillow = require("PIL.Image", "video", "reading pictures")
+    pillow.init()
+    try:
+        with pillow.open(path, formats=[form for form in _CLIP_FORMATS if form in pillow.OPEN]):
+            return True
+    except Exception:  # not one of these formats, or broken: FFmpeg tries it next
+        return False
+
+
+def _duration(image: Any) -> Fraction:
+    """Seconds for which an animation shows its picture, 0 where the file does not say."""
+    if image.format == "TIFF":
+        return Fraction(0)
+    image.load()
+    return Fraction(round(image.info.get("duration", 0)), 1000)
+
+
+def _subfile_type(image: Any) -> int:
+    return image.tag_v2.get(_SUBFILE_TYPE, 0) if image.format == "TIFF" else 0
+
+
+def _require_one_sequence(image: Any, file: Path, count: int) -> None:
+    """Refuse a TIFF of ImageJ or of OME whose pages are not one frame after the other."""
+    text = str(image.tag_v2.get(_DESCRIPTION, ""))
+    if not text.startswith("ImageJ=") and "<OME" not in text:
+        return
+    pattern = r'\b(images|channels|slices|frames|Size[CZT])="?([0-9]+)'
+    stated = {name: int(number) for name, number in re.findall(pattern, text)}
+    if stated.get("images", 0) > count:
+        # ImageJ writes the pages of more than 4 GiB without an entry for each.
+        raise InputError(
+            f"{file}: states {stated['images']} pictures, of which {count} can be read; save them as a sequence of "
+            "files, or in several TIFFs"
+        )
+    channels = stated.get("channels", 1 if image.mode not in _GRAY_MODES else stated.get("SizeC", 1))
+    slices, frames = stated.get("slices", stated.get("SizeZ", 1)), stated.get("frames", stated.get("SizeT", 1))
+    if count > 1 and (channels > 1 or (slices > 1 and frames > 1)):
+        raise InputError(
+            f"{file}: its {count} pages are {channels} channels, {slices} slices and {frames} frames; save the frames "
+            "of one channel and one slice as a file of their own"
+        )
