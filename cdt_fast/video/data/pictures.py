@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime, timedelta
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import multimode
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +25,16 @@ _CLIP_FORMATS = ("TIFF", "WEBP", "AVIF")
 _SUBFILE_TYPE, _DESCRIPTION = 254, 270  # tags of TIFF
 _SMALLER_COPY, _MASK = 1, 4  # bits of the former
 _SRGB_GAMMA = 1 / 2.2
+# Formats of dates and times by their number of digits.
+_TIME_FORMATS = {
+    20: "%Y%m%d%H%M%S%f",
+    17: "%Y%m%d%H%M%S%f",
+    14: "%Y%m%d%H%M%S",
+    12: "%H%M%S%f",
+    9: "%H%M%S%f",
+    8: "%Y%m%d",
+    6: "%H%M%S",
+}
 
 _Result = TypeVar("_Result")
 
@@ -73,6 +85,7 @@ class Pictures(FrameSource):
                 self.notes.append(
                     f"{self.path}: other picture formats are skipped ({others[0].name}; {len(others)} files)"
                 )
+            self.notes += [f"{self.path}: {sign}" for sign in naming_signs(self.files)]
 
     def _has_color(self, file: Path) -> bool:
         with suppress(InputError):  # reading the frames raises it again, in its turn
@@ -181,3 +194,74 @@ def _require_one_sequence(image: Any, file: Path, count: int) -> None:
             f"{file}: its {count} pages are {channels} channels, {slices} slices and {frames} frames; save the frames "
             "of one channel and one slice as a file of their own"
         )
+
+
+def naming_signs(files: list[Path]) -> list[str]:
+    """Find signs in the names of files, given in natural order, that they are not one complete sequence.
+
+    The number of a file is made of its first runs of digits, as many as it takes to tell all files apart.
+    """
+    patterns: dict[str, list[Path]] = {}
+    for file in files:
+        patterns.setdefault(re.sub("[0-9]+", "0", file.stem.casefold()), []).append(file)
+    files = max(patterns.values(), key=len)
+    runs = [re.findall("[0-9]+", file.stem) for file in files]
+    widths = [max(2, *map(len, column)) for column in zip(*runs, strict=True)]
+    rows = [tuple(run.zfill(width) for run, width in zip(row, widths, strict=True)) for row in runs]
+    used = next((end for end in range(1, len(widths) + 1) if len({row[:end] for row in rows}) == len(files)), None)
+    pair: tuple[Path, Path] | None = None  # of two sequences
+    signs: list[str] = []
+    if len(patterns) > 1:
+        first, other, *_ = patterns.values()
+        pair = first[0], other[0]
+    elif used is None and len(files) > 1:
+        pair = next((files[at], files[at + 1]) for at in range(len(files) - 1) if rows[at] == rows[at + 1])
+    if used is not None:
+        numbers = ["".join(row[:used]) for row in rows]
+        missing = _missing([int(number) for number in numbers])
+        restarts = [at for at in missing if rows[at][: used - 1] != rows[at + 1][: used - 1]]
+        times = _as_times(numbers) if missing else None
+        if times is not None and len(by_time := _missing(times)) < len(missing):
+            missing, restarts = by_time, []  # seconds go from 59 to 0
+        if restarts:
+            pair = pair or (files[restarts[0]], files[restarts[0] + 1])
+        elif missing:
+            number, at = sum(missing.values()), min(missing)
+            frames = "1 frame is" if number == 1 else f"{number} frames are"
+            signs.append(
+                f"{frames} missing between the {len(files)} that it holds, by the numbers in their names: "
+                f"{files[at + 1].name} follows {files[at].name}"
+            )
+    if pair:
+        signs.append(
+            "the file names are not one sequence; it may hold two sequences, or pictures and their masks: "
+            f"{pair[0].name}, {pair[1].name}"
+        )
+    return signs
+
+
+def _missing(numbers: list[int]) -> dict[int, int]:
+    """Count the numbers that are missing after each index, if most numbers are the same step apart."""
+    steps = [later - earlier for earlier, later in pairwise(numbers)]
+    usual = min(multimode(steps), default=0)
+    if 2 * steps.count(usual) <= len(steps):
+        return {}
+    return {at: round(step / usual) - 1 for at, step in enumerate(steps) if round(step / usual) > 1}
+
+
+def _as_times(numbers: list[str]) -> list[int] | None:
+    """Convert numbers whose last digits are all dates or times of day to microseconds; None if they are not."""
+    for length, form in _TIME_FORMATS.items():
+        if len(numbers[0]) >= length and len({number[:-length] for number in numbers}) == 1:
+            with suppress(ValueError):
+                return [_microseconds(number[-length:], form) for number in numbers]
+    return None
+
+
+def _microseconds(digits: str, form: str) -> int:
+    if form.endswith("%f"):
+        digits = digits.ljust(20 if "%Y" in form else 12, "0")
+    moment = datetime.strptime(digits, form)
+    if moment.strftime(form) != digits:  # strptime takes fewer digits, too
+        raise ValueError(digits)
+    return (moment - datetime.min) // timedelta(microseconds=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, features
 
+from cdt_fast.listing import natural_key
 from cdt_fast.models import DUST
-from cdt_fast.video.data import find_clips, open_source
+from cdt_fast.video.data import find_clips, load_video, open_source
 from cdt_fast.video.data.check import check, describe_check
+from cdt_fast.video.data.pictures import naming_signs
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.settings import VideoSettings
 
@@ -269,3 +272,79 @@ def test_arrays_of_one_channel_are_gray(tmp_path, dtype):
     frames, _ = read(tmp_path / "a.npy")
     assert [frame.shape for frame in frames] == [(8, 9)] * 4
     assert frames[0].max() == (1 if dtype == np.uint8 else 255)
+
+
+def signs(*names: str) -> list[str]:
+    return naming_signs([Path(name) for name in sorted(names, key=natural_key)])
+
+
+@pytest.mark.parametrize(
+    ("names", "fact"),
+    [
+        ([f"f{n}.png" for n in (0, 1, 2, 3, 7, 8, 9, 10, 11)], "3 frames are missing between the 9 that it holds"),
+        ([f"{n:04}.jpg" for n in range(0, 100, 5) if n != 45], "1 frame is missing between the 19"),
+        ([f"f{n}.png" for n in (1, 2, 3, 1000, 1001)], "f1000.png follows f3.png"),
+        ([f"{n}.png" for n in (1, 2, 3, 6, 7, 8, 11, 12, 13)], "4 frames are missing"),
+        ([f"frame_{n:04}{m}.png" for n in range(5) for m in ("", "_mask")], "frame_0000.png, frame_0000_mask.png"),
+        ([f"{m}{n}.png" for n in range(5) for m in ("a", "b")], "a0.png, b0.png"),
+        ([f"{n}.{m}" for n in range(5) for m in ("jpg", "png")], "0.jpg, 0.png"),
+        (["1.png", "01.png", "2.png", "02.png"], "01.png, 1.png"),
+        ([f"cam{c}_{n}.png" for n in range(12) for c in (1, 2)], "cam1_11.png, cam2_0.png"),
+        ([f"cam{c:02}_{n:04}.png" for n in range(12) for c in (1, 2)], "cam01_0011.png, cam02_0000.png"),
+        (["cover.png", *(f"{n}.png" for n in range(9))], "0.png, cover.png"),
+    ],
+)
+def test_names_that_are_not_one_whole_sequence_are_noted(names, fact):
+    [sign] = signs(*names)
+    assert fact in sign
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"f{n}.png" for n in range(1, 12)],
+        [f"{n:05}.png" for n in range(98, 110)],
+        [f"{n:04}.png" for n in range(0, 100, 5)],
+        [f"cam2_2024_{n:04}.png" for n in range(98, 110)],
+        [f"{n}_of_40.png" for n in range(1, 41)],
+        [f"Frame{n}.{('JPG', 'jpg', 'png')[n % 3]}" for n in range(12)],
+        [f"f{n:03}_t{n / 30:.3f}_{n * 7919 % 97}.png" for n in range(40)],
+        [f"{n / 30:.3f}.png" for n in range(60)],
+        [f"{1_700_000_000_000 + round(n * 1000 / 30)}.png" for n in range(90)],
+        ["a.png"],
+        ["1.png", "9.png"],
+    ],
+)
+def test_names_of_one_whole_sequence_are_not_noted(names):
+    assert signs(*names) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "step"),
+    [
+        ("%Y%m%d_%H%M%S", 1000),
+        ("cam3 %Y-%m-%d %H.%M.%S", 7000),
+        ("%Y%m%dT%H%M%SZ", 1000),
+        ("%H-%M-%S.%f", 40),
+        ("%Y%m%d%H%M%S%f", 40),
+        ("%Y-%m-%d", 24 * 3600 * 1000),
+    ],
+)
+def test_dates_and_times_as_names_have_no_gaps_but_where_frames_are_missing(form, step):
+    start = datetime(2024, 1, 30, 11, 58, 50)
+    names = [(start + timedelta(milliseconds=step * number)).strftime(form) + ".png" for number in range(300)]
+    assert signs(*names) == []
+    [sign] = signs(*names[:280], *names[284:])
+    assert sign.startswith("4 frames are missing between the 296")
+
+
+def test_a_gap_is_said_by_check_training_and_denoising(tmp_path, write_folder):
+    folder = write_folder(tmp_path / "clip", count=80)
+    (folder / "40.png").unlink()
+    (folder / "41.png").unlink()
+    note = f"{folder}: 2 frames are missing between the 78 that it holds, by the numbers in their names: "
+    for _ in range(2):  # decoded, and from the cache
+        data = load_video(folder, window=8, size=16, cache_dir=tmp_path / "cache", progress=False)
+        assert note in data.describe()
+    assert f"NOTE {note}" in describe_check(check(folder, progress=False))
+    assert any(said.startswith(note) for said in denoise_notes(folder, tmp_path / "out.mp4"))
