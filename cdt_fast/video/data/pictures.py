@@ -22,8 +22,8 @@ _GRAY_MODES = frozenset({"1", "L", "LA"})
 _COLOR_MODES = frozenset({"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 # FFmpeg decodes one picture of these or none, however many they hold.
 _CLIP_FORMATS = ("TIFF", "WEBP", "AVIF")
-_SUBFILE_TYPE, _DESCRIPTION = 254, 270  # tags of TIFF
-_SMALLER_COPY, _MASK = 1, 4  # bits of the former
+_SUBFILE_TYPE, _DESCRIPTION, _SAMPLE_FORMAT = 254, 270, 339  # tags of TIFF
+_SMALLER_COPY, _MASK, _SIGNED = 1, 4, 2  # bits of the first, a value of the last
 _SRGB_GAMMA = 1 / 2.2
 # Formats of dates and times by their number of digits.
 _TIME_FORMATS = {
@@ -110,7 +110,7 @@ class Pictures(FrameSource):
     def _frames_of(self, image: Any, file: Path, count: int) -> Iterator[int]:
         """Seek each picture of a file that is a frame and yield its index; the others are noted."""
         if image.format == "TIFF":
-            _require_one_sequence(image, file, count)
+            _require_one_sequence(image, file, count, alone=len(self.files) == 1)
         elif count > 1 and image.format != "MPO" and self.path.is_dir():
             raise InputError(
                 f"{file}: is an animation of {count} pictures among the frames of a folder; give it by itself, or save "
@@ -128,10 +128,12 @@ class Pictures(FrameSource):
 
     def _pixels(self, image: Any, file: Path, colored: bool) -> np.ndarray:
         pillow = require("PIL.Image", "video", "reading pictures")
-        if image.mode not in _GRAY_MODES | _COLOR_MODES:
+        signed = image.format == "TIFF" and _SIGNED in image.tag_v2.get(_SAMPLE_FORMAT, ())
+        if signed or image.mode not in _GRAY_MODES | _COLOR_MODES:
             raise InputError(
-                f"{file}: the picture has pixel mode {image.mode}; expected 8-bit gray or color: map the values in use "
-                "to 0..255 and save it again, or save all frames as one .npy of floats in [0, 1]"
+                f"{file}: the picture has pixel mode {image.mode}{' of signed values' if signed else ''}; expected "
+                "8-bit gray or color: map the values in use to 0..255 and save it again, or save all frames as one "
+                ".npy of floats in [0, 1]"
             )
         if image.tile and ";16" in str(image.tile[0][3]):
             self._note("16-bit colors are reduced to 8 bits, with 65535 as the brightest", file)
@@ -154,6 +156,8 @@ class Pictures(FrameSource):
 def holds_pictures(path: Path) -> bool:
     """Whether a file has a format whose clips Pillow reads and FFmpeg does not."""
     pillow = require("PIL.Image", "video", "reading pictures")
+    if path.suffix.lower() in (".tif", ".tiff", ".webp"):
+        return True  # though it cannot be read: Pillow's message is then the better one
     pillow.init()
     try:
         with pillow.open(path, formats=[form for form in _CLIP_FORMATS if form in pillow.OPEN]):
@@ -174,7 +178,7 @@ def _subfile_type(image: Any) -> int:
     return image.tag_v2.get(_SUBFILE_TYPE, 0) if image.format == "TIFF" else 0
 
 
-def _require_one_sequence(image: Any, file: Path, count: int) -> None:
+def _require_one_sequence(image: Any, file: Path, count: int, alone: bool) -> None:
     """Refuse a TIFF of ImageJ or of OME whose pages are not one frame after the other."""
     text = str(image.tag_v2.get(_DESCRIPTION, ""))
     if not text.startswith("ImageJ=") and "<OME" not in text:
@@ -189,7 +193,9 @@ def _require_one_sequence(image: Any, file: Path, count: int) -> None:
         )
     channels = stated.get("channels", 1 if image.mode not in _GRAY_MODES else stated.get("SizeC", 1))
     slices, frames = stated.get("slices", stated.get("SizeZ", 1)), stated.get("frames", stated.get("SizeT", 1))
-    if count > 1 and (channels > 1 or (slices > 1 and frames > 1)):
+    axes = sum(length > 1 for length in (channels, slices, frames))
+    # A file by itself may call its frames channels; of several files each has its own.
+    if count > 1 and (axes > 1 or (channels > 1 and not alone)):
         raise InputError(
             f"{file}: its {count} pages are {channels} channels, {slices} slices and {frames} frames; save the frames "
             "of one channel and one slice as a file of their own"

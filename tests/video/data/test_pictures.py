@@ -93,6 +93,7 @@ def test_a_stack_that_is_cut_short_is_refused(tmp_path, refused, share):
         ("ImageJ=1.53t\nimages=900\nslices=900\n", ("states 900 pictures, of which 8",)),
         ('<OME><Pixels SizeC="2" SizeT="4" SizeX="24" SizeY="16" SizeZ="1"/></OME>', ("2 channels",)),
         ("ImageJ=1.53t\nimages=8\nslices=8\nloop=false\n", ()),
+        ("ImageJ=1.11a\nimages=8\nchannels=8\nhyperstack=true\n", ()),
         ('<OME><Pixels SizeC="1" SizeT="8" SizeX="24" SizeY="16" SizeZ="1"/></OME>', ()),
     ],
 )
@@ -186,7 +187,25 @@ def test_more_bits_of_gray_are_refused_with_what_to_do(tmp_path, refused, mode):
     deep = {"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]
     for number in range(2):
         Image.fromarray(np.full((4, 6), 900, deep)).save(tmp_path / f"{number}.tif")
-    refused(tmp_path / "0.tif", f"mode {mode};", "8-bit", "to 0..255", ".npy", by=lambda: read(tmp_path))
+    refused(tmp_path / "0.tif", f"mode {mode}", "8-bit", "to 0..255", ".npy", by=lambda: read(tmp_path))
+
+
+def test_channels_of_several_files_do_not_become_frames(tmp_path, refused):
+    for number in range(3):
+        tags = {270: "ImageJ=1.53t\nimages=2\nchannels=2\nmode=composite\n"}
+        save_pages(tmp_path / "clip" / f"{number}.tif", [gray(number), gray(number + 3)], tiffinfo=tags)
+    refused(tmp_path / "clip" / "0.tif", "2 pages", "2 channels", by=lambda: read(tmp_path / "clip"))
+
+
+def test_signed_values_are_refused(tmp_path, refused):
+    path = save_pages(tmp_path / "a.tif", [gray(0), gray(1)], tiffinfo={339: 2})
+    refused(path, "signed values", "8-bit", by=lambda: read(path))
+
+
+@pytest.mark.parametrize("name", ["a.tif", "a.webp"])
+def test_a_picture_file_that_cannot_be_read_is_no_damaged_video(tmp_path, refused, name):
+    (tmp_path / name).write_bytes(b"II*\0" + bytes(60))
+    refused(tmp_path / name, "the picture cannot be read", by=lambda: read(tmp_path / name))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
