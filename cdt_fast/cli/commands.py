@@ -14,7 +14,7 @@ from typing import Any
 
 from cdt_fast import experiments, tasks
 from cdt_fast.checks import check_integer
-from cdt_fast.errors import InputError
+from cdt_fast.errors import InputError, printable
 from cdt_fast.files import write_json
 from cdt_fast.tables import as_text
 from cdt_fast.tasks import TASKS, TaskEntry
@@ -228,7 +228,7 @@ def denoise(options: argparse.Namespace) -> None:
     written = entry.load().denoise(run, settings, options.source, options.target, **chosen)
     _save(options.json, written)
     for note in written["notes"]:
-        print(f"cdt-fast: note: {note}", file=sys.stderr)
+        print(f"cdt-fast: note: {printable(note)}", file=sys.stderr)
     noise = "" if written["sigma"] is None else f", noise of {written['sigma']:.3g} gray levels"
     print(
         f"{options.target}: {written['frames']} frames, {written['width']}x{written['height']}, "

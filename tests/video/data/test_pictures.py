@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms, features
 
+from cdt_fast.cli import commands
 from cdt_fast.listing import natural_key
 from cdt_fast.models import DUST
 from cdt_fast.video.data import find_clips, load_video, open_source
@@ -367,3 +370,13 @@ def test_a_gap_is_said_by_check_training_and_denoising(tmp_path, write_folder):
         assert note in data.describe()
     assert f"NOTE {note}" in describe_check(check(folder, progress=False))
     assert any(said.startswith(note) for said in denoise_notes(folder, tmp_path / "out.mp4"))
+
+
+def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(monkeypatch, capsys):
+    written = {"notes": ["\x1b[2J.png"], "sigma": None, "frame_rate": 25.0, "depth": 1, "layers": 1}
+    entry = SimpleNamespace(
+        load=lambda: SimpleNamespace(denoise=lambda *_, **__: {**written, "frames": 2, "width": 8, "height": 8})
+    )
+    monkeypatch.setattr(commands.tasks, "open_run", lambda _: (None, None, entry))
+    commands.denoise(MagicMock(target="out.mp4", json=None))
+    assert capsys.readouterr().err == "cdt-fast: note: \\x1b[2J.png\n"
