@@ -99,6 +99,11 @@ class DescentCoupling:
         return self.constants["exists"] & (fixed | ~self.constants["uses_reference"])
 
     @property
+    def referring(self) -> Tensor:
+        """Which constraints take their bound from the reference, `[L+1]` bool."""
+        return self.constants["exists"] & self.constants["uses_reference"]
+
+    @property
     def is_steady(self) -> bool:
         """Whether a loss is bounded by a constant times the one before, or times the reference."""
         return self._coupling != "absolute" and not self._tighten_steps

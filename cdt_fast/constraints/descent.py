@@ -36,6 +36,7 @@ from cdt_fast.constraints.measurement import Measured, Measurement, check_record
 from cdt_fast.constraints.objective import Objective
 from cdt_fast.constraints.presets import (
     DEFAULTS,
+    REFERENCE_MEASUREMENTS,
     Coupling,
     DescentOptions,
     Dual,
@@ -271,6 +272,18 @@ class DescentConstraints:
         return self._coupling.rates
 
     @property
+    def any(self) -> bool:
+        """Whether there is a constraint, in force or not yet."""
+        return bool(self._coupling.constants["exists"].any()) or self._bounds.any or self._agreement.any
+
+    def steps_to_reference(self) -> int:
+        """After how many steps the automatic reference of a constraint is fixed; 0 where no constraint has one."""
+        if self.reference != "auto" or not self._coupling.referring.any():
+            return 0
+        after_warmup = (REFERENCE_MEASUREMENTS - self.warmup_steps) * self.dual_every
+        return max(REFERENCE_MEASUREMENTS, self.warmup_steps + after_warmup)
+
+    @property
     def skipped_updates(self) -> Tensor:
         """How many dual updates a non-finite loss has skipped, a scalar int64 tensor, live."""
         return self._duals.tensors["skipped_updates"]
@@ -465,7 +478,9 @@ class DescentConstraints:
             agreement = torch.as_tensor(agreement, dtype=losses.dtype, device=self.device)
             check_shares(agreement, self.layers)
         groups = self._judged(Measured(losses, ratios, agreement if self._agreement.any else None), training=False)
-        return judge(losses, ratios, groups, self._coupling.chained, tolerance)
+        existing = int(self._coupling.constants["exists"].sum()) + int(self._bounds.constants["bound_exists"].sum())
+        judged = sum(int(group.active.sum()) for group in groups if group.kind != "agreement")
+        return judge(losses, ratios, groups, self._coupling.chained, self.rates, tolerance, existing - judged)
 
     @torch.no_grad()
     def merit(self, losses: Tensor | Sequence[float], *, priced: bool = True) -> float:

@@ -36,6 +36,10 @@ class FeasibilityReport:
             are no bounds.
         agreement_violation: a_k − P_k for each depth; empty where agreement is not judged.
         advice: where the worst constraint is violated, what to ask for in its place.
+        unjudged: how many constraints are not in force yet, as the reference or the warm-up's loss that they need is
+            not known.
+        caveat: where all that is judged holds, which layers lower the loss by less than their rate all the same: the
+            bound of those that the reference bounds can be far above the loss of their input.
     """
 
     feasible: bool
@@ -51,6 +55,13 @@ class FeasibilityReport:
     relative_bound_violation: list[float | None] = field(default_factory=list)
     agreement_violation: list[float | None] = field(default_factory=list)
     advice: str = ""
+    unjudged: int = 0
+    caveat: str = ""
+
+    @property
+    def judged(self) -> int:
+        """How many constraints were judged."""
+        return len(self._relative())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for `json.dump`. A number that is not finite becomes None: JSON cannot represent it."""
@@ -60,28 +71,33 @@ class FeasibilityReport:
         if not self.finite:
             return "Infeasible: not every loss is finite."
         if self.worst_layer is None or self.worst_violation is None:
+            if not self.unjudged:
+                return "No verdict: there are no constraints."
             return (
-                "No verdict: there is no constraint to judge by; one that needs an automatic reference has none until "
-                f"its {REFERENCE_MEASUREMENTS} measurements are there."
+                f"No verdict: none of the {self.unjudged} constraints is in force yet: they wait for the warm-up, or for "
+                f"the {REFERENCE_MEASUREMENTS} measurements of an automatic reference."
             )
-        judged = [
-            relative
-            for part in (self.relative_violation, self.relative_bound_violation, self.agreement_violation)
-            for relative in part
-            if relative is not None
-        ]
+        judged = self._relative()
+        total = len(judged) + self.unjudged
         if not self.feasible:
             violated = sum(relative > self.tolerance for relative in judged)
             advice = f"; {self.advice}" if self.advice else ""
             return (
-                f"Infeasible: {violated} of {len(judged)} constraints {'is' if violated == 1 else 'are'} violated; "
+                f"Infeasible: {violated} of {total} constraints {'is' if violated == 1 else 'are'} violated; "
                 f"the worst: {self._excess()}{advice}."
             )
         if self.worst_violation > 0:
             margin = f"the worst: {self._excess()}, within the tolerance of {self.tolerance:.2%}"
         else:
             margin = f"the tightest, {self._where()}, has {abs(self.worst_violation):.2%} to spare"
-        return f"Feasible: all {len(judged)} constraints hold; {margin}."
+        held = f"the {total} bounds hold" if self.caveat else f"all {total} constraints hold"
+        if self.unjudged:
+            held = f"{len(judged)} of {total} constraints are judged, and hold"
+        return f"Feasible: {held}{self.caveat and f', but {self.caveat}'}; {margin}."
+
+    def _relative(self) -> list[float]:
+        parts = (self.relative_violation, self.relative_bound_violation, self.agreement_violation)
+        return [relative for part in parts for relative in part if relative is not None]
 
     def _where(self) -> str:
         if self.worst_kind == "bound":
@@ -119,7 +135,13 @@ class Group(NamedTuple):
 
 
 def judge(
-    losses: Tensor, ratios: Tensor | None, groups: Sequence[Group], chained: Sequence[bool], tolerance: float
+    losses: Tensor,
+    ratios: Tensor | None,
+    groups: Sequence[Group],
+    chained: Sequence[bool],
+    rates: Tensor,
+    tolerance: float,
+    unjudged: int = 0,
 ) -> FeasibilityReport:
     """The verdict on losses.
 
@@ -128,7 +150,9 @@ def judge(
         ratios: `[L]`, what layers are judged by; None: those of the losses.
         groups: of constraints, that of descent first.
         chained: of each depth 0..L, whether its constraint of descent is on the ratio to the depth before.
+        rates: α of the layers, `[L]`; NaN: no constraint of descent.
         tolerance: the relative violation that still counts as feasible.
+        unjudged: how many constraints are in no group's active entries yet.
     """
     absolute: dict[Kind, list[float | None]] = {}
     relative: dict[Kind, list[float | None]] = {}
@@ -169,6 +193,8 @@ def judge(
         relative_bound_violation=relative.get("bound", []),
         agreement_violation=absolute.get("agreement", []),
         advice=advice,
+        unjudged=unjudged,
+        caveat=_caveat(ratio, rates.tolist(), chained, tolerance) if feasible else "",
     )
 
 
@@ -190,6 +216,16 @@ def _advice(
             return f"a rate of {math.floor(1000 * (1 - ratio[depth - 1])) / 1000:g} would be met at layer {depth}"
         return f"layer {depth} multiplies the loss by {ratio[depth - 1]:.3g}, so that no rate would be met there"
     return f"a reference of {losses[0]:.4g} would be met" if depth == 0 else "lower the rate, or raise the reference"
+
+
+def _caveat(ratio: list[float], rates: list[float], chained: Sequence[bool], tolerance: float) -> str:
+    """Which layers lower the loss by less than their rate; of a bound that is chained its violation says so."""
+    above = [
+        f"layer {layer} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
+        for layer, (value, rate) in enumerate(zip(ratio, rates, strict=True), 1)
+        if not chained[layer] and value > (1 - rate) * (1 + tolerance)
+    ]
+    return " and ".join(above)
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -537,9 +537,72 @@ def test_report_before_the_auto_reference_is_fixed() -> None:
     assert report.violation == [None, None, None]
     assert (report.worst_layer, report.worst_violation) == (None, None)
     assert str(report) == (
-        "No verdict: there is no constraint to judge by; one that needs an automatic reference has none until its 20 "
-        "measurements are there."
+        "No verdict: none of the 3 constraints is in force yet: they wait for the warm-up, or for the 20 measurements of "
+        "an automatic reference."
     )
+    anchored = plain(2, 0.1, "auto", reference_mode="anchor").report([1.0, 0.5, 0.2])
+    assert anchored.feasible
+    assert (anchored.judged, anchored.unjudged) == (1, 1)
+    assert str(anchored) == (
+        "Feasible: 1 of 2 constraints are judged, and hold; the tightest, layer 2, has 50.00% to spare."
+    )
+
+
+def test_report_without_constraints_is_no_verdict() -> None:
+    for constraints in (plain(2, None), plain(2, None, "auto", reference_mode="anchor")):
+        report = constraints.report([1.0, 1.0, 1.0])
+        assert not constraints.any
+        assert (report.worst_layer, report.judged, report.unjudged) == (None, 0, 0)
+        assert str(report) == "No verdict: there are no constraints."
+    assert plain(2, None, 1.0).any
+    assert plain(2, None, bounds={1: 0.5}).any
+
+
+@pytest.mark.parametrize(
+    ("options", "losses", "caveat"),
+    [
+        # A bound far above the loss of the input lets the first layer raise it.
+        ({"reference_mode": "anchor"}, [7.0, 9.94, 9.0], "layer 1 multiplies the loss by 1.42 (its rate allows 0.95)"),
+        ({"reference_mode": "constraint"}, [7.0, 6.6, 6.2], ""),
+        ({"coupling": "absolute"}, [7.0, 6.5, 6.4], "layer 2 multiplies the loss by 0.98462 (its rate allows 0.95)"),
+        (
+            {"coupling": "absolute"},
+            [7.0, 7.0, 7.7],
+            "layer 1 multiplies the loss by 1 (its rate allows 0.95) and layer 2 multiplies the loss by 1.1 (its rate "
+            "allows 0.95)",
+        ),
+    ],
+)
+def test_a_report_does_not_say_that_all_hold_where_a_layer_misses_its_rate(
+    options: dict[str, Any], losses: list[float], caveat: str
+) -> None:
+    report = plain(2, 0.05, 12.0, **options).report(losses)
+    assert report.feasible
+    assert report.caveat == caveat
+    assert ("all 3" in str(report)) == (not caveat)
+    assert caveat in str(report)
+    assert not plain(2, 0.05, 12.0, **options).report([20.0, 20.0, 21.0]).caveat  # it is violated
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, 20),
+        ({"dual_every": 3}, 60),
+        ({"dual_every": 3, "warmup_steps": 8}, 44),
+        ({"dual_every": 3, "warmup_steps": 20}, 20),
+        ({"dual_every": 3, "warmup_steps": 50}, 20),
+    ],
+)
+def test_steps_to_reference_are_those_until_its_constraint_is_judged(options: dict[str, int], steps: int) -> None:
+    constraints = plain(1, 0.1, "auto", reference_mode="anchor", **options)
+    assert constraints.steps_to_reference() == steps
+    for step in range(1, steps + 1):
+        constraints.record(torch.tensor([1.0, 0.5]), 1)
+        constraints.step()
+        assert constraints.report([1.0, 0.5]).judged == (step == steps)
+    assert plain(1, None, "auto", reference_mode="anchor").steps_to_reference() == 0
+    assert plain(1, 0.1, 1.0).steps_to_reference() == 0
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -578,6 +641,8 @@ def test_report_as_dict_holds_every_field() -> None:
         "relative_bound_violation": [],
         "agreement_violation": [],
         "advice": "",
+        "unjudged": 0,
+        "caveat": "",
     }
 
 
