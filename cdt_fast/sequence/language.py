@@ -101,7 +101,8 @@ class LanguageTask(SequenceTask):
             *_cut(train, len(data.train), network),
         ]
         lr = _LR["small" if chosen.model == SMALL else "whole" if chosen.lora_rank is None else "lora"]
-        return SequenceWorkload(settings, network, train, validation, data, lr=lr, note="\n".join(notes))
+        choices, note = vocabulary_size(network.model), "\n".join(notes)
+        return SequenceWorkload(settings, network, train, validation, data, choices=choices, lr=lr, note=note)
 
     def finish(
         self, folder: RunFolder, settings: LanguageSettings, workload: SequenceWorkload, progress: bool = True

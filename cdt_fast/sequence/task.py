@@ -72,8 +72,8 @@ def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractCont
 class SequenceWorkload:
     """See `training.task.Workload`; a sample is a text or a sequence, and counts with its targets.
 
-    `data` are what the samples are from, by whose parts a resumed run knows its data again; `lr` is for settings that
-    name none.
+    `data` are what the samples are from, by whose parts a resumed run knows its data again; a guess chooses among
+    `choices`; `lr` is for settings that name none.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class SequenceWorkload:
         validation: EncodedSamples,
         data: Splits[Any],
         *,
+        choices: int,
         lr: float,
         note: str | None = None,
     ) -> None:
@@ -96,7 +97,7 @@ class SequenceWorkload:
             )
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
-        self.note = note
+        self.note, self.guess_loss = note, math.log(choices)
         self.after_update = None
         self.training_samples = len(train)
         self.steps: int = training.steps or training.epochs * steps_per_epoch(settings, len(train))

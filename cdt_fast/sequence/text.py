@@ -58,7 +58,7 @@ class TextTask(SequenceTask):
         parts = (part.with_names(names) for part in (data.train, data.validation))
         train, validation = (encoded_texts(part, network.tokenizer, max_tokens) for part in parts)
         lr = _LR[settings.model.model == UNROLLED]
-        return SequenceWorkload(settings, network, train, validation, data, lr=lr)
+        return SequenceWorkload(settings, network, train, validation, data, choices=len(names), lr=lr)
 
     def load_model(self, folder: RunFolder, settings: TextSettings, data: Splits[TextData]) -> LoadedModel:
         network, names = load_text_network(folder.model, settings, data.train.names)

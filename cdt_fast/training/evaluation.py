@@ -22,17 +22,29 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
     data = task.load(settings, progress)
-    constraints = build_constraints(settings, data, "cpu", state["constraints"]["layers"])
+    used = state["constraints"].get("reference")  # what the training took, which knew the loss of a guess
+    used = used if isinstance(used, float) else None
+    constraints = build_constraints(settings, data, "cpu", state["constraints"]["layers"], used)
     constraints.load_state_dict(state["constraints"])
     progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
     if state["best"] is not None:
         progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": constraints.warmup_steps}
+        progress_made |= _validated(folder, state)
     measured = task.evaluate(folder, settings, data, constraints, progress)
     evaluation = task.evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
     run = EvaluatedRun(folder, settings, task, evaluation)
     evaluation.success, evaluation.verdict = verdict(run)
     write_json(folder.evaluation, evaluation.model_dump(mode="json"))
     return run
+
+
+def _validated(folder: RunFolder, state: dict[str, Any]) -> dict[str, float]:
+    """What the training came to on validation data, up to the checkpoint; nothing where its start was not validated."""
+    logged = [entry for entry in folder.read_metrics() if "validation" in entry and entry["step"] <= state["step"]]
+    if not logged or logged[0]["step"] > 0:
+        return {}
+    untrained, final = (entry["validation"]["loss"][-1] for entry in (logged[0], logged[-1]))
+    return {"untrained_loss": untrained, "kept_loss": state["best"]["loss"][-1], "final_loss": final}
 
 
 def judged(measured: dict[str, Any], settings: RunSettings, constraints: DescentConstraints) -> dict[str, Any]:
@@ -49,17 +61,17 @@ def judged(measured: dict[str, Any], settings: RunSettings, constraints: Descent
         "rate": [None if math.isnan(rate) else rate for rate in constraints.rates.tolist()],
         "feasible": found["feasible"],
         "violation": found["violation"],
-        "report": {**found, "text": str(report)},
+        "report": {**found, "judged": report.judged, "text": str(report)},
     }
 
 
 def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[bool, str]:
     """Whether a run is a success, and that and where its exits stand in words.
 
-    Of a success the constraints hold, where the run has some, and the last depth is better than the input, every
-    baseline without weights and the plain run, where one is among `others`, runs on the same data: by more than chance
-    explains, where the margins of the losses are known. Those of two runs count as independent, which on the same
-    samples is cautious.
+    Of a success the constraints hold, where the run has some, the kept model is a trained one, and its last depth is
+    better than the input, every baseline without weights and the plain run, where one is among `others`, runs on the
+    same data: by more than chance explains, where the margins of the losses are known. Those of two runs count as
+    independent, which on the same samples is cautious.
     """
     reading, values = run.task.reading(run), run.evaluation
     depths, last = reading.depths, reading.depths[-1]
@@ -71,21 +83,18 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[boo
         other = plain.task.reading(plain)
         margins = [math.hypot(*pair) for pair in zip(own, other.margins or own, strict=True)]
         references[f"plain training ({plain.name or plain.folder.name})"] = other.depths, margins
-    # As many digits as tell apart what is called different.
-    digits = next(
-        number
-        for number in range(4, 18)
-        if all(f"{last:.{number}g}" != f"{of[-1]:.{number}g}" for of, _ in references.values() if of[-1] != last)
-    )
+    digits = _digits_apart(last, [of[-1] for of, _ in references.values()])
     found: dict[str, list[str]] = {"better than": [], "no different from": [], "not better than": []}
     for name, (of, margins) in references.items():
         difference = of[-1] - last
         chance = margins[-1] > 0 and abs(difference) <= margins[-1]
         word = "no different from" if chance else "better than" if difference > 0 else "not better than"
         found[word].append(f"{name} ({of[-1]:.{digits}g})")
-    holds = values.feasible or not values.constrained
-    success = holds and not found["no different from"] and not found["not better than"]
-    words = ["all constraints hold" if holds else "constraints are violated"] if values.constrained else []
+    holds, words = _held(values)
+    untrained_kept = values.kept_step == 0
+    if untrained_kept:
+        words.insert(0, "training gained nothing, and the untrained network was kept")
+    success = holds and not untrained_kept and not found["no different from"] and not found["not better than"]
     shown = f"{reading.measure}: {last:.{digits}g}" + (f" ±{own[-1]:.2g} on {reading.samples}" if own[-1] else "")
     compared = [f"{word} {_listed(names)}" for word, names in found.items() if names]
     words.append(f"the last depth ({shown}) is {'; '.join(compared)}")
@@ -101,7 +110,14 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[boo
         ]
         text += f" Exits better {'; '.join(parts)}."
     kept, warmup = values.kept_step, values.warmup_steps
-    if values.constrained and kept is not None and kept <= warmup < values.trained_steps:
+    before, after = values.untrained_loss, values.final_loss if untrained_kept else values.kept_loss
+    if before is not None and after is not None and after > before:
+        digits = _digits_apart(before, [after])
+        text += (
+            f" Training made the last depth worse than it was untrained: {before:.{digits}g} -> {after:.{digits}g} on "
+            "validation data."
+        )
+    if not untrained_kept and values.constrained and kept is not None and kept <= warmup < values.trained_steps:
         text += (
             f" The model that was kept is that of step {kept}, before the constraints came on (after step {warmup}): "
             "by its last loss and the price of its violations none after it was better."
@@ -123,6 +139,30 @@ def plain_run(run: EvaluatedRun, others: Sequence[EvaluatedRun]) -> EvaluatedRun
             other.settings.training.seed != run.settings.training.seed,
         ),
         default=None,
+    )
+
+
+def _held(values: Any) -> tuple[bool, list[str]]:
+    """Whether the constraints of a run hold, and the words that say so; none where it has no constraints."""
+    report = values.report
+    if not values.constrained or (report.worst_layer is None and not report.unjudged):
+        return True, []
+    if report.worst_layer is None:
+        return False, ["the constraints never came on"]
+    if not values.feasible:
+        return False, ["constraints are violated"]
+    held = "the bounds hold" if report.caveat else "all constraints hold"
+    if report.unjudged:
+        held = f"{report.judged} of {report.judged + report.unjudged} constraints are judged, and hold"
+    return True, [f"{held}, but {report.caveat}" if report.caveat else held]
+
+
+def _digits_apart(number: float, others: Sequence[float]) -> int:
+    """As many digits, four or more, as tell a number from others that are different."""
+    return next(
+        digits
+        for digits in range(4, 18)
+        if all(f"{number:.{digits}g}" != f"{other:.{digits}g}" for other in others if other != number)
     )
 
 

@@ -47,12 +47,17 @@ def _by_number(settings: RunSettings, name: str) -> dict[int, Any] | None:
 
 
 def build_constraints(
-    settings: RunSettings, data: Any, device: torch.device | str, num_constraints: int
+    settings: RunSettings,
+    data: Any,
+    device: torch.device | str,
+    num_constraints: int,
+    largest_reference: float | None = None,
 ) -> DescentConstraints:
     """The constraints that the settings describe, on `device`, nothing recorded yet.
 
     Those of a run without constraints never come on: their warm-up does not end. `data` says how long an epoch is;
-    None: to check the settings alone.
+    None: to check the settings alone. A reference that is a number is at most `largest_reference`, the loss of a guess:
+    above it the first layer could raise the loss and keep its bound.
 
     Raises:
         InputError: the settings do not fit each other or the number of layers.
@@ -69,6 +74,8 @@ def build_constraints(
         "resilience": None if chosen.resilience == "none" else chosen.resilience,
         "warmup_steps": chosen.warmup_epochs * epoch if settings.constrained else NEVER,
     }
+    if largest_reference is not None and isinstance(chosen.reference, float):
+        options["reference"] = min(chosen.reference, largest_reference)
     return DescentConstraints(num_constraints, **options, device=device)
 
 

@@ -17,7 +17,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 from tqdm import tqdm
 
-from cdt_fast.errors import InputError
+from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
+from cdt_fast.errors import InputError, printable
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
@@ -32,6 +33,10 @@ from cdt_fast.training.task import Task, Workload
 # Spreads the seeds of runs apart, so that no two count through the same seeds of noise.
 _SEED_SPACING = 2_654_435_761
 _SEEDS = 2**63
+
+# Fresh random weights come within a tenth of the loss of their input, or of a guess. A denoiser that more than doubles
+# the loss of its input has settings that do not fit each other, and does not recover in a training.
+_SCATTER, _HOPELESS = 1.1, 2.0
 
 
 def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = False, progress: bool = True) -> None:
@@ -71,7 +76,7 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
             print(*trainer.notes(), sep="\n", file=sys.stderr)
         if main:
             run.remove_leftovers()
-            run.truncate_metrics(trainer.step)
+            run.truncate_metrics(-1 if state is None else trainer.step)  # a start is logged anew
         trainer.run(progress)
         if main:
             task.finish(run, settings, trainer.workload, progress)
@@ -110,7 +115,9 @@ class Trainer:
         if after_update is not None:
             self.optimizer.register_step_post_hook(lambda *_: after_update())
         self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
-        self.constraints = build_constraints(settings, data, self.device, self.workload.num_constraints)
+        self.constraints = build_constraints(
+            settings, data, self.device, self.workload.num_constraints, self.workload.guess_loss
+        )
         self.constrained = settings.constrained
         # Without constraints they weigh the depths all the same, and "log" follows the losses for that.
         self._measured = self.constrained or settings.objective == "log"
@@ -142,6 +149,16 @@ class Trainer:
                 f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
                 f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
             )
+        elif self.constrained and (measured := self.constraints.steps_to_reference()) >= steps:
+            notes.append(
+                f"note: --reference auto takes {REFERENCE_MEASUREMENTS} measurements, which are complete after step "
+                f"{measured:,}, and the training ends at step {steps:,}: the constraints that use it never come on"
+            )
+        if self.constrained and not self.constraints.any:
+            notes.append("note: there are no constraints: --rate is none, and there are no --bounds or --agreement")
+        given, used = self.settings.constraints.reference, self.constraints.reference
+        if self.constrained and given != used:
+            notes.append(f"note: --reference {given:g} is above the loss of a guess, {used:.4g}, which is used instead")
         return notes
 
     def _relative_rate(self, step: int) -> float:
@@ -170,6 +187,8 @@ class Trainer:
             signals.append(number)
 
         self.losses.train()
+        if self.step == 0:
+            self._validate_untrained(shown)
         with on_signals(note, signal.SIGINT, signal.SIGTERM), bar:
             started, first = time.perf_counter(), self.step
             while self.step < self.workload.steps:
@@ -296,27 +315,70 @@ class Trainer:
         if report.worst_violation is None or not self.constrained:
             return f"loss by depth {shown}"
         if report.feasible:
-            return f"loss by depth {shown}, all bounds hold"
+            held = f"{report.judged} of {report.judged + report.unjudged}" if report.unjudged else "all"
+            return f"loss by depth {shown}, {held} bounds hold" + (f", but {report.caveat}" if report.caveat else "")
         return f"loss by depth {shown}, depth {report.worst_layer} {report.worst_violation:.1%} above its bound"
+
+    def _validate_untrained(self, shown: bool) -> None:
+        """Validate before the first step, so that what the training gains is known; warn of a start that is no start.
+
+        Raises:
+            InputError: the untrained losses are not finite, or those of a denoiser are far above its input's.
+        """
+        losses = self._validation_losses()
+        first, last, guess = losses[0], losses[-1], self.workload.guess_loss
+        problem = (
+            f"the untrained network's loss at the last depth is {last:.4g} where that of its input is {first:.4g}"
+            f"{self._unusual_settings()}"
+        )
+        if not all(map(math.isfinite, losses)) or (guess is None and last > _HOPELESS * first):
+            raise InputError(f"{self.folder.path}: {problem}")
+        if shown and last > _SCATTER * max(first, guess or 0.0):
+            print(printable(f"cdt-fast: warning: {problem}"), file=sys.stderr)
+        entry = self._judged(losses)
+        # Their merit leaves out what these train, so that no step would compare fairly with none.
+        if self.settings.training.depth_schedule is None and not self.settings.constraints.agreement:
+            self._keep_if_best(entry)
+        self._log({"step": 0, "validation": entry})
+
+    def _unusual_settings(self) -> str:
+        """The settings of data and network that differ from the defaults, as a remedy in words."""
+        defaults = type(self.settings)()
+        changed = [
+            f"[{section}] {name} {value}"
+            for section in ("data", "model")
+            for name, value in vars(getattr(self.settings, section)).items()
+            if name not in ("source", "download") and value != getattr(getattr(defaults, section), name)
+        ]
+        return f"; change what differs from the defaults: {', '.join(changed)}" if changed else ""
+
+    def _validation_losses(self) -> list[float]:
+        self.model.eval()
+        try:
+            return self.workload.validation_losses(self.execution.autocast)
+        finally:
+            self.model.train()
 
     def _validate(self) -> dict[str, Any]:
         """Losses on the validation samples; keeps the model if it is the best so far."""
-        self.model.eval()
-        try:
-            losses = self.workload.validation_losses(self.execution.autocast)
-        finally:
-            self.model.train()
+        losses = self._validation_losses()
         self._check_finite("validation losses", losses)
+        entry = self._judged(losses)
+        self._keep_if_best(entry)
+        return entry
+
+    def _judged(self, losses: list[float]) -> dict[str, Any]:
         report = self.constraints.report(losses)
         verdict = report.as_dict()  # JSON cannot represent infinity, where a depth is exact and the next is not
-        entry = {"loss": losses, **{name: verdict[name] for name in ("feasible", "worst_layer", "worst_violation")}}
+        return {"loss": losses, **{name: verdict[name] for name in ("feasible", "worst_layer", "worst_violation")}}
+
+    def _keep_if_best(self, entry: dict[str, Any]) -> None:
         # Both by what is known now, such as a reference fixed meanwhile.
         merit = functools.partial(self.constraints.merit, priced=self.constrained)
-        if self.best is None or merit(losses) < merit(self.best["loss"]):
+        if self.best is None or merit(entry["loss"]) < merit(self.best["loss"]):
             self.best = {"step": self.step, **entry}
             if self.accelerator.is_main_process:
                 self.workload.save_model(self.folder.model)
-        return entry
 
     def _save_checkpoint(self) -> None:
         # The losses of a step are from before its update, which may be what broke the weights.

@@ -38,7 +38,7 @@ def descent_table(runs: Sequence[EvaluatedRun]) -> Table:
                 *ratios,
                 *[""] * (layers - len(ratios)),
                 f"{values.layer_loss[-1]:.3g}",
-                "yes" if values.feasible else "no",
+                "" if worst is None else "yes" if values.feasible else "no",
                 "" if worst is None else f"{worst:+.1%} at {values.report.worst_layer}",
             ]
         )

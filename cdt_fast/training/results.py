@@ -39,6 +39,9 @@ class Verdict(Part):
     feasible: bool
     worst_layer: Count | None
     worst_violation: float | None
+    judged: Count = 0  # constraints in force, and those that are not yet
+    unjudged: Count = 0
+    caveat: str = ""
     text: str
 
 
@@ -64,6 +67,10 @@ class Evaluation(Part):
     steps: Count
     kept_step: Count | None = None  # of the model that was kept and measured
     warmup_steps: Count = 0  # after which the constraints came on
+    # On validation data at the last depth: before the training, of the kept model, and at the end.
+    untrained_loss: float | None = None
+    kept_loss: float | None = None
+    final_loss: float | None = None
     success: bool | None = None  # see `training.evaluation.verdict`: of the run alone, with no plain one beside it
     verdict: str = ""
 

@@ -85,6 +85,9 @@ class RunFolder:
     def remove_if_untouched(self) -> None:
         """Take back what `create` made if no step was trained: the settings, and the folder if it is empty then."""
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
+        if logged and not self.checkpoint.exists() and [entry["step"] for entry in self.read_metrics()] == [0]:
+            logged = False
+            shutil.rmtree(self.model, ignore_errors=True)  # the untrained one
         if not (logged or self.checkpoint.exists() or self.model.exists()):
             self.metrics.unlink(missing_ok=True)
             self.config.unlink(missing_ok=True)

@@ -60,6 +60,7 @@ class Workload(Protocol):
     lr: float
     steps: int  # optimizer steps of the whole training
     note: str | None  # what the user should know before the training starts
+    guess_loss: float | None  # of a guess among the classes or tokens; None: the task has no such answers
 
     @property
     def after_update(self) -> Callable[[], None] | None:

@@ -21,7 +21,7 @@ from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.data import to_patches
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import new_trainer, train
+from tests.runs import evaluate_run, new_trainer, train
 from tests.training.training_cases import run_on_two_ranks
 
 Config = Callable[..., VideoSettings]
@@ -242,19 +242,19 @@ def test_a_model_that_learned_is_kept_over_one_that_violates_less(
 
     Step 100 violates them by 3.3 % at most, step 336 by 4.6 %, and is better at every depth.
     """
-    told = [[7.40, 6.59, 6.14, 5.96, 5.86], [7.15, 5.73, 5.30, 5.23, 5.21]]
+    told = [[8.3, 8.3, 8.3, 8.3, 8.3], [7.40, 6.59, 6.14, 5.96, 5.86], [7.15, 5.73, 5.30, 5.23, 5.21]]
     config = tiny_config(layers=4, steps=2, validate_every=1, rate=0.05, reference=12.0, normalize=True, slack_cost=10)
     trainer = trainer_for(config, tmp_path / "run")
     losses = iter(told)
     monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: next(losses))
     trainer.run(progress=False)
     validations = [entry["validation"] for entry in trainer.folder.read_metrics() if "validation" in entry]
-    assert [entry["worst_violation"] for entry in validations] == [
+    assert [entry["worst_violation"] for entry in validations[1:]] == [
         pytest.approx(0.0332, abs=1e-3),
         pytest.approx(0.046, abs=1e-3),
     ]
     assert trainer.best is not None
-    assert trainer.best["loss"] == told[1]
+    assert trainer.best["loss"] == told[2]
 
 
 def test_the_model_of_the_lowest_merit_is_kept(
@@ -271,7 +271,7 @@ def test_the_model_of_the_lowest_merit_is_kept(
     ]
     config = tiny_config(steps=6, validate_every=1, warmup_epochs=0, reference=2.0, checkpoint_every=1, slack_cost=10.0)
     trainer = trainer_for(config, tmp_path / "run")
-    losses = iter(told)
+    losses = iter([([1.0, 1.0, 1.0], 0), *told])
     monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: next(losses)[0])
     weights = {}
     original = trainer._save_checkpoint
@@ -288,9 +288,9 @@ def test_the_model_of_the_lowest_merit_is_kept(
     monkeypatch.setattr(trainer, "_save_checkpoint", after_validation)
     trainer.run(progress=False)
     validations = [entry["validation"] for entry in trainer.folder.read_metrics() if "validation" in entry]
-    assert [entry["feasible"] for entry in validations] == [False, False, True, True, False, True]
-    assert validations[0]["worst_layer"] == 1
-    assert validations[0]["worst_violation"] == pytest.approx(0.2)
+    assert [entry["feasible"] for entry in validations[1:]] == [False, False, True, True, False, True]
+    assert validations[1]["worst_layer"] == 1
+    assert validations[1]["worst_violation"] == pytest.approx(0.2)
 
 
 def test_a_model_from_before_the_automatic_reference_is_judged_by_it_too(
@@ -298,11 +298,100 @@ def test_a_model_from_before_the_automatic_reference_is_judged_by_it_too(
 ) -> None:
     """ε₀ is fixed after 20 measurements."""
     trainer = trainer_for(tiny_config(steps=30, validate_every=10, batch=8), tmp_path / "run")
-    losses = iter([[1e3, 1e-4, 5e-5], [1e-3, 1e-4, 6e-5], [1e-3, 1e-4, 7e-5]])
+    losses = iter([[1e3, 1e3, 1e3], [1e3, 1e-4, 5e-5], [1e-3, 1e-4, 6e-5], [1e-3, 1e-4, 7e-5]])
     monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: next(losses))
     trainer.run(progress=False)
     assert trainer.best is not None
     assert trainer.best["step"] == 20
+
+
+@pytest.mark.parametrize("changes", [{}, {"constrained": False}, {"warmup_epochs": 0, "reference": 1.0}])
+def test_a_training_that_makes_things_worse_keeps_the_untrained_network(
+    tiny_config: Config, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = tiny_config(steps=4, validate_every=2, lr=0.3, **changes)
+    trainer = trainer_for(config, tmp_path / "run")
+    untrained = trainer.model.dictionary.detach().clone()
+    trainer.run(progress=False)
+    assert trainer.best is not None
+    assert trainer.best["step"] == 0
+    assert torch.equal(DUST.from_pretrained(trainer.folder.model).dictionary, untrained)
+    evaluated = evaluate_run(trainer.folder, config).evaluation
+    assert evaluated.success is False
+    assert evaluated.verdict.startswith("No success: training gained nothing, and the untrained network was kept; ")
+    first, *_, last = [entry["validation"] for entry in trainer.folder.read_metrics() if "validation" in entry]
+    assert (evaluated.untrained_loss, evaluated.final_loss) == (first["loss"][-1], last["loss"][-1])
+
+
+def test_the_untrained_network_is_no_candidate_where_its_merit_leaves_out_what_is_trained(
+    tiny_config: Config, tmp_path: Path
+) -> None:
+    config = tiny_config(steps=2, validate_every=2, lr=0.3, constrained=False, depth_schedule="random")
+    trainer = trainer_for(config, tmp_path / "run")
+    trainer.run(progress=False)
+    assert trainer.best is not None
+    assert trainer.best["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("losses", "guess", "said"),
+    [
+        ([30.0, 20.0, 29.0], None, ""),
+        ([0.300, 0.302, 0.314], None, ""),  # a fresh ViT
+        ([30.0, 20.0, 45.0], None, "loss at the last depth is 45 where that of its input is 30; change"),
+        ([5.94, 5.98, 6.01], 5.9, ""),
+        ([0.1, 0.2, 0.7], math.log(2), ""),  # its input is read well, and it guesses
+        ([3.0, 3.0, 9.0], math.log(40), "loss at the last depth is 9 where that of its input is 3; change"),
+        ([30.0, 20.0, 480.0], None, InputError),
+        ([1.0, 1.0, math.nan], math.log(40), InputError),
+        ([1.0, math.inf, 1.0], None, InputError),
+    ],
+)
+def test_a_start_that_is_worse_than_its_input_is_said_or_refused(
+    tiny_config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    losses: list[float],
+    guess: float | None,
+    said: str | type[InputError],
+) -> None:
+    trainer = trainer_for(tiny_config(steps=1), tmp_path / "run")
+    monkeypatch.setattr(trainer.workload, "guess_loss", guess)
+    monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: losses)
+    if not isinstance(said, str):
+        with pytest.raises(InputError, match=r"the untrained network's .*; change what differs from the defaults: "):
+            trainer.run(progress=False)
+        trainer.folder.remove_if_untouched()
+        assert not trainer.folder.path.exists()
+        return
+    trainer.run()
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == bool(said)
+    assert all(said in line and "[model] code_size 64" in line and "[data] size 32" in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "notes"),
+    [
+        ({"steps": 21}, []),
+        ({"steps": 20}, ["20 measurements, which are complete after step 20, and the training ends at step 20"]),
+        ({"steps": 21, "dual_every": 2, "warmup_epochs": 0}, ["complete after step 40, and the training ends at step"]),
+        ({"steps": 3}, ["the constraints come on after a warm-up of 4 steps"]),
+        ({"steps": 5, "reference": 1.0}, []),
+        ({"steps": 5, "reference": "none"}, []),
+        ({"steps": 5, "constrained": False}, []),
+        ({"steps": 5, "rate": "none", "reference": "none"}, ["there are no constraints: --rate is none"]),
+        ({"steps": 5, "rate": "none", "reference_mode": "anchor"}, ["there are no constraints: --rate is none"]),
+        ({"steps": 5, "rate": "none", "reference": "none", "bounds": {1: 0.5}}, []),
+    ],
+)
+def test_constraints_that_never_come_on_are_said_before_the_training(
+    tiny_config: Config, tmp_path: Path, changes: dict[str, Any], notes: list[str]
+) -> None:
+    said = [line for line in trainer_for(tiny_config(**changes), tmp_path / "run").notes() if line.startswith("note:")]
+    assert len(said) == len(notes)
+    assert all(part in line for part, line in zip(notes, said, strict=True))
 
 
 def test_losses_that_are_not_finite_end_the_run_and_keep_the_checkpoint(tiny_config: Config, tmp_path: Path) -> None:
@@ -353,7 +442,7 @@ def test_metrics_say_what_happened(tiny_config: Config, tmp_path: Path) -> None:
     logged = [entry for entry in trainer.folder.read_metrics() if "loss" in entry]
     validated = [entry for entry in trainer.folder.read_metrics() if "validation" in entry]
     assert [entry["step"] for entry in logged] == [3, 6, 7]
-    assert [entry["step"] for entry in validated] == [4, 7]
+    assert [entry["step"] for entry in validated] == [0, 4, 7]
     assert logged[0]["epoch"] == 3 / trainer.steps_per_epoch
     for entry in logged:
         assert len(entry["loss"]) == len(entry["weights"]) == len(entry["multipliers"]) == len(entry["slacks"]) == 3
@@ -395,7 +484,7 @@ def test_bf16_trains_and_keeps_its_weights_in_float32(tiny_config: Config, tmp_p
     trainer.run(progress=False)
     plain.run(progress=False)
     assert trainer.model.dictionary.dtype == torch.float32
-    first, second = (run.folder.read_metrics()[0]["loss"] for run in (trainer, plain))
+    first, second = (run.folder.read_metrics()[1]["loss"] for run in (trainer, plain))
     assert first == pytest.approx(second, rel=0.05)
     assert first != second
 

@@ -67,6 +67,11 @@ def test_only_a_run_without_results_is_removed(tmp_path: Path) -> None:
     run.metrics.touch()
     run.remove_if_untouched()
     assert not run.path.exists()
+    run = RunFolder.create(tmp_path / "untrained", VideoSettings())
+    run.append_metrics({"step": 0, "validation": {"loss": [1.0, 1.0]}})
+    run.model.mkdir()
+    run.remove_if_untouched()
+    assert not run.path.exists()
 
 
 @pytest.mark.parametrize("rest", ['{"step": 4, "lo', "\0\0\0\0", '{"step": 4}', "", "4"])

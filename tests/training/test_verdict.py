@@ -26,6 +26,8 @@ def run_of(
     parameters: int = 10,
     steps: tuple[int | None, int, int] = (None, 0, 0),
     margins: list[float] | None = None,
+    judged: tuple[int, int, str] = (3, 0, ""),
+    validated: tuple[float | None, float | None, float | None] = (None, None, None),
 ) -> EvaluatedRun:
     settings = VideoSettings()
     settings.constraints.constrained = constrained
@@ -35,14 +37,18 @@ def run_of(
         constrained=constrained,
         layers=len(depths) - 1,
         parameters=parameters,
+        report=SimpleNamespace(
+            worst_layer=1 if judged[0] else None, **dict(zip(("judged", "unjudged", "caveat"), judged, strict=True))
+        ),
         **dict(zip(("kept_step", "warmup_steps", "trained_steps"), steps, strict=True)),
+        **dict(zip(("untrained_loss", "kept_loss", "final_loss"), validated, strict=True)),
     )
     task: Any = SimpleNamespace(reading=lambda run: Reading("RMSE at γ 0.15", depths, INPUT, margins, "40 texts"))
     return EvaluatedRun(RunFolder(Path("plain" if not constrained else "mine")), settings, task, evaluation)
 
 
 def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_config: Any, tmp_path: Path) -> None:
-    config = tiny_config(steps=2, reference="none", rate=0.0001, warmup_epochs=0)
+    config = tiny_config(steps=2, reference="none", rate=0.0001, warmup_epochs=0, validate_every=1)
     run = RunFolder.create(tmp_path / "run", config)
     train(run, config, progress=False)
     evaluated = evaluate_run(run, config)
@@ -100,9 +106,45 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
         ),
         (
             [9.0, 3.0],
-            {"steps": (21, 20, 90)},
+            {"steps": (21, 20, 90), "validated": (3.1, 3.1, 3.3)},
             "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
             "DCT (4).",
+        ),
+        (
+            [9.0, 3.0],
+            {"steps": (90, 20, 90), "validated": (12.84, 13.01, 13.01)},
+            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
+            "DCT (4). Training made the last depth worse than it was untrained: 12.84 -> 13.01 on validation data.",
+        ),
+        (
+            [9.0, 3.0],
+            {"steps": (0, 20, 90), "validated": (12.84, 12.84, 13.01)},
+            "No success: training gained nothing, and the untrained network was kept; all constraints hold; the last "
+            "depth (RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4). Training made the last depth worse "
+            "than it was untrained: 12.84 -> 13.01 on validation data.",
+        ),
+        (
+            [9.0, 3.0],
+            {"feasible": False, "judged": (0, 0, "")},
+            "Success: the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4).",
+        ),
+        (
+            [9.0, 3.0],
+            {"feasible": False, "judged": (0, 1, "")},
+            "No success: the constraints never came on; the last depth (RMSE at γ 0.15: 3) is better than the input "
+            "(5.6) and DCT (4).",
+        ),
+        (
+            [9.0, 3.0],
+            {"judged": (2, 1, "")},
+            "Success: 2 of 3 constraints are judged, and hold; the last depth (RMSE at γ 0.15: 3) is better than the "
+            "input (5.6) and DCT (4).",
+        ),
+        (
+            [9.0, 3.0],
+            {"judged": (3, 0, "layer 1 multiplies the loss by 1.42 (its rate allows 0.95)")},
+            "Success: the bounds hold, but layer 1 multiplies the loss by 1.42 (its rate allows 0.95); the last depth "
+            "(RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4).",
         ),
     ],
 )
