@@ -18,6 +18,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.sequence import figures
 from cdt_fast.sequence.corpus import digest
 from cdt_fast.sequence.data.text import Splits
+from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.networks import Network, vocabulary_size
 from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
@@ -104,6 +105,9 @@ class SequenceWorkload:
         self.lr: float = lr if training.lr is None else training.lr
         self._settings, self.train, self.validation = settings, train, validation
         self._identity = {part: digest(getattr(data, part)) for part in ("train", "validation", "test")}
+        if getattr(settings.model, "vocabulary_size", None) is not None and isinstance(network.tokenizer, Vocabulary):
+            # As many words of another way to split texts would fit the weights.
+            self._identity["splitting"] = network.tokenizer.version
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         return SequenceLosses(self.network, self._settings, autocast)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -214,6 +215,17 @@ def test_the_losses_of_an_encoders_depths_are_those_of_its_logits(tmp_path: Path
     assert evaluation["depth_loss"][0] == pytest.approx(evaluation["layer_loss"], rel=1e-6)
     kept = min((e["validation"] for e in run.read_metrics() if "validation" in e), key=lambda e: e["loss"][-1])
     assert len(kept["loss"]) == 3
+
+
+def test_chinese_is_learned_by_its_characters(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    rows = []
+    for number in range(120):
+        told = generator.choices("好棒美赞佳优" if number % 2 else "差烂丑糟劣坏", k=3)
+        rows.append("".join(generator.choices("这部电影的故事和音乐", k=6) + told) + f"\t{number % 2}")
+    (tmp_path / "zh.tsv").write_text("text\tlabel\n" + "\n".join(rows), encoding="utf-8")
+    config = settings_for(tmp_path / "zh.tsv", steps=60, validate_every=30, gamma=0.0)
+    assert evaluated(trained(config, tmp_path / "run"), config)["accuracy"][0] == 1.0
 
 
 def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, encoder: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import regex
 import torch
 from torch import Tensor
 
@@ -19,12 +21,27 @@ WORDS = "vocabulary.json"
 """The file that they are in beside a model."""
 
 _SPECIAL = ["<pad>", "<unk>", "<sep>"]
-_WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
+# Scripts written without blanks between words: each of their characters is a word, with the marks on it. Those of
+# South East Asia are the line breaking class SA.
+_UNSPACED = r"[\p{Han}\p{Hiragana}\p{scx=Katakana}\p{Bopomofo}\p{Yi}\p{Line_Break=SA}\p{Javanese}\p{Balinese}\p{Cham}]"
+_SPACED = rf"[\w--{_UNSPACED}]"  # in `regex`, and not in `re`, the marks of Hindi, Arabic or a decomposed é are in \w
+_WORD = regex.compile(rf"(?V1)[\w&&{_UNSPACED}]\p{{M}}*|{_SPACED}+(?:['’]{_SPACED}+)*|(?!\s)\X")  # \X: a whole emoji
+_INVISIBLE = regex.compile(r"(?V1)[\p{Cf}--[\u200b-\u200d]]")  # but a blank of width zero, and what joins characters
+_WORD_BEFORE = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
 
 def words_of(text: str) -> list[str]:
-    """The lower-case words (with their inner apostrophes) and punctuation marks of a text."""
+    """The lower-case words (with their inner apostrophes) and punctuation marks of a text, in Unicode's form NFKC.
+
+    A character of a script without blanks (Chinese, Japanese, Thai and others) is a word.
+    """
+    text = _INVISIBLE.sub("", unicodedata.normalize("NFKC", text)).replace("\u200b", " ")
     return _WORD.findall(text.lower())
+
+
+def _words_before(text: str) -> list[str]:
+    """The words as vocabularies that were saved as a list have them."""
+    return _WORD_BEFORE.findall(text.lower())
 
 
 class Vocabulary:
@@ -32,15 +49,18 @@ class Vocabulary:
 
     Attributes:
         words: every word by its id.
-        pad_token_id, all_special_ids: as of a tokenizer of transformers: the id that fills up, and those that no
-            perturbation of words may touch, padding and the separator.
+        version: 2; 1 of a vocabulary that was saved as a list, which splits texts as it did then.
+        pad_token_id, unk_token_id, all_special_ids: as of a tokenizer of transformers: the id that fills up, that of
+            unknown words, and those that no perturbation of words may touch, padding and the separator.
     """
 
     pad_token_id = 0
+    unk_token_id = 1
     all_special_ids = (0, 2)
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
+    def __init__(self, words: Sequence[str], version: int = 2) -> None:
+        self.words, self.version = list(words), version
+        self._split = words_of if version == 2 else _words_before
         self._ids = {word: index for index, word in enumerate(self.words)}
 
     @classmethod
@@ -65,7 +85,7 @@ class Vocabulary:
             check_integer("max_length", max_length, 1 if text_pair is None else 3)
         rows = []
         for parts in zip(texts) if text_pair is None else zip(texts, text_pair, strict=True):
-            ids = [[self._ids.get(word, 1) for word in words_of(text)] for text in parts]
+            ids = [[self._ids.get(word, self.unk_token_id) for word in self._split(text)] for text in parts]
             if not all(ids):
                 raise InputError(f"holds no word: {parts[ids.index([])]!r}")
             while max_length is not None and sum(map(len, ids)) + len(ids) - 1 > max_length:
@@ -82,8 +102,8 @@ class Vocabulary:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the words as a JSON list, atomically."""
-        write_json(path, self.words)
+        """Write the words as JSON, atomically."""
+        write_json(path, self.words if self.version == 1 else {"version": self.version, "words": self.words})
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the words to `folder`, as a tokenizer of transformers does."""
@@ -94,9 +114,14 @@ class Vocabulary:
         """Read what `save` wrote.
 
         Raises:
-            InputError: the file is missing, not whole, or no such list of words.
+            InputError: the file is missing, not whole, of another version, or no such list of words.
         """
-        words = read_json(path, list[str])
+        content = read_json(path)
+        if not isinstance(content, dict):
+            content = {"version": 1, "words": content}
+        version, words = content.get("version"), content.get("words")
+        if version not in (1, 2) or not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            words = []
         if words[:3] != _SPECIAL or len(set(words)) < len(words):
             raise InputError(f"{path}: must hold different words, the first three {', '.join(_SPECIAL)}")
-        return cls(words)
+        return cls(words, version)

@@ -279,6 +279,37 @@ def test_words_and_their_ids(tmp_path: Path) -> None:
     assert len(vocabulary) == 6
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("这部iPhone很好。", "这 部 iphone 很 好 。"),
+        ("この映画スマホ、ｶﾞｲﾄﾞ", "こ の 映 画 ス マ ホ 、 ガ イ ド"),
+        ("หนังดี", "ห นั ง ดี"),
+        ("ຮູບດີ", "ຮູ ບ ດີ"),
+        ("រឿងនេះ", "រឿ ង នេះ"),
+        ("ကောင်း", "ကော င်း"),
+        ("이 영화는 大韓民國", "이 영화는 大 韓 民 國"),
+        ("अच्छी फिल्म है", "अच्छी फिल्म है"),
+        ("فِيلْمٌ جَيِّدٌ\u200f", "فِيلْمٌ جَيِّدٌ"),
+        ("cafe\u0301 CAF\u00c9", "caf\u00e9 caf\u00e9"),
+        ("ｇｏｏｄ\u200bso\u00adso", "good soso"),
+        ("so 👍🏽👩‍👩‍👧!", "so 👍🏽 👩‍👩‍👧 !"),
+    ],
+)
+def test_words_of_other_scripts(text: str, words: str) -> None:
+    assert words_of(text) == words.split()
+
+
+def test_a_vocabulary_saved_as_a_list_splits_as_it_did(tmp_path: Path) -> None:
+    words = ["<pad>", "<unk>", "<sep>", "很好", "很", "好"]
+    before = Vocabulary.load(write(tmp_path / "before.json", json.dumps(words)))
+    assert before.rows(["很好 好"])[0][0].tolist() == [3, 5]
+    before.save(tmp_path / "again.json")
+    assert Vocabulary.load(tmp_path / "again.json").rows(["很好"])[0][0].tolist() == [3]
+    Vocabulary(words).save(tmp_path / "now.json")
+    assert Vocabulary.load(tmp_path / "now.json").rows(["很好"])[0][0].tolist() == [4, 5]
+
+
 def test_pairs_are_cut_from_the_longer_text() -> None:
     vocabulary = Vocabulary.build(["a b c d e"])
     ids, lengths = vocabulary.encode(["a b c d", "a"], ["e", "b"], max_length=5)
@@ -291,7 +322,17 @@ def test_pairs_are_cut_from_the_longer_text() -> None:
         vocabulary.encode(["a"], ["b"], max_length=2)
 
 
-@pytest.mark.parametrize("content", ['["a", "b"]', "{}", '["<pad>", "<unk>", "<sep>", "a", "a"]', "[1]", "["])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"version": 3, "words": ["<pad>", "<unk>", "<sep>"]}',
+        '["a", "b"]',
+        "{}",
+        '["<pad>", "<unk>", "<sep>", "a", "a"]',
+        "[1]",
+        "[",
+    ],
+)
 def test_a_broken_vocabulary_is_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(InputError, match=r"words\.json"):
         Vocabulary.load(write(tmp_path / "words.json", content))
