@@ -49,7 +49,9 @@ class TextDataSettings(PerturbationSettings):
     )
     text_column: str | None = setting(None, "column of the text (default: that of MNLI where it is there, else text)")
     second_column: str | None = setting(None, "column of the second text of pairs (default: as above, else none)")
-    label_column: str | None = setting(None, "column of the class (default: as above, else label)")
+    label_column: str | None = setting(
+        None, "column of the class (default: as above, else label); US and us are two classes"
+    )
     format: Literal["tsv", "csv", "json", "jsonl"] | None = setting(
         None, "format of the files (default: by the suffix)"
     )

@@ -92,7 +92,10 @@ def load_text_network(folder: Path, settings: TextSettings, names: list[str]) ->
     whole. `names` are those of the texts."""
     if settings.model.model == UNROLLED:
         check_folder(folder)
-        return UnrolledNetwork(TextUT.from_pretrained(folder), load_saved_tokenizer(folder)), names
+        model = TextUT.from_pretrained(folder)
+        if model.classes != len(names):
+            raise InputError(f"{folder}: has {model.classes} classes, and the training texts have {', '.join(names)}")
+        return UnrolledNetwork(model, load_saved_tokenizer(folder)), names
     transformers = pretrained_library()
     with from_hub(str(folder), download=False) as where:
         encoder = load_complete(transformers.AutoModelForSequenceClassification, folder, **where)
@@ -122,7 +125,7 @@ def _load_encoder(settings: TextModelSettings, names: list[str]) -> tuple[Any, l
     with from_hub(settings.model, settings.download) as where:
         own = transformers.AutoConfig.from_pretrained(settings.model, **where)
         classes = _own_classes(own) or []
-        if {name.casefold() for name in classes} == {name.casefold() for name in names}:
+        if sorted(map(str.casefold, classes)) == sorted(map(str.casefold, names)):
             names = classes
         model = load_complete(
             transformers.AutoModelForSequenceClassification,

@@ -228,6 +228,15 @@ def test_chinese_is_learned_by_its_characters(tmp_path: Path) -> None:
     assert evaluated(trained(config, tmp_path / "run"), config)["accuracy"][0] == 1.0
 
 
+def test_a_network_of_other_classes_than_the_texts_is_not_evaluated(tmp_path: Path) -> None:
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), steps=1, warmup_epochs=0)
+    run = trained(config, tmp_path / "run")
+    with (tmp_path / "reviews.tsv").open("a") as file:
+        file.write("a film\tPOS\n" * 10)
+    with pytest.raises(InputError, match="has 2 classes, and the training texts have neg, POS, pos"):
+        evaluated(run, config)
+
+
 def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, encoder: Path) -> None:
     table = write_table(tmp_path / "reviews.tsv")
     config = settings_for(table, embedding=str(encoder), frozen_embedding=True, width=12, steps=4)

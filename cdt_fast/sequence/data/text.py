@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,17 +57,20 @@ class TextData:
     def with_names(self, names: Sequence[str]) -> TextData:
         """The same texts, their classes numbered in the order of `names`: that of a checkpoint, for example.
 
-        Names are compared without regard to case. `names` may hold further classes.
+        A name that is not among `names` as it is written is the one that differs from it in case alone. `names` may
+        hold further classes.
 
         Raises:
-            InputError: a class is not among `names`.
+            InputError: a class is not among `names`, or in case alone differs from two of them.
         """
-        numbers = {name.casefold(): number for number, name in enumerate(names)}
-        missing = [name for name in self.names if name.casefold() not in numbers]
-        if missing:
-            known = ", ".join(map(repr, names))
-            raise InputError(f"the label {shown(missing[0])} is not among those of the training or the model: {known}")
-        renumbered = [numbers[name.casefold()] for name in self.names]
+        exact = {_composed(name): number for number, name in enumerate(names)}
+        renumbered = []
+        for name in map(_composed, self.names):
+            alike = [name] if name in exact else [other for other in exact if other.casefold() == name.casefold()]
+            if len(alike) != 1:
+                known = ", ".join(map(repr, names))
+                raise InputError(f"the label {shown(name)} is not among those of the training or the model: {known}")
+            renumbered.append(exact[alike[0]])
         return replace(self, names=list(names), labels=[renumbered[label] for label in self.labels])
 
 
@@ -125,7 +129,8 @@ def labeled_texts(
         source: what messages call the rows.
         rows: as `read_rows` gives them.
         columns: those of the text ("text"), of its class ("label"), and of the second text of pairs (none).
-        names: the classes in the order of their numbers; None: those of the rows, in order of numbers or the alphabet.
+        names: the classes in the order of their numbers; None: those of the rows, in order of numbers or the alphabet,
+            where names that differ in case are different classes, but for true and false.
         unlabeled: what stands there where a row has no class; such rows are left out.
 
     Raises:
@@ -136,7 +141,7 @@ def labeled_texts(
     values: list[str] = []
     num_dropped = 0
     for row in rows:
-        value = text_of(row, label, _ADVICE)
+        value = _composed(text_of(row, label, _ADVICE))
         if value == unlabeled:
             num_dropped += 1
             continue
@@ -149,8 +154,8 @@ def labeled_texts(
         raise InputError(f"{source}: holds no labeled text")
     own = _in_order(values)
     first, *pair = texts.values()
-    numbers = {name.casefold(): number for number, name in enumerate(own)}
-    labels = [numbers[value.casefold()] for value in values]
+    numbers = {_class_of(name): number for number, name in enumerate(own)}
+    labels = [numbers[_class_of(value)] for value in values]
     data = TextData(first, labels, own, *pair, num_dropped=num_dropped)
     return data if names is None else data.with_names(names)
 
@@ -205,10 +210,20 @@ def split_text(data: TextData, validation: float = 0.1, test: float = 0.1, *, se
     return Splits(train, held_out, tested)
 
 
+def _composed(name: str) -> str:
+    """The name in Unicode's form NFC: an é of two characters looks like that of one."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _class_of(value: str) -> str:
+    """What values of one class share: how tools write true and false differs."""
+    return value.casefold() if value.casefold() in ("true", "false") else value
+
+
 def _in_order(values: Collection[str]) -> list[str]:
-    """The different values; those that differ in nothing but their case are the same class."""
-    names = list({value.casefold(): value for value in sorted(values, reverse=True)}.values())
+    """The different classes."""
+    names = list({_class_of(value): value for value in sorted(values, reverse=True)}.values())
     # More digits than these are a name, and more than Python turns into a number.
     if all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in names):
         return sorted(names, key=int)
-    return sorted(names, key=str.casefold)
+    return sorted(names, key=lambda name: (name.casefold(), name))

@@ -137,14 +137,41 @@ def test_a_text_longer_than_the_csv_module_s_limit(tmp_path: Path) -> None:
     assert len(read_table(path).texts[0]) == 5 * 40_000 - 1
 
 
-def test_classes_that_differ_in_case_are_one_and_follow_the_names_given(tmp_path: Path) -> None:
+def test_classes_that_differ_in_case_follow_the_names_given(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "text,label\na,Pos\nb,neg\nc,pos\nd,NEG\n")
-    assert read_table(path).labels == [1, 0, 1, 0]
     data = read_table(path, names=["POS", "NEG", "MIXED"])
     assert (data.labels, data.names) == ([0, 1, 0, 1], ["POS", "NEG", "MIXED"])
     assert data.with_names(["neg", "mixed", "pos"]).labels == [2, 0, 2, 0]
     with pytest.raises(InputError, match=r"label 'MIXED' is not among .*: 'neg', 'pos'"):
         data.with_names(["neg", "pos"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["us", "US", "IT", "us"], ["IT", "US", "us"]),
+        (["b", "B", "a", "A"], ["A", "a", "B", "b"]),
+        (["True", "false", "true", "FALSE"], ["FALSE", "True"]),
+        (["1", "1.0", "0", "0.0"], ["0", "0.0", "1", "1.0"]),
+        ([" caf\u00e9 ", "cafe\u0301"], ["caf\u00e9"]),
+    ],
+    ids=lambda values: values[0],
+)
+def test_within_a_file_labels_are_one_class_only_where_they_mean_the_same(
+    labels: list[str], names: list[str], tmp_path: Path
+) -> None:
+    data = read_table(write(tmp_path / "a.csv", "text,label\n" + "".join(f"a,{label}\n" for label in labels)))
+    assert data.names == names
+    assert data.with_names(names) == data
+
+
+def test_a_label_that_may_be_either_of_two_classes_is_refused(tmp_path: Path) -> None:
+    data = read_table(write(tmp_path / "a.csv", "text,label\na,US\nb,us\n"))
+    assert data.with_names(["us", "it", "US"]).labels == [2, 0]
+    other = read_table(write(tmp_path / "b.csv", "text,label\na,Us\n"))
+    assert other.with_names(["it", "US"]).labels == [1]
+    with pytest.raises(InputError, match=r"label 'Us' is not among .*: 'US', 'us'"):
+        other.with_names(data.names)
 
 
 BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
