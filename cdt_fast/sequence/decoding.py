@@ -8,13 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import frequent_tokens
 from cdt_fast.models.layer_losses.decoding.tuning import EARLY_EXIT, TunedRow, timed_continuations
 from cdt_fast.sequence.evaluation import KEPT
+from cdt_fast.sequence.limits import positions_of
 from cdt_fast.sequence.networks import PretrainedNetwork, replaced_folder
+from cdt_fast.sequence.settings import LanguageSettings
 from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
 
 _NEW_TOKENS = 32  # generated behind each prompt
@@ -28,6 +31,17 @@ def prompts_of(samples: EncodedSamples, count: int) -> list[Tensor]:
     rows = zip(samples.rows[:count], samples.targets[:count], strict=True)
     asked = (row[0, : int((targets != IGNORED).nonzero()[0, 0])] for row, targets in rows)
     return [prompt for prompt in asked if len(prompt)]
+
+
+def check_prompts(network: PretrainedNetwork, prompts: Sequence[Tensor], settings: LanguageSettings) -> None:
+    """Require room for what is generated behind the prompts; the network is on the CPU."""
+    longest = max(map(len, prompts), default=0)
+    row = torch.ones(2, longest + _NEW_TOKENS, dtype=torch.int64)
+    if longest and (positions := positions_of(network, row)) < row.shape[1]:
+        raise InputError(
+            f"[evaluation] prompts is {settings.evaluation.prompts}, and {_NEW_TOKENS} tokens behind a prompt of "
+            f"{longest} are more than the {positions} positions of {settings.model.model}: give --prompts 0"
+        )
 
 
 def draft_tokens_of(samples: EncodedSamples, vocabulary: int) -> Tensor | None:

@@ -18,7 +18,7 @@ from cdt_fast.models.layer_losses.parts import find_parts
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.corpus import Instruction, InstructionSplits
-from cdt_fast.sequence.decoding import decoding_of, draft_tokens_of, prompts_of, tune
+from cdt_fast.sequence.decoding import check_prompts, decoding_of, draft_tokens_of, prompts_of, tune
 from cdt_fast.sequence.evaluation import LanguageEvaluation, perplexities
 from cdt_fast.sequence.figures import (
     AGREEMENT,
@@ -29,6 +29,7 @@ from cdt_fast.sequence.figures import (
     speed_of,
     speed_table,
 )
+from cdt_fast.sequence.limits import check_rows, unknown_words
 from cdt_fast.sequence.networks import PretrainedNetwork, vocabulary_size
 from cdt_fast.sequence.settings import SMALL, LanguageModelSettings, LanguageSettings
 from cdt_fast.sequence.task import LoadedModel, SequenceTask, SequenceWorkload
@@ -91,14 +92,20 @@ class LanguageTask(SequenceTask):
             network.handle.agreement_taps = tuple(settings.constraints.agreement or ())
             build_constraints(settings, data, "cpu", network.layers).check_inner_kl(chosen.inner_kl)
         add_layer_dropout(find_parts(network.model).layers, chosen.layer_dropout)
-        train, validation = (
-            encoded_instructions(getattr(data, part), tokenizer, max_tokens, part) for part in ("train", "validation")
+        train, validation, test = (
+            encoded_instructions(getattr(data, part), tokenizer, max_tokens, part)
+            for part in ("train", "validation", "test")
         )
+        check_rows(network, (train, validation, test), settings)
+        prompts = (prompts_of(part, settings.evaluation.prompts) for part in (validation, test))
+        check_prompts(network, [prompt for part in prompts for prompt in part], settings)
+        unknown = unknown_words(tokenizer, (validation, test))
         notes = [
             f"{chosen.model}: a training that reads {network.layers} inner depths takes {overhead:.2f} times the FLOP "
             f"of one that reads none (--taps and --inner-fraction lower it)",
             *_speedup(settings, network, train),
             *_cut(train, len(data.train), network),
+            *([] if unknown is None else [unknown]),
         ]
         lr = _LR["small" if chosen.model == SMALL else "whole" if chosen.lora_rank is None else "lora"]
         choices, note = vocabulary_size(network.model), "\n".join(notes)

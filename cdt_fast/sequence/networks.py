@@ -46,7 +46,8 @@ class Network(ABC):
     def __init__(self, model: nn.Module, tokenizer: Any, depths: Sequence[int]) -> None:
         self.model, self.tokenizer, self.depths = model, tokenizer, depths
         # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
-        self.padding_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id < vocabulary_size(model) else 0
+        ids = (tokenizer.pad_token_id, getattr(tokenizer, "eos_token_id", None), 0)
+        self.padding_id: int = next(index for index in ids if index is not None and index < vocabulary_size(model))
 
     @property
     def layers(self) -> int:
@@ -146,6 +147,10 @@ class PretrainedNetwork(Network):
         super().__init__(model, tokenizer, self.handle.taps)
         if self.depths[-1] != last or self.layers < 1:
             raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")
+
+    def forward(self, inputs: Tensor) -> None:
+        """The model's own forward, without labels."""
+        self.model(**self._named(inputs))
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         output = self.model(**self._named(inputs), labels=targets, depth_weights=weights)

@@ -20,7 +20,8 @@ from cdt_fast.sequence.corpus import digest
 from cdt_fast.sequence.data.text import Splits
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import measure
-from cdt_fast.sequence.networks import Network, vocabulary_size
+from cdt_fast.sequence.limits import check_rows
+from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
@@ -89,13 +90,6 @@ class SequenceWorkload:
         lr: float,
         note: str | None = None,
     ) -> None:
-        size = vocabulary_size(network.model)
-        largest = max(int(row[0].max()) for row in (*train.rows, *validation.rows))
-        if largest >= size:
-            raise InputError(
-                f"the tokenizer gives ids up to {largest}, but the model has {size} word embeddings: give a folder "
-                "whose tokenizer belongs to its model"
-            )
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
         self.note, self.guess_loss = note, math.log(choices)
@@ -174,6 +168,7 @@ class SequenceTask(Task):
         progress: bool = True,
     ) -> dict[str, Any]:
         kept = self.load_model(folder, settings, data)
+        check_rows(kept.network, (kept.validation, kept.test), settings)
         use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if use_cuda else "cpu")
         kept.network.model.to(device)

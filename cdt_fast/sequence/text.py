@@ -17,6 +17,7 @@ from cdt_fast.sequence.data.text import Splits, TextData
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import TextEvaluation, confident_exits
 from cdt_fast.sequence.figures import CONFIDENT_EXIT, accuracy_table, confident_exit_table
+from cdt_fast.sequence.limits import check_rows, unknown_words
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
 from cdt_fast.sequence.task import LoadedModel, SequenceTask, SequenceWorkload
@@ -55,10 +56,11 @@ class TextTask(SequenceTask):
             raise InputError(f"{settings.data.source}: all the training texts are of one class, {present.pop()!r}")
         max_tokens = settings.data.max_tokens
         network, names = _build(settings.model, max_tokens, data.train)
-        parts = (part.with_names(names) for part in (data.train, data.validation))
-        train, validation = (encoded_texts(part, network.tokenizer, max_tokens) for part in parts)
-        lr = _LR[settings.model.model == UNROLLED]
-        return SequenceWorkload(settings, network, train, validation, data, choices=len(names), lr=lr)
+        parts = (part.with_names(names) for part in (data.train, data.validation, data.test))
+        train, validation, test = (encoded_texts(part, network.tokenizer, max_tokens) for part in parts)
+        check_rows(network, (train, validation, test), settings)
+        lr, note = _LR[settings.model.model == UNROLLED], unknown_words(network.tokenizer, (validation, test))
+        return SequenceWorkload(settings, network, train, validation, data, choices=len(names), lr=lr, note=note)
 
     def load_model(self, folder: RunFolder, settings: TextSettings, data: Splits[TextData]) -> LoadedModel:
         network, names = load_text_network(folder.model, settings, data.train.names)
@@ -111,12 +113,10 @@ def _build(settings: TextModelSettings, max_length: int, train: TextData) -> tup
         return _build_unrolled(settings, max_length, train), train.names
     tokenizer = load_tokenizer(settings.model, settings.download)
     model, names = _load_encoder(settings, train.names)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and max_length > positions:
-        raise InputError(f"[data] max_tokens is {max_length}, but {settings.model} has {positions} positions")
-    if getattr(model.config, "pad_token_id", None) is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
-    return PretrainedNetwork(model, tokenizer, settings.taps, inner_pooling=settings.inner_pooling), names
+    network = PretrainedNetwork(model, tokenizer, settings.taps, inner_pooling=settings.inner_pooling)
+    if getattr(model.config, "pad_token_id", None) is None:  # a decoder looks for the last token before it
+        model.config.pad_token_id = network.padding_id
+    return network, names
 
 
 def _load_encoder(settings: TextModelSettings, names: list[str]) -> tuple[Any, list[str]]:

@@ -328,6 +328,28 @@ def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: 
     assert transformers.AutoTokenizer.from_pretrained(run.model).eos_token == "<end>"
 
 
+def test_the_limits_of_a_language_model_are_told_before_training(source: Path, tmp_path: Path, qwen: Path) -> None:
+    folder = tmp_path / "gpt2"
+    shutil.copytree(qwen, folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
+
+    def start(positions: int, prompts: int) -> Any:
+        sizes = {"vocab_size": 257, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": positions}
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=256)).save_pretrained(folder)
+        settings = settings_for(source, model=str(folder), max_tokens=256, prompts=prompts)
+        return new_trainer(RunFolder(tmp_path / "run"), settings)
+
+    longest = max(row.shape[1] for row in start(256, 8).workload.train.rows)
+    start(longest, 0)
+    with pytest.raises(
+        InputError, match=rf"max_tokens is 256, but .*gpt2 has {longest - 1} positions.* {longest} tokens"
+    ):
+        start(longest - 1, 0)
+    with pytest.raises(
+        InputError, match=rf"prompts is 8, and 32 tokens .* more than the {longest} positions of .*gpt2"
+    ):
+        start(longest, 8)
+
+
 def test_taps_leave_depths_out(source: Path, tmp_path: Path) -> None:
     config = settings_for(source, layers=4, taps=[0, 2, 4], steps=2)
     evaluation = evaluated(trained(config, tmp_path / "run"), config)

@@ -23,6 +23,7 @@ from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.text import TextTask
+from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training.report import seed_table
 from cdt_fast.training.run_folder import RunFolder
@@ -215,6 +216,80 @@ def test_the_losses_of_an_encoders_depths_are_those_of_its_logits(tmp_path: Path
     assert evaluation["depth_loss"][0] == pytest.approx(evaluation["layer_loss"], rel=1e-6)
     kept = min((e["validation"] for e in run.read_metrics() if "validation" in e), key=lambda e: e["loss"][-1])
     assert len(kept["loss"]) == 3
+
+
+LIMITS = [
+    ("Bert", {}, {}, r"max_tokens is 60, but .*/limited has 24 positions.*33 tokens: give --max-tokens 24"),
+    ("Roberta", {"pad_token_id": 1}, {}, r"max_tokens is 60, but .*/limited has 22 positions.*--max-tokens 22"),
+    ("Bert", {"vocab_size": 9}, {}, r"ids up to \d+, but the model has 9 word embeddings"),
+    ("Bert", {"type_vocab_size": 1}, {"second_column": "label"}, r"tokenizer of .*/limited gives token types up to 1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "options", "message"), LIMITS)
+def test_the_limits_of_an_encoder_are_told_before_training(
+    tmp_path: Path, encoder: Path, kind: str, changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"vocab_size": len((encoder / "vocab.txt").read_text().split()), "max_position_embeddings": 24}
+    config = getattr(transformers, f"{kind}Config")(**{"pad_token_id": 0, **sizes, **changes})
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path / "limited")
+    transformers.BertTokenizerFast(str(encoder / "vocab.txt")).save_pretrained(tmp_path / "limited")
+    write_table(tmp_path / "data" / "train.tsv")
+    if not options:  # a text of 31 words, and it is a test text
+        (tmp_path / "data" / "test.tsv").write_text("text\tlabel\n" + "film " * 31 + "\tpos\n")
+    settings = settings_for(tmp_path / "data", model=str(tmp_path / "limited"), max_tokens=60, **options)
+    with pytest.raises(InputError, match=message):
+        new_trainer(RunFolder(tmp_path / "run"), settings)
+    short = settings_for(tmp_path / "data", model=str(encoder), max_tokens=22, **options)
+    assert new_trainer(RunFolder(tmp_path / "run"), short).workload.steps
+
+
+def test_an_evaluation_tells_the_limits_too(tmp_path: Path, encoder: Path) -> None:
+    config = settings_for(
+        write_table(tmp_path / "reviews.tsv"), model=str(encoder), steps=1, max_tokens=60, warmup_epochs=0
+    )
+    transformers = pytest.importorskip("transformers")
+    run = trained(config, tmp_path / "run")
+    transformers.BertTokenizerFast(str(encoder / "vocab.txt")).save_pretrained(tmp_path / "other")  # without its limit
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "other" / name, run.model / name)
+    (run.model / CHECKSUMS).unlink()
+    with (tmp_path / "reviews.tsv").open("a") as file:
+        file.write(("film " * 31 + "\tpos\n") * 40)
+    with pytest.raises(InputError, match=r"max_tokens is 60, but .*24 positions"):
+        evaluated(run, config)
+
+
+def test_a_decoder_finds_the_end_of_a_text_whose_padding_it_has_no_embedding_of(tmp_path: Path, encoder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24, "eos_token_id": 3, "bos_token_id": None}
+    words = (encoder / "vocab.txt").read_text().split()
+    folder = tmp_path / "decoder"
+    transformers.GPT2Model(transformers.GPT2Config(vocab_size=len(words), **sizes)).save_pretrained(folder)
+    tokenizer = transformers.BertTokenizerFast(str(encoder / "vocab.txt"), pad_token="<new>", eos_token="[SEP]")
+    tokenizer.save_pretrained(folder)
+    config = settings_for(write_table(tmp_path / "reviews.tsv"), model=str(folder), steps=1)
+    network = new_trainer(RunFolder(tmp_path / "run"), config).workload.network
+    rows = network.tokenizer(["a film", "the plot was dull and a film was it"])["input_ids"]
+    assert network.tokenizer.pad_token_id == len(words)
+    samples = EncodedSamples(
+        [torch.stack([torch.tensor(row), torch.ones(len(row), dtype=torch.int64)]) for row in rows], [], []
+    )
+    samples.targets.extend(torch.tensor([0, 1]).unbind())
+    inputs = [samples.batch(chosen, network.padding_id, torch.device("cpu"))[0] for chosen in ([0], [0, 1])]
+    alone, together = (network.depth_logits(part)[-1][0] for part in inputs)
+    torch.testing.assert_close(alone, together)
+
+
+@pytest.mark.parametrize(("least", "told"), [(1, False), (3, True)])
+def test_words_that_are_unknown_are_told(tmp_path: Path, least: int, told: bool) -> None:
+    source = tmp_path / "texts.tsv"
+    rows = [f"word{number // 2} thing{number // 2} film\t{number % 2}" for number in range(80)]
+    source.write_text("text\tlabel\n" + "\n".join(rows))
+    note = new_trainer(RunFolder(tmp_path / "run"), settings_for(source, least_count=least)).workload.note
+    assert (note is not None and "67% of the words of the validation and test texts are unknown" in note) == told
 
 
 def test_chinese_is_learned_by_its_characters(tmp_path: Path) -> None:
