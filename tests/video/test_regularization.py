@@ -88,7 +88,7 @@ def test_a_training_is_the_same_however_its_windows_are_cut(
         ({"code_noise": 0.1, "overlap": 2}, r"code_noise, layer_dropout and jacobian .* give --overlap 1"),
         ({"jacobian": 1.0, "model": "vit"}, r"code_noise, layer_dropout and jacobian are for dust and ut"),
         ({"spectral_bound": 1.0, "model": "vit"}, r"spectral_bound is of dictionaries, which a vit has none of"),
-        ({"model": "vit", "sequence": "space", "overlap": 2}, r"overlap 1 for a vit"),
+        ({"model": "vit", "sequence": "space", "overlap": 2}, r"overlap must be 1 but for model dust"),
     ],
 )
 def test_what_it_is_not_for_is_refused(tiny_config: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
