@@ -46,9 +46,18 @@ class PretrainedModel(nn.Module):
     def _described(self) -> dict[str, Any]:
         return {"model": type(self).__name__, **self.config}
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model to `folder`, each file atomically; checksums of weights and configuration are among them."""
+    def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the model to `folder`, each file atomically; checksums of weights and configuration are among them.
+
+        Raises:
+            InputError: the folder is the `model` of a run of `cdt-fast train`, and not `overwrite`.
+        """
         folder = Path(folder)
+        where = folder.resolve()
+        if not overwrite and where.name == "model" and (where.parent / "config.toml").exists():
+            raise InputError(
+                f"{folder}: is where a run keeps its model; save to another folder, or with overwrite=True"
+            )
         config = self._described
         with replaced_atomically(folder / "model.safetensors") as temporary:
             temporary.write_bytes(serialized(self.state_dict(), {"config": _canonical(config)}))

@@ -28,9 +28,23 @@ SOURCES = [path for part in ("cdt_fast", "kernels", "models", "bench", "tests") 
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_python_in_documents_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_in_documents_runs_and_leaves_runs_alone(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = re.findall(r"\bruns/[\w-]+", "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS))
+    assert "runs/mine" in named
+    for name in ("config.toml", "model/config.json", "model/model.safetensors", "model/vocabulary.json"):
+        for run in set(named):
+            (tmp_path / run / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / run / name).write_text("of a run")
+    before = _files(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "<document>", "exec"), {"__name__": "document"})
+    assert _files(tmp_path / "runs") == before
+
+
+def _files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _anchors(document: Path) -> set[str]:

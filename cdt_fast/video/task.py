@@ -98,7 +98,7 @@ class VideoWorkload:
         return {"windows": windows, "sigma": self._data.sigma}
 
     def save_model(self, folder: Path) -> None:
-        self._denoiser.save_pretrained(folder)
+        self._denoiser.save_pretrained(folder, overwrite=True)
 
     def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
         if not isinstance(self._denoiser, DUST):

@@ -76,6 +76,21 @@ def test_dust_s_own_settings_round_trip(tmp_path: Path, options: dict[str, Any])
     assert models.DUST.from_pretrained(str(tmp_path)).config == model.config
 
 
+def test_the_model_of_a_run_is_not_replaced_by_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, model = tmp_path / "run", trained(models.VideoUT)
+    trained(models.DUST).save_pretrained(run / "model")
+    (run / "config.toml").write_text('task = "video"')
+    (tmp_path / "link").symlink_to(run / "model")
+    monkeypatch.chdir(run / "model")
+    for folder in (run / "model", tmp_path / "link", "."):
+        with pytest.raises(InputError, match=r"is where a run keeps its model; .*overwrite=True"):
+            model.save_pretrained(folder)
+    assert isinstance(models.load_pretrained(run / "model"), models.DUST)
+    model.save_pretrained(run / "another")
+    model.save_pretrained(run / "model", overwrite=True)
+    assert isinstance(models.load_pretrained(run / "model"), models.VideoUT)
+
+
 def test_saving_again_replaces_the_files_and_leaves_nothing_else(saved: Path) -> None:
     model = trained(models.VideoUT, tied=True)
     model.save_pretrained(saved)
