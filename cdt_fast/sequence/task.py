@@ -98,7 +98,7 @@ class SequenceWorkload:
         self.steps: int = training.steps or training.epochs * steps_per_epoch(settings, len(train))
         self.lr: float = lr if training.lr is None else training.lr
         self._settings, self.train, self.validation = settings, train, validation
-        self._identity = {part: digest(getattr(data, part)) for part in ("train", "validation", "test")}
+        self._identity: dict[str, Any] = {part: digest(getattr(data, part)) for part in ("train", "validation", "test")}
         if getattr(settings.model, "vocabulary_size", None) is not None and isinstance(network.tokenizer, Vocabulary):
             # As many words of another way to split texts would fit the weights.
             self._identity["splitting"] = network.tokenizer.version

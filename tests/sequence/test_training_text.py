@@ -271,7 +271,8 @@ def test_a_decoder_finds_the_end_of_a_text_whose_padding_it_has_no_embedding_of(
     tokenizer = transformers.BertTokenizerFast(str(encoder / "vocab.txt"), pad_token="<new>", eos_token="[SEP]")
     tokenizer.save_pretrained(folder)
     config = settings_for(write_table(tmp_path / "reviews.tsv"), model=str(folder), steps=1)
-    network = new_trainer(RunFolder(tmp_path / "run"), config).workload.network
+    workload: Any = new_trainer(RunFolder(tmp_path / "run"), config).workload
+    network = workload.network
     rows = network.tokenizer(["a film", "the plot was dull and a film was it"])["input_ids"]
     assert network.tokenizer.pad_token_id == len(words)
     samples = EncodedSamples(

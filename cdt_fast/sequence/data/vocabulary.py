@@ -117,11 +117,10 @@ class Vocabulary:
             InputError: the file is missing, not whole, of another version, or no such list of words.
         """
         content = read_json(path)
-        if not isinstance(content, dict):
-            content = {"version": 1, "words": content}
-        version, words = content.get("version"), content.get("words")
-        if version not in (1, 2) or not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            words = []
+        version = 1 if isinstance(content, list) else 2
+        if isinstance(content, dict):
+            content = content.get("words") if content.get("version") == version else None
+        words = content if isinstance(content, list) and all(isinstance(word, str) for word in content) else []
         if words[:3] != _SPECIAL or len(set(words)) < len(words):
             raise InputError(f"{path}: must hold different words, the first three {', '.join(_SPECIAL)}")
         return cls(words, version)
