@@ -159,8 +159,8 @@ def denoise_video(
     target = Path(target)
     check_target(target, Path(source), overwrite)
     denoising = Denoising(model, settings, depth, sigma, grids, exits)
-    # Gray frames `[h, w]` have one color.
-    colored = (np.atleast_3d(frame) for frame in frames.frames())
+    # A clip may change from gray to color.
+    colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())
     shown = progress_bar(colored, desc=f"denoise {frames.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
         written, notes = write_video(temporary, target, denoising.frames(shown), frames)

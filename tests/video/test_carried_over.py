@@ -36,11 +36,18 @@ def settings_of(**data: Any) -> VideoSettings:
     return config
 
 
-def recorded(path: Path, times: list[Fraction], sound: str | None = None, frames: np.ndarray | None = None) -> Path:
+def recorded(
+    path: Path,
+    times: list[Fraction],
+    sound: str | None = None,
+    frames: np.ndarray | None = None,
+    options: dict[str, str] | None = None,
+    **settings: Any,
+) -> Path:
     """A video with frames at these seconds, and a tone of a second where `sound` names its codec."""
     frames = scrolling_clip(len(times), 24, 40) if frames is None else frames
     with av.open(str(path), "w") as container:
-        video = container.add_stream("libx264", rate=10, options={"bf": "0", "crf": "4"})
+        video = container.add_stream("libx264", rate=10, options={"bf": "0", "crf": "4", **(options or {})}, **settings)
         video.width, video.height, video.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
         video.codec_context.time_base = TICK
         tone = None if sound is None else container.add_stream(sound, rate=48_000)
@@ -89,6 +96,90 @@ def test_frame_times_and_sound_come_through(tmp_path: Path, suffix: str, times: 
     assert sound == times_and_sound(source)[1]
 
 
+def flash_and_beep(path: Path) -> tuple[int, float, float]:
+    """Number of frames, and when a picture is bright and the sound loud for the first time, in seconds."""
+    with av.open(str(path)) as container:
+        shown = [(frame.time, frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
+    with av.open(str(path)) as container:
+        heard = [(frame.time, np.abs(frame.to_ndarray()).max()) for frame in container.decode(audio=0)]
+    flash, beep = (next(time for time, level in part if level > most) for part, most in ((shown, 120), (heard, 0.3)))
+    return len(shown), flash, beep
+
+
+@pytest.fixture(scope="module")
+def flashing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key frame every tenth of 50 frames, 25 a second, and a flash and a beep at the second 1."""
+    path = tmp_path_factory.mktemp("flashing") / "whole.mp4"
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("libx264", rate=25, options={"g": "10", "bf": "2", "x264-params": "open-gop=1"})
+        video.width, video.height, video.pix_fmt = 32, 32, "yuv420p"
+        tone = container.add_stream("aac", rate=48_000, layout="mono")
+        wave = np.zeros((50, 1, 1920), dtype=np.float32)
+        wave[25] = 0.9 * np.sin(np.arange(1920) * 0.3)
+        for number in range(50):
+            picture = np.full((32, 32, 3), 220 if number in (25, 26, 27) else 30, np.uint8)
+            container.mux(video.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            sound = av.AudioFrame.from_ndarray(wave[number], format="fltp", layout="mono")
+            sound.sample_rate, sound.pts = 48_000, number * 1920
+            container.mux(tone.encode(sound))
+        container.mux(video.encode(None))
+        container.mux(tone.encode(None))
+    return path
+
+
+def copied(source: Path, target: Path, first: Fraction, cut: Fraction) -> Path:
+    """The packets from `first` seconds on, `cut` seconds earlier: what programs do that trim without encoding."""
+    with av.open(str(source)) as opened, av.open(str(target), "w") as container:
+        streams = {stream.index: container.add_stream_from_template(stream, opaque=True) for stream in opened.streams}
+        for packet in opened.demux():
+            if packet.dts is None or packet.pts * packet.time_base < first:
+                continue
+            shift = round(cut / packet.time_base)
+            packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+            packet.stream = streams[packet.stream.index]
+            container.mux(packet)
+    return target
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
+@pytest.mark.parametrize(
+    ("first", "cut"),
+    [("-1", "0.6"), ("-1", "0.73"), ("0.45", "0"), ("0.38", "0.6")],
+    ids=["hidden", "hidden between frames", "begins between key frames", "both"],
+)
+def test_sound_stays_with_the_first_frame_that_is_shown(
+    tmp_path: Path, flashing: Path, suffix: str, first: str, cut: str
+) -> None:
+    source = copied(flashing, tmp_path / "in.mp4", Fraction(first), Fraction(cut))
+    count, flash, beep = flash_and_beep(source)
+    assert 20 < count < 40
+    told = denoised(source, tmp_path / f"out{suffix}")
+    assert told["notes"] == []
+    found, flash_written, beep_written = flash_and_beep(tmp_path / f"out{suffix}")
+    assert (found, beep_written - flash_written) == (count, pytest.approx(beep - flash, abs=0.003))
+
+
+def test_frames_that_an_edit_list_hides_at_the_end_are_not_missed(tmp_path: Path, flashing: Path) -> None:
+    data = bytearray(flashing.read_bytes())
+    place = data.index(b"elst") + 12
+    assert data[place : place + 4] == struct.pack(">I", 2000)
+    data[place : place + 4] = struct.pack(">I", 1400)
+    (tmp_path / "in.mp4").write_bytes(data)
+    source = open_source(tmp_path / "in.mp4")
+    assert len(list(source.frames())) == 35
+    assert source.notes == []
+
+
+def test_joined_recordings_follow_one_another(tmp_path: Path, flashing: Path) -> None:
+    """The clock of the second part starts anew."""
+    part = copied(flashing, tmp_path / "part.ts", Fraction(-1), Fraction(0)).read_bytes()
+    (tmp_path / "in.ts").write_bytes(part + part)
+    told = denoised(tmp_path / "in.ts", tmp_path / "out.mp4")
+    times, _ = times_and_sound(tmp_path / "out.mp4")
+    assert np.diff(times) == pytest.approx(np.full(99, 0.04), abs=0.002)
+    assert any("sound from where its clock jumps back" in note for note in told["notes"])
+
+
 def test_what_a_container_cannot_hold_is_said(tmp_path: Path) -> None:
     told = denoised(recorded(tmp_path / "in.mp4", UNEVEN, "aac"), tmp_path / "out.avi")
     assert any("uneven frame times do not come through in .avi" in note for note in told["notes"])
@@ -97,24 +188,190 @@ def test_what_a_container_cannot_hold_is_said(tmp_path: Path) -> None:
     assert len(times_and_sound(tmp_path / "out.mp4")[0]) == 10
 
 
-def test_a_clip_that_is_to_be_turned_is_written_upright(tmp_path: Path) -> None:
-    """The matrix of a phone held upright: a quarter of a turn clockwise for display."""
+ORIENTATIONS = [(1, 0, 0, 1), (-1, 0, 0, 1), (-1, 0, 0, -1), (1, 0, 0, -1), (0, 1, 1, 0), (0, 1, -1, 0), (0, -1, -1, 0)]
+
+
+@pytest.mark.parametrize("matrix", [*ORIENTATIONS, (0, -1, 1, 0)], ids=str)
+def test_a_clip_that_is_to_be_turned_or_mirrored_is_written_upright(tmp_path: Path, matrix: tuple[int, ...]) -> None:
+    """By the matrix of its track: a pixel further right goes (a, b), one further down goes (c, d)."""
     frames = np.zeros((10, 24, 40), dtype=np.uint8)
-    frames[:, :12, :20] = 200  # above and to the left; upright it is above and to the right
-    path = recorded(tmp_path / "in.mp4", EVEN, frames=frames)
+    frames[:, :12, :20] = 200  # above and to the left
+    path = recorded(tmp_path / "in.mp4", EVEN, frames=frames, sample_aspect_ratio=Fraction(4, 3))
+    a, b, c, d = matrix
     data = bytearray(path.read_bytes())
     place = data.index(struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30), data.index(b"tkhd"))
-    data[place : place + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 24 << 16, 0, 1 << 30)
+    data[place : place + 36] = struct.pack(">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30)
     path.write_bytes(bytes(data))
     told = denoised(path, tmp_path / "out.mp4")
-    assert (told["width"], told["height"]) == (24, 40)
+    assert told["notes"] == []
+    assert (told["width"], told["height"]) == ((24, 40) if b else (40, 24))
     with av.open(str(tmp_path / "out.mp4")) as container:
+        shape = container.streams.video[0].sample_aspect_ratio
         shown = next(container.decode(video=0))
-    assert shown.rotation == 0
+    assert (shown.rotation, shape) == (0, Fraction(3, 4) if b else Fraction(4, 3))
     picture = shown.to_ndarray(format="gray")
-    assert picture[:20, 12:].mean() > 150 > 60 > picture[20:].mean()
-    assert picture[:20, :12].mean() < 60
-    assert next(open_source(path).frames()).shape == (40, 24, 3)
+    picture = picture[:: -1 if b + d < 0 else 1, :: -1 if a + c < 0 else 1]
+    height, width = picture.shape
+    assert picture[: height // 2, : width // 2].mean() > 150
+    assert max(picture[height // 2 :].mean(), picture[:, width // 2 :].mean()) < 60
+    assert next(open_source(path).frames()).shape == (*shown.to_ndarray(format="gray").shape, 3)
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mov", ".mkv", ".avi"])
+def test_the_shape_of_pixels_comes_through(tmp_path: Path, suffix: str) -> None:
+    source = recorded(tmp_path / "in.mp4", EVEN, sample_aspect_ratio=Fraction(64, 45))
+    assert denoised(source, tmp_path / f"out{suffix}")["notes"] == []
+    with av.open(str(tmp_path / f"out{suffix}")) as container:
+        assert container.streams.video[0].sample_aspect_ratio == Fraction(64, 45)
+
+
+SKIN = (224, 172, 140)
+
+
+def one_color(path: Path, width: int, codec: str, pixels: str, matrix: int, full: bool, **tags: int) -> Path:
+    """Frames of `SKIN`, turned into YUV by this matrix and range, under these tags."""
+    picture = np.full((16, width, 3), SKIN, dtype=np.uint8)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = width, 16, pixels
+        for name, value in tags.items():
+            setattr(stream.codec_context, name, value)
+        for _ in range(4):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.colorspace = matrix
+            container.mux(stream.encode(frame.reformat(format=pixels, dst_color_range=1 + full)))
+        container.mux(stream.encode(None))
+    return path
+
+
+def shown_color(path: Path) -> tuple[list[int], tuple[int, ...]]:
+    """The color of a pixel as players show it, and the tags: matrix, range, primaries and transfer."""
+    with av.open(str(path)) as container:
+        frame = next(container.decode(video=0))
+    tags = (frame.colorspace, frame.color_range, frame.color_primaries, frame.color_trc)
+    if frame.colorspace == 2:
+        frame.colorspace = 1 if frame.width >= 1280 else 5
+    return frame.to_ndarray(format="rgb24")[7, 7].tolist(), tags
+
+
+HD, SD = 1280, 32
+
+
+@pytest.mark.parametrize(
+    ("width", "pixels", "matrix", "full", "tags"),
+    [
+        (HD, "yuv420p", 1, False, {}),
+        (SD, "yuv420p", 5, False, {}),
+        (HD, "yuv420p", 5, False, {"colorspace": 5}),
+        (HD, "yuv420p", 5, False, {"colorspace": 6, "color_range": 1, "color_primaries": 6, "color_trc": 6}),
+        (SD, "yuv420p", 1, False, {"colorspace": 1, "color_primaries": 1, "color_trc": 1}),
+        (SD, "yuv420p", 9, False, {"colorspace": 9, "color_primaries": 9, "color_trc": 14}),
+        (SD, "yuv420p", 7, False, {"colorspace": 7}),
+        (HD, "yuv420p", 1, True, {"color_range": 2}),
+        (SD, "yuvj420p", 5, True, {"color_range": 2}),
+        (SD, "yuv422p10le", 9, False, {"colorspace": 9, "color_primaries": 9, "color_trc": 16}),
+    ],
+)
+def test_colors_are_read_and_written_by_the_same_matrix(
+    tmp_path: Path, width: int, pixels: str, matrix: int, full: bool, tags: dict[str, int]
+) -> None:
+    path = one_color(tmp_path / "in.mp4", width, "libx264", pixels, matrix, full, **tags)
+    color, found = shown_color(path)
+    assert color == pytest.approx(SKIN, abs=4)
+    assert next(open_source(path).frames())[7, 7].tolist() == color
+    told = denoised(path, tmp_path / "out.mkv")
+    assert any("HDR (PQ)" in note for note in told["notes"]) == (tags.get("color_trc") == 16)
+    assert shown_color(tmp_path / "out.mkv") == (pytest.approx(color, abs=4), found)
+
+
+@pytest.mark.parametrize("width", [HD, SD])
+@pytest.mark.parametrize(
+    ("codec", "pixels"), [("libx264rgb", "rgb24"), ("ffv1", "bgra"), ("ffv1", "gbrp10le"), ("ffv1", "gray")]
+)
+def test_colors_that_are_no_yuv_are_written_as_what_they_are(
+    tmp_path: Path, width: int, codec: str, pixels: str
+) -> None:
+    path = one_color(tmp_path / "in.mkv", width, codec, pixels, 5, False)
+    color, _ = shown_color(path)
+    denoised(path, tmp_path / "out.mp4")
+    assert shown_color(tmp_path / "out.mp4") == (pytest.approx(color, abs=4), (1 if width == HD else 5, 1, 2, 2))
+
+
+def test_a_matrix_that_is_not_converted_is_refused(tmp_path: Path) -> None:
+    path = one_color(tmp_path / "in.mp4", SD, "libx264", "yuv420p", 5, False, colorspace=8)
+    with pytest.raises(InputError, match=r"in\.mp4: its colors have matrix 8 of ITU-T H\.273"):
+        list(open_source(path).frames())
+
+
+def test_what_frames_say_beyond_their_pixels_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "in.mov"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("png", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 8, 8, "rgba"
+        for alpha in (255, 255, 9):
+            picture = av.VideoFrame.from_ndarray(np.full((8, 8, 4), alpha, np.uint8), format="rgba")
+            container.mux(stream.encode(picture))
+    assert denoised(path, tmp_path / "out.mp4")["notes"] == ["does not come through: transparency"]
+    path = recorded(tmp_path / "in.mp4", EVEN, options={"x264-params": "frame-packing=3"})
+    assert denoised(path, tmp_path / "stereo.mp4")["notes"] == ["does not come through: stereo3d"]
+    path = one_color(tmp_path / "deep.mp4", SD, "libx264", "yuv420p10le", 5, False)
+    assert denoised(path, tmp_path / "8.mp4")["notes"] == ["does not come through: 10 bits a color (8 are written)"]
+
+
+def test_tags_and_chapters_come_through_or_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.mkv"
+    with av.open(str(recorded(tmp_path / "plain.mkv", EVEN, "aac"))) as opened, av.open(str(path), "w") as container:
+        container.metadata.update(title="Tape 7", comment="attic")
+        chapter = {"id": 1, "start": 0, "end": 500, "time_base": Fraction(1, 1000), "metadata": {"title": "one"}}
+        container.set_chapters([chapter])
+        streams = [container.add_stream_from_template(stream, opaque=True) for stream in opened.streams]
+        streams[1].metadata["language"] = "fra"
+        container.add_attachment("font.ttf", "font/ttf", b"font")
+        for packet in opened.demux():
+            if packet.dts is not None:
+                packet.stream = streams[packet.stream.index]
+                container.mux(packet)
+    left = "does not come through: an attachment (font.ttf)"
+    assert denoised(path, tmp_path / "out.mp4")["notes"] == [left]
+    with av.open(str(tmp_path / "out.mp4")) as container:
+        assert (container.metadata["title"], container.metadata["comment"]) == ("Tape 7", "attic")
+        assert container.streams.audio[0].language == "fra"
+        assert [chapter["metadata"]["title"] for chapter in container.chapters()] == ["one"]
+    assert denoised(tmp_path / "out.mp4", tmp_path / "again.mp4")["notes"] == []
+    lost = "chapters, an attachment (font.ttf), the tag language of audio"
+    assert denoised(path, tmp_path / "out.avi")["notes"][-1] == f"does not come through: {lost}"
+
+
+def test_a_tag_in_latin_1_comes_through(tmp_path: Path) -> None:
+    path = tmp_path / "in.avi"
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = "Tape #"
+        stream = container.add_stream("mpeg4", rate=25, width=16, height=16)
+        for _ in range(2):
+            container.mux(stream.encode(av.VideoFrame(16, 16)))
+    path.write_bytes(path.read_bytes().replace(b"Tape #", b"Tape \xfc"))
+    assert denoised(path, tmp_path / "out.mp4")["notes"] == []
+    with av.open(str(tmp_path / "out.mp4")) as container:
+        assert container.metadata["title"] == "Tape ü"
+
+
+@pytest.mark.parametrize(("first", "second"), [("gray", "yuv420p"), ("yuv420p", "gray")])
+def test_a_clip_may_change_its_pixel_format(tmp_path: Path, first: str, second: str) -> None:
+    options = {"x265-params": "log-level=none"}
+    data = b""
+    for pixels in (first, second):
+        with av.open(str(tmp_path / "part.hevc"), "w") as container:
+            stream = container.add_stream("libx265", rate=25, options=options)
+            stream.width, stream.height, stream.pix_fmt = 32, 32, pixels
+            for _ in range(3):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((32, 32, 3), SKIN, np.uint8))))
+            container.mux(stream.encode(None))
+        data += (tmp_path / "part.hevc").read_bytes()
+    (tmp_path / "in.hevc").write_bytes(data)
+    assert denoised(tmp_path / "in.hevc", tmp_path / "out.mp4")["frames"] == 6
+    with av.open(str(tmp_path / "out.mp4")) as container:
+        colors = [int(np.ptp(frame.to_ndarray(format="rgb24")[9, 9])) for frame in container.decode(video=0)]
+    assert [color > 60 for color in colors] == [pixels != "gray" for pixels in (first, second) for _ in range(3)]
 
 
 @pytest.mark.parametrize(("count", "height", "width"), [(9, 33, 47), (3, 5, 6), (2, 8, 3), (17, 1, 1)])

@@ -28,7 +28,7 @@ from cdt_fast.video.data.frames import open_source
 from cdt_fast.video.data.source import FrameSource
 from cdt_fast.video.data.trees import Clip, DecodedClip
 
-PREPROCESS_VERSION = 2  # raise it with any change that can move a pixel: caches made before are then rebuilt
+PREPROCESS_VERSION = 3  # raise it with any change that can move a pixel: caches made before are then rebuilt
 _RED, _GREEN, _BLUE = np.float32(0.299), np.float32(0.587), np.float32(0.114)
 _TRAILER = struct.Struct(">QII")  # frames, bytes of the notes, CRC-32
 

@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cdt_fast.errors import InputError
 
 MINIMUM_FRAMES = 2
+DEFAULT_FRAME_RATE = Fraction(25)  # where a source states none, as folders of frames and arrays
 
 
 class FrameSource(ABC):
@@ -23,6 +25,9 @@ class FrameSource(ABC):
         files: those that the frames come from.
         frame_rate: frames a second as the file states it, None where it states none (frame folders, arrays).
         notes: what is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
+        times: when each frame read so far is shown, in seconds of the file's clock; empty where it states no times.
+        tags: properties of FFmpeg's codec context that say how to show the frames; known with the first frame.
+        lost: what the file says of how to show its frames that neither they nor `tags` hold; the keys, in order.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,10 +36,9 @@ class FrameSource(ABC):
         self.files = [path]
         self.frame_rate: Fraction | None = None
         self.notes: list[str] = []
-
-    def uneven_times(self) -> list[Fraction] | None:
-        """When each frame is shown, in seconds from the first; None where they follow at `frame_rate`."""
-        return None
+        self.times: list[Fraction] = []
+        self.tags: dict[str, Any] = {}
+        self.lost: dict[str, None] = {}
 
     @abstractmethod
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cdt_fast.errors import InputError, require
-from cdt_fast.video.data.source import FrameSource
+from cdt_fast.video.data.display import Display
+from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 
 _EXPECTED = "expected a video, a folder of frames, or a .npy or .npz file"
 
@@ -27,7 +28,8 @@ _MOST_ZERO_BYTES = 128 << 20  # more than the black frame of 8K that is the larg
 _TS_PACKET_BYTES = (188, 192, 204)
 # Of the times from frame to frame that are about equal where a camera keeps its rate, and of the stated duration.
 _EVEN_SHARE = 0.9
-_TIME_TOLERANCE = Fraction(2, 1000)
+_JUMP_SECONDS = 1  # the clock of joined files starts anew; less is disorder in one file
+_PICTURE_CODECS = frozenset({"mjpeg", "png", "bmp", "gif", "tiff", "webp"})
 
 _ISO_FIRST_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"styp", b"pnot"})
 _ISO_NEEDED_BOXES = frozenset({b"moov", b"moof", b"mdat"})
@@ -72,31 +74,10 @@ class VideoFile(FrameSource):
         super().__init__(path)
         self._require_whole()
         with self.opened() as (container, _):
-            stream = self._stream(container)
+            stream = self.stream(container)
             rate = stream.average_rate or stream.guessed_rate
             self.frame_rate = Fraction(rate) if rate else None
-
-    @property
-    def start(self) -> Fraction:
-        """When the first frame is shown, in seconds of the file's clock."""
-        return self._times()[0]
-
-    def uneven_times(self) -> list[Fraction] | None:
-        times = self._times()
-        if self.frame_rate is None or len(times) < 2:
-            return None
-        # Containers round times to milliseconds or coarser ticks.
-        off = [abs(time - times[0] - number / self.frame_rate) for number, time in enumerate(times)]
-        return [time - times[0] for time in times] if max(off) > _TIME_TOLERANCE else None
-
-    def _times(self) -> list[Fraction]:
-        """Of all packets of the video, in the order of display, without decoding them; at least one."""
-        with self.opened() as (container, _):
-            stream = self._stream(container)
-            times = sorted(
-                packet.pts * packet.time_base for packet in container.demux(stream) if packet.pts is not None
-            )
-        return times or [Fraction(0)]
+        self._jumped = Fraction(0)  # seconds that later times lie further on, after the clock started anew
 
     def _require_whole(self) -> None:
         try:
@@ -118,59 +99,119 @@ class VideoFile(FrameSource):
             with self.path.open("rb") as file:
                 source = _Input(self.path, file)
                 # Without a protocol to open others by, a playlist reads neither a neighboring file nor an address.
-                with av.open(source, options={"protocol_whitelist": "none"}, buffer_size=_READ_BYTES) as container:
+                options = {"protocol_whitelist": "none"}
+                with av.open(
+                    source, options=options, metadata_errors="surrogateescape", buffer_size=_READ_BYTES
+                ) as container:
                     yield container, source
         except InputError:
             raise
         except (av.error.FFmpegError, OSError, ValueError) as error:
             raise InputError(f"{self.path}: cannot be read as a video ({_reason(error)}); {_EXPECTED}") from error
 
-    def _stream(self, container: Any) -> Any:
+    def stream(self, container: Any) -> Any:
+        """The video among the streams of an opened file: FFmpeg's choice, never a cover picture.
+
+        Raises:
+            InputError: there is none that can be decoded.
+        """
         # FFmpeg shows text files as the video of a terminal that types them.
         if container.format.name == "tty":
             raise InputError(f"{self.path}: is a text file, not a video; {_EXPECTED}")
-        for stream in container.streams.video:
-            if stream.codec_context is not None:
-                return stream
-        raise InputError(f"{self.path}: has no video stream that can be decoded; {_EXPECTED}")
+        videos = [stream for stream in container.streams.video if not is_cover(stream)]
+        if not videos and container.streams.video:
+            raise InputError(f"{self.path}: has no video; only a cover picture; {_EXPECTED}")
+        decodable = [stream for stream in videos if stream.codec_context is not None]
+        if not decodable:
+            raise InputError(f"{self.path}: has no video stream that can be decoded; {_EXPECTED}")
+        # Posters and previews, which FFmpeg may rate higher.
+        moving = [s for s in decodable if s.frames != 1 and s.codec_context.name not in _PICTURE_CODECS] or decodable
+        best = container.streams.best("video")
+        return best if best in moving else moving[0]
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         av = require("av", "video", "reading a video file")
         count = damaged_packets = damaged_frames = 0
-        times: list[int] = []
+        display = Display(self.path)
+        self.times, self.lost, self._jumped = [], display.lost, Fraction(0)
         with self.opened() as (container, source):
-            stream = self._stream(container)
+            stream = self.stream(container)
             stream.thread_type = "AUTO"
+            due: list[Fraction] = []
+            others_end = Fraction(0)
             try:
-                for packet in container.demux(stream):
+                for packet in container.demux():
                     source.zeros = 0
+                    if packet.stream is not stream:
+                        if packet.pts is not None:
+                            others_end = max(others_end, (packet.pts + (packet.duration or 0)) * packet.time_base)
+                        continue
                     damaged_packets += packet.is_corrupt
+                    if packet.pts is not None and not packet.is_discard:
+                        due.append(packet.pts * packet.time_base)
                     for frame in _decoded(packet, lenient=count == 0):
                         damaged_frames += frame.is_corrupt
-                        if frame.pts is not None:
-                            times.append(frame.pts)
-                        yield f"frame {count}", _pixels(frame)
+                        self.times.append(self._time(frame, stream))
+                        pixels = display.shown(frame, stream)
+                        self.tags = display.tags
+                        yield f"frame {count}", pixels
                         count += 1
             except av.error.FFmpegError as error:
                 raise InputError(
                     f"{self.path}: the video is damaged or cut short: decoding fails after {count} frames "
                     f"({_reason(error)}); copy or download it again"
                 ) from error
-            missing, marked = _missing(times), max(damaged_packets, damaged_frames)
-            stated = float((container.duration or 0) / av.time_base)
-            span = stated
-            if len(times) > 1 and stream.time_base:
-                span = float((times[-1] - times[0]) * stream.time_base) * len(times) / (len(times) - 1)
+            missing, marked = _missing(self.times), max(damaged_packets, damaged_frames)
+            stated, empty = stream.frames, missing
+            if container.format.name == "avi" and self.times:
+                empty += round(self.times[0] * (self.frame_rate or 0))  # it delays its first frame by empty ones
+            if "mp4" in container.format.name.split(","):
+                # The count includes pictures that an edit list hides, and those that need others from before the start.
+                entries = [entry for entry in stream.index_entries if not entry.is_discard]
+                start = due[:1] if entries and entries[0].is_keyframe else self.times[:1]
+                stated = len(entries) - sum(time < start[0] for time in due if start)
+            ends, duration = self._ends(stream, others_end, (container.duration or 0) / av.time_base)
             signs = {
                 f"the decoder marks {marked} of {count} frames as damaged": marked > 0,
-                f"it holds {count} of the {stream.frames} frames that it states": stream.frames > count,
-                f"it ends after {span:.3g} of the {stated:.3g} s that it states": not stream.frames
-                and span < _EVEN_SHARE * stated,
+                f"it holds {count} of the {stated} frames that it states": stated > count + empty,
+                f"it ends after {ends:.3g} of the {duration:.3g} s that it states": not stated
+                and ends < _EVEN_SHARE * duration,
                 f"{missing} frames are missing between the {count} that it holds, by their times": missing > 0,
                 "it begins or ends within a packet": container.format.name == "mpegts"
                 and all(self.path.stat().st_size % size for size in _TS_PACKET_BYTES),
             }
         self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign, seen in signs.items() if seen]
+        if display.interlaced:
+            part = "" if display.interlaced == count else f" in {display.interlaced} of {count} frames"
+            self.notes.append(
+                f"{self.path}: is interlaced{part}: deinterlace it first, for example with ffmpeg -vf bwdif"
+            )
+
+    def _time(self, frame: Any, stream: Any) -> Fraction:
+        stamp = frame.dts if frame.pts is None else frame.pts
+        if not self.times:
+            return Fraction(0) if stamp is None else stamp * stream.time_base
+        following = self.times[-1] + 1 / (self.frame_rate or DEFAULT_FRAME_RATE)
+        if stamp is None:
+            return following
+        time = stamp * stream.time_base + self._jumped
+        if time < self.times[-1] - _JUMP_SECONDS:
+            self._jumped += following - time
+            return following
+        return time
+
+    def _ends(self, stream: Any, others_end: Fraction, of_file: float) -> tuple[float, float]:
+        """When the file ends and when it states that it does, in seconds of one clock."""
+        last, steps = self.times[-1] if self.times else Fraction(0), max(1, len(self.times) - 1)
+        ends = float(max(last + (last - self.times[0]) / steps if self.times else last, others_end))
+        if stream.duration is None:
+            return ends, of_file
+        return ends - float((stream.start_time or 0) * stream.time_base), float(stream.duration * stream.time_base)
+
+
+def is_cover(stream: Any) -> bool:
+    """Whether a stream holds a cover picture, or thumbnails of chapters."""
+    return bool(stream.disposition & type(stream.disposition).attached_pic)
 
 
 def _decoded(packet: Any, lenient: bool) -> list[Any]:
@@ -184,7 +225,7 @@ def _decoded(packet: Any, lenient: bool) -> list[Any]:
         raise
 
 
-def _missing(times: list[int]) -> int:
+def _missing(times: list[Fraction]) -> int:
     """How many frames fit into the gaps of a clip whose frames otherwise come at one rate."""
     steps = sorted(later - earlier for earlier, later in pairwise(times))
     usual = steps[len(steps) // 2] if steps else 0

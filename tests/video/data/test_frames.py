@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import struct
 import subprocess
 import sys
 import wave
@@ -379,6 +381,37 @@ def test_a_transport_stream_cut_within_a_packet_is_noted(tmp_path, write_video):
     assert "it begins or ends within a packet" in signs(cut(path, 0.7))
 
 
+def test_an_avi_that_begins_with_empty_frames_is_whole(tmp_path):
+    """As programs write a video that begins after its sound."""
+    path = tmp_path / "clip.avi"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25, width=16, height=16, options={"bf": "2"})
+        for frame in [*(av.VideoFrame(16, 16) for _ in range(12)), None]:
+            for packet in stream.encode(frame):
+                packet.pts, packet.dts = packet.pts + 10, packet.dts + 10
+                container.mux(packet)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].frames > 20
+    assert len(read(path)) == 12
+    assert signs(path) == []
+
+
+def test_a_damaged_first_key_frame_is_noted(tmp_path):
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=25, width=48, height=32, options={"g": "5", "bf": "0"})
+        for number in range(20):
+            picture = np.full((32, 48, 3), 10 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    with av.open(str(path)) as container:
+        first = next(packet for packet in container.demux(video=0))
+    data = bytearray(path.read_bytes())
+    data[first.pos : first.pos + first.size] = bytes(first.size)
+    path.write_bytes(data)
+    assert "it holds 19 of the 20 frames that it states" in signs(path)
+
+
 def test_frames_missing_between_others_are_noted(tmp_path):
     path = tmp_path / "gap.mkv"
     with av.open(str(path), "w") as container:
@@ -390,6 +423,104 @@ def test_frames_missing_between_others_are_noted(tmp_path):
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     assert signs(path) == ["5 frames are missing between the 45 that it holds, by their times"]
+
+
+def test_a_whole_video_whose_sound_lasts_longer_has_no_notes(tmp_path):
+    path = tmp_path / "clip.mkv"
+    with av.open(str(path), "w") as container:
+        video = container.add_stream("mpeg4", rate=25, width=16, height=16)
+        sound = container.add_stream("pcm_s16le", rate=8000, layout="mono")
+        for _ in range(5):
+            container.mux(video.encode(av.VideoFrame(16, 16)))
+        container.mux(video.encode())
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), layout="mono")
+        frame.sample_rate = 8000
+        for number in range(3):
+            frame.pts = 8000 * number
+            container.mux(sound.encode(frame))
+    assert signs(path) == []
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_interlaced_video_is_noted(tmp_path, count):
+    path = tmp_path / "clip.ts"
+    parts = []
+    for flags, frames in ((1 << 18 | 1 << 29, 6), (0, count)):
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mpeg2video", rate=25, width=32, height=32)
+            stream.codec_context.flags |= flags
+            for _ in range(frames):
+                container.mux(stream.encode(av.VideoFrame(32, 32)))
+            container.mux(stream.encode())
+        parts.append(path.read_bytes() if frames else b"")
+    path.write_bytes(b"".join(parts))
+    source = open_source(path)
+    assert len(list(source.frames())) == 6 + count
+    where = " in 6 of 8 frames" if count else ""
+    assert f"{path}: is interlaced{where}: deinterlace it first, for example with ffmpeg -vf bwdif" in source.notes
+
+
+def cover_box() -> bytes:
+    """A cover picture as taggers write it, before the tracks."""
+
+    def box(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I4s", 8 + len(body), kind) + body
+
+    picture = io.BytesIO()
+    Image.new("RGB", (200, 200)).save(picture, "JPEG")
+    cover = box(b"covr", box(b"data", struct.pack(">II", 13, 0) + picture.getvalue()))
+    handler = box(b"hdlr", bytes(8) + b"mdirappl" + bytes(9))
+    return box(b"udta", box(b"meta", bytes(4) + handler + box(b"ilst", cover)))
+
+
+def with_cover(path: Path) -> Path:
+    data, cover = path.read_bytes(), cover_box()
+    start = data.index(b"moov") - 4
+    size, header = (struct.unpack_from(">I", data, place)[0] for place in (start, start + 8))
+    tracks = start + 8 + header
+    path.write_bytes(
+        data[:start] + struct.pack(">I", size + len(cover)) + data[start + 4 : tracks] + cover + data[tracks:]
+    )
+    return path
+
+
+def test_a_cover_picture_is_not_the_video(tmp_path, write_video, refused):
+    path = with_cover(write_video(tmp_path / "clip.mp4", count=5))
+    with av.open(str(path)) as container:
+        assert [stream.codec_context.name for stream in container.streams.video] == ["mjpeg", "mpeg4"]
+    assert [frame.shape for frame in read(path)] == [(32, 48, 3)] * 5
+    assert signs(path) == []
+    path = tmp_path / "song.m4a"
+    with av.open(str(path), "w", format="mp4") as container:
+        sound = container.add_stream("aac", rate=48_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 48_000
+        container.mux(sound.encode(frame))
+        container.mux(sound.encode())
+    refused(with_cover(path), "has no video; only a cover picture", by=lambda: open_source(path))
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.mov", "clip.mkv"])
+@pytest.mark.parametrize(
+    ("first", "count", "default"),
+    [("mjpeg", 1, True), ("mjpeg", 6, True), ("mjpeg", 6, False), ("mpeg4", 6, False)],
+    ids=["poster", "preview", "preview that is no default", "another video that is no default"],
+)
+def test_of_several_videos_the_main_one_is_read(tmp_path, name, first, count, default):
+    path = tmp_path / name
+    with av.open(str(path), "w") as container:
+        pixels = "yuvj420p" if first == "mjpeg" else "yuv420p"
+        other = container.add_stream(first, rate=25, width=16, height=16, pix_fmt=pixels)
+        other.disposition = int(default)
+        main = container.add_stream("mpeg4", rate=25, width=32, height=32)
+        main.disposition = 1
+        for number in range(6):
+            if number < count:
+                container.mux(other.encode(av.VideoFrame(16, 16, pixels)))
+            container.mux(main.encode(av.VideoFrame(32, 32)))
+        container.mux(other.encode())
+        container.mux(main.encode())
+    assert [frame.shape for frame in read(path)] == [(32, 32, 3)] * 6
 
 
 ODD_ARRAYS: dict[str, Callable[[zipfile.ZipFile], None]] = {
