@@ -74,8 +74,8 @@ class FeasibilityReport:
             if not self.unjudged:
                 return "No verdict: there are no constraints."
             return (
-                f"No verdict: none of the {self.unjudged} constraints is in force yet: they wait for the warm-up, or for "
-                f"the {REFERENCE_MEASUREMENTS} measurements of an automatic reference."
+                f"No verdict: none of the {self.unjudged} constraints is in force yet: they wait for the warm-up, or "
+                f"for the {REFERENCE_MEASUREMENTS} measurements of an automatic reference."
             )
         judged = self._relative()
         total = len(judged) + self.unjudged

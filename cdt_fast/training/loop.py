@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import signal
 import sys
@@ -144,20 +143,22 @@ class Trainer:
         steps, warmup = self.workload.steps, self.constraints.warmup_steps
         if self.step:
             notes.append(f"resumes after step {self.step:,} of {steps:,}")
-        if self.constrained and warmup >= steps:
+        if not self.constrained:
+            return notes
+        if not self.constraints.any:
+            return [*notes, "note: there are no constraints: --rate is none, and there are no --bounds or --agreement"]
+        if warmup >= steps:
             notes.append(
                 f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
                 f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
             )
-        elif self.constrained and (measured := self.constraints.steps_to_reference()) >= steps:
+        elif (measured := self.constraints.steps_to_reference()) >= steps:
             notes.append(
                 f"note: --reference auto takes {REFERENCE_MEASUREMENTS} measurements, which are complete after step "
                 f"{measured:,}, and the training ends at step {steps:,}: the constraints that use it never come on"
             )
-        if self.constrained and not self.constraints.any:
-            notes.append("note: there are no constraints: --rate is none, and there are no --bounds or --agreement")
         given, used = self.settings.constraints.reference, self.constraints.reference
-        if self.constrained and given != used:
+        if given != used:
             notes.append(f"note: --reference {given:g} is above the loss of a guess, {used:.4g}, which is used instead")
         return notes
 
@@ -315,8 +316,10 @@ class Trainer:
         if report.worst_violation is None or not self.constrained:
             return f"loss by depth {shown}"
         if report.feasible:
-            held = f"{report.judged} of {report.judged + report.unjudged}" if report.unjudged else "all"
-            return f"loss by depth {shown}, {held} bounds hold" + (f", but {report.caveat}" if report.caveat else "")
+            held = "the bounds hold" if report.caveat else "all bounds hold"
+            if report.unjudged:
+                held = f"{report.judged} of {report.judged + report.unjudged} bounds are judged, and hold"
+            return f"loss by depth {shown}, {held}" + (f", but {report.caveat}" if report.caveat else "")
         return f"loss by depth {shown}, depth {report.worst_layer} {report.worst_violation:.1%} above its bound"
 
     def _validate_untrained(self, shown: bool) -> None:
@@ -373,12 +376,19 @@ class Trainer:
         return {"loss": losses, **{name: verdict[name] for name in ("feasible", "worst_layer", "worst_violation")}}
 
     def _keep_if_best(self, entry: dict[str, Any]) -> None:
-        # Both by what is known now, such as a reference fixed meanwhile.
-        merit = functools.partial(self.constraints.merit, priced=self.constrained)
-        if self.best is None or merit(entry["loss"]) < merit(self.best["loss"]):
+        if self.best is None or self._is_better(entry["loss"], self.best):
             self.best = {"step": self.step, **entry}
             if self.accelerator.is_main_process:
                 self.workload.save_model(self.folder.model)
+
+    def _is_better(self, losses: list[float], best: dict[str, Any]) -> bool:
+        """Whether the merit is lower than the best one's, both by what is known now, such as a reference fixed since.
+
+        An untrained network does nothing, and so violates little: better than that is a lower objective alone, too.
+        """
+        prices = {self.constrained, self.constrained and best["step"] > 0}
+        merit = self.constraints.merit
+        return any(merit(losses, priced=priced) < merit(best["loss"], priced=priced) for priced in prices)
 
     def _save_checkpoint(self) -> None:
         # The losses of a step are from before its update, which may be what broke the weights.

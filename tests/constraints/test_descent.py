@@ -537,8 +537,8 @@ def test_report_before_the_auto_reference_is_fixed() -> None:
     assert report.violation == [None, None, None]
     assert (report.worst_layer, report.worst_violation) == (None, None)
     assert str(report) == (
-        "No verdict: none of the 3 constraints is in force yet: they wait for the warm-up, or for the 20 measurements of "
-        "an automatic reference."
+        "No verdict: none of the 3 constraints is in force yet: they wait for the warm-up, or for the 20 measurements "
+        "of an automatic reference."
     )
     anchored = plain(2, 0.1, "auto", reference_mode="anchor").report([1.0, 0.5, 0.2])
     assert anchored.feasible

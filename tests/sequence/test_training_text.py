@@ -85,6 +85,26 @@ def test_without_constraints_no_multiplier_moves(tmp_path: Path) -> None:
     assert not evaluated(run, config)["constrained"]
 
 
+@pytest.mark.parametrize(("classes", "reference", "used"), [(2, 0.9, math.log(2)), (2, 0.5, 0.5), (3, 0.9, 0.9)])
+def test_a_reference_is_at_most_the_loss_of_a_guess(
+    tmp_path: Path, classes: int, reference: float, used: float
+) -> None:
+    """Above it the first layer is free: it may raise the loss of its input and keep its bound."""
+    rows = [(text, label if number % 3 or classes == 2 else "new") for number, (text, label) in enumerate(reviews(80))]
+    (tmp_path / "reviews.tsv").write_text("\n".join("\t".join(row) for row in [("text", "label"), *rows]))
+    config = settings_for(tmp_path / "reviews.tsv", reference=reference)
+    run = RunFolder.create(tmp_path / "run", config)
+    trainer = new_trainer(run, config)
+    assert trainer.constraints.reference == pytest.approx(used)
+    said = [note for note in trainer.notes() if "is above the loss of a guess" in note]
+    assert said == (
+        [f"note: --reference 0.9 is above the loss of a guess, {used:.4g}, which is used instead"] * (used < reference)
+    )
+    trainer.run(progress=False)
+    evaluation = evaluated(run, config)
+    assert evaluation["violation"][1] == pytest.approx(evaluation["layer_loss"][1] - 0.9 * used)
+
+
 KEYS = (
     *("task", "model", "constrained", "layers", "gamma", "accuracy", "auc", "layer_loss", "layer_ratio", "feasible"),
     *("violation", "per_sample", "accuracy_interval", "depth_accuracy", "depth_loss", "trained_steps", "steps"),

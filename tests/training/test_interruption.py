@@ -221,7 +221,7 @@ def test_a_run_without_a_checkpoint_resumes_at_its_beginning(
 ) -> None:
     config = tiny_config(**SETTINGS["plain"])
     run = RunFolder.create(tmp_path / "run", config)
-    run.metrics.write_text('{"step": 2}\n{"step"')
+    run.metrics.write_text('{"step": 0, "validation": {}}\n{"step": 2}\n{"step"')
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, uninterrupted("plain"))
 

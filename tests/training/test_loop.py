@@ -323,6 +323,20 @@ def test_a_training_that_makes_things_worse_keeps_the_untrained_network(
     assert (evaluated.untrained_loss, evaluated.final_loss) == (first["loss"][-1], last["loss"][-1])
 
 
+def test_a_network_that_learned_is_kept_over_the_untrained_one_that_violates_less(
+    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out losses of a small Llama in twelve steps: raw violations, which one that does nothing has least of."""
+    losses = iter([[5.90, 5.97, 5.97], [5.72, 7.0, 3.05], [5.72, 6.9, 6.2]])
+    config = tiny_config(steps=2, validate_every=1, rate=0.05, reference=5.9, reference_mode="anchor", slack_cost=10.0)
+    trainer = trainer_for(config, tmp_path / "run")
+    monkeypatch.setattr(trainer.workload, "validation_losses", lambda _: next(losses))
+    trainer.run(progress=False)
+    assert trainer.best is not None
+    assert trainer.best["step"] == 1
+    assert trainer.constraints.merit(trainer.best["loss"]) > trainer.constraints.merit([5.90, 5.97, 5.97])
+
+
 def test_the_untrained_network_is_no_candidate_where_its_merit_leaves_out_what_is_trained(
     tiny_config: Config, tmp_path: Path
 ) -> None:
