@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.errors import InputError, printable
 from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
@@ -116,6 +117,7 @@ def denoise_video(
     exits: Exits | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    caution: str = "",
 ) -> dict[str, Any]:
     """Denoise `source` and write a playable video of the same size, with the same frame times and sound.
 
@@ -131,6 +133,7 @@ def denoise_video(
         grids: as in `Denoising`; None: those of the training.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
+        caution: a line that is printed on stderr before anything is written.
 
     Returns:
         `frames`, `width`, `height`, `frame_rate` of what was written, the `depth` that was run in the mean, the model's
@@ -158,6 +161,8 @@ def denoise_video(
     frames = open_source(source)
     target = Path(target)
     check_target(target, Path(source), overwrite)
+    if caution:
+        print(printable(f"cdt-fast: note: {caution}"), file=sys.stderr)
     denoising = Denoising(model, settings, depth, sigma, grids, exits)
     # A clip may change from gray to color.
     colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())

@@ -239,7 +239,9 @@ class VideoTask(Task):
         if depth is not None and budget is not None:
             raise InputError("--depth and --budget exclude each other: a number of layers, or a mean of it")
         exits = chosen(_exits(folder), model.layers, budget) if depth is None else None
-        return denoise_video(model, settings, source, target, depth=depth, exits=exits, **options)
+        doubts = _doubts(folder, settings)
+        caution = f"{folder.path}: {doubts}" if doubts else ""
+        return denoise_video(model, settings, source, target, depth=depth, exits=exits, caution=caution, **options)
 
 
 def _exits(folder: RunFolder) -> list[Exits]:
@@ -248,6 +250,22 @@ def _exits(folder: RunFolder) -> list[Exits]:
         return []
     evaluation = read_json(folder.evaluation, VideoEvaluation)
     return [] if saved_step(folder.checkpoint) > evaluation.trained_steps else evaluation.exits
+
+
+def _doubts(folder: RunFolder, settings: VideoSettings) -> str:
+    """What speaks against the model of a run, in words; nothing where its evaluation calls it a success."""
+    evaluation = read_json(folder.evaluation, VideoEvaluation) if folder.evaluation.exists() else None
+    evaluated, steps = 0 if evaluation is None else evaluation.trained_steps, settings.training.steps
+    step, words = max(saved_step(folder.checkpoint), evaluated), []  # a copied run may lack its checkpoint
+    if step < steps:
+        words.append(f"is not finished (step {step:,} of {steps:,})")
+    if evaluation is None:
+        words.append("was never evaluated")
+    elif step > evaluated:
+        words.append(f"was trained further since its evaluation (after step {evaluated:,})")
+    elif evaluation.success is False:
+        words.append(f"is no success: {evaluation.verdict.removeprefix('No success: ').partition('. ')[0]}")
+    return " and ".join(words)
 
 
 def error_table(runs: Sequence[EvaluatedRun]) -> Table:
@@ -293,9 +311,15 @@ def _check_patches(settings: VideoSettings) -> None:
     if data.frames == "crops":
         refused = (
             (model.model != "dust", f"[model] model must be dust, got {model.model}"),
-            (data.sequence != "time", f"[data] sequence must be time, got {data.sequence}: attention over places blurs"),
+            (
+                data.sequence != "time",
+                f"[data] sequence must be time, got {data.sequence}: attention over places blurs",
+            ),
             (data.overlap == 1, "[data] overlap must not be 1: on one grid the layers after the first change nothing"),
-            (model.initial_codes == "zero", "[model] initial_codes must be analysis: layers start from a mean of grids"),
+            (
+                model.initial_codes == "zero",
+                "[model] initial_codes must be analysis: layers start from a mean of grids",
+            ),
         )
         for reason in (words for holds, words in refused if holds):
             raise InputError(f"{reason}; that is for crops, the paper's whole frames are --preset paper-{model.model}")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 import torch
 
 from cdt_fast.errors import InputError
+from cdt_fast.files import read_json, write_json
 from cdt_fast.models import DUST
+from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
+from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import writing
 from cdt_fast.video.data import open_source, to_opponent, to_patches
 from cdt_fast.video.denoising import Denoising, denoise_video, denoised_frames
@@ -155,7 +159,8 @@ def test_gray_sources_and_folders_are_denoised(
 
     answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4", "--json", tmp_path / "told.json")
     assert answer.status == 0
-    assert answer.err == ""
+    assert answer.err.startswith(f"cdt-fast: note: {trained.constrained}: is no success: ")  # of six steps
+    assert answer.err.count("\n") == 1
     assert answer.out == f"{tmp_path / 'out.mp4'}: 60 frames, 32x32, 25 a second, 2 of 2 layers\n"
     frames, rate = decoded(tmp_path / "out.mp4")
     assert frames.shape == (60, 32, 32, 3)
@@ -166,6 +171,46 @@ def test_gray_sources_and_folders_are_denoised(
         Image.fromarray(frame).save(tmp_path / "frames" / f"{index}.png")
     assert call("denoise", trained.constrained, tmp_path / "frames", tmp_path / "folder.mkv").status == 0
     assert decoded(tmp_path / "folder.mkv")[0].shape == (6, 20, 30, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"success": True}, ""),
+        ({"success": False, "verdict": "No success: it is worse; so. And more."}, "is no success: it is worse; so"),
+        ({"trained_steps": 20, "success": False}, "was trained further since its evaluation (after step 20)"),
+        ("evaluation.json", "was never evaluated"),
+        ("copied for its model", ""),
+        ("unfinished", "is not finished (step 12 of 30) and was trained further since its evaluation (after step 3)"),
+        ("begun", "is not finished (step 0 of 30) and was never evaluated"),
+    ],
+)
+def test_what_speaks_against_a_run_is_said_before_anything_is_written(
+    call: Callable[..., Any],
+    copied_run: RunFolder,
+    clip: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Any,
+    said: str,
+) -> None:
+    evaluation = {**read_json(copied_run.evaluation), "success": True}
+    if change == "unfinished":
+        save_checkpoint(copied_run.checkpoint, {**load_checkpoint(copied_run.checkpoint), "step": 12})
+        evaluation["trained_steps"] = 3
+    write_json(copied_run.evaluation, {**evaluation, **(change if isinstance(change, dict) else {})})
+    if change in ("evaluation.json", "begun"):
+        copied_run.evaluation.unlink()
+    if change in ("copied for its model", "begun"):
+        shutil.rmtree(copied_run.checkpoint.parent)
+    expected = f"cdt-fast: note: {copied_run.path}: {said}\n" if said else ""
+    answer = call("denoise", copied_run.path, clip, tmp_path / "out.mp4", "--depth", 1)
+    assert (answer.status, answer.err) == (0, expected)
+    monkeypatch.setattr("cdt_fast.video.denoising.write_video", lambda *_: pytest.fail("it writes"))
+    with pytest.raises(pytest.fail.Exception):
+        call("denoise", copied_run.path, clip, tmp_path / "again.mp4")
+    assert capsys.readouterr().err == expected
 
 
 def test_every_depth_is_an_early_exit(call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path) -> None:
