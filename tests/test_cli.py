@@ -256,10 +256,9 @@ def test_a_warm_up_that_never_ends_is_said_before_the_training(
     call: Call, clip: Path, tmp_path: Path, quick_figures: None
 ) -> None:
     note = "note: the constraints come on after a warm-up of"
-    asked = {"early": {"warmup_epochs": 0}, "late": {"warmup_epochs": 99}, "plain": {"warmup_epochs": 99}}
+    asked = {"early": {"warmup_epochs": 0}, "late": {"warmup_epochs": 99}, "plain": {"constrained": False}}
     for name, changes in asked.items():
-        kind = ["--no-constrained"] if name == "plain" else []
-        answer = call("train", "video", clip, "--out", tmp_path / name, *tiny_arguments(**changes), *kind)
+        answer = call("train", "video", clip, "--out", tmp_path / name, *tiny_arguments(**changes))
         assert answer.status == 0
         assert (note in answer.err) == (name == "late"), name
 
@@ -274,10 +273,8 @@ def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: 
     assert found == read_json(copied_run.evaluation)
     assert "γ 0.3" in answer.out
     assert "--gammas 0.1,0.2,0.3` makes this report." in (copied_run.path / "report.md").read_text()
-    assert (
-        "[evaluation] gammas must be greater than or equal to 0"
-        in call("evaluate", copied_run.path, "--gammas=-1").line()
-    )
+    for words, message in (("-1", "must be greater than or equal to 0"), ("25", "reaches 25 standard deviations")):
+        assert f"[evaluation] gammas {message}" in call("evaluate", copied_run.path, f"--gammas={words}").line()
 
 
 def test_a_run_that_is_not_finished_is_measured_with_a_note(
@@ -323,7 +320,7 @@ def test_a_bound_may_be_a_factor_of_another_run(call: Call, clip: Path, tmp_path
     assert "loss by depth" in answer.err
     assert "bound" not in answer.err
     bound = ["--rate", "none", "--reference", "none", "--bounds", "2=1.01x,1=5", "--reference-losses", plain]
-    answer = call("train", "video", clip, *tiny_arguments(), *bound, "--out", tmp_path / "bounded")
+    answer = call("train", "video", clip, *tiny_arguments(coupling=None), *bound, "--out", tmp_path / "bounded")
     assert answer.status == 0, answer
     settings = open_run(tmp_path / "bounded")[1].constraints
     kept = load_checkpoint(plain / "checkpoint" / "state.safetensors")["best"]["loss"]
@@ -357,13 +354,51 @@ def test_a_wrong_formulation_is_one_line_and_makes_no_run(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [*(name for name in PRESETS if not name.startswith("paper")), "paper-dust"])
 def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., VideoSettings], name: str) -> None:
     config = settings_of("--rate", "0.125", "--preset", name)
-    assert config.constraints.preset == name
+    assert settings_of("--preset", name, "--rate", "0.125") == config
+    assert config.preset == name
     assert config.constraints.rate == 0.125
     assert config.constraints.coupling == options_of(name)["coupling"]
     assert config.constraints.betas == list(options_of(name)["betas"])
+    assert config.data.size == (160 if name == "paper-dust" else VideoSettings().data.size)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--setup", "paper"],
+            "[data] setup is gone: the paper's experiments are presets: --preset paper-dust, paper-",
+        ),
+        (["--preset", "paper"], "preset must be one of video, text, lm, safe, paper-dust, "),
+        (["--preset", "paper-text-ut"], "--preset paper-text-ut is of cdt-fast train text, and this is train video"),
+        (["--preset", "paper-vit"], "--preset paper-vit needs --pretrained, the folder of a pretrained network"),
+        (["--preset", "safe", "--no-constrained"], "--preset safe is of constraints, and --no-constrained is to train"),
+        (["--preset", "paper-dust", "--gamma", "25"], "[data] gamma reaches 25 standard deviations of the training"),
+        (
+            ["--unit", "deviation"],
+            "[data] unit is deviation, and these are numbers for unit level: gamma [1.0, 50.0], ",
+        ),
+        (["--tail", "0.2"], "[constraints] tail has an effect only with ratio cvar, and ratio is mean"),
+        (["--objective", "depths", "--coefficients", "1,0,0,0"], "coefficients must not be of depth 0, which is the"),
+        (["--step", "3"], "[model] step 3 times the squared spectral norm of the initial dictionary is 3, and must be"),
+    ],
+)
+def test_a_preset_or_a_setting_that_cannot_be_meant_is_one_line(
+    call: Call, clip: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    assert message in call("train", "video", clip, *words, "--out", tmp_path / "run").line()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_preset_that_a_file_leaves_nothing_of_is_refused(
+    call: Call, settings_of: Callable[..., VideoSettings], tmp_path: Path
+) -> None:
+    settings_of("--preset", "paper-dust", "--layers", 3)
+    line = call("train", "video", "--config", tmp_path / "run0" / "config.toml", "--preset", "paper-ut").line()
+    assert "--preset paper-ut has no effect" in line
 
 
 def test_a_run_gets_a_name_from_its_source(
@@ -552,14 +587,14 @@ def test_steps_that_a_killed_training_logged_and_lost_do_not_make_an_evaluation_
 
 def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, quick_figures: None) -> None:
     pytest.importorskip("transformers")
-    vit = ["--setup", "paper", "--model", "vit"]
-    words = [*vit, "--layers", 2, "--width", 12, "--heads", 2, "--sequence", "space", "--steps", 2]
+    vit = ["--preset", "paper-vit", "--pretrained", "none"]
+    words = [*vit, "--layers", 2, "--width", 12, "--heads", 2, "--steps", 2]
     words += ["--size", 32, "--patch", 8, "--window", 5, "--batch", 2, "--device", "cpu", "--gammas", 0.15]
     answer = call("train", "video", clip, "--out", tmp_path / "run", *words)
     assert answer.status == 0, answer
-    assert "run (constrained, vit)" in answer.out
+    assert "run (constrained, chain, vit)" in answer.out
     small = call("denoise", tmp_path / "run", clip, tmp_path / "out.mp4")
     assert small.status == 0
-    assert "sequence must be space for a vit" in call("train", "video", clip, *vit).line()
-    line = call("train", "video", clip, "--model", "vit", "--sequence", "space", "--code-size", 64).line()
-    assert "--code-size is a setting of dust, ut, and the model is vit" in line
+    assert "sequence must be space for a vit" in call("train", "video", clip, *vit, "--sequence", "time").line()
+    line = call("train", "video", clip, *vit, "--code-size", 64).line()
+    assert "[model] code_size has an effect only with model dust or ut, and model is vit" in line

@@ -327,7 +327,8 @@ def test_the_reference_of_a_run_is_another_one_of_its_seed(tmp_path: Path, monke
 
 
 # What the documents' tables were made with, run by run.
-_VIDEO = "video clip --setup paper --window 10 --code-size 576 --steps 600 --batch 1 --validate-every 50"
+_PAPER = "video clip --steps 5000 --validate-every 250 --checkpoint-every 250"
+_IMDB = "text aclImdb --preset paper-text-ut --validate-every 250 --checkpoint-every 250"
 _REVIEWS = "text reviews --text-column Text --label-column Sentiment --max-tokens 128"
 _PAIRS = "text nli --text-column sentence1 --second-column sentence2 --label-column gold_label --max-tokens 64"
 _ENCODER = "--model ENCODER --precision bf16 --epochs 5 --batch 8 --checkpoint-every 500 --validate-every 100"
@@ -337,9 +338,11 @@ _INSTRUCTIONS = "lm alpaca --max-tokens 192 --vocabulary-size 2048 --width 128"
 @pytest.mark.parametrize(
     ("name", "run", "command"),
     [
-        ("video", "tied", f"{_VIDEO} --no-constrained"),
-        ("video", "untied", f"{_VIDEO} --no-constrained --no-tied"),
-        ("video", "constrained", _VIDEO),
+        ("paper-avenue", "tied", f"{_PAPER} --preset paper-dust --no-constrained"),
+        ("paper-ucsd", "untied", f"{_PAPER} --preset paper-ut --no-constrained --no-tied"),
+        ("paper-ucsd", "constrained", f"{_PAPER} --preset paper-ut"),
+        ("paper-imdb", "plain", f"{_IMDB} --no-constrained"),
+        ("paper-imdb", "constrained", _IMDB),
         ("reviews", "constrained", _REVIEWS),
         ("reviews", "plain", f"{_REVIEWS} --no-constrained"),
         ("encoder", "constrained", f"{_REVIEWS} {_ENCODER}"),

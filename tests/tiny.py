@@ -9,8 +9,20 @@ import numpy as np
 # Small enough for a step of a few milliseconds. The CPU also where a GPU is: results are compared bit by bit.
 # What a test's numbers rest on is written out, so that other defaults do not move them.
 TINY: dict[str, dict[str, Any]] = {
-    "data": {"setup": "paper", "size": 32, "patch": 8, "window": 5, "sequence": "time", "gamma": 0.15},
+    "data": {
+        "frames": "resized",
+        "size": 32,
+        "patch": 8,
+        "patch_frames": 1,
+        "overlap": 1,
+        "window": 5,
+        "sequence": "time",
+        "gamma": 0.15,
+        "unit": "deviation",
+    },
     "model": {
+        "adaptive": False,
+        "nonlinearity": "soft_threshold",
         "code_size": 64,
         "layers": 2,
         "sparsity": 0.2,
@@ -58,10 +70,12 @@ def scrolling_clip(frames: int = 60, height: int = 32, width: int = 32) -> np.nd
 
 
 def tiny_arguments(**changes: Any) -> list[str]:
-    """The tiny settings as words of a command line, some replaced."""
-    values = {name: value for section in TINY.values() for name, value in section.items()} | changes
+    """The tiny settings as words of a command line, some replaced or left out (None); no constraints with
+    `constrained=False`."""
+    sections = [part for name, part in TINY.items() if name != "constraints" or changes.get("constrained", True)]
+    values = {name: value for section in sections for name, value in section.items()} | changes
     words = []
-    for name, value in values.items():
+    for name, value in ((name, value) for name, value in values.items() if value is not None):
         option = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{option}" if value else f"--no-{option}")

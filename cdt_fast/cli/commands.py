@@ -38,17 +38,14 @@ def train(options: argparse.Namespace) -> None:
     if options.source is not None:
         given["data"]["source"] = options.source
     if options.resume is not None:
-        if options.config or options.out or any(given.values()):
+        if options.config or options.preset or options.out or any(given.values()):
             raise InputError("--resume takes no other settings: a run resumes as it began")
         run, settings, entry = tasks.open_run(options.resume, trained=False)
         if settings.task != options.task:
             raise InputError(f"{options.resume}: resume it with cdt-fast train {settings.task} --resume")
     else:
         entry = TASKS[options.task]
-        settings = entry.settings.load(options.config) if options.config else entry.settings()
-        for section, values in given.items():
-            settings.update(section, values)
-        settings.check_owners(given["model"])
+        settings = entry.settings.chosen(given, options.preset, options.config)
         tasks.make_absolute(settings)
         tasks.resolve_reference(settings)
         from cdt_fast.training import loop  # noqa: F401 - see above
@@ -167,6 +164,7 @@ def evaluate(options: argparse.Namespace) -> None:
             raise InputError("--shifts needs --clips: the clips that are shifted")
         if options.gammas is not None:
             settings.set("evaluation", "gammas", options.gammas)
+            settings.check_noise()
         _evaluate(run, settings, entry.load(), options.json, gammas=options.gammas)
         return
     if options.gammas is not None:

@@ -12,9 +12,10 @@ import cdt_fast
 from cdt_fast import experiments
 from cdt_fast.bench.__main__ import add_arguments
 from cdt_fast.cli import commands
+from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
 from cdt_fast.errors import require
 from cdt_fast.tasks import TASKS, TaskEntry
-from cdt_fast.training.settings import SECTIONS, Section, kinds_of
+from cdt_fast.training.settings import SECTIONS, Section, kinds_of, needs_shown
 
 _JSON = "also write what was measured as JSON"
 
@@ -91,7 +92,7 @@ def build_parser() -> Parser:
     add("--budget", type=float, metavar="LAYERS", help=text)
     text = "the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)"
     add("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)
-    text = "mean over K x K shifted grids of patches (default: eight, every other of 4 x 4)"
+    text = "mean over K x K shifted grids of patches (default: as in the training)"
     add("--grids", type=int, metavar="K", help=text)
     add("--overwrite", action="store_true", help="replace OUT if it exists")
     add("--json", metavar="FILE", help=_JSON)
@@ -173,12 +174,16 @@ def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) 
     """What `train` takes for a task: SOURCE, where to write, and its settings, a group a section."""
     call = f"cdt-fast train {name}"
     command.epilog = "\n".join(["examples:", *(f"  {call} {example}" for example in task.examples)])
-    command.usage = f"{call} [SOURCE] [--out RUN] [--config FILE] [SETTINGS]"
+    command.usage = f"{call} [SOURCE] [--out RUN] [--preset NAME] [--config FILE] [SETTINGS]"
     settings = task.settings()
     source = type(settings.data).model_fields["source"]
     default = "" if settings.data.source is None else f" ({settings.data.source})"
     command.add_argument("source", nargs="?", metavar="SOURCE", help=f"{source.description}{default}")
     command.add_argument("--out", metavar="RUN", help="new run folder (runs/SOURCE-constrained or -unconstrained)")
+    names = [preset for preset in PRESETS if preset not in PAPER_ROWS or PAPER_ROWS[preset].task == name]
+    text = f"what the settings start from: constraints, or a whole row of the paper ({', '.join(names)})"
+    command.add_argument("--preset", metavar="NAME", help=text)
+    command.add_argument("--setup", dest="data.setup", help=argparse.SUPPRESS)  # to say what is in its place
     command.add_argument("--config", metavar="FILE", help="settings as TOML, such as the config.toml of a run")
     command.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint; takes no settings")
     for section in SECTIONS:
@@ -192,7 +197,8 @@ def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) 
 def _add_setting(group: Any, section: str, values: Section, name: str) -> None:
     option, destination = f"--{name.replace('_', '-')}", f"{section}.{name}"
     field, default = type(values).model_fields[name], getattr(values, name)
-    text = f"{f'{field.title}: ' if field.title else ''}{field.description}".replace("%", "%%")
+    needs = needs_shown(field)
+    text = f"{f'{needs}: ' if needs else ''}{field.description}".replace("%", "%%")
     if bool in kinds_of(field.annotation):
         text += {True: " (yes)", False: " (no)"}.get(default, "")
         group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text)

@@ -227,10 +227,11 @@ class DescentConstraints:
         """Build the constraints of a named setting, in which an option that the setting does not name has its default.
 
         Args:
-            name: "video", "text" and "lm" are what `cdt-fast train` starts from in these tasks. "paper-video",
-                "paper-text" and "paper-lm" are reconstructions of the paper's settings (rate and ε₀ as tabled, Adam
-                with its usual betas, slack, chain, raw violations, no margin). "safe" is meant for a new problem: no
-                depth is ever pushed up, relative violations, no dual momentum, ε₀ from the first steps, decay.
+            name: "video", "text" and "lm" are what `cdt-fast train` starts from in these tasks. "paper-dust",
+                "paper-ut", "paper-vit", "paper-text-ut", "paper-encoder" and "paper-llama" are the constraints of a
+                row of the paper (rate and ε₀ as tabled, Adam with its usual betas, slack, chain, raw violations, no
+                margin). "safe" is meant for a new problem: no depth is ever pushed up, relative violations, no dual
+                momentum, ε₀ from the first steps, decay.
             layers: L.
             device, dtype: as in the constructor.
             overrides: options of the constructor; they win over the preset. `warmup_steps` is among those to give:

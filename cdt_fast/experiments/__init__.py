@@ -12,7 +12,7 @@ from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml
 from cdt_fast.tasks import TASKS, kept_losses, make_absolute, open_evaluated, open_run, resolve_reference
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.settings import RunSettings
+from cdt_fast.training.settings import SECTIONS, RunSettings
 
 FOLDER = Path(__file__).parent
 
@@ -32,6 +32,7 @@ class Experiment:
     seeds: Sequence[int]
     runs: Mapping[str, Mapping[str, Mapping[str, Any]]]  # what is different in each run, by section
     shared: Mapping[str, Mapping[str, Any]]  # settings of all runs, by section
+    preset: str | None = None  # what the settings of all runs start from in place of the defaults
     model: str = ""  # what MODEL has to be, or "" where the experiment brings its own
     learning_rates: Sequence[float] = ()
     baseline: str = ""  # the run that a study pairs the others with; "" where it is no study
@@ -66,6 +67,8 @@ class Experiment:
     ) -> RunSettings:
         """The settings of one training; a model and a learning rate, where given, in place of the experiment's own."""
         settings = TASKS[self.task].settings()
+        if self.preset is not None:
+            settings.use_preset(self.preset)
         own = {"data": {"source": source}, "training": {"seed": seed}, "model": {}}
         if model is not None:
             own["model"]["model"] = model
@@ -94,10 +97,10 @@ class PlannedRun:
         if not RunFolder(self.path).config.exists():
             return "new"
         _, there, _ = open_run(self.path, trained=False)
-        present = there.model_dump()
-        for section, values in self.settings.model_dump().items():
-            for name, value in values.items():
-                other = present[section].get(name)
+        for section in SECTIONS:
+            present = vars(getattr(there, section))
+            for name, value in vars(getattr(self.settings, section)).items():
+                other = present[name]
                 if other != value:
                     raise InputError(
                         f"{self.path}: holds a run with [{section}] {name} {other!r}, and the experiment has "

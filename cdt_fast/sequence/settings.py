@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from cdt_fast.constraints.presets import PRESETS
+from cdt_fast.errors import InputError
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -21,9 +22,12 @@ from cdt_fast.training.settings import (
 )
 
 UNROLLED, SMALL = "text-ut", "llama-small"  # the networks of this package; any other name is a pretrained model's
-_PRETRAINED = "a pretrained model"
+_TEXT_UT, _ENCODER, _LLAMA = f"model={UNROLLED}", f"model!={UNROLLED}", f"model={SMALL}"
+_OWN_WORDS = f"{_TEXT_UT} embedding=none"
+_MOST_NOISE = 10.0  # standard deviations of the embeddings
 _GAMMA = "training noise as a multiple of the standard deviation of the embeddings: one level, or LOW,HIGH of a range"
 
+Kind = Literal["gaussian", "laplace", "uniform", "drop", "swap"]
 Depths = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
@@ -31,11 +35,9 @@ class PerturbationSettings(Section):
     """What happens to the word embeddings."""
 
     gamma: NoiseLevels = setting(0.0, _GAMMA)
-    perturbation: Literal["gaussian", "laplace", "uniform", "drop", "swap"] = setting(
-        "gaussian", "what is done to the words' embeddings"
-    )
+    perturbation: Kind = setting("gaussian", "what is done to the words' embeddings")
     perturbation_rate: Annotated[float, Field(gt=0, le=1)] = setting(
-        0.15, "share of the words that 'drop' and 'swap' choose at gamma 1"
+        0.15, "share of the words that 'drop' and 'swap' choose at gamma 1", "perturbation=drop,swap"
     )
 
 
@@ -67,31 +69,31 @@ class TextModelSettings(Section):
 
     model: str = setting(UNROLLED, "text-ut, or the folder or hub name of a transformers encoder to fine-tune")
     embedding: str | None = setting(
-        None, "folder or hub name of a pretrained model to take words and embeddings from (default: learned)", UNROLLED
+        None, "folder or hub name of a pretrained model to take words and embeddings from (default: learned)", _TEXT_UT
     )
     download: bool = setting(False, "models and data sets that are not here may be fetched from the hub")
-    taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)", _PRETRAINED)
+    taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)", _ENCODER)
     inner_pooling: Literal["own", "mean"] = setting(
-        "mean", "what the depths before the last are read by: the encoder's own token, or the mean of all", _PRETRAINED
+        "mean", "what the depths before the last are read by: the encoder's own token, or the mean of all", _ENCODER
     )
-    layers: Positive = setting(3, "L", UNROLLED)
-    width: Positive | None = setting(None, "d (default: 128, or that of the pretrained embeddings)", UNROLLED)
-    attention_width: Positive | None = setting(None, "k (default: d)", UNROLLED)
-    residual: Literal["layer", "input", "bias"] = setting("layer", "the residual of a layer", UNROLLED)
-    tied: bool = setting(False, "one set of weights for all layers", UNROLLED)
-    scale: float = setting(1.0, "beta, factor of the attention scores", UNROLLED)
-    positions: bool = setting(False, "learned positions", UNROLLED)
-    frozen_embedding: bool = setting(False, "the embeddings do not train", UNROLLED)
-    least_count: Positive = setting(2, "how often a word must occur to be in the vocabulary", UNROLLED)
+    layers: Positive = setting(3, "L", _TEXT_UT)
+    width: Positive | None = setting(None, "d (default: 128, or that of the pretrained embeddings)", _TEXT_UT)
+    attention_width: Positive | None = setting(None, "k (default: d)", _TEXT_UT)
+    residual: Literal["layer", "input", "bias"] = setting("layer", "the residual of a layer", _TEXT_UT)
+    tied: bool = setting(False, "one set of weights for all layers", _TEXT_UT)
+    scale: float = setting(1.0, "beta, factor of the attention scores", _TEXT_UT)
+    positions: bool = setting(False, "learned positions", _TEXT_UT)
+    frozen_embedding: bool = setting(False, "the embeddings do not train", _TEXT_UT)
+    least_count: Positive = setting(2, "how often a word must occur to be in the vocabulary", _OWN_WORDS)
     vocabulary_size: Annotated[int, Field(ge=4)] | None = setting(
-        None, "most words of the vocabulary (default: all)", UNROLLED
+        None, "most words of the vocabulary (default: all)", _OWN_WORDS
     )
 
 
 class _EpochSettings(TrainingSettings):
     """[training] in epochs."""
 
-    epochs: Positive = setting(3, "passes over the training samples")
+    epochs: Positive = setting(3, "passes over the training samples", "steps=none")
     steps: Positive | None = setting(None, "optimizer steps, in place of epochs (default: those of the epochs)")
 
 
@@ -129,6 +131,7 @@ class LanguageEvaluationSettings(SequenceEvaluationSettings):
 class LanguageDataSettings(PerturbationSettings):
     """[data] of instructions with answers."""
 
+    perturbation: Kind = setting("gaussian", "what is done to the words' embeddings", "gamma!=0")
     source: str | None = setting(
         None, "a JSON or JSONL file, or hub name, of rows in Alpaca's form: instruction, input, output"
     )
@@ -154,12 +157,12 @@ class LanguageModelSettings(Section):
     )
     lora_rank: Positive | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)")
     vocabulary_size: Annotated[int, Field(ge=258)] = setting(
-        4096, "most tokens, byte pairs learned from the training texts (258: bytes alone)", SMALL
+        4096, "most tokens, byte pairs learned from the training texts (258: bytes alone)", _LLAMA
     )
-    layers: Positive = setting(4, "L", SMALL)
-    width: Annotated[int, Field(ge=2)] = setting(256, "d", SMALL)
-    heads: Positive = setting(4, "attention heads", SMALL)
-    feedforward_width: Positive | None = setting(None, "inner width of a block (default: 4 d)", SMALL)
+    layers: Positive = setting(4, "L", _LLAMA)
+    width: Annotated[int, Field(ge=2)] = setting(256, "d", _LLAMA)
+    heads: Positive = setting(4, "attention heads", _LLAMA)
+    feedforward_width: Positive | None = setting(None, "inner width of a block (default: 4 d)", _LLAMA)
 
 
 class LanguageTrainingSettings(_EpochSettings):
@@ -178,7 +181,23 @@ class SequenceSettings(RunSettings):
 
     @property
     def network(self) -> str:
-        return self.own_network if self.model.model == self.own_network else _PRETRAINED
+        return self.own_network if self.model.model == self.own_network else "a pretrained model"
+
+    def check_noise(self) -> None:
+        """As `RunSettings.check_noise`."""
+        data = self.data
+        for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):
+            greatest = max(levels)
+            if data.perturbation == "drop" and greatest * data.perturbation_rate >= 1:
+                raise InputError(
+                    f"{name} reaches {greatest:g}, and times perturbation_rate {data.perturbation_rate:g} must be "
+                    "below 1: 'drop' leaves no word"
+                )
+            if data.perturbation not in ("drop", "swap") and greatest > _MOST_NOISE:
+                raise InputError(
+                    f"{name} reaches {greatest:g} standard deviations of the word embeddings, and must be at most "
+                    f"{_MOST_NOISE:g}"
+                )
 
 
 class TextSettings(SequenceSettings):
@@ -203,3 +222,9 @@ class LanguageSettings(SequenceSettings):
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["lm"]))
     training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)
     evaluation: LanguageEvaluationSettings = Field(default_factory=LanguageEvaluationSettings)
+
+    @property
+    def untrained_depth(self) -> str:
+        """As `RunSettings.untrained_depth`; of taps without depth 0 the first is another."""
+        reads_words = self.model.taps is None or 0 in self.model.taps
+        return "whose embeddings and head lora_rank leaves as they are" if self.model.lora_rank and reads_words else ""

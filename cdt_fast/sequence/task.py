@@ -26,7 +26,7 @@ from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.execution import to_device
-from cdt_fast.training.factory import steps_per_epoch
+from cdt_fast.training.factory import check_trained_depths, steps_per_epoch
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
 
@@ -148,7 +148,8 @@ class SequenceTask(Task):
         gammas = settings.evaluation.gammas
         if any(first >= second for first, second in pairwise(gammas)):
             raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
-        _ = settings.noise  # which refuses what is no range
+        settings.check_noise()
+        check_trained_depths(settings)
 
     def counts(self, settings: SequenceSettings, data: Splits[Any], kind: str) -> str:
         """How much data of a kind there are, in words."""

@@ -46,6 +46,20 @@ def _by_number(settings: RunSettings, name: str) -> dict[int, Any] | None:
     return {taps.index(depth): value for depth, value in given.items()}
 
 
+def check_trained_depths(settings: RunSettings) -> None:
+    """Refuse a weight or a bound of depth 0 where nothing trains there."""
+    reason, chosen, weights = settings.untrained_depth, settings.constraints, settings.coefficients
+    asked = {
+        "coefficients": isinstance(weights, list) and weights[0] > 0,
+        "reference_mode constraint": settings.constrained
+        and chosen.reference_mode == "constraint"
+        and chosen.reference is not None,
+        "bounds": settings.constrained and 0 in (chosen.bounds or {}),
+    }
+    for name in (name for name, holds in asked.items() if holds and reason):
+        raise InputError(f"[constraints] {name} must not be of depth 0, {reason}: nothing trains there")
+
+
 def build_constraints(
     settings: RunSettings,
     data: Any,

@@ -9,7 +9,8 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
@@ -18,13 +19,14 @@ from typing_extensions import Self
 
 from cdt_fast.checks import suggestion
 from cdt_fast.constraints import presets
-from cdt_fast.constraints.presets import DEFAULTS, options_of
+from cdt_fast.constraints.presets import DEFAULTS, PAPER_ROWS, options_of
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml, shown, write_text
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Sections = Mapping[str, Mapping[str, Any]]  # values by section and name
 Bounds = Annotated[dict[int, float | str], Field(min_length=1)]
 Shares = Annotated[dict[int, float], Field(min_length=1)]
 NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a range
@@ -32,11 +34,38 @@ NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
+_CONSTRAINED = "constrained=true"
+# What files of earlier runs name without an effect: every value, or these.
+_OF_EARLIER_RUNS = {"tensorboard": (True, False), "setup": ("denoiser",), "preset": ("none",)}
+# Settings of earlier versions, and what to give in their place.
+_GONE = {
+    ("data", "setup"): f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
+    ("constraints", "preset"): 'a preset stands before all sections of a file: preset = "…"',
+}
 
 
-def setting(default: Any, description: str, owner: str | None = None) -> Any:
-    """A field of a section, with its help; `owner`, its title, is the network that alone has it (None: all do)."""
-    return Field(default, description=description, title=owner, validate_default=False)
+def setting(default: Any, description: str, needs: str = "", unit_of: str = "") -> Any:
+    """A field of a section, with its help.
+
+    Args:
+        default: its value where none is given.
+        description: of the help.
+        needs: where it has an effect, as in "model=dust,ut frames!=crops": all conditions on other settings hold.
+        unit_of: the settings whose numbers are in a unit that this one chooses.
+    """
+    return Field(
+        default, description=description, title=needs, json_schema_extra={"unit_of": unit_of}, validate_default=False
+    )
+
+
+def constraint(default: Any, description: str, needs: str = "") -> Any:
+    """A `setting` that has an effect only with constraints."""
+    return setting(default, description, f"{_CONSTRAINED} {needs}".strip())
+
+
+def needs_shown(field: Any) -> str:
+    """Where a setting has an effect, for the help; without what the heading of its section says."""
+    return " ".join(condition for condition in field.title.split() if condition != _CONSTRAINED)
 
 
 class Section(BaseModel):
@@ -88,65 +117,75 @@ class ConstraintSettings(Section):
     """[constraints]: what every layer must achieve, and how the multipliers see to it."""
 
     constrained: bool = setting(True, "train with descent constraints")
-    preset: presets.Preset | Literal["paper"] | None = setting(
-        None, "take the settings below from a preset, before those given; 'paper' is that of the task"
-    )
     objective: presets.ObjectiveName | None = setting(
         None, "what is minimized over the depths (default: last; for a denoiser of video with constraints log)"
     )
     coefficients: list[NonNegative] | presets.DepthScale | None = setting(
-        None, "weights of the depths in the objective: numbers, or a scale over the depths (default: ones)"
+        None,
+        "weights of the depths in the objective: numbers, or a scale over them (default: ones; video: 0, then ones)",
     )
     exit_scale: NonNegative = setting(1.0, "factor of a scale's coefficients at the depths before the last")
-    rate: float | list[float] | None = setting(
+    rate: float | list[float] | None = constraint(
         DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes; 'none': no descent"
     )
-    reference: float | Literal["auto"] | None = setting(
+    reference: float | Literal["auto"] | None = constraint(
         DEFAULTS.reference, "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
-    reference_mode: presets.ReferenceMode = setting(DEFAULTS.reference_mode, "how the reference enters")
-    coupling: presets.Coupling = setting(DEFAULTS.coupling, "what bounds a layer's loss")
-    bounds: Bounds | None = setting(
+    reference_mode: presets.ReferenceMode = constraint(DEFAULTS.reference_mode, "how the reference enters")
+    coupling: presets.Coupling = constraint(DEFAULTS.coupling, "what bounds a layer's loss", "rate!=none")
+    bounds: Bounds | None = constraint(
         DEFAULTS.bounds, "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of a reference's"
     )
-    agreement: Shares | None = setting(
+    agreement: Shares | None = constraint(
         DEFAULTS.agreement,
         "least shares of the tokens or texts that chosen depths answer as the last one does, as in 8=0.8",
     )
-    reference_losses: list[float] | str | None = setting(
+    reference_losses: list[float] | str | None = constraint(
         DEFAULTS.reference_losses,
         "what factors are taken of: a loss a depth, or the folder of a run (default: the end of the warm-up)",
     )
-    ratio: presets.Ratio = setting(
-        DEFAULTS.ratio, "what judges a layer: the ratio of mean losses, the mean of micro-batches' ratios, or the worst"
+    ratio: presets.Ratio = constraint(
+        DEFAULTS.ratio,
+        "what judges a layer: the ratio of mean losses, the mean of micro-batches' ratios, or the worst",
+        "rate!=none",
     )
-    tail: float = setting(DEFAULTS.tail, "share of the micro-batches that 'cvar' calls the worst")
-    normalize: bool = setting(DEFAULTS.normalize, "dual steps on relative violations")
-    margin: NonNegative = setting(
+    tail: float = constraint(DEFAULTS.tail, "share of the micro-batches that 'cvar' calls the worst", "ratio=cvar")
+    normalize: bool = constraint(DEFAULTS.normalize, "dual steps on relative violations")
+    margin: NonNegative = constraint(
         DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them"
     )
-    tighten_steps: Count = setting(
+    tighten_steps: Count = constraint(
         DEFAULTS.tighten_steps, "steps after the warm-up over which rate and margin grow from zero to what they are"
     )
-    dual: presets.Dual = setting(DEFAULTS.dual, "rule that moves the multipliers")
-    dual_lr: float | None = setting(
+    dual: presets.Dual = constraint(DEFAULTS.dual, "rule that moves the multipliers")
+    dual_lr: float | None = constraint(
         DEFAULTS.dual_lr, "step size of the multipliers (default: 0.002 with adam and the objective last, else 0.05)"
     )
-    betas: list[float] = setting(list(DEFAULTS.betas), "Adam's decay of the two moments of the dual gradient")
-    proportional_gain: float = setting(DEFAULTS.proportional_gain, "proportional gain of 'pi'")
-    smoothing: float = setting(DEFAULTS.smoothing, "decay of the average that the proportional part of 'pi' follows")
-    gain_growth: float = setting(
-        DEFAULTS.gain_growth, "what the gain of 'pi' is multiplied by where a violation does not fall in 50 updates"
+    betas: list[float] = constraint(
+        list(DEFAULTS.betas), "Adam's decay of the two moments of the dual gradient", "dual=adam"
     )
-    gain_limit: float = setting(DEFAULTS.gain_limit, "the largest gain that 'pi' grows to")
-    barrier_width: float = setting(DEFAULTS.barrier_width, "violation that doubles a multiplier of 'barrier'")
-    resilience: presets.Resilience | Literal["none"] = setting(
+    proportional_gain: float = constraint(DEFAULTS.proportional_gain, "proportional gain of 'pi'", "dual=pi")
+    smoothing: float = constraint(
+        DEFAULTS.smoothing, "decay of the average that the proportional part of 'pi' follows", "dual=pi"
+    )
+    gain_growth: float = constraint(
+        DEFAULTS.gain_growth,
+        "what the gain of 'pi' is multiplied by where a violation does not fall in 50 updates",
+        "dual=pi",
+    )
+    gain_limit: float = constraint(DEFAULTS.gain_limit, "the largest gain that 'pi' grows to", "dual=pi gain_growth!=1")
+    barrier_width: float = constraint(
+        DEFAULTS.barrier_width, "violation that doubles a multiplier of 'barrier'", "dual=barrier"
+    )
+    resilience: presets.Resilience | Literal["none"] = constraint(
         DEFAULTS.resilience or "none", "what gives way when bounds cannot be met"
     )
-    slack_cost: float = setting(DEFAULTS.slack_cost, "cost of squared slack: the larger, the harder the constraints")
-    slack_lr: float | None = setting(DEFAULTS.slack_lr, "step size of the slacks (default: 0.1 / slack_cost)")
-    dual_every: Positive = setting(DEFAULTS.dual_every, "optimizer steps per dual step")
-    warmup_epochs: Count = setting(1, "epochs with the constraints off at the start")
+    slack_cost: float = constraint(DEFAULTS.slack_cost, "cost of squared slack: the larger, the harder the constraints")
+    slack_lr: float | None = constraint(
+        DEFAULTS.slack_lr, "step size of the slacks (default: 0.1 / slack_cost)", "resilience=slack"
+    )
+    dual_every: Positive = constraint(DEFAULTS.dual_every, "optimizer steps per dual step")
+    warmup_epochs: Count = constraint(1, "epochs with the constraints off at the start")
 
 
 class TrainingSettings(Section):
@@ -155,7 +194,7 @@ class TrainingSettings(Section):
     accumulate: Positive = setting(1, "micro-batches per optimizer step")
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
     warmup_steps: Count = setting(0, "steps over which the learning rate rises to lr")
-    clip: NonNegative | None = setting(1.0, "largest gradient norm ('none' for no bound)")
+    clip: Annotated[float, Field(gt=0)] | None = setting(1.0, "largest gradient norm ('none' for no bound)")
     depth_schedule: Literal["random", "gradual", "rotational"] | None = setting(
         None,
         "without constraints: train one depth a step, drawn at random, switch depths on from the last to the first, or "
@@ -184,11 +223,16 @@ class EvaluationSettings(Section):
 
 
 class RunSettings(BaseModel):
-    """All settings of a run, a section each; a task has a subclass with its own sections and their defaults."""
+    """All settings of a run, a section each; a task has a subclass with its own sections and their defaults.
+
+    Attributes:
+        preset: what the settings started from in place of the defaults alone.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     task: ClassVar[str]
+    preset: str | None = None
     data: Any = Field(default_factory=Section)
     model: Any = Field(default_factory=Section)
     constraints: ConstraintSettings = Field(default_factory=ConstraintSettings)
@@ -238,17 +282,25 @@ class RunSettings(BaseModel):
         """The weights of the depths in the objective; None: those of `DescentConstraints`."""
         return self.constraints.coefficients
 
+    @property
+    def untrained_depth(self) -> str:
+        """Why nothing trains at depth 0, in words; empty where something does."""
+        return ""
+
+    def check_noise(self) -> None:
+        """Refuse noise levels that no one can mean in their unit, or that the network cannot train at."""
+
     def set(self, section: str, name: str, value: Any) -> None:
-        """Set one value, checked against the type and the bounds of its field; a preset sets what it names.
+        """Set one value, checked against the type and the bounds of its field.
 
         Raises:
             InputError: an unknown section or name, or a value of the wrong kind.
         """
-        if (section, name, value) == ("constraints", "preset", "paper"):
-            value = f"paper-{self.task}"
         settings = getattr(self, section, None)
         if not isinstance(settings, Section):
             raise InputError(f"unknown section [{section}]{suggestion(section, SECTIONS)}")
+        if (section, name) in _GONE:
+            raise InputError(f"[{section}] {name} is gone: {_GONE[section, name]}")
         if name not in type(settings).model_fields:
             raise InputError(f"unknown key '{name}' in [{section}]{suggestion(name, type(settings).model_fields)}")
         try:
@@ -257,30 +309,126 @@ class RunSettings(BaseModel):
             problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors(include_url=False)]
             words = re.sub("(Input|List|Dictionary) should", "must", " or ".join(dict.fromkeys(problems)))
             raise InputError(f"[{section}] {name} {words}, got {shown(value)}") from None
-        if name == "preset" and settings.preset is not None:  # pyright: ignore[reportAttributeAccessIssue]
-            for taken, preset_value in options_of(value).items():
-                if taken == "objective" and value == self.task:  # whose default is another one without constraints
-                    settings.objective = None  # pyright: ignore[reportAttributeAccessIssue]
-                elif taken in type(settings).model_fields:
-                    given = list(preset_value) if isinstance(preset_value, tuple) else preset_value
-                    setattr(settings, taken, "none" if taken == "resilience" and given is None else given)
 
     def update(self, section: str, values: Mapping[str, Any]) -> None:
-        """Set several values of a section; a preset first, so that what is given beside it wins."""
-        for name in sorted(values, key=lambda name: name != "preset"):
-            self.set(section, name, values[name])
+        """Set several values of a section."""
+        for name, value in values.items():
+            self.set(section, name, value)
 
-    def check_owners(self, given: Iterable[str]) -> None:
-        """Refuse those of the given settings of [model] that the chosen network does not have."""
-        for name in given:
-            owner = type(self.model).model_fields[name].title
-            if owner is not None and self.network not in owner.split(", "):
-                option = f"--{name.replace('_', '-')}"
-                raise InputError(f"{option} is a setting of {owner}, and the model is {self.model.model}")
+    def use_preset(self, name: str) -> None:
+        """Set all that a preset names: the options of the constraints, and of a row of the paper all else of it.
+
+        Raises:
+            InputError: there is no such preset, or it is a row of another task.
+        """
+        options, row = options_of(name), PAPER_ROWS.get(name)
+        if row is not None and row.task != self.task:
+            raise InputError(f"--preset {name} is of cdt-fast train {row.task}, and this is train {self.task}")
+        for taken, value in options.items():
+            if taken == "objective" and name == self.task:  # whose default is another one without constraints
+                self.constraints.objective = None
+            elif taken in type(self.constraints).model_fields:
+                given = list(value) if isinstance(value, tuple) else value
+                self.set("constraints", taken, "none" if taken == "resilience" and given is None else given)
+        for section, values in ({} if row is None else row.settings).items():
+            self.update(section, values)
+        self.preset = name
+
+    @property
+    def starting_point(self) -> Self:
+        """What the settings were before any was given: the defaults, with the preset over them."""
+        start = type(self)()
+        if self.preset is not None:
+            start.use_preset(self.preset)
+        return start
+
+    @classmethod
+    def chosen(cls, given: Sections, preset: str | None = None, file: str | os.PathLike[str] | None = None) -> Self:
+        """The settings of a new run: the defaults, over them a preset, over that a file, over all what is given.
+
+        Of a file, which may be that of a run and name all, what differs from the defaults and the preset counts as
+        given. It may be for runs with and without constraints: what has an effect in it, or beside the options, passes.
+
+        Args:
+            given: values by section.
+            preset: one in place of that of the file.
+            file: settings as TOML.
+
+        Raises:
+            InputError: as `load` and `set`; a preset or a setting that is given has no effect, or a number that is not
+                would keep its value in another unit.
+        """
+        in_file, sections = (None, {}) if file is None else cls._read(file)
+        settings = cls()
+        with _naming(file if preset is None else None):
+            if (name := in_file if preset is None else preset) is not None:
+                settings.use_preset(name)
+        start = settings.model_copy(deep=True)
+        with _naming(file):
+            settings._overlay(sections)
+        if preset is not None and file is not None and settings == cls.load(file).model_copy(update={"preset": preset}):
+            raise InputError(f"--preset {preset} has no effect: {file} names all that it sets")
+        idle = [
+            place
+            for place in _places(sections)
+            if _value(settings, place) != _value(start, place) and settings._unmet(place)
+        ]
+        settings._overlay(given)
+        if preset not in (None, *PAPER_ROWS) and not settings.constrained:
+            raise InputError(f"--preset {preset} is of constraints, and --no-constrained is to train without")
+        needed = PAPER_ROWS[settings.preset].pretrained if settings.preset in PAPER_ROWS else ""
+        if needed and ("model", needed) not in [*_places(sections), *_places(given)]:
+            raise InputError(f"--preset {settings.preset} needs --{needed}, the folder of a pretrained network")
+        for origin, places in ((file, idle), (None, _places(given))):
+            with _naming(origin):
+                for place in places:
+                    if reason := settings._unmet(place):
+                        raise InputError(reason)
+        return settings
+
+    def _overlay(self, sections: Sections) -> None:
+        """Set values by section; InputError: one of them changes the unit of a number that is not among them."""
+        before = self.model_copy(deep=True)
+        for section, values in sections.items():
+            self.update(section, values)
+        named = _places(sections)
+        for section, name in named:
+            was, now = (_value(settings, (section, name)) for settings in (before, self))
+            extra: Any = type(getattr(self, section)).model_fields[name].json_schema_extra
+            stale = [
+                f"{number} {shown(value)}"
+                for number in extra["unit_of"].split()
+                for part in SECTIONS
+                if (part, number) not in named
+                and isinstance(value := getattr(getattr(before, part), number, None), float | list)
+                and not self._unmet((part, number))
+            ]
+            if was != now and stale:
+                raise InputError(
+                    f"[{section}] {name} is {now}, and these are numbers for {name} {was}: {', '.join(stale)}; give "
+                    "others beside it"
+                )
+
+    def _unmet(self, place: tuple[str, str]) -> str:
+        """Why a setting has no effect, in words; empty where it has one, or is none."""
+        section, name = place
+        every = {known: value for part in SECTIONS for known, value in vars(getattr(self, part)).items()}
+        conditions = "" if every[name] is None else type(getattr(self, section)).model_fields[name].title
+        for condition in conditions.split():
+            other, negated, words = re.split("(!?)=", condition)
+            value = every[other] if other in every else getattr(self, other)
+            word = f"{value:g}" if isinstance(value, float) else str(value)
+            word = {"None": "none", "True": "true", "False": "false"}.get(word, word)  # as in a file
+            if (word in words.split(",")) == bool(negated):
+                wanted = f"{'other than ' if negated else ''}{words.replace(',', ' or ')}"
+                return f"[{section}] {name} has an effect only with {other} {wanted}, and {other} is {word}"
+        return ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings as TOML, None as the word "none"."""
         document: dict[str, Any] = {"task": self.task}
+        if self.preset is not None:
+            document["preset"] = self.preset
         for section in SECTIONS:
             values = getattr(self, section).model_dump(mode="json")  # keys are words
             document[section] = {name: "none" if value is None else value for name, value in values.items()}
@@ -288,21 +436,51 @@ class RunSettings(BaseModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read settings from TOML; what the file does not name keeps its default.
+        """Read settings from TOML; what the file does not name is as in its preset, or keeps its default.
 
         Raises:
             InputError: the file cannot be read, or names something unknown or of the wrong kind.
         """
-        document = read_toml(path)
+        preset, sections = cls._read(path)
         settings = cls()
-        if document.pop("task", cls.task) != cls.task:
-            raise InputError(f'{path}: task must be "{cls.task}"')
-        try:
+        with _naming(path):
+            if preset is not None:
+                settings.use_preset(preset)
+            for section, values in sections.items():
+                settings.update(section, values)
+        return settings
+
+    @classmethod
+    def _read(cls, path: str | os.PathLike[str]) -> tuple[str | None, dict[str, dict[str, Any]]]:
+        """The preset of a file, and the values of its sections."""
+        document = read_toml(path)
+        with _naming(path):
+            if document.pop("task", cls.task) != cls.task:
+                raise InputError(f'task must be "{cls.task}"')
+            preset = document.pop("preset", None)
             for section, values in document.items():
                 if not isinstance(values, dict):
                     raise InputError(f"unknown key '{section}' outside of a section")
-                values.pop("tensorboard", None)  # runs of earlier versions have it
-                settings.update(section, values)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
-        return settings
+                for name, idle in _OF_EARLIER_RUNS.items():
+                    if values.get(name) in idle:
+                        del values[name]
+        return preset, document
+
+
+def _places(sections: Sections) -> list[tuple[str, str]]:
+    """Section and name of every value."""
+    return [(section, name) for section, values in sections.items() for name in values]
+
+
+def _value(settings: RunSettings, place: tuple[str, str]) -> Any:
+    section, name = place
+    return getattr(getattr(settings, section), name)
+
+
+@contextmanager
+def _naming(file: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Begin messages about bad input with the file that it is from, if there is one."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(str(error) if file is None else f"{file}: {error}") from None

@@ -91,7 +91,7 @@ def _build_vit(settings: VideoSettings) -> DenoisingViT:
     if data.frames != "resized" or data.patch_frames != 1 or settings.overlapping:
         raise InputError(
             "[data] frames must be resized, patch_frames 1 and overlap 1 for a vit, which sees whole frames of one "
-            "size: give --setup paper"
+            "size: give --preset paper-vit"
         )
     grid = (data.size // data.patch,) * 2
     if model.pretrained is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from cdt_fast.constraints.presets import PRESETS, DepthScale, ObjectiveName
+from cdt_fast.errors import InputError
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
@@ -22,15 +22,15 @@ from cdt_fast.training.settings import (
 )
 
 _CHESSBOARD = 4  # the shifted grids along each side of which a video is by default denoised on every other one
-_UNROLLED, _VIT = "dust, ut", "vit"
+_UNROLLED, _DUST, _VIT, _RANDOM_VIT = "model=dust,ut", "model=dust", "model=vit", "model=vit pretrained=none"
+# The least and the greatest noise that is meant in a unit: gray levels beyond rounding, and standard deviations of the
+# frames that leave something of them.
+_MEANT = {"level": (0.5, 255.0), "deviation": (0.0, 5.0)}
 
 
 class VideoDataSettings(Section):
     """[data]: which frames, and how they become sequences of patches."""
 
-    setup: Literal["denoiser", "paper"] = setting(
-        "denoiser", "what all other settings of video start from: the best denoiser we know, or the paper's experiment"
-    )
     source: str | None = setting("demo", "video file, frame folder, .npy or a tree of them, or demo, a generated clip")
     frames: Literal["crops", "resized"] = setting(
         "crops",
@@ -40,10 +40,10 @@ class VideoDataSettings(Section):
         "auto", "train, validate and test on whole clips where there are three or more, or on parts of each"
     )
     generated: Annotated[float, Field(ge=0, le=1)] = setting(
-        0.5, "share of the training crops that are generated, moving shapes in the place of the clips'"
+        0.5, "share of the training crops that are generated, moving shapes in the place of the clips'", "frames=crops"
     )
     window: Positive = setting(8, "T, frames per window")
-    stride: Positive | None = setting(None, "frames between training windows (default: window; crops: always)")
+    stride: Positive | None = setting(None, "frames between training windows (default: window)", "frames=resized")
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
     patch: Positive = setting(8, "side in pixels of a square patch")
     patch_frames: Positive = setting(8, "frames of a patch; window is a multiple of it (vit: 1)")
@@ -55,7 +55,9 @@ class VideoDataSettings(Section):
     sequence: Literal["time", "space", "spacetime"] = setting("time", "what one sequence runs over (vit: space)")
     gamma: NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
     unit: Literal["level", "deviation"] = setting(
-        "level", "what noise levels are multiples of: gray levels of 0..255, or the training frames' standard deviation"
+        "level",
+        "what noise levels are multiples of: gray levels of 0..255, or the training frames' standard deviation",
+        unit_of="gamma gammas",
     )
 
 
@@ -63,20 +65,25 @@ class VideoModelSettings(Section):
     """[model]: the network."""
 
     model: Literal["dust", "ut", "vit"] = setting("dust", "network")
-    layers: Positive = setting(3, "L")
+    layers: Positive = setting(3, "L", "pretrained=none")
     code_size: Positive | None = setting(
         None, "m, atoms of a dictionary (default: as many as a patch has pixels)", _UNROLLED
     )
     tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)", _UNROLLED)
-    adaptive: bool = setting(True, "the layers see patches less their mean, in units of the noise", _UNROLLED)
+    adaptive: bool = setting(
+        True,
+        "the layers see patches less their mean, in units of the noise",
+        _UNROLLED,
+        unit_of="sparsity reference",
+    )
     nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting(
-        "hard_threshold", "of the codes ('ut': relu)", "dust"
+        "hard_threshold", "of the codes ('ut': relu)", _DUST
     )
     sparsity: NonNegative | list[NonNegative] | None = setting(
         None,
         "lambda_1, one number or one a layer; the threshold is lambda_1 * step (default: 2.7, from layer 2 on 3.5; "
-        "soft: 1.5; 'ut' has none)",
-        _UNROLLED,
+        "soft: 1.5)",
+        _DUST,
     )
     step: float | list[float] | None = setting(
         None,
@@ -84,12 +91,12 @@ class VideoModelSettings(Section):
         "with hard thresholds or several grids 0.3 of it from layer 2 on)",
         _UNROLLED,
     )
-    scale: float = setting(0.02, "beta, factor of the attention scores", _UNROLLED)
-    initial_codes: Literal["analysis", "zero"] = setting("analysis", "H_0: X D / c, or zero", _UNROLLED)
+    scale: float = setting(0.02, "beta, factor of the attention scores", f"{_UNROLLED} tokens!=1")
+    initial_codes: Literal["analysis", "zero"] = setting("analysis", "H_0: X D / c, or zero", f"{_UNROLLED} overlap=1")
     readout: Literal["own", "next", "shared"] = setting("own", "dictionary that reads each depth", _UNROLLED)
     pretrained: str | None = setting(None, "folder of a transformers ViT to start from (default: random weights)", _VIT)
-    width: Annotated[int, Field(ge=2)] = setting(192, "d", _VIT)
-    heads: Positive = setting(3, "attention heads", _VIT)
+    width: Annotated[int, Field(ge=2)] = setting(192, "d", _RANDOM_VIT)
+    heads: Positive = setting(3, "attention heads", _RANDOM_VIT)
 
 
 class VideoTrainingSettings(TrainingSettings):
@@ -125,33 +132,6 @@ class VideoEvaluationSettings(EvaluationSettings):
 # epoch has thousands of crops, and the first layer does not begin from nothing.
 _DENOISER = {**{name: value for name, value in PRESETS["video"].items() if name != "objective"}, "warmup_epochs": 0}
 
-# What `setup = "paper"` sets: frames, patches, noise and network as in the paper's experiments (docs/maths.md §7).
-_PAPER: dict[str, dict[str, Any]] = {
-    "data": {
-        "frames": "resized",
-        "generated": 0.0,
-        "window": 20,
-        "size": 160,
-        "patch": 16,
-        "patch_frames": 1,
-        "overlap": 1,
-        "gamma": 0.15,
-        "unit": "deviation",
-    },
-    "model": {
-        "layers": 5,
-        "code_size": 1024,
-        "adaptive": False,
-        "nonlinearity": "soft_threshold",
-        "sparsity": 0.2,
-        "step": None,
-        "scale": 1.0,
-    },
-    "constraints": {"rate": 0.1, "margin": 0.1, "warmup_epochs": 1},
-    "training": {"steps": 1000, "batch": 4, "lr": 1e-3},
-    "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
-}
-
 
 class VideoSettings(RunSettings):
     """All settings of a run on video."""
@@ -165,25 +145,10 @@ class VideoSettings(RunSettings):
         default_factory=VideoEvaluationSettings
     )
 
-    def set(self, section: str, name: str, value: Any) -> None:
-        """As `RunSettings.set`; a setup sets what it stands for."""
-        super().set(section, name, value)
-        if (section, name) == ("data", "setup"):
-            for part, names in _PAPER.items():
-                defaults = getattr(type(self)(), part)
-                for taken, given in names.items():
-                    super().set(part, taken, given if value == "paper" else getattr(defaults, taken))
-
-    def update(self, section: str, values: Mapping[str, Any]) -> None:
-        """As `RunSettings.update`; a setup first, so that what is given beside it wins."""
-        if "setup" in values:
-            self.set(section, "setup", values["setup"])
-        super().update(section, {name: value for name, value in values.items() if name != "setup"})
-
     @property
     def objective(self) -> ObjectiveName:
         """As `RunSettings.objective`; a denoiser under constraints minimizes all depths on a relative scale."""
-        if self.constraints.objective is None and self.constrained and self.data.setup == "denoiser":
+        if self.constraints.objective is None and self.constrained:
             return "log"
         return super().objective
 
@@ -191,9 +156,36 @@ class VideoSettings(RunSettings):
     def coefficients(self) -> list[float] | DepthScale | None:
         """As `RunSettings.coefficients`; of a denoiser depth 0, which reads the noisy input, is no exit."""
         given = self.constraints.coefficients
-        if given is None and self.objective == "log" and self.data.setup == "denoiser":
+        if given is None and self.objective != "last" and self.model.pretrained is None:
             return [0.0] + [1.0] * self.model.layers
         return given
+
+    @property
+    def untrained_depth(self) -> str:
+        """As `RunSettings.untrained_depth`."""
+        if self.overlapping:
+            return "which is the noisy input where grids overlap"
+        zero = self.model.model != "vit" and self.model.initial_codes == "zero"
+        return "which is zero by initial_codes" if zero else ""
+
+    def check_noise(self) -> None:
+        """As `RunSettings.check_noise`."""
+        unit = self.data.unit
+        least, most = _MEANT[unit]
+        words = {"level": "gray levels of 0..255", "deviation": "standard deviations of the training frames"}
+        for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):
+            greatest = max(levels)
+            if greatest > most or 0 < greatest < least:
+                (other,) = {*words} - {unit}
+                raise InputError(
+                    f"{name} reaches {greatest:g} {words[unit]}, and must be {least:g} to {most:g}; with "
+                    f"unit {other} it counts in {words[other]}"
+                )
+        if self.adaptive and self.noise[1] == 0:
+            raise InputError(
+                "[data] gamma is 0, and an adaptive network works in units of the noise: train it with noise, or "
+                "another with --no-adaptive"
+            )
 
     def grid_places(self, grids: int | None) -> list[tuple[int, int]]:
         """Rows and columns by which `grids²` grids of patches are moved.
@@ -209,6 +201,12 @@ class VideoSettings(RunSettings):
             for column, left in enumerate(places)
             if grids is not None or (row + column) % 2 == 0
         ]
+
+    @property
+    def tokens(self) -> int:
+        """T of a sequence."""
+        times, places = self.data.window // self.data.patch_frames, (self.data.size // self.data.patch) ** 2
+        return {"time": times, "space": places, "spacetime": times * places}[self.data.sequence]
 
     @property
     def overlapping(self) -> bool:

@@ -20,7 +20,7 @@ from cdt_fast.ops.shared.backend import explain
 from cdt_fast.ops.unrolled_layer.composed import fused_unsupported_reason
 from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.execution import to_device
-from cdt_fast.training.factory import build_constraints
+from cdt_fast.training.factory import build_constraints, check_trained_depths
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Table, Task
 from cdt_fast.video import figures
@@ -35,6 +35,8 @@ from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.overlap import training_input
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.shifts import SHIFTS
+
+_LARGEST_RATIO = 2.0  # of a step to what makes LISTA a descent method
 
 
 class VideoWorkload:
@@ -126,9 +128,12 @@ class VideoTask(Task):
 
     def check(self, settings: VideoSettings) -> None:
         _check_patches(settings)
+        check_trained_depths(settings)
         if settings.model.pretrained is None:
             network = build_network(settings)
             build_constraints(settings, None, "cpu", network.layers)
+            if isinstance(network, DUST):
+                _check_step(network)
 
     def load(self, settings: VideoSettings, progress: bool = True) -> VideoData:
         _check_patches(settings)
@@ -299,7 +304,17 @@ def _measured(runs: Sequence[EvaluatedRun], measure: str) -> list[tuple[str, int
     return rows + [(run.label, run.evaluation.parameters, getattr(run.evaluation, measure)) for run in runs]
 
 
+def _check_step(network: DUST) -> None:
+    ratio = network.spectral_ratio().max().item()
+    if ratio > _LARGEST_RATIO:
+        raise InputError(
+            f"[model] step {max(network.steps):g} times the squared spectral norm of the initial dictionary is "
+            f"{ratio:.3g}, and must be at most {_LARGEST_RATIO:g}: beyond it codes grow from layer to layer"
+        )
+
+
 def _check_patches(settings: VideoSettings) -> None:
+    settings.check_noise()
     data, model, _ = settings.data, settings.model, settings.noise
     if settings.regularizers is not None and (settings.overlapping or settings.model.model == "vit"):
         raise InputError(

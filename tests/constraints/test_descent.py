@@ -655,8 +655,8 @@ def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
     assert options == dataclasses.asdict(DEFAULTS)
     for task, entry in TASKS.items():
         expected, settings = options_of(task), vars(entry.settings().constraints)
-        # Settings of their own: on or off, the preset, a factor of coefficients, and a warm-up counted in epochs.
-        assert set(settings) - set(expected) == {"constrained", "preset", "exit_scale", "warmup_epochs"}
+        # Settings of their own: on or off, a factor of coefficients, and a warm-up counted in epochs.
+        assert set(settings) - set(expected) == {"constrained", "exit_scale", "warmup_epochs"}
         assert set(expected) - set(settings) == {"warmup_steps"}
         assert entry.settings().objective == expected.pop("objective")
         for name in set(settings) & set(expected):
@@ -714,9 +714,9 @@ def test_the_types_of_the_options_are_those_of_the_constructor() -> None:
 @pytest.mark.parametrize(
     ("name", "rate", "margin", "reference", "mode", "betas", "resilience", "coupling"),
     [
-        ("paper-video", 0.25, 0.0, 6.5, "constraint", (0.9, 0.999), "slack", "chain"),
-        ("paper-text", 0.1, 0.0, 0.9, "anchor", (0.9, 0.999), "slack", "chain"),
-        ("paper-lm", 0.05, 0.0, 12.0, "anchor", (0.9, 0.999), "slack", "chain"),
+        ("paper-dust", 0.25, 0.0, 6.5, "constraint", (0.9, 0.999), "slack", "chain"),
+        ("paper-text-ut", 0.1, 0.0, 0.9, "anchor", (0.9, 0.999), "slack", "chain"),
+        ("paper-llama", 0.05, 0.0, 12.0, "anchor", (0.9, 0.999), "slack", "chain"),
         ("safe", 0.01, 0.02, "auto", "constraint", (0.0, 0.999), "decay", "detach"),
         ("video", 0.01, 0.01, "auto", "anchor", (0.0, 0.9), "slack", "detach"),
         ("text", 0.01, 0.02, 0.9, "anchor", (0.0, 0.9), "slack", "detach"),
@@ -749,7 +749,7 @@ def test_options_can_be_read() -> None:
 
 
 def test_overrides_win_over_a_preset() -> None:
-    state = DescentConstraints.preset("paper-video", 2, rate=[0.1, 0.2], dual="pi", warmup_steps=7).state_dict()
+    state = DescentConstraints.preset("paper-dust", 2, rate=[0.1, 0.2], dual="pi", warmup_steps=7).state_dict()
     assert (state["rate"], state["dual"], state["warmup_steps"], state["reference"]) == ("0.1, 0.2", "pi", 7, 6.5)
 
 
@@ -799,7 +799,7 @@ def test_wrong_settings(options: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_preset() -> None:
-    with pytest.raises(InputError, match=r"there is no preset 'paper-vidoe'; did you mean 'paper-video'\?"):
+    with pytest.raises(InputError, match=r"preset must be one of video, .* paper-llama, got 'paper-vidoe'"):
         DescentConstraints.preset("paper-vidoe", 3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="the constraints have no option 'dual_learning_rate'; known: rate, reference"):
         DescentConstraints.preset("lm", 3, dual_learning_rate=0.1)

@@ -17,7 +17,7 @@ from cdt_fast.kernels.dual_update import DEPTHS_OF_A_WARP
 RAW = {"coupling": "chain", "reference_mode": "constraint", "normalize": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {"warmup_steps": 2},
-    **{name: {**PRESETS[name], "warmup_steps": 2} for name in ("video", "paper-video", "paper-lm", "safe")},
+    **{name: {**PRESETS[name], "warmup_steps": 2} for name in ("video", "paper-dust", "paper-llama", "safe")},
     "given anchor": {"reference": 1.4, "betas": (0.9, 0.999), "dual_every": 2},
     "no reference": {**RAW, "reference": None, "resilience": None, "margin": 0.0},
     "decay": {**RAW, "resilience": "decay", "reference": 1.1, "objective": "depths"},

@@ -15,11 +15,34 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import new_trainer
 
-# Of the settings all but these are those of the paper's setup.
+# Whole frames on one grid of patches; of the settings all but these are the defaults.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "data": {"setup": "paper", "size": 32, "patch": 8, "window": 5},
-    "model": {"code_size": 96, "layers": 2},
-    "constraints": {"rate": 0.9, "reference": "auto", "warmup_epochs": 2, "dual": "adam"},
+    "data": {
+        "frames": "resized",
+        "patch_frames": 1,
+        "overlap": 1,
+        "unit": "deviation",
+        "gamma": 0.15,
+        "size": 32,
+        "patch": 8,
+        "window": 5,
+    },
+    "model": {
+        "adaptive": False,
+        "nonlinearity": "soft_threshold",
+        "sparsity": 0.2,
+        "scale": 1.0,
+        "code_size": 96,
+        "layers": 2,
+    },
+    "constraints": {
+        "objective": "last",
+        "rate": 0.9,
+        "margin": 0.1,
+        "reference": "auto",
+        "warmup_epochs": 2,
+        "dual": "adam",
+    },
     "training": {"device": "cuda", "steps": 30, "batch": 3, "lr": 1e-3, "validate_every": 10, "checkpoint_every": 15},
 }
 

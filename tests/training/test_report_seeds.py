@@ -15,7 +15,7 @@ from tests.runs import task_of
 
 def run(name: str, seed: int, mean: float, feasible: bool, ratios: list[float | None], **settings: Any) -> EvaluatedRun:
     config = VideoSettings()
-    config.set("data", "setup", "paper")
+    config.use_preset("paper-dust")
     config.update("training", {"seed": seed})
     config.update("model", settings)
     evaluation = SimpleNamespace(
@@ -40,7 +40,7 @@ def test_mean_and_range_over_seeds() -> None:
     head, row = seed_table(runs)
     assert head[3:5] == ["RMSE, γ 0.1", "RMSE, γ 1"]
     numbers = ["5 (4..6)", "5 (4..6)", "10 (8..12)", "0.5 (0.4..0.6)", "0.9 (0.7..1.1)"]
-    assert row == ["constrained, untied", "2", *numbers, "1 of 2"]
+    assert row == ["constrained, chain, untied", "2", *numbers, "1 of 2"]
 
 
 def test_no_table_where_no_two_runs_differ_in_the_seed_alone() -> None:

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cdt_fast.constraints.presets import PRESETS, options_of
+from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS, options_of
 from cdt_fast.errors import InputError
-from cdt_fast.training.settings import SECTIONS
+from cdt_fast.tasks import TASKS
+from cdt_fast.training.factory import build_constraints, check_trained_depths
+from cdt_fast.training.settings import SECTIONS, RunSettings
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import task_of
 
@@ -59,8 +64,7 @@ def configs(draw: st.DrawFn) -> VideoSettings:
         part = getattr(config, section)
         hints = get_type_hints(type(part), include_extras=True)
         for name in type(part).model_fields:
-            if name != "preset":  # which sets others
-                setattr(part, name, draw(values_of(hints[name])))
+            setattr(part, name, draw(values_of(hints[name])))
     return config
 
 
@@ -80,17 +84,283 @@ def test_what_a_file_does_not_name_keeps_its_default(tmp_path: Path) -> None:
     assert VideoSettings.load(path) == expected
 
 
+def of_preset(name: str, given: dict[str, dict[str, Any]] | None = None) -> Any:
+    """The settings of a run that starts from a preset; one that fine-tunes is given a folder."""
+    row = PAPER_ROWS.get(name)
+    network = {"model": {row.pretrained: "folder"}} if row is not None and row.pretrained else {}
+    return TASKS["video" if row is None else row.task].settings.chosen({**network, **(given or {})}, name)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_what_it_names_and_gives_way_to_what_is_beside_it(name: str) -> None:
-    config = VideoSettings()
-    config.update("constraints", {"dual_lr": 0.5, "rate": 0.125, "preset": name})
-    assert config.constraints.rate == 0.125
-    assert config.constraints.dual_lr == 0.5
+    config = of_preset(name, {"constraints": {"dual_lr": 0.5, "rate": 0.125}})
+    assert config.preset == name
+    assert (config.constraints.rate, config.constraints.dual_lr) == (0.125, 0.5)
     for setting, value in options_of(name).items():
         if setting == "objective":
             assert config.objective == value
         elif setting not in ("rate", "dual_lr") and hasattr(config.constraints, setting):
             assert getattr(config.constraints, setting) == (list(value) if isinstance(value, tuple) else value)
+
+
+# The paper's tables: task, network, layers, r, epsilon_0, how it enters, training noise, slack cost.
+PAPER = [
+    ("paper-dust", "video", "dust", 7, 0.75, 6.50, "constraint", 0.15, 10.0),
+    ("paper-ut", "video", "ut", 7, 0.78, 5.50, "constraint", 0.15, 10.0),
+    ("paper-vit", "video", "vit", 12, 0.71, 0.44, "constraint", 0.15, 10.0),
+    ("paper-text-ut", "text", "text-ut", 3, 0.90, 0.90, "anchor", 0.8, 3.45),
+    ("paper-encoder", "text", "folder", None, 0.774, 1.00, "anchor", 1.0, 1.07),
+    ("paper-llama", "lm", "folder", None, 0.95, 12.0, "anchor", 0.0, 10.0),
+]
+PAPER_FOR_ALL = {"coupling": "chain", "normalize": False, "margin": 0, "dual": "adam", "betas": [0.9, 0.999]}
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "network", "layers", "factor", "reference", "mode", "gamma", "slack_cost"),
+    PAPER,
+    ids=[row[0] for row in PAPER],
+)
+def test_a_preset_is_a_whole_row_of_the_paper(
+    name: str,
+    task: str,
+    network: str,
+    layers: int | None,
+    factor: float,
+    reference: float,
+    mode: str,
+    gamma: float,
+    slack_cost: float,
+) -> None:
+    config = of_preset(name)
+    assert (config.task, config.model.model, config.data.gamma) == (task, network, gamma)
+    assert layers is None or config.model.layers == layers
+    chosen = config.constraints
+    assert chosen.rate == pytest.approx(1 - factor, rel=1e-12)
+    assert (chosen.reference, chosen.reference_mode, chosen.slack_cost) == (reference, mode, slack_cost)
+    assert {setting: getattr(chosen, setting) for setting in PAPER_FOR_ALL} == PAPER_FOR_ALL
+    assert (config.constrained, config.objective, chosen.resilience, chosen.warmup_epochs) == (True, "last", "slack", 1)
+    if task == "video":
+        data = config.data
+        assert (data.frames, data.size, data.patch, data.patch_frames, data.window) == ("resized", 160, 16, 1, 20)
+        assert (data.unit, data.overlap) == ("deviation", 1)
+        assert data.sequence == ("space" if network == "vit" else "time")
+        assert config.evaluation.gammas == [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]
+        assert not config.adaptive
+    else:
+        assert config.evaluation.gammas == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
+        assert config.data.perturbation == "gaussian"
+        assert getattr(config.model, "taps", None) is None
+    if network in ("dust", "ut"):
+        assert (config.model.code_size, config.model.tied) == (1024, None), (
+            "a dictionary a layer only under constraints"
+        )
+        assert (config.model.initial_codes, config.model.scale, config.training.batch) == ("analysis", 1, 32)
+    alone = DescentConstraints.preset(name, layers or 6, warmup_steps=1)  # pyright: ignore[reportArgumentType]
+    assert build_constraints(config, None, "cpu", layers or 6)._settings() == alone._settings()
+
+
+def test_a_preset_is_what_a_file_and_options_go_before(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('preset = "paper-ut"\n[model]\nlayers = 3\n[training]\nbatch = 4\n')
+    config = VideoSettings.chosen({"training": {"batch": "2"}}, file=path)
+    assert (config.preset, config.model.model, config.model.layers) == ("paper-ut", "ut", 3)
+    assert (config.training.batch, config.constraints.rate) == (2, 0.22)
+    assert VideoSettings.load(path).training.batch == 4
+    config = VideoSettings.chosen({}, "paper-dust", path)
+    assert (config.preset, config.model.model, config.model.layers) == ("paper-dust", "dust", 3)
+    config.save(path)
+    assert VideoSettings.load(path) == VideoSettings.chosen({}, file=path) == config
+
+
+def test_files_of_earlier_runs_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\nsetup = "denoiser"\nwindow = 16\n[constraints]\npreset = "none"\n')
+    expected = VideoSettings()
+    expected.data.window = 16
+    assert VideoSettings.load(path) == expected
+
+
+IDLE = "has an effect only with"
+NO_CONSTRAINTS = {"constraints": {"constrained": False}}
+DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap: nothing trains there"
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "fact"),
+    [
+        ("video", {"constraints": {"tail": 0.2}}, f"[constraints] tail {IDLE} ratio cvar, and ratio is mean"),
+        ("video", {"constraints": {"smoothing": 0.5}}, f"smoothing {IDLE} dual pi, and dual is adam"),
+        ("video", {"constraints": {"proportional_gain": 0.2}}, f"proportional_gain {IDLE} dual pi"),
+        ("lm", {"constraints": {"gain_limit": 5, "dual": "pi"}}, f"gain_limit {IDLE} gain_growth other than 1"),
+        ("lm", {"constraints": {"barrier_width": 2}}, f"barrier_width {IDLE} dual barrier"),
+        ("text", {"constraints": {"betas": "0,0.9", "dual": "ascent"}}, f"betas {IDLE} dual adam, and dual is ascent"),
+        ("text", {"constraints": {"slack_lr": 0.01, "resilience": "decay"}}, f"slack_lr {IDLE} resilience slack"),
+        ("text", {"constraints": {"coupling": "chain", "rate": "none"}}, f"coupling {IDLE} rate other than none"),
+        ("video", {"constraints": {"rate": 0.1, "constrained": False}}, f"rate {IDLE} constrained true"),
+        ("text", {"constraints": {"dual_lr": 0.1, "constrained": False}}, f"dual_lr {IDLE} constrained true"),
+        ("lm", {"constraints": {"bounds": "2=1", "constrained": False}}, f"bounds {IDLE} constrained true"),
+        ("video", {"data": {"generated": 0.5, "frames": "resized"}}, f"[data] generated {IDLE} frames crops"),
+        ("video", {"data": {"stride": 4}}, f"[data] stride {IDLE} frames resized, and frames is crops"),
+        ("video", {"model": {"scale": 1}}, f"[model] scale {IDLE} tokens other than 1"),
+        ("video", {"model": {"initial_codes": "zero"}}, f"initial_codes {IDLE} overlap 1, and overlap is none"),
+        ("video", {"model": {"width": 64}}, f"width {IDLE} model vit, and model is dust"),
+        ("video", {"model": {"model": "vit", "code_size": 64}}, f"code_size {IDLE} model dust or ut, and model is vit"),
+        ("video", {"model": {"model": "ut", "sparsity": 0.3}}, f"sparsity {IDLE} model dust"),
+        ("video", {"model": {"model": "vit", "pretrained": "x", "layers": 3}}, f"layers {IDLE} pretrained none"),
+        ("text", {"model": {"taps": "0,3"}}, f"taps {IDLE} model other than text-ut"),
+        ("text", {"model": {"model": "x", "width": 3}}, f"width {IDLE} model text-ut, and model is x"),
+        ("text", {"model": {"embedding": "x", "least_count": 3}}, f"least_count {IDLE} embedding none"),
+        ("text", {"data": {"perturbation_rate": 0.3}}, f"perturbation_rate {IDLE} perturbation drop or swap"),
+        ("text", {"training": {"epochs": 3, "steps": 20}}, f"[training] epochs {IDLE} steps none, and steps is 20"),
+        ("lm", {"data": {"perturbation": "drop"}}, f"perturbation {IDLE} gamma other than 0, and gamma is 0"),
+        ("lm", {"model": {"model": "x", "heads": 3}}, f"heads {IDLE} model llama-small"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_where_it_is_given(
+    task: str, given: dict[str, dict[str, Any]], fact: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        TASKS[task].settings.chosen(given)
+    assert fact in str(caught.value)
+
+
+def test_a_setting_without_effect_is_refused_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[data]\nstride = 4\n")
+    with pytest.raises(InputError, match=rf"^{re.escape(str(path))}: \[data\] stride {IDLE} frames resized"):
+        VideoSettings.chosen({}, file=path)
+    config = VideoSettings.chosen(NO_CONSTRAINTS)
+    config.save(path)  # names all: what differs from the defaults counts as given
+    assert VideoSettings.chosen({}, file=path) == config
+    config.constraints.dual_lr = 0.1
+    config.save(path)
+    with pytest.raises(InputError, match=f"dual_lr {IDLE} constrained true"):
+        VideoSettings.chosen({}, file=path)
+
+
+@pytest.mark.parametrize("entry", TASKS.values(), ids=TASKS)
+def test_every_condition_is_on_a_setting_that_there_is(entry: Any) -> None:
+    settings = entry.settings()
+    for section in SECTIONS:
+        for name in type(getattr(settings, section)).model_fields:
+            settings._unmet((section, name))
+
+
+def test_what_others_set_for_runs_of_both_kinds_is_not_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[constraints]\nrate = 0.2\nratio = "cvar"\ntail = 0.2\n')
+    assert VideoSettings.chosen(NO_CONSTRAINTS, file=path).constraints.rate == 0.2
+    assert not VideoSettings.chosen(NO_CONSTRAINTS, "paper-dust").constrained
+    path.write_text("[constraints]\ntail = 0.2\n")
+    assert VideoSettings.chosen({"constraints": {"ratio": "cvar"}}, file=path).constraints.tail == 0.2
+    assert VideoSettings.chosen({"data": {"stride": "none"}}).data.stride is None
+
+
+@pytest.mark.parametrize(
+    ("given", "preset", "facts"),
+    [
+        (
+            {"data": {"unit": "deviation"}},
+            None,
+            ["[data] unit is deviation", "for unit level", "gamma [1.0, 50.0]", "gammas [5.0"],
+        ),
+        ({"data": {"unit": "deviation", "gamma": 0.1}}, None, ["numbers for unit level: gammas [5.0"]),
+        ({"data": {"unit": "level", "gamma": 25}}, "paper-dust", ["numbers for unit deviation: gammas [0.05"]),
+        ({"model": {"adaptive": True}}, "paper-dust", ["adaptive is True", "sparsity 0.2, reference 6.5"]),
+    ],
+)
+def test_a_unit_does_not_change_under_a_number(
+    tmp_path: Path, given: dict[str, dict[str, Any]], preset: str | None, facts: list[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(tomli_w.dumps({**({} if preset is None else {"preset": preset}), **given}))
+    for make in (lambda: VideoSettings.chosen(given, preset), lambda: VideoSettings.chosen({}, file=path)):
+        with pytest.raises(InputError) as caught:
+            make()
+        assert all(fact in str(caught.value) for fact in facts), caught.value
+    both = {"data": {"unit": "deviation", "gamma": 0.1}, "evaluation": {"gammas": [0.1]}}
+    assert VideoSettings.chosen(both).data.unit == "deviation"
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "preset", "fact"),
+    [
+        ("video", {"data": {"gamma": 25}}, "paper-dust", "[data] gamma reaches 25 standard deviations"),
+        ("video", {"data": {"gamma": "1,50"}}, "paper-ut", "unit level it counts in gray levels of 0..255"),
+        ("video", {"evaluation": {"gammas": "5,10"}}, "paper-dust", "[evaluation] gammas reaches 10 standard"),
+        ("video", {"data": {"gamma": 0.15}}, None, "[data] gamma reaches 0.15 gray levels of 0..255"),
+        ("video", {"data": {"gamma": 300}}, None, "must be 0.5 to 255; with unit deviation it counts in"),
+        ("video", {"evaluation": {"gammas": "0.05,0.15"}}, None, "[evaluation] gammas reaches 0.15 gray levels"),
+        (
+            "video",
+            {"data": {"gamma": 0}},
+            None,
+            "[data] gamma is 0, and an adaptive network works in units of the noise",
+        ),
+        (
+            "text",
+            {"data": {"gamma": 25}},
+            None,
+            "[data] gamma reaches 25 standard deviations of the word embeddings",
+        ),
+        ("text", {"evaluation": {"gammas": "0,25"}}, None, "[evaluation] gammas reaches 25 standard deviations"),
+        (
+            "text",
+            {"data": {"gamma": 2, "perturbation": "drop", "perturbation_rate": 0.5}},
+            None,
+            "'drop' leaves no word",
+        ),
+        (
+            "text",
+            {"data": {"perturbation": "drop", "perturbation_rate": 0.5}},
+            None,
+            "[evaluation] gammas reaches 2,",
+        ),
+    ],
+)
+def test_noise_that_nobody_means_is_refused(
+    task: str, given: dict[str, dict[str, Any]], preset: str | None, fact: str
+) -> None:
+    config: RunSettings = TASKS[task].settings.chosen(given, preset)
+    config.data.source = "no such source"
+    with pytest.raises(InputError) as caught:
+        task_of(config).check(config)
+    assert fact in str(caught.value)
+
+
+def test_the_paper_trains_without_noise_too() -> None:
+    task_of(VideoSettings()).check(VideoSettings.chosen({"data": {"gamma": 0}}, "paper-dust"))
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "fact"),
+    [
+        ("video", {"objective": "depths", "coefficients": "1,0,0,0"}, f"[constraints] coefficients {DEPTH_0}"),
+        ("video", {"coefficients": "1,1,1,1"}, f"[constraints] coefficients {DEPTH_0}"),
+        (
+            "video",
+            {"reference": 6.5, "reference_mode": "constraint"},
+            f"[constraints] reference_mode constraint {DEPTH_0}",
+        ),
+        ("video", {"bounds": "0=5"}, f"[constraints] bounds {DEPTH_0}"),
+        (
+            "lm",
+            {"bounds": "0=5"},
+            "bounds must not be of depth 0, whose embeddings and head lora_rank leaves as they are",
+        ),
+    ],
+)
+def test_depth_0_has_no_weight_or_bound_where_nothing_trains_it(task: str, given: dict[str, Any], fact: str) -> None:
+    model = {"model": "folder", "lora_rank": 4} if task == "lm" else {}
+    config = TASKS[task].settings.chosen({"model": model, "constraints": given})
+    with pytest.raises(InputError, match=re.escape(fact)):
+        check_trained_depths(config)
+
+
+def test_codes_that_start_at_zero_are_not_bounded() -> None:
+    config = VideoSettings.chosen({"model": {"initial_codes": "zero"}}, "paper-dust")
+    with pytest.raises(InputError, match="reference_mode constraint must not be of depth 0, which is zero"):
+        task_of(config).check(config)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +386,12 @@ def test_a_preset_sets_what_it_names_and_gives_way_to_what_is_beside_it(name: st
         ("[training]\nlr = -inf\n", ["[training] lr must be a finite number, got -inf"]),
         (f"[training]\nlr = 1{'0' * 400}\n", ["[training] lr must be a valid number"]),
         ("[training]\nlr = -0.1\n", ["[training] lr must be greater than or equal to 0, got -0.1"]),
+        ("[training]\nclip = 0\n", ["[training] clip must be greater than 0, got 0"]),
+        ('[data]\nsetup = "paper"\n', ["[data] setup is gone", "--preset paper-dust, paper-ut"]),
+        ('[constraints]\npreset = "safe"\n', ["[constraints] preset is gone", 'preset = "…"']),
+        ('preset = "paper-lm"\n', ["preset must be one of video, text, lm, safe, paper-dust", "got 'paper-lm'"]),
+        ("preset = [3]\n", ["preset must be one of", "got [3]"]),
+        ('preset = "paper-text-ut"\n', ["--preset paper-text-ut is of cdt-fast train text"]),
         ("[model]\nadaptive = 2\n", ["[model] adaptive must be a valid boolean", "got 2"]),
         (
             "[evaluation]\ngammas = []\n",
@@ -168,10 +444,8 @@ def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
         ("reference", "2.5", 2.5),
         ("rate", "0.25", 0.25),
         ("rate", "0.25,0.5", [0.25, 0.5]),
-        ("preset", "none", None),
         ("resilience", "none", "none"),
         ("constrained", False, False),
-        ("preset", "paper", "paper-video"),
         ("rate", "none", None),
         ("objective", "none", None),
         ("coefficients", "1,0,2", [1.0, 0.0, 2.0]),
@@ -195,6 +469,7 @@ def test_settings_that_do_not_fit_each_other_are_found_without_data(tiny_config:
         ({"reference": None, "coupling": "absolute"}, "reference"),
         ({"betas": [0.5]}, "betas"),
         ({"step": -1.0}, "step"),
+        ({"step": 3.0}, "step 3 times the squared spectral norm of the initial dictionary is .*must be at most 2"),
         ({"bounds": {7: 0.9}}, "depth 7, which is not read: the depths are 0 to 2"),
         ({"bounds": {2: "1.01y"}}, "a factor such as"),
         ({"objective": "log", "coefficients": [1.0]}, "coefficients must be 3 numbers"),

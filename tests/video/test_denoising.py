@@ -51,7 +51,8 @@ class _Identity(DUST):
 def paper_settings(**data: Any) -> VideoSettings:
     """Patches of 8 x 8 pixels of one frame, windows of 5."""
     config = VideoSettings()
-    config.update("data", {"setup": "paper", "patch": 8, "window": 5, **data})
+    config.use_preset("paper-dust")
+    config.update("data", {"patch": 8, "window": 5, **data})
     return config
 
 

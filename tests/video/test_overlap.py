@@ -28,7 +28,7 @@ def denoiser(**changes: Any) -> VideoSettings:
     for section, values in {"data": {"size": 16, "patch_frames": 4}, "model": {"code_size": 256}}.items():
         settings.update(section, values)
     for name, value in changes.items():
-        settings.set("data" if name in ("overlap", "setup") else "model", name, value)
+        settings.set("data" if name == "overlap" else "model", name, value)
     return settings
 
 
@@ -123,7 +123,9 @@ def test_a_network_that_cannot_work_on_crops_is_refused(section: str, name: str,
 def test_depth_0_is_no_exit_of_the_denoiser() -> None:
     constraints = build_constraints(denoiser(), None, "cpu", 3)
     assert constraints.weights().tolist() == [0, 1, 1, 1]
-    assert denoiser(setup="paper").coefficients is None
+    plain = denoiser()
+    plain.update("constraints", {"constrained": False, "objective": "depths"})
+    assert plain.coefficients == [0, 1, 1, 1]
 
 
 def test_the_losses_of_one_grid_are_those_of_its_patches() -> None:
