@@ -91,6 +91,7 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[boo
         word = "no different from" if chance else "better than" if difference > 0 else "not better than"
         found[word].append(f"{name} ({of[-1]:.{digits}g})")
     holds, words = _held(values)
+    judged = bool(words)
     untrained_kept = values.kept_step == 0
     if untrained_kept:
         words.insert(0, "training gained nothing, and the untrained network was kept")
@@ -122,6 +123,8 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[boo
             f" The model that was kept is that of step {kept}, before the constraints came on (after step {warmup}): "
             "by its last loss and the price of its violations none after it was better."
         )
+    if judged and 0 < values.trained_steps <= warmup:
+        text += f" The constraints never came on, which is after step {warmup}: they only judge."
     return success, text
 
 

@@ -152,6 +152,11 @@ class Trainer:
                 f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
                 f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
             )
+        elif (first := warmup + self.constraints.dual_every) >= steps:  # what it weighs are the losses of the next step
+            notes.append(
+                f"note: the first dual step is that of step {first:,} (--dual-every), and the training ends at step "
+                f"{steps:,}: the constraints never come on"
+            )
         elif (measured := self.constraints.steps_to_reference()) >= steps:
             notes.append(
                 f"note: --reference auto takes {REFERENCE_MEASUREMENTS} measurements, which are complete after step "

@@ -392,12 +392,17 @@ def test_a_start_that_is_worse_than_its_input_is_said_or_refused(
         ({"steps": 20}, ["20 measurements, which are complete after step 20, and the training ends at step 20"]),
         ({"steps": 21, "dual_every": 2, "warmup_epochs": 0}, ["complete after step 40, and the training ends at step"]),
         ({"steps": 3}, ["the constraints come on after a warm-up of 4 steps"]),
-        ({"steps": 5, "reference": 1.0}, []),
-        ({"steps": 5, "reference": "none"}, []),
+        ({"steps": 6, "reference": 1.0}, []),
+        (
+            {"steps": 5, "reference": 1.0},
+            ["the first dual step is that of step 5 (--dual-every), and the training ends"],
+        ),
+        ({"steps": 40, "reference": 1.0, "dual_every": 36}, ["the first dual step is that of step 40"]),
+        ({"steps": 6, "reference": "none"}, []),
         ({"steps": 5, "constrained": False}, []),
         ({"steps": 5, "rate": "none", "reference": "none"}, ["there are no constraints: --rate is none"]),
         ({"steps": 5, "rate": "none", "reference_mode": "anchor"}, ["there are no constraints: --rate is none"]),
-        ({"steps": 5, "rate": "none", "reference": "none", "bounds": {1: 0.5}}, []),
+        ({"steps": 5, "rate": "none", "reference": "none", "bounds": {1: 0.5}, "warmup_epochs": 0}, []),
     ],
 )
 def test_constraints_that_never_come_on_are_said_before_the_training(

@@ -125,6 +125,12 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
         ),
         (
             [9.0, 3.0],
+            {"steps": (20, 20, 20)},
+            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
+            "DCT (4). The constraints never came on, which is after step 20: they only judge.",
+        ),
+        (
+            [9.0, 3.0],
             {"feasible": False, "judged": (0, 0, "")},
             "Success: the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4).",
         ),
