@@ -155,7 +155,7 @@ def test_public_names_and_arguments() -> None:
     assert parameters(ops.use_backend) == ["backend"]
     assert parameters(models.DUST) == [
         *("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale"),
-        *("nonlinearity", "initial_codes", "readout", "patch_frames", "noise_adaptive"),
+        *("nonlinearity", "initial_codes", "readout", "patch_frames", "noise_adaptive", "tight_frame"),
     ]
     for name in ("reconstructions", "layer_losses", "save_pretrained", "from_pretrained"):
         assert callable(getattr(models.VideoUT, name))
