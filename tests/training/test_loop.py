@@ -540,7 +540,8 @@ def test_an_objective_needs_no_constraints(
     tiny_config: Config, tmp_path: Path, in_float64: None, objective: str | None
 ) -> None:
     """Its weights are those of its gradient, multipliers never move, and without one the last depth stands alone."""
-    config = tiny_config(constrained=False, objective=objective, log_every=1, steps=12)
+    weighed = {"coefficients": [1.0] * 3} if objective else {}  # depth 0 too
+    config = tiny_config(constrained=False, objective=objective, log_every=1, steps=12, **weighed)
     trainer = trainer_for(config, tmp_path / "run")
     trainer.run(progress=False)
     assert not trainer.constraints.multipliers.any()
