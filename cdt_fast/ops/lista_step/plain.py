@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import ListaStepArguments, ListaStepBackwardArguments
-from cdt_fast.ops.shared.products import product
 from cdt_fast.ops.soft_threshold.plain import shrink_, shrink_backward
 
 
@@ -20,4 +19,4 @@ def forward_in_torch(lista: ListaStepArguments) -> tuple[Tensor, Tensor]:
 def backward_in_torch(lista: ListaStepBackwardArguments) -> tuple[Tensor, Tensor]:
     """The gradient of the residual, which is that of the signal, and of the update before φ."""
     grad_update = shrink_backward(lista.grad_output, lista.output, lista.nonlinearity)
-    return product(grad_update, lista.dictionary.mT).mul_(lista.step), grad_update
+    return torch.mm(grad_update, lista.dictionary.mT).mul_(lista.step), grad_update

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.kernels.arguments import ResidualLinearArguments, ResidualLinearBackwardArguments
-from cdt_fast.ops.shared.products import product, product_over_rows
+from cdt_fast.ops.shared.products import product_over_rows
 from cdt_fast.ops.soft_threshold.plain import shrink_, shrink_backward
 
 
@@ -23,7 +23,7 @@ def backward_in_torch(linear: ResidualLinearBackwardArguments) -> list[Tensor]:
     gradients = []
     grad_update = grad_output if output is None else shrink_backward(grad_output, output, linear.nonlinearity)
     if linear.weight is not None:
-        gradients.append(product(grad_update, linear.weight.to(grad_update.dtype).mT).mul_(alpha))
+        gradients.append(torch.mm(grad_update, linear.weight.to(grad_update.dtype).mT).mul_(alpha))
     if linear.x is not None:
         gradients.append(product_over_rows(linear.x, grad_update, linear.weight_dtype).mul_(alpha))
     if linear.needs_residual:

@@ -1,4 +1,4 @@
-"""Matrix products over rows of tokens, each by the library that is fastest at it."""
+"""Matrix products over rows of tokens, with sums in at least float32."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Below this many FLOP a call of oneDNN's costs more than its faster loops save.
-LARGE_PRODUCT = 2**25
-# Terms that oneDNN may add up one after the other: of more the rounding would exceed MKL's by half and an epsilon.
-LONGEST_SUM = 1024
 # Bytes of a float32 product of narrower factors that is computed before it is added to a sum.
 PRODUCT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
@@ -25,37 +21,6 @@ def cpu_has_bf16_products() -> bool:
 def rows_of(tokens: Tensor) -> Tensor:
     """`[..., width]` → `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
     return tokens.reshape(tokens.shape[:-1].numel(), tokens.shape[-1])
-
-
-def product(rows: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
-    """`rows matrix`, or `rows matrix + added`, `[rows, m]` from `[rows, n]` and `[n, m]`; all of one dtype.
-
-    Not differentiable: for the inside of custom ops. On a CPU torch gives float32 products to MKL, which on some
-    processors is 10 to 40 % slower than oneDNN where there are many more rows than columns.
-    """
-    if not _suits_onednn(rows, matrix):
-        return torch.mm(rows, matrix) if added is None else torch.addmm(added, rows, matrix)
-    onednn = torch.ops.mkldnn._linear_pointwise
-    for part, factor in zip(rows.split(LONGEST_SUM, 1), matrix.mT.split(LONGEST_SUM, 1), strict=True):
-        # For any other strides, those of some of the columns too, its loops take a thousand times as long.
-        factor = factor if factor.mT.is_contiguous() else factor.contiguous()
-        if added is None:
-            added = onednn(part, factor, None, "none", [], "")
-        else:
-            added = onednn.binary(part, added, factor, None, "add")
-    assert added is not None  # a large product has terms
-    return added
-
-
-def _suits_onednn(rows: Tensor, matrix: Tensor) -> bool:
-    return (
-        rows.device.type == "cpu"
-        and rows.dtype == torch.float32
-        and 2 * rows.numel() * matrix.shape[-1] >= LARGE_PRODUCT
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.backends.mkldnn.enabled)
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # what torch's compiler calls, and no public name
-    )
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

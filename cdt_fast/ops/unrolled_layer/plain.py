@@ -14,7 +14,7 @@ from cdt_fast.ops.shared.attention_scores import (
     softmax_dtype,
 )
 from cdt_fast.ops.shared.checks import clear_padding_, padding_mask, without_padding
-from cdt_fast.ops.shared.products import product, rows_of
+from cdt_fast.ops.shared.products import rows_of
 from cdt_fast.ops.soft_threshold.plain import shrink_, shrink_backward
 
 
@@ -129,6 +129,7 @@ def _grad_next_projection(layer: UnrolledLayerBackwardArguments, padding: Tensor
 
 
 def product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
-    """`product` for `[B, T, width]`."""
-    rows = product(rows_of(tokens), matrix, None if added is None else rows_of(added))
+    """`tokens matrix`, or `tokens matrix + added`, for tokens `[B, T, width]`."""
+    rows = rows_of(tokens)
+    rows = torch.mm(rows, matrix) if added is None else torch.addmm(rows_of(added), rows, matrix)
     return rows.view(*tokens.shape[:-1], matrix.shape[1])
