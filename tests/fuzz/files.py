@@ -7,6 +7,7 @@ and time. A file is read as it was or otherwise, or refused in one line; nothing
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
 import os
@@ -253,6 +254,7 @@ def campaign(kind: str, files: list[Path], seeds: range, place: Path) -> tuple[d
     first = seeds.start
     while first < seeds.stop:
         some = range(first, min(first + BATCH, seeds.stop))
+        gc.collect()  # a child that frees a decoder of its parent's waits for threads that it does not have
         child = os.fork()
         if not child:
             descriptor = os.open(os.devnull, os.O_WRONLY)
