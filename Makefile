@@ -104,14 +104,9 @@ gpu-carry:
 		--dest build/carry liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 	du -sm build/carry | { read -r size folder; echo "$$folder: $$size of $(CARRY_MIB) MiB"; [ $$size -le $(CARRY_MIB) ]; }
 
-# The type checker does not know the folder-to-package mapping of setup.py: it reads a copy laid out as installed.
 lint: .venv/linters
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	rm -rf build/as_installed
-	mkdir -p build/as_installed
-	cp -R cdt_fast tests build/as_installed
-	cp -R kernels models bench build/as_installed/cdt_fast
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 # The API reference, from the docstrings.

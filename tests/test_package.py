@@ -46,6 +46,8 @@ def test_the_sdist_is_the_repository_and_builds_the_wheel(tmp_path: Path) -> Non
     for name in tracked:
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         (checkout / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("kernels", "models", "bench"):
+        (checkout / "cdt_fast" / name).symlink_to(f"../{name}")
 
     with tarfile.open(build("sdist", checkout)) as archive:
         archive.extractall(unpacked, filter="data")
