@@ -370,7 +370,7 @@ def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., Vide
     [
         (
             ["--setup", "paper"],
-            "[data] setup is gone: the paper's experiments are presets: --preset paper-dust, paper-",
+            "--setup is gone: the paper's experiments are presets: --preset paper-dust, paper-",
         ),
         (["--preset", "paper"], "preset must be one of video, text, lm, safe, paper-dust, "),
         (["--preset", "paper-text-ut"], "--preset paper-text-ut is of cdt-fast train text, and this is train video"),

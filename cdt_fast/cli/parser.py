@@ -15,7 +15,7 @@ from cdt_fast.cli import commands
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
 from cdt_fast.errors import require
 from cdt_fast.tasks import TASKS, TaskEntry
-from cdt_fast.training.settings import SECTIONS, Section, kinds_of, needs_shown
+from cdt_fast.training.settings import GONE, SECTIONS, Section, gone, kinds_of, needs_shown
 
 _JSON = "also write what was measured as JSON"
 
@@ -39,6 +39,9 @@ class Parser(argparse.ArgumentParser):
         # Answered here and not by the parser above, which knows neither the command nor its options.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            name = unknown[0].partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+            if name in GONE:
+                self.error(f"{unknown[0].partition('=')[0]} {gone(name)}")
             known = [option for option in self._option_string_actions if option.startswith("--")]
             close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
             self.error(f"unknown argument: {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
@@ -183,7 +186,6 @@ def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) 
     names = [preset for preset in PRESETS if preset not in PAPER_ROWS or PAPER_ROWS[preset].task == name]
     text = f"what the settings start from: constraints, or a whole row of the paper ({', '.join(names)})"
     command.add_argument("--preset", metavar="NAME", help=text)
-    command.add_argument("--setup", dest="data.setup", help=argparse.SUPPRESS)  # to say what is in its place
     command.add_argument("--config", metavar="FILE", help="settings as TOML, such as the config.toml of a run")
     command.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint; takes no settings")
     for section in SECTIONS:

@@ -35,12 +35,11 @@ Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 _CONSTRAINED = "constrained=true"
-# What files of earlier runs name without an effect: every value, or these.
-_OF_EARLIER_RUNS = {"tensorboard": (True, False), "setup": ("denoiser",), "preset": ("none",)}
-# Settings of earlier versions, and what to give in their place.
-_GONE = {
-    ("data", "setup"): f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
-    ("constraints", "preset"): 'a preset stands before all sections of a file: preset = "…"',
+# Settings of earlier versions, each with the values at which it did nothing: a file that names such a value is read.
+GONE: dict[str, tuple[Any, ...]] = {"tensorboard": (True, False), "setup": ("denoiser",), "preset": ("none",)}
+_INSTEAD = {
+    "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
+    "preset": 'a preset stands before all sections of a file: preset = "…"',
 }
 
 
@@ -66,6 +65,11 @@ def constraint(default: Any, description: str, needs: str = "") -> Any:
 def needs_shown(field: Any) -> str:
     """Where a setting has an effect, for the help; without what the heading of its section says."""
     return " ".join(condition for condition in field.title.split() if condition != _CONSTRAINED)
+
+
+def gone(name: str) -> str:
+    """What a refusal says about a setting of an earlier version."""
+    return f"is gone: {_INSTEAD.get(name, 'the git tag full (commit 1178e39) is the last version that has it')}"
 
 
 class Section(BaseModel):
@@ -299,8 +303,8 @@ class RunSettings(BaseModel):
         settings = getattr(self, section, None)
         if not isinstance(settings, Section):
             raise InputError(f"unknown section [{section}]{suggestion(section, SECTIONS)}")
-        if (section, name) in _GONE:
-            raise InputError(f"[{section}] {name} is gone: {_GONE[section, name]}")
+        if name in GONE:
+            raise InputError(f"[{section}] {name} {gone(name)}")
         if name not in type(settings).model_fields:
             raise InputError(f"unknown key '{name}' in [{section}]{suggestion(name, type(settings).model_fields)}")
         try:
@@ -461,7 +465,7 @@ class RunSettings(BaseModel):
             for section, values in document.items():
                 if not isinstance(values, dict):
                     raise InputError(f"unknown key '{section}' outside of a section")
-                for name, idle in _OF_EARLIER_RUNS.items():
+                for name, idle in GONE.items():
                     if values.get(name) in idle:
                         del values[name]
         return preset, document
