@@ -169,46 +169,6 @@ class UnrolledLayerGradients(NamedTuple):
     codes: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DualUpdateArguments:
-    """One update of multipliers by Adam, in place, from sums of losses that are cleared; see `constraints.descent`.
-
-    Counts of measurements are int64, flags bool, and all else is float64.
-    """
-
-    accumulated: Tensor  # [L+2], sums of the losses, and behind them their count
-    factors: Tensor  # [L+1], the bound of a loss over the one that it is compared with
-    exists: Tensor  # [L+1], the constraints that there are
-    uses_reference: Tensor  # [L+1], those whose loss is compared with the reference
-    reference: Tensor  # []
-    reference_measurements: Tensor | None  # []; None: the reference is given
-    average: Tensor | None  # [L+1], of the losses; None: nobody asks for it
-    average_updates: Tensor | None  # []
-    multipliers: Tensor  # [L+1]
-    slacks: Tensor  # [L+1]
-    first_moment: Tensor  # [L+1]
-    second_moment: Tensor  # [L+1]
-    updates: Tensor  # [L+1]
-    skipped_updates: Tensor  # []
-    settings: Tensor  # [7]: rate; decay of a moment and what is left to one, of both; cost and rate of slacks
-    measurements: int  # after so many the reference is fixed
-    averaged: int  # the measurements that the average follows
-    epsilon: float
-    resilience: Literal["slack", "decay"] | None
-    relative: bool  # violations over the loss that is compared with
-    moves: bool  # False: reference and average alone
-
-
-@dataclass(frozen=True, kw_only=True)
-class DepthWeightsArguments:
-    """What the weights of the depths are computed from; as in `DualUpdateArguments`."""
-
-    multipliers: Tensor  # [L+1]
-    coefficients: Tensor  # [L+1], of the objective
-    upstream: Tensor  # [L], the share of the multiplier of layer l that depth l−1 carries
-    average: Tensor | None  # [L+1], of the objective "log", zeros before the first
-
-
 class SweepArguments(NamedTuple):
     """Rows of the logits of a chunk of the layerwise cross-entropy, and what a sweep over them reads and writes.
 

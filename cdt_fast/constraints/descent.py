@@ -31,7 +31,6 @@ from cdt_fast.constraints.bounds import AgreementBounds, ResultBounds
 from cdt_fast.constraints.coupling import DescentCoupling
 from cdt_fast.constraints.duals import DualAction, DualVariables
 from cdt_fast.constraints.feasibility import FeasibilityReport, Group, judge
-from cdt_fast.constraints.fused import FusedDuals
 from cdt_fast.constraints.measurement import Measured, Measurement, check_record, check_shares, tail_mean
 from cdt_fast.constraints.objective import Objective
 from cdt_fast.constraints.presets import (
@@ -204,9 +203,6 @@ class DescentConstraints:
         # A multiplier a depth for descent, and as many for bounds and for agreement where there are any.
         groups = 1 + self._bounds.any + self._agreement.any
         self._duals = DualVariables((self.layers + 1) * groups, options, dtype)
-        parts = (self._duals, self._coupling, self._objective, self._measurement)
-        fits = groups == 1 and FusedDuals.fits(self._duals, self._coupling, self._measurement)
-        self._fused = FusedDuals(*parts, self.normalize) if fits else None
         self._steps = 0
         self._window_steps = 0
         self._unstepped_records = 0
@@ -298,7 +294,6 @@ class DescentConstraints:
         """Move the state to `device`, where the losses must be recorded from now on, and return self."""
         real = torch.float32 if torch.device(device).type == "mps" else self.dtype
         parts = (self._objective, self._coupling, self._bounds, self._agreement)
-        parts = parts if self._fused is None else (*parts, self._fused)
         for tensors in (*(part.constants for part in parts), *self._states()):
             for name, tensor in tensors.items():
                 tensors[name] = tensor.to(device, real if tensor.is_floating_point() else tensor.dtype)
@@ -313,9 +308,6 @@ class DescentConstraints:
         zero until the warm-up ends, so that w is that of the objective there. It is on `device`: to have the first
         weights on an accelerator, give `device` to the constructor.
         """
-        fused = None if self._fused is None else self._fused.weights()
-        if fused is not None:
-            return fused
         own, *results = self._groups(self._duals.tensors["multipliers"])
         weights = self._objective.weights() + self._coupling.weights(own)
         for multipliers in results:
@@ -412,8 +404,6 @@ class DescentConstraints:
             return
         if action is not DualAction.CLEAR:
             self._measurement.reduce()
-            if self._fused is not None and self._fused.update(moves=action is DualAction.UPDATE):
-                return
             measured = self._measurement.means()
             finite = measured.finite()
             self._coupling.measure_reference(measured.losses[0], finite)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cdt_fast.kernels.aot.case import Case
 from cdt_fast.kernels.arguments import Nonlinearity
-from cdt_fast.kernels.dual_update import depth_weights, dual_update
 from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 from cdt_fast.kernels.layerwise_reconstruction_loss import reconstruction_backward, reconstruction_forward
 from cdt_fast.kernels.lista_step import lista_step_backward, lista_step_forward
@@ -242,38 +241,6 @@ def unrolled_layer_cases(dtype: torch.dtype) -> Iterator[Case]:
             yield Case.of(f"backward, of {', '.join(names)}", unrolled_backward, given)
 
 
-def dual_update_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Of few and of many depths, with every flag; the state is float64 whatever the tokens are."""
-    if dtype != torch.bfloat16:
-        return
-
-    def numbers(*shape: int) -> Tensor:
-        return _empty(torch.float64, *shape)
-
-    count = _empty(torch.int64)
-    no_average = {"average": None, "average_updates": None}
-    for depths, flags in (
-        *((depths, {}) for depths in (6, 33, 200)),
-        (6, {"resilience": "decay", "relative": False}),
-        (6, {"resilience": None, **no_average, "reference_measurements": None}),
-        (6, {"moves": False}),
-    ):
-        state = ("factors", "multipliers", "slacks", "first_moment", "second_moment", "updates", "average")
-        flag = _empty(torch.bool, depths)
-        given: dict[str, Any] = {name: numbers(depths) for name in state} | {"average_updates": count}
-        given |= {"accumulated": numbers(depths + 1), "settings": numbers(7), "exists": flag, "uses_reference": flag}
-        given |= {"reference": numbers(), "reference_measurements": count, "skipped_updates": count}
-        given |= {"measurements": 20, "averaged": 10, "epsilon": 1e-8}
-        given |= {"resilience": "slack", "relative": True, "moves": True, **flags}
-        name = ", ".join([f"{depths} depths", *(f"{name} {value}" for name, value in flags.items())])
-        yield Case.of(f"update, {name}", dual_update, given, is_size=not flags)
-        if "moves" in flags or "relative" in flags:
-            continue
-        of_weights = {name: given[name] for name in ("multipliers", "average")}
-        of_weights |= {"coefficients": numbers(depths), "upstream": numbers(depths - 1)}
-        yield Case.of(f"weights, {name}", depth_weights, of_weights, is_size=not flags)
-
-
 # A family, and the function that lists its cases: the first case of a kernel is the one that the tests compile.
 FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "symmetric_attention_packed": packed_attention_cases,
@@ -283,5 +250,4 @@ FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "residual_linear": residual_linear_cases,
     "layerwise_cross_entropy": cross_entropy_cases,
     "layerwise_reconstruction_loss": reconstruction_cases,
-    "dual_update": dual_update_cases,
 }

@@ -87,11 +87,6 @@ def give_up(op: str, error: KernelError) -> bool:
     return True
 
 
-def runs_kernel(name: str, device: torch.device) -> bool:
-    """Whether the kernel `name`, which is of no op, runs on `device`: no error if it cannot, whatever is set."""
-    return _setting != "torch" and name not in _given_up and cards.unsupported_reason(device, torch.float32) is None
-
-
 def explain() -> str:
     """Which implementation runs now, and why, in one line."""
     if _setting == "torch":
