@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all emulate audit release-check compatibility bench gpu gpu-triage gpu-tests gpu-bench gpu-install gpu-carry kernels-report lint docs clean
+.PHONY: demo test test-all emulate bench gpu gpu-triage gpu-tests gpu-bench gpu-install gpu-carry kernels-report lint docs clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -26,20 +26,6 @@ test test-all: .venv/installed
 CARD ?= RTX 3090
 emulate: .venv/installed
 	$(PYTEST) --emulate "$(CARD)" tests/kernels
-
-# The pinned versions against the databases of known vulnerabilities; where none can be reached a line says so.
-audit:
-	$(PYTHON) -m venv build/audit
-	build/audit/bin/pip install --quiet --disable-pip-version-check pip-audit==2.10.1 || true
-	$(PYTHON) -m tests.audit build/audit/bin/pip-audit
-
-# Wheel and sdist, each installed into an empty environment and tried. A quarter of an hour, with the network.
-release-check: .venv/installed
-	$(BIN)/python -m tests.release --keep dist
-
-# Other versions of Python, torch, Triton, transformers and all dependencies, as far as they can be had: an hour.
-compatibility: .venv/installed
-	$(BIN)/python -m tests.compatibility --out build/compatibility.md
 
 bench: .venv/installed
 	$(BIN)/cdt-fast bench --out bench/results

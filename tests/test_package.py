@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import tarfile
@@ -66,6 +67,12 @@ def test_the_sdist_is_the_repository_and_builds_the_wheel(tmp_path: Path) -> Non
     assert {"cdt_fast/py.typed", "cdt_fast/experiments/video.toml"} <= names
     (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
     assert "Project-URL: Paper, https://arxiv.org/abs/2601.17257" in wheel.read(metadata).decode()
+
+    wheel.extractall(tmp_path / "installed")
+    code = "import cdt_fast; from cdt_fast.models import DUST; print(cdt_fast.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout.startswith(str(tmp_path / "installed")), result.stderr
 
 
 def test_import_needs_no_optional_package() -> None:
