@@ -14,7 +14,7 @@ from cdt_fast.ops.shared.products import cpu_has_bf16_products
 from cdt_fast.video.data.cache import default_cache_dir
 
 # Package and the extra that brings it.
-OPTIONAL = {"av": "video", "pillow": "video", "matplotlib": "report", "optuna": "search", "shtab": "completion"}
+OPTIONAL = {"av": "video", "pillow": "video", "matplotlib": "report"}
 OPTIONAL |= {name: name for name in ("transformers", "peft", "trl", "lightning")}
 
 

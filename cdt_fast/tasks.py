@@ -105,17 +105,12 @@ def resolve_reference(settings: RunSettings) -> None:
         raise InputError(
             f"[constraints] reference_losses must be a run of {settings.task}, and {path} is one of {reference.task}"
         )
-    settings.set("constraints", "reference_losses", kept_losses(folder))
-
-
-def kept_losses(folder: RunFolder) -> list[float]:
-    """The validation losses of the model that a run kept, or InputError: there are none yet."""
     from cdt_fast.training.checkpoint import load_checkpoint
 
     best = load_checkpoint(folder.checkpoint).get("best")
     if not isinstance(best, dict) or not isinstance(best.get("loss"), list):
         raise InputError(f"{folder.checkpoint}: has no validation losses yet; resume the training of {folder.path}")
-    return best["loss"]
+    settings.set("constraints", "reference_losses", best["loss"])
 
 
 def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
@@ -138,13 +133,13 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
     return EvaluatedRun(folder, settings, task, evaluation)
 
 
-def check_comparable(runs: Sequence[EvaluatedRun], *, of_one_noise: bool = True) -> None:
+def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
     """Require that all runs were measured on the same data with the same noise, see `Task.comparable`.
 
     Raises:
-        InputError: two runs differ in that, or with `of_one_noise` in the noise of their training.
+        InputError: two runs differ in that, or in the noise of their training.
     """
-    names = ["task", "source", "gamma", *(["training_gamma"] if of_one_noise else [])]
+    names = ["task", "source", "gamma", "training_gamma"]
     reference, *others = [
         {name: getattr(run.evaluation, name) for name in names} | run.task.comparable(run) for run in runs
     ]

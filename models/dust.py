@@ -25,7 +25,6 @@ from cdt_fast.ops.shared.depths import weights_of_depths
 
 READOUTS = ("own", "next", "shared")
 INITIAL_CODES = ("analysis", "zero")
-Between = Callable[[int, Tensor], Tensor]
 
 
 class DUST(PretrainedModel):
@@ -215,7 +214,6 @@ class DUST(PretrainedModel):
         depth_weights: Tensor | Sequence[float] | None = None,
         *,
         deviation: Tensor | float | None = None,
-        between: Between | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`(total, per_layer)` of all depths against `clean` `[..., T, n]`.
 
@@ -228,8 +226,6 @@ class DUST(PretrainedModel):
                 autocast it is rounded to 16 bits.
             depth_weights: L+1 numbers.
             deviation: σ of a noise-adaptive model.
-            between: what the codes `[..., T, m]` of each depth l = 1..L−1 go through before layer l+1 takes them, as
-                `between(l, codes)`; the reconstruction of depth l is of the codes before.
         """
         units = self._units(noisy, deviation)
         check_tensor("clean", clean, 2, "[..., T, n]")
@@ -238,7 +234,7 @@ class DUST(PretrainedModel):
         if torch.is_grad_enabled():
             clean = clean.to(compute_dtype(clean))  # once: every layer reads it, forward and backward
         weights = weights_of_depths(depth_weights, self.layers + 1)
-        depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean, between=between))
+        depths = list(self._depths(noisy, self.layers, read_all=True, clean=clean))
         # Depth 0 has no layer of its own to form its error in.
         _, first = ops.layerwise_reconstruction_loss([depths[0][0]], clean, reduction="sum")
         tokens = clean.shape[:-1].numel()
@@ -283,7 +279,6 @@ class DUST(PretrainedModel):
         depth: int,
         read_all: bool,
         clean: Tensor | None = None,
-        between: Between | None = None,
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the projection of every depth; each is a reconstruction if `read_all`, else only the last is.
 
@@ -323,8 +318,6 @@ class DUST(PretrainedModel):
         for level in range(1, depth + 1):
             dictionary, cast = dictionaries[level - 1]
             handed_on = projected_on[level - 1][1] is cast
-            if between is not None and codes is not None and level > 1:
-                codes, handed_on = between(level - 1, codes), False
             codes, reconstruction, *error = ops.unrolled_layer(
                 codes,
                 noisy,

@@ -553,12 +553,6 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert process.returncode == 141
 
 
-def test_a_shell_can_complete_commands_and_settings(call: Call) -> None:
-    answer = call("completion", "bash")
-    assert answer.status == 0
-    assert "--code-size" in answer.out
-
-
 def test_the_version_is_that_of_the_package(call: Call) -> None:
     assert call("--version").out == f"cdt-fast {cdt_fast.__version__}\n"
     module = subprocess.run([sys.executable, "-m", "cdt_fast", "--version"], capture_output=True, text=True, check=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,6 @@ import tomli_w
 
 from cdt_fast import experiments
 from cdt_fast.cli import commands
-from cdt_fast.errors import InputError
-from cdt_fast.experiments import study
-from cdt_fast.files import read_json
-from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training import loop
 from cdt_fast.training.results import t_quantile
 from cdt_fast.training.run_folder import RunFolder, RunInUse
@@ -114,50 +108,6 @@ def test_a_signal_says_how_to_go_on(call: Call, clip: Path, tmp_path: Path, monk
     assert resumed == [False, False, True]
 
 
-def as_study(file: Path, learning_rates: list[float]) -> None:
-    """Make of the tiny experiment a study of three steps a run."""
-    content = file.read_text().replace("steps = 6", "steps = 3", 1)
-    file.write_text(f'baseline = "plain"\nlearning_rates = {learning_rates}\n{content}')
-
-
-@pytest.mark.slow
-def test_a_study_takes_the_best_learning_rate_and_pairs_by_source_and_seed(
-    call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path
-) -> None:
-    as_study(tiny_experiment, [0.01, 1e-9])
-    other = tmp_path / "other.npy"
-    other.write_bytes(clip.read_bytes())
-    out = tmp_path / "out"
-    answer = call("reproduce", "tiny", clip, other, "--out", out, "--json", tmp_path / "study.json")
-    assert answer.status == 0, answer
-    runs = ["lr0.01-0", "lr1e-09-0", "lr0.01-1"]
-    for source in (clip, other):
-        folders = sorted(path.name for path in (out / source.stem).iterdir())
-        assert folders == sorted(f"{run}-{name}" for run in ("plain", "constrained") for name in runs)
-    paired, exits, means = read_json(tmp_path / "study.json")["tables"]
-    assert paired[0][:2] == ["% against plain", "pairs"]
-    assert [row[:2] for row in paired[1:]] == [["plain", "4"], ["constrained", "4"]]
-    places = [(out / source.stem, seed) for source in (clip, other) for seed in (0, 1)]
-    losses = [[loss_of(folder / f"{run}-lr0.01-{seed}") for run in ("constrained", "plain")] for folder, seed in places]
-    logs = [math.log(constrained / plain) for constrained, plain in losses]
-    assert paired[2][2] == str(study.Difference.of(logs))
-    assert exits[0] == ["RMSE at γ 0.15 after", "layer 1", "layer 2"]
-    for name, row in zip(("plain", "constrained"), exits[1:], strict=True):
-        rmse = [
-            read_json(folder / f"{name}-lr0.01-{seed}" / "evaluation.json")["depth_rmse"] for folder, seed in places
-        ]
-        mean = math.prod(depths[0][1] for depths in rmse) ** (1 / len(rmse))
-        assert row[:2] == [name, f"{mean:.4g}"]
-    assert [row[:3] for row in means[1:]] == [
-        [f"{source.stem}: {run}", "0.01", "2"] for source in (clip, other) for run in ("plain", "constrained")
-    ]
-    assert "| constrained | 4 |" in (out / "study.md").read_text()
-
-
-def loss_of(run: Path) -> float:
-    return read_json(run / "evaluation.json")["layer_loss"][-1]
-
-
 def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
 
@@ -167,41 +117,11 @@ def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(loop, "train", train)
     out = ("--out", tmp_path / "out")
-    assert call("reproduce", "descent", "clip", "--runs", "anchor,deep", "--steps", 7, *out).status == 130
-    assert trained == [("plain-lr0.003-0", 7)]
-    chosen = experiments.Experiment.load("descent").narrowed(["anchor", "deep"])
-    assert list(chosen.runs) == ["plain", "deep", "anchor"], "the baseline too, in the experiment's order"
-    assert list(chosen.narrowed(["deep"], baseline="anchor").runs) == ["deep", "anchor"]
-    assert chosen.settings("deep", 0, "clip", None).training.steps == 300
-
-
-def test_losses_at_other_noise_are_not_set_beside_each_other(trained: Any, tmp_path: Path) -> None:
-    plain = open_evaluated(trained.plain)
-    values = plain.evaluation.model_copy(update={"training_gamma": 0.5})
-    cells = {"clip": {"plain": [plain], "range": [replace(plain, evaluation=values)]}}
-    table = study.paired_table(cells, "plain")
-    assert dict(zip(*table[::2], strict=True))["ℓ_L"] == ""
-    assert dict(zip(*table[::2], strict=True))["mean RMSE"] == "+0.0"
-    assert [row[0] for row in study.exit_table(cells, "plain")[1:]] == ["plain"]
-    page = study.write_study(tmp_path, "a <study>", cells, "plain", "again").read_text()
-    assert "<h1>a &lt;study&gt;</h1>" in page
-    assert page.count("<table>") == 3
-    assert page.count('src="data:image/svg+xml;base64,') == 2
-    assert "http" not in page, "needs no other file"
-    exact = plain.evaluation.model_copy(update={"depth_rmse": [[1.0, 0.0, 0.0]] * len(plain.evaluation.depth_rmse)})
-    alone = {"clip": {"plain": [replace(plain, evaluation=exact)]}}
-    assert study.exits(alone, "plain")[1] == {"plain": [None, None]}
-    assert study.write_study(tmp_path, "exact", alone, "plain", "again").read_text().count("<img") == 0
-    with pytest.raises(InputError, match=r"training_gamma is 0\.5 and 0\.15"):
-        check_comparable([run for group in cells["clip"].values() for run in group])
-
-
-def test_a_rate_that_the_model_chooses_is_called_so(trained: Any) -> None:
-    plain = open_evaluated(trained.plain)
-    settings = plain.settings.model_copy(deep=True)
-    settings.training = settings.training.model_copy(update={"lr": None})  # as of texts
-    cells = {"reviews": {"plain": [plain, replace(plain, settings=settings)]}}
-    assert study.source_table(cells)[1][1] == f"{plain.settings.training.lr:g} the model's"
+    assert call("reproduce", "ablation", "clip", "--runs", "rate-0_2,default", "--steps", 7, *out).status == 130
+    assert trained == [("default-0", 7)]
+    chosen = experiments.Experiment.load("ablation").narrowed(["rate-0_2", "default"])
+    assert list(chosen.runs) == ["default", "rate-0_2"], "in the experiment's order"
+    assert chosen.settings("default", 0, "clip", None).training.steps == 300
 
 
 @pytest.mark.slow
@@ -225,23 +145,9 @@ def test_what_another_process_trains_is_left_to_it(
     assert "plain-0: another process is training this run; the next one first" in answer.err
 
 
-def test_two_sources_of_one_name_are_refused(call: Call, clip: Path, tmp_path: Path) -> None:
-    line = call("reproduce", "video", clip, tmp_path / "more" / clip.name, "--out", tmp_path / "out").line()
-    assert f"SOURCE: two of {clip.stem}, {clip.stem} would have one folder" in line
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062047), (2, 4.3026527), (11, 2.2009852), (100, 1.9839715)])
 def test_the_quantiles_of_student(degrees: int, quantile: float) -> None:
     assert t_quantile(0.975, degrees) == pytest.approx(quantile, abs=1e-6)
-
-
-def test_a_difference_is_a_geometric_mean_with_its_interval() -> None:
-    assert study.Difference.of([]) is None
-    assert str(study.Difference.of([math.log(1.1)])) == "+10.0"
-    # Logarithms 0 and 0.2: mean 0.1, standard error 0.1, t 12.706.
-    low, high = (100 * math.expm1(0.1 + sign * 1.27062047) for sign in (-1, 1))
-    assert str(study.Difference.of([0.0, 0.2])) == f"+10.5 [{low:+.1f}, {high:+.1f}]"
 
 
 def test_a_folder_with_a_run_of_other_settings_is_left_alone(
@@ -259,18 +165,11 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["film", "clip"], "NAME must be one of ablation, denoiser, descent, encoder, exits, exits-smollm2, "),
-        (["encoder", "reviews"], "--model is None, and encoder needs the folder of a pretrained encoder"),
+        (["film", "clip"], "NAME must be one of ablation, exits, exits-smollm2, "),
+        (["exits-smollm2", "alpaca"], "--model is None, and exits-smollm2 needs the folder of a language model"),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
         (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid _numbers value: '0,a'"),
-        (
-            ["video", "clip", "--runs", "tied,deep"],
-            "--runs and --baseline must be of tied, untied, constrained, got 'deep'",
-        ),
-        (
-            ["video", "clip", "--baseline", "deep"],
-            "--runs and --baseline must be of tied, untied, constrained, got 'deep'",
-        ),
+        (["video", "clip", "--runs", "tied,deep"], "--runs must be of tied, untied, constrained, got 'deep'"),
         (["video", "clip", "--steps", "0"], "[training] steps must be greater than or equal to 1, got 0"),
         (["video", "clip", "--seeds", "-1"], "[training] seed must be greater than or equal to 0, got -1"),
     ],
@@ -298,10 +197,8 @@ def test_several_processes_are_sent_to_the_training_command(call: Call, monkeypa
 @pytest.mark.parametrize("name", experiments.names())
 def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     experiment = experiments.Experiment.load(name)
-    planned = experiments.plan(experiment, ["data"], "encoder" if experiment.model else None, "out")
-    of_a_run = len(experiment.learning_rates or experiment.seeds)
-    assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * of_a_run
-    assert experiment.baseline in ("", *experiment.runs)
+    planned = experiments.plan(experiment, "data", "encoder" if experiment.model else None, "out")
+    assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * len(experiment.seeds)
     assert {run.settings.constrained for run in planned} == {True, False}
     assert all(run.settings.data.source == str(Path("data").resolve()) for run in planned)
     assert f"  {name}: " in call("reproduce", "--help").out
@@ -316,8 +213,10 @@ def test_the_reference_of_a_run_is_another_one_of_its_seed(tmp_path: Path, monke
 
     def references() -> set[Any]:
         experiment = experiments.Experiment.load("exits").narrowed(seeds=[3])
-        planned = experiments.plan(experiment, ["data"], None, tmp_path)
-        return {str(run.settings.constraints.reference_losses) for run in planned if run.run.startswith("bounded")}
+        planned = experiments.plan(experiment, "data", None, tmp_path)
+        return {
+            str(run.settings.constraints.reference_losses) for run in planned if run.path.name.startswith("bounded")
+        }
 
     monkeypatch.setattr(experiments, "resolve_reference", resolved)
     assert references() == {str(tmp_path / "plain-3")}
@@ -329,10 +228,6 @@ def test_the_reference_of_a_run_is_another_one_of_its_seed(tmp_path: Path, monke
 # What the documents' tables were made with, run by run.
 _PAPER = "video clip --steps 5000 --validate-every 250 --checkpoint-every 250"
 _IMDB = "text aclImdb --preset paper-text-ut --validate-every 250 --checkpoint-every 250"
-_REVIEWS = "text reviews --text-column Text --label-column Sentiment --max-tokens 128"
-_PAIRS = "text nli --text-column sentence1 --second-column sentence2 --label-column gold_label --max-tokens 64"
-_ENCODER = "--model ENCODER --precision bf16 --epochs 5 --batch 8 --checkpoint-every 500 --validate-every 100"
-_INSTRUCTIONS = "lm alpaca --max-tokens 192 --vocabulary-size 2048 --width 128"
 
 
 @pytest.mark.parametrize(
@@ -343,15 +238,6 @@ _INSTRUCTIONS = "lm alpaca --max-tokens 192 --vocabulary-size 2048 --width 128"
         ("paper-ucsd", "constrained", f"{_PAPER} --preset paper-ut"),
         ("paper-imdb", "plain", f"{_IMDB} --no-constrained"),
         ("paper-imdb", "constrained", _IMDB),
-        ("reviews", "constrained", _REVIEWS),
-        ("reviews", "plain", f"{_REVIEWS} --no-constrained"),
-        ("encoder", "constrained", f"{_REVIEWS} {_ENCODER}"),
-        ("encoder", "plain", f"{_REVIEWS} {_ENCODER} --no-constrained"),
-        ("pairs", "constrained", f"{_PAIRS} {_ENCODER} --reference 1.43"),
-        ("pairs", "plain", f"{_PAIRS} {_ENCODER} --no-constrained"),
-        ("instructions", "constrained", _INSTRUCTIONS),
-        ("instructions", "anchor-12", f"{_INSTRUCTIONS} --reference 12 --coupling chain --margin 0.1"),
-        ("instructions", "plain", f"{_INSTRUCTIONS} --no-constrained"),
     ],
 )
 def test_a_run_has_the_settings_of_the_documents(
@@ -363,5 +249,4 @@ def test_a_run_has_the_settings_of_the_documents(
     assert answer.status == 0, answer
     _, expected = open_run(tmp_path / "run", trained=False)
     experiment = experiments.Experiment.load(name)
-    model = "ENCODER" if experiment.model else None
-    assert experiment.settings(run, 2, expected.data.source, model) == expected
+    assert experiment.settings(run, 2, expected.data.source, None) == expected

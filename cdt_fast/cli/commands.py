@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast import experiments, tasks
-from cdt_fast.checks import check_integer
 from cdt_fast.errors import InputError, printable
 from cdt_fast.files import write_json
 from cdt_fast.tables import as_text
@@ -62,9 +61,7 @@ def reproduce(options: argparse.Namespace) -> None:
     from cdt_fast.training import loop  # noqa: F401 - see above
 
     _check_single_process("reproduce")
-    experiment = experiments.Experiment.load(options.name).narrowed(
-        options.runs, options.steps, options.baseline, options.seeds
-    )
+    experiment = experiments.Experiment.load(options.name).narrowed(options.runs, options.steps, options.seeds)
     out = Path(options.out or Path("runs") / experiment.name)
     while True:
         planned = experiments.plan(experiment, options.source, options.model, out)
@@ -86,48 +83,7 @@ def reproduce(options: argparse.Namespace) -> None:
                 print(f"cdt-fast: {error}; the next one first", file=sys.stderr)
         if not worked:
             time.sleep(_WAIT)
-    chosen = [run for run in planned if run.chosen]
-    if experiment.baseline:
-        _report_study(options, experiment, chosen, out)
-    else:
-        for folder in dict.fromkeys(run.path.parent for run in chosen):
-            paths = [str(run.path) for run in chosen if run.path.parent == folder]
-            _compare(paths, str(folder / "comparison"), options.json)
-
-
-def _report_study(
-    options: argparse.Namespace, experiment: experiments.Experiment, runs: list[experiments.PlannedRun], out: Path
-) -> None:
-    """Compare the runs of all sources with the baseline."""
-    from cdt_fast.experiments import study
-
-    cells: dict[str, dict[str, list[Any]]] = {}
-    for run in runs:
-        evaluated = tasks.open_evaluated(run.path)
-        cells.setdefault(Path(run.source).stem, {}).setdefault(run.run, []).append(evaluated)
-    print(f"study: {study.write_study(out, experiment.title, cells, experiment.baseline, options.words)}")
-    _save(options.json, {"tables": study.tables(cells, experiment.baseline)})
-
-
-def search(options: argparse.Namespace) -> None:
-    """Train trials of a run with other settings, and measure the best of them."""
-    _check_single_process("search")
-    check_integer("--trials", options.trials, 1)
-    _, settings, entry = tasks.open_run(options.folder, trained=False)
-    from cdt_fast.experiments import search as searching
-
-    over = dict(searching.parse_searched(text, settings) for text in options.over)
-    out, trials = Path(options.out), []
-    for trial in searching.search(settings, over, options.trials, out, options.seed, entry.load()):
-        trials.append(trial)
-        values = ", ".join(f"{key} {value}" for key, value in trial.values.items())
-        print(f"trial {len(trials)} of {options.trials}: {values}: {trial.loss:.5g}", file=sys.stderr)
-    table = searching.as_table(trials)
-    print(as_text(table))
-    _save(options.json, {"table": table})
-    best = RunFolder(searching.ranked(trials)[0].folder)
-    print(f"\nthe best, {best.path}, on test data:")
-    _evaluate(best, tasks.open_run(best.path)[1], entry.load())
+    _compare([str(run.path) for run in planned], str(out / "comparison"), options.json)
 
 
 def _is_first_process() -> bool:

@@ -13,7 +13,6 @@ from cdt_fast import experiments
 from cdt_fast.bench.__main__ import add_arguments
 from cdt_fast.cli import commands
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
-from cdt_fast.errors import require
 from cdt_fast.tasks import TASKS, TaskEntry
 from cdt_fast.training.settings import GONE, SECTIONS, Section, gone, kinds_of, needs_shown
 
@@ -104,25 +103,12 @@ def build_parser() -> Parser:
     command = _command(shown, "reproduce", commands.reproduce, text, "")
     command.ending, add = experiments.listing, command.add_argument
     add("name", metavar="NAME", help="which experiment")
-    add("source", nargs="+", metavar="SOURCE", help="where its data are; a study takes several")
+    add("source", metavar="SOURCE", help="where its data are")
     add("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
     add("--seeds", type=_numbers, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
-    text = "some of its runs by name; the baseline is always there (all)"
-    add("--runs", type=lambda names: names.split(","), metavar="LIST", help=text)
-    add("--baseline", metavar="RUN", help="which run the others are paired with (the experiment's)")
+    add("--runs", type=lambda names: names.split(","), metavar="LIST", help="some of its runs by name (all)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
-    add("--json", metavar="FILE", help=_JSON)
-
-    text = "train a run with other settings that Optuna chooses, best on validation data; called again, it resumes"
-    example = "search runs/mine --over training.lr=1e-4..1e-2 constraints.rate=0..0.2 --out runs/search"
-    add = _command(shown, "search", commands.search, text, example).add_argument
-    add("folder", metavar="RUN", help="run whose settings all trials have, but for those of --over")
-    text = "what to search over: section.name=LOW..HIGH, logarithmic over a factor of ten, or section.name=A,B,C"
-    add("--over", nargs="+", required=True, metavar="SETTING", help=text)
-    add("--trials", type=int, default=20, metavar="N", help="trainings (20)")
-    add("--seed", type=int, default=0, metavar="K", help="of the choices (0)")
-    add("--out", default="runs/search", metavar="DIR", help="folder of the trials (runs/search)")
     add("--json", metavar="FILE", help=_JSON)
 
     data = _command(shown, "data", None, "fetch or check data", "data check clips/")
@@ -143,16 +129,7 @@ def build_parser() -> Parser:
     add = _command(shown, "info", commands.info, text, "info --json info.json").add_argument
     add("--json", metavar="FILE", help="also write it as JSON")
 
-    text = "print what completes these commands in a shell"
-    command = _command(shown, "completion", _completion, text, "")
-    command.epilog = 'example: eval "$(cdt-fast completion bash)"'
-    command.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell")
     return parser
-
-
-def _completion(options: argparse.Namespace) -> None:
-    shtab = require("shtab", "completion", "completing commands")
-    print(shtab.complete(build_parser(), options.shell))
 
 
 def _numbers(words: str) -> list[int]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from cdt_fast.checksums import check_folder
 from cdt_fast.errors import InputError, require
 from cdt_fast.models.layer_losses import predicted_overhead, predicted_speedup
-from cdt_fast.models.layer_losses.parts import find_parts
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.corpus import Instruction, InstructionSplits
@@ -91,7 +88,6 @@ class LanguageTask(SequenceTask):
         if settings.constrained:
             network.handle.agreement_taps = tuple(settings.constraints.agreement or ())
             build_constraints(settings, data, "cpu", network.layers).check_inner_kl(chosen.inner_kl)
-        add_layer_dropout(find_parts(network.model).layers, chosen.layer_dropout)
         train, validation, test = (
             encoded_instructions(getattr(data, part), tokenizer, max_tokens, part)
             for part in ("train", "validation", "test")
@@ -274,31 +270,3 @@ def _network(model: Any, tokenizer: Any, settings: LanguageModelSettings) -> Pre
     return PretrainedNetwork(
         model, tokenizer, settings.taps, inner_fraction=settings.inner_fraction, inner_kl=settings.inner_kl
     )
-
-
-def dropout_rates(largest: float, layers: int) -> list[float]:
-    """Of each layer how often it is left out, p_l = p (e^(l ln 2 / (L − 1)) − 1), l = 0..L−1; `largest` is p.
-
-    Source: LayerSkip (Elhoushi et al., 2024), §3.1.1, without its schedule over time, which is for pretraining alone.
-    """
-    return [largest * (2 ** (layer / max(layers - 1, 1)) - 1) for layer in range(layers)]
-
-
-def add_layer_dropout(layers: Sequence[nn.Module], largest: float) -> None:
-    """Let `layers` drop samples in training mode, each sample of a batch by itself, by torch's own random numbers.
-
-    What a dropped layer would have computed is computed and not used: the batch keeps its shape, and no time is saved.
-    """
-    for layer, rate in zip(layers, dropout_rates(largest, len(layers)), strict=True):
-        if rate:
-            layer.register_forward_hook(functools.partial(_passed_on, rate), with_kwargs=True)
-
-
-def _passed_on(rate: float, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    if not layer.training:
-        return output
-    state: Tensor = args[0] if args else kwargs["hidden_states"]
-    dropped = torch.rand(len(state), *[1] * (state.dim() - 1), device=state.device) < rate
-    if isinstance(output, tuple):
-        return torch.where(dropped, state, output[0]), *output[1:]
-    return torch.where(dropped, state, output)

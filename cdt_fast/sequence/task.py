@@ -93,7 +93,6 @@ class SequenceWorkload:
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
         self.note, self.guess_loss = note, math.log(choices)
-        self.after_update = None
         self.training_samples = len(train)
         self.steps: int = training.steps or training.epochs * steps_per_epoch(settings, len(train))
         self.lr: float = lr if training.lr is None else training.lr

@@ -22,7 +22,7 @@ from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.execution import resolve_execution
-from cdt_fast.training.factory import build_constraints, check_depth_schedule, scheduled_weights, steps_per_epoch
+from cdt_fast.training.factory import build_constraints, steps_per_epoch
 from cdt_fast.training.interruption import Interrupted, on_signals
 from cdt_fast.training.optimizer import TrainingStep, build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
@@ -55,7 +55,6 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     task.check(settings)
     waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=settings.training.rank_timeout))
     accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
-    check_depth_schedule(settings, accelerator.num_processes)
     if settings.constraints.agreement is not None and not task.agreement:
         raise InputError("[constraints] agreement is a bound for language models (cdt-fast train lm)")
     resolve_execution(settings, accelerator, task)  # before the data are read
@@ -110,9 +109,6 @@ class Trainer:
         self.optimizer, self.schedule = build_optimizer(
             trained, self.workload.lr, training.weight_decay, self._relative_rate, on_device=on_device
         )
-        after_update = self.workload.after_update
-        if after_update is not None:
-            self.optimizer.register_step_post_hook(lambda *_: after_update())
         self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
         self.constraints = build_constraints(
             settings, data, self.device, self.workload.num_constraints, self.workload.guess_loss
@@ -241,11 +237,6 @@ class Trainer:
         counts = tuple(sum(self.workload.count(sample) for sample, _ in share) for share in shares)
         items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
         known = self.constraints.known_weights()
-        training = self.settings.training
-        if training.depth_schedule is not None:
-            coefficients = known if self.settings.objective == "depths" else None
-            layers, steps = self.workload.num_constraints, self.workload.steps
-            known = scheduled_weights(training, layers, self.step, steps, coefficients)
         action = self.constraints.count_step() if self._measured else None
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         chosen = [share or micro_batch[:1] for share, micro_batch in zip(shares, micro_batches, strict=True)]
@@ -345,7 +336,7 @@ class Trainer:
             print(printable(f"cdt-fast: warning: {problem}"), file=sys.stderr)
         entry = self._judged(losses)
         # Their merit leaves out what these train, so that no step would compare fairly with none.
-        if self.settings.training.depth_schedule is None and not self.settings.constraints.agreement:
+        if not self.settings.constraints.agreement:
             self._keep_if_best(entry)
         self._log({"step": 0, "validation": entry})
 

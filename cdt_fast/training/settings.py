@@ -36,7 +36,13 @@ Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 _CONSTRAINED = "constrained=true"
 # Settings of earlier versions, each with the values at which it did nothing: a file that names such a value is read.
-GONE: dict[str, tuple[Any, ...]] = {"tensorboard": (True, False), "setup": ("denoiser",), "preset": ("none",)}
+GONE: dict[str, tuple[Any, ...]] = {
+    "tensorboard": (True, False),
+    "setup": ("denoiser",),
+    "preset": ("none",),
+    **dict.fromkeys(("depth_schedule", "depth_rotation", "spectral_bound"), ("none",)),
+    **dict.fromkeys(("layer_dropout", "code_noise", "jacobian"), (0.0,)),
+}
 _INSTEAD = {
     "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
     "preset": 'a preset stands before all sections of a file: preset = "…"',
@@ -199,14 +205,6 @@ class TrainingSettings(Section):
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
     warmup_steps: Count = setting(0, "steps over which the learning rate rises to lr")
     clip: Annotated[float, Field(gt=0)] | None = setting(1.0, "largest gradient norm ('none' for no bound)")
-    depth_schedule: Literal["random", "gradual", "rotational"] | None = setting(
-        None,
-        "without constraints: train one depth a step, drawn at random, switch depths on from the last to the first, or "
-        "the last and others in turn; with the objective 'depths' its coefficients weigh those that are on",
-    )
-    depth_rotation: Annotated[int, Field(ge=2)] | None = setting(
-        None, "steps between two of an inner depth under 'rotational'"
-    )
     weight_decay: NonNegative = setting(0.0, "decoupled weight decay (AdamW)")
     precision: Literal["auto", "bf16", "fp32", "ieee"] = setting(
         "auto",

@@ -62,10 +62,6 @@ class Workload(Protocol):
     note: str | None  # what the user should know before the training starts
     guess_loss: float | None  # of a guess among the classes or tokens; None: the task has no such answers
 
-    @property
-    def after_update(self) -> Callable[[], None] | None:
-        """What is done to the parameters after each update of the optimizer, on their device; or None."""
-
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         """A module whose forward `(*batch, weights)` gives `(total, per_depth)`, means over what counts.
 

@@ -105,18 +105,6 @@ class VideoTrainingSettings(TrainingSettings):
     steps: Positive = setting(200, "optimizer steps")
     batch: Positive = setting(1, "windows per micro-batch")
     lr: NonNegative = setting(5e-5, "learning rate of Adam")
-    code_noise: NonNegative = setting(
-        0.0, "noise on the codes between layers, in standard deviations of the codes of a sequence; with overlap 1"
-    )
-    layer_dropout: Annotated[float, Field(ge=0, lt=1)] = setting(
-        0.0, "probability with which what a layer before the last has done to a window is passed over; with overlap 1"
-    )
-    jacobian: NonNegative = setting(
-        0.0, "price of the squared norm of the Jacobian, in units of the noise's variance; with overlap 1"
-    )
-    spectral_bound: Annotated[float, Field(gt=0)] | None = setting(
-        None, "largest squared spectral norm of a dictionary times the step, kept after each update"
-    )
     cuda_graph: bool | None = setting(
         None, "launch a step as one CUDA graph (default: on a GPU, where one process trains)"
     )
@@ -212,12 +200,6 @@ class VideoSettings(RunSettings):
     def overlapping(self) -> bool:
         """Whether the training is on several grids."""
         return self.data.overlap != 1
-
-    @property
-    def regularizers(self) -> tuple[float, float, float] | None:
-        """Noise on the codes, dropout of layers and the price of the Jacobian, None where there is none of them."""
-        added = (self.training.code_noise, self.training.layer_dropout, self.training.jacobian)
-        return added if any(added) else None
 
     @property
     def adaptive(self) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
 from cdt_fast.video.exits import Exits, chosen
-from cdt_fast.video.losses import ReconstructionLosses, bound_spectral_norms
+from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.overlap import training_input
@@ -65,14 +64,7 @@ class VideoWorkload:
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         overlapping = self._settings if self._settings.overlapping else None
-        return ReconstructionLosses(self._denoiser, autocast, overlapping, self._settings.regularizers)
-
-    @property
-    def after_update(self) -> Callable[[], None] | None:
-        largest = self._settings.training.spectral_bound
-        if largest is None or not isinstance(self._denoiser, DUST):
-            return None
-        return partial(bound_spectral_norms, self._denoiser, largest)
+        return ReconstructionLosses(self._denoiser, autocast, overlapping)
 
     def count(self, sample: int) -> int:
         return self._tokens
@@ -80,16 +72,14 @@ class VideoWorkload:
     def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
         """Noisy and clean tokens of windows with their seeds, and each window's noise, in the dtype of the model.
 
-        Frames `[b, T, h, w]` in the place of tokens where grids overlap; last the seeds, where draws depend on them.
+        Frames `[b, T, h, w]` in the place of tokens where grids overlap.
         """
         windows, seeds = zip(*chosen, strict=True)
         frames = self._data.train.augmented(windows, seeds)
         frames = to_device(frames, device).to(dtype_of(self._denoiser)) / LEVELS
         clean = training_input(frames, self._settings)
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
-        if self._settings.regularizers is None:
-            return noisy, clean, deviation
-        return noisy, clean, deviation, to_device(torch.tensor(seeds), device)
+        return noisy, clean, deviation
 
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         with torch.autocast(device_of(self._denoiser).type, autocast, enabled=autocast is not None):
@@ -316,13 +306,6 @@ def _check_step(network: DUST) -> None:
 def _check_patches(settings: VideoSettings) -> None:
     settings.check_noise()
     data, model, _ = settings.data, settings.model, settings.noise
-    if settings.regularizers is not None and (settings.overlapping or settings.model.model == "vit"):
-        raise InputError(
-            "[training] code_noise, layer_dropout and jacobian are for dust and ut on one grid of patches: give "
-            "--overlap 1"
-        )
-    if settings.training.spectral_bound is not None and settings.model.model == "vit":
-        raise InputError("[training] spectral_bound is of dictionaries, which a vit has none of")
     if data.frames == "crops":
         refused = (
             (model.model != "dust", f"[model] model must be dust, got {model.model}"),

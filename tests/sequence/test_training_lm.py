@@ -21,7 +21,6 @@ from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import read_json
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.sequence import networks
-from cdt_fast.sequence.language import add_layer_dropout, dropout_rates
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
@@ -175,19 +174,6 @@ def test_a_bound_on_agreement_is_measured_and_met(source: Path, tmp_path: Path) 
     assert evaluated(trained(free, tmp_path / "free"), free)["depth_agreement"][1] < 0.95
     with pytest.raises(InputError, match="agreement holds depth 1, which is not read: --taps are \\[0, 2, 3"):
         trained(settings_for(source, **taps, agreement={1: 0.9}), tmp_path / "other")
-
-
-def test_a_dropped_layer_passes_samples_on_in_training_alone() -> None:
-    assert dropout_rates(0.5, 3) == pytest.approx([0, 0.5 * (2**0.5 - 1), 0.5])
-    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
-    add_layer_dropout(layers, 0.25)
-    state = torch.randn(4000, 2, 4)
-    torch.manual_seed(0)
-    assert torch.equal(layers[0](state), torch.nn.functional.linear(state, layers[0].weight, layers[0].bias))
-    same = (layers[1](state) == state).flatten(1).all(1)
-    assert abs(int(same.sum()) - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5  # four standard deviations
-    layers[1].eval()
-    assert not (layers[1](state) == state).flatten(1).all(1).any()
 
 
 @pytest.mark.slow

@@ -337,16 +337,6 @@ def test_a_network_that_learned_is_kept_over_the_untrained_one_that_violates_les
     assert trainer.constraints.merit(trainer.best["loss"]) > trainer.constraints.merit([5.90, 5.97, 5.97])
 
 
-def test_the_untrained_network_is_no_candidate_where_its_merit_leaves_out_what_is_trained(
-    tiny_config: Config, tmp_path: Path
-) -> None:
-    config = tiny_config(steps=2, validate_every=2, lr=0.3, constrained=False, depth_schedule="random")
-    trainer = trainer_for(config, tmp_path / "run")
-    trainer.run(progress=False)
-    assert trainer.best is not None
-    assert trainer.best["step"] == 2
-
-
 @pytest.mark.parametrize(
     ("losses", "guess", "said"),
     [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS, options_of
 from cdt_fast.errors import InputError
 from cdt_fast.tasks import TASKS
 from cdt_fast.training.factory import build_constraints, check_trained_depths
-from cdt_fast.training.settings import SECTIONS, RunSettings
+from cdt_fast.training.settings import GONE, SECTIONS, RunSettings
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import task_of
 
@@ -388,6 +389,7 @@ def test_codes_that_start_at_zero_are_not_bounded() -> None:
         ("[training]\nlr = -0.1\n", ["[training] lr must be greater than or equal to 0, got -0.1"]),
         ("[training]\nclip = 0\n", ["[training] clip must be greater than 0, got 0"]),
         ('[data]\nsetup = "paper"\n', ["[data] setup is gone", "--preset paper-dust, paper-ut"]),
+        ("[training]\njacobian = 1.0\n", ["[training] jacobian is gone", "the git tag full (commit 1178e39)"]),
         ('[constraints]\npreset = "safe"\n', ["[constraints] preset is gone", 'preset = "…"']),
         ('preset = "paper-lm"\n', ["preset must be one of video, text, lm, safe, paper-dust", "got 'paper-lm'"]),
         ("preset = [3]\n", ["preset must be one of", "got [3]"]),
@@ -479,3 +481,9 @@ def test_settings_that_do_not_fit_each_other_are_found_without_data(tiny_config:
         config.data.source = "no such clip"
         with pytest.raises(InputError, match=fact):
             task_of(config).check(config)
+
+
+def test_a_file_of_an_older_run_is_read_where_what_is_gone_did_nothing(tmp_path: Path) -> None:
+    idle = "\n".join(f"{name} = {json.dumps(values[0])}" for name, values in GONE.items())
+    (tmp_path / "config.toml").write_text(f"[training]\n{idle}\n")
+    assert VideoSettings.load(tmp_path / "config.toml") == VideoSettings()
