@@ -217,25 +217,6 @@ def test_with_energy_scores_no_step_raises_the_energy_and_without_them_some_do()
 # Padding
 
 
-@pytest.fixture(params=[False, True], ids=["together", "by length"])
-def by_length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both ways to compute sequences of several lengths on a CPU."""
-    monkeypatch.setattr(attention_in_torch, "COST_OF_A_LENGTH", 0 if request.param else 2**60)
-    return request.param
-
-
-def test_sequences_are_computed_by_length_where_the_padding_costs_more_than_the_calls() -> None:
-    def pays(z: Tensor, *lengths: int) -> bool:
-        return attention_in_torch._pays_by_length(z, None, torch.tensor(lengths, dtype=torch.int16))
-
-    assert pays(torch.empty(4, 1024, 64), 1024, 1000, 100, 5)
-    assert not pays(torch.empty(4, 1024, 64), 1024, 1024, 2000, 1024), "nothing is padded"
-    assert not pays(torch.empty(4, 20, 64), 20, 20, 3, 7)
-    assert not pays(torch.empty(4, 0, 64), 0, 0, 0, -1)
-    assert not pays(torch.empty(0, 20, 64))
-
-
-@pytest.mark.usefixtures("by_length")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("energy", [False, True])
 @pytest.mark.parametrize("with_values", [False, True])
@@ -258,7 +239,6 @@ def test_whatever_stands_in_the_padding_reaches_nothing(poison: float, energy: b
     assert_equal(poisoned, run(0.0))
 
 
-@pytest.mark.usefixtures("by_length")
 @pytest.mark.parametrize("tokens", [7, 40])
 @pytest.mark.parametrize("with_values", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -395,7 +375,6 @@ def test_compiles_without_a_graph_break(dynamic: bool) -> None:
     assert_compiles(network, make, [(3,), (5,)], dynamic)
 
 
-@pytest.mark.usefixtures("by_length")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("energy", [False, True])
 def test_panels_give_what_all_rows_at_once_give(energy: bool, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +389,6 @@ def test_panels_give_what_all_rows_at_once_give(energy: bool, tied: bool, monkey
         assert_close(found, results[0])
 
 
-@pytest.mark.usefixtures("by_length")
 def test_no_gradient_of_padding_arrives_even_where_the_upstream_one_is_nan() -> None:
     z = leaf(normal(37, 2, 3, 4))
     output = ops.symmetric_attention(z, lengths=torch.tensor([3, 1]))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
 from cdt_fast.kernels.blocks import LONGEST
-from cdt_fast.ops.shared.attention_scores import softmax_dtype
 from cdt_fast.ops.shared.registration import Operator, by_formula, save, saved
 from cdt_fast.ops.symmetric_attention.plain import backward_in_torch, forward_in_torch, room_to_keep
 from cdt_fast.ops.symmetric_attention.reference import symmetric_attention_reference
@@ -47,9 +46,8 @@ def _backward(attention: SymmetricAttentionBackwardArguments) -> list[Tensor]:
 
         return [gradient for gradient in symmetric_attention_backward(attention) if gradient is not None]
     if attention.log_sum_exp.numel():  # the forward was a kernel's, which has kept something else
-        attention = replace(
-            attention, kept=attention.z.new_empty(0, dtype=softmax_dtype(attention.z, attention.energy))
-        )
+        wide = torch.promote_types(attention.z.dtype, torch.float32)
+        attention = replace(attention, kept=attention.z.new_empty(0, dtype=wide))
     return backward_in_torch(attention)
 
 

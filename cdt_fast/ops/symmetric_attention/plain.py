@@ -1,4 +1,4 @@
-"""Symmetric attention in plain torch, a panel of scores at a time; on a CPU much padding is cut off, not masked."""
+"""Symmetric attention in plain torch, a panel of scores at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from cdt_fast.ops.shared.attention_scores import (
     grad_of_attention,
     grad_of_both_factors,
     softmax_backward_,
-    softmax_dtype,
 )
 from cdt_fast.ops.shared.checks import clear_padding_, padding_mask, without_padding
 
@@ -27,11 +26,6 @@ KEPT_BYTES = 64 * 2**20
 PANEL_BYTES = 16 * 2**20
 # On a GPU without a kernel many small products would leave it idle.
 PANEL_BYTES_ON_GPU = 64 * 2**20
-# On a CPU: what the two dozen calls of torch cost that the sequences of one length take by themselves, and what a score
-# costs besides its products, both in numbers of z a score is multiplied with. In 16 bits the calls cost twice as much
-# beside the products. Measured with 4 to 1,000 sequences of up to 20 to 1,024 tokens of width 64 to 1,024.
-COST_OF_A_LENGTH = 3 * 2**20
-COST_OF_A_SCORE = 200
 
 
 def _panels(z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice]]:
@@ -58,52 +52,37 @@ def room_to_keep(attention: SymmetricAttentionArguments) -> Tensor:
     """Room for the attention `[B, T, T]` where a backward may come, on a CPU, and it fits `KEPT_BYTES` or is no larger
     than input and output; else empty."""
     z, values = attention.z, attention.values
-    shape, dtype = (*z.shape[:-1], z.shape[1]), softmax_dtype(z, attention.energy)
+    shape, dtype = (*z.shape[:-1], z.shape[1]), torch.promote_types(z.dtype, torch.float32)
     of_tokens = z.shape[0] * z.shape[1] * (z.shape[-1] + (z if values is None else values).shape[-1]) * z.element_size()
     fits = math.prod(shape) * dtype.itemsize <= max(KEPT_BYTES, of_tokens)
-    # Zeros where the sequences' lengths leave some of it unwritten.
-    make = z.new_empty if attention.lengths is None else z.new_zeros
-    return make(shape if attention.keeps and z.device.type == "cpu" and fits else (0,), dtype=dtype)
+    return z.new_empty(shape if attention.keeps and z.device.type == "cpu" and fits else (0,), dtype=dtype)
 
 
 def forward_in_torch(attention: SymmetricAttentionArguments, kept: Tensor) -> Tensor:
-    """The output; fills `kept` with the attention if it has room for it, in the dtype of the softmax.
-
-    Where sequences are computed by their lengths, their attention lies in it as the backward reads it: length after
-    length.
-    """
-    z, values, lengths = attention.z, attention.values, attention.lengths
-    if lengths is None or not _pays_by_length(z, values, lengths):
-        padding = padding_mask(lengths, z)
-        attention = _without_padding(attention, padding)
-        output = torch.empty_like(z if values is None else values)
-        _fill(attention, padding, kept, output)
-        return output
-    output = torch.zeros_like(z if values is None else values)
-    for length, which, room in _groups(lengths, z.shape[1], kept):
-        part = _part_of(attention, length, which)
-        result = torch.empty_like(part.z if part.values is None else part.values)
-        _fill(part, None, room, result)
-        output[:, :length].index_copy_(0, which, result)
+    """The output; fills `kept` with the attention if it has room for it."""
+    padding = padding_mask(attention.lengths, attention.z)
+    output = torch.empty_like(attention.z if attention.values is None else attention.values)
+    attention = _without_padding(attention, padding)
+    z, values = attention.z, attention.z if attention.values is None else attention.values
+    for batch, rows in _panels(z, kept.dtype):
+        weights = attention_matrix(
+            z[batch],
+            attention.scale,
+            None if padding is None else padding[batch],
+            rows=rows,
+            energy=attention.energy,
+            out=_panel(kept, batch, rows) if kept.dim() > 1 else None,
+        )
+        torch.bmm(weights.to(values.dtype), values[batch], out=_panel(output, batch, rows))
     return output
 
 
 def backward_in_torch(attention: SymmetricAttentionBackwardArguments) -> list[Tensor]:
     """The gradients that are needed, of `z` first; with `values` None all of it is in that of `z`."""
-    z, values, lengths = attention.z, attention.values, attention.lengths
-    if lengths is None or not _pays_by_length(z, values, lengths):
-        padding = padding_mask(lengths, z)
-        grad_output = without_padding(attention.grad_output, padding)
-        gradients = _gradients(replace(_without_padding(attention, padding), grad_output=grad_output), padding)
-        return [clear_padding_(gradient, padding) for gradient in gradients]
-    shapes = [z] * attention.needs_z + ([values] if attention.needs_values and values is not None else [])
-    totals = [torch.zeros_like(tensor) for tensor in shapes]
-    for length, which, room in _groups(lengths, z.shape[1], attention.kept):
-        output, grad_output = (_part(tensor, length, which) for tensor in (attention.output, attention.grad_output))
-        part = replace(_part_of(attention, length, which), output=output, grad_output=grad_output, kept=room)
-        for total, gradient in zip(totals, _gradients(part, None), strict=True):
-            total[:, :length].index_copy_(0, which, gradient)
-    return totals
+    padding = padding_mask(attention.lengths, attention.z)
+    grad_output = without_padding(attention.grad_output, padding)
+    gradients = _gradients(replace(_without_padding(attention, padding), grad_output=grad_output), padding)
+    return [clear_padding_(gradient, padding) for gradient in gradients]
 
 
 Attention = TypeVar("Attention", bound=SymmetricAttentionArguments)
@@ -114,63 +93,6 @@ def _without_padding(attention: Attention, padding: Tensor | None) -> Attention:
         return attention
     values = None if attention.values is None else without_padding(attention.values, padding)
     return replace(attention, z=without_padding(attention.z, padding), values=values)
-
-
-def _part_of(attention: Attention, length: int, which: Tensor) -> Attention:
-    """The first tokens of some sequences, without padding."""
-    values = None if attention.values is None else _part(attention.values, length, which)
-    return replace(attention, z=_part(attention.z, length, which), values=values, lengths=None)
-
-
-def _pays_by_length(z: Tensor, values: Tensor | None, lengths: Tensor) -> bool:
-    """Whether what padding costs is more than the calls that it takes to leave it out; on a GPU that is not known."""
-    if z.device.type != "cpu":
-        return False
-    tokens, width = z.shape[1:]
-    cut = lengths.clamp(0, tokens).long()
-    wasted_scores = int((tokens**2 - cut.square()).sum())
-    of_a_score = COST_OF_A_SCORE + (width + (width if values is None else values.shape[2])) // 2
-    of_a_length = COST_OF_A_LENGTH * (2 if z.element_size() < 4 else 1)
-    return wasted_scores * of_a_score > len(set(cut.tolist())) * of_a_length
-
-
-def _groups(lengths: Tensor, tokens: int, kept: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The sequences of each length: it, their numbers, and their attention, if it is kept.
-
-    Padding then costs nothing, and needs no masks. The numbers are known without waiting only on a CPU.
-    """
-    of_length: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths.clamp(0, tokens).tolist()):
-        of_length.setdefault(length, []).append(number)
-    start, rooms = 0, kept.view(-1)
-    for length, numbers in sorted(of_length.items()):
-        if not length:
-            continue
-        size = len(numbers) * length**2
-        room = rooms[start : start + size].view(-1, length, length) if kept.dim() > 1 else kept
-        yield length, torch.tensor(numbers), room
-        start += size
-
-
-def _part(tensor: Tensor, length: int, which: Tensor) -> Tensor:
-    """The first tokens of some sequences, `[sequences, length, width]`."""
-    return tensor[:, :length].index_select(0, which)
-
-
-def _fill(attention: SymmetricAttentionArguments, padding: Tensor | None, kept: Tensor, output: Tensor) -> None:
-    """Write the output, and the attention where there is room for it; scores and softmax are in the dtype of `kept`."""
-    z, values = attention.z, attention.z if attention.values is None else attention.values
-    for batch, rows in _panels(z, kept.dtype):
-        weights = attention_matrix(
-            z[batch],
-            attention.scale,
-            None if padding is None else padding[batch],
-            kept.dtype,
-            rows=rows,
-            energy=attention.energy,
-            out=_panel(kept, batch, rows) if kept.dim() > 1 else None,
-        )
-        torch.bmm(weights.to(values.dtype), values[batch], out=_panel(output, batch, rows))
 
 
 def _gradients(attention: SymmetricAttentionBackwardArguments, padding: Tensor | None) -> list[Tensor]:
@@ -193,7 +115,7 @@ def _gradients(attention: SymmetricAttentionBackwardArguments, padding: Tensor |
             weights = _panel(kept, batch, rows)
         else:
             masked = None if padding is None else padding[batch]
-            weights = attention_matrix(here, scale, masked, dtype, rows=rows, energy=energy)
+            weights = attention_matrix(here, scale, masked, rows=rows, energy=energy)
         mixed = weights.to(values.dtype).mT
         if grad_z is not None:
             output = _panel(attention.output, batch, rows)

@@ -11,7 +11,6 @@ from cdt_fast.ops.shared.attention_scores import (
     attention_matrix,
     grad_of_both_factors,
     softmax_backward_,
-    softmax_dtype,
 )
 from cdt_fast.ops.shared.checks import clear_padding_, padding_mask, without_padding
 from cdt_fast.ops.shared.products import rows_of
@@ -26,7 +25,7 @@ def forward_in_torch(layer: UnrolledLayerArguments) -> tuple[Tensor, Tensor, Ten
     codes = None if layer.codes is None else without_padding(layer.codes, padding)
     attention = None  # of one token, A is 1
     if signal.shape[1] > 1:
-        attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection)).to(signal.dtype)
+        attention = attention_matrix(projection, layer.scale, padding).to(signal.dtype)
     residual = _residual(signal, attention, values)
     if codes is None:
         next_codes = product_of_tokens(residual.mul_(layer.step), layer.dictionary)
@@ -75,7 +74,7 @@ def backward_in_torch(layer: UnrolledLayerBackwardArguments) -> UnrolledLayerGra
             projection=-grad_residual if layer.needs_projection else None,
             codes=grad_update if layer.needs_codes else None,
         )
-    attention = attention_matrix(projection, layer.scale, padding, softmax_dtype(projection))
+    attention = attention_matrix(projection, layer.scale, padding)
     attention_low = attention.to(signal.dtype)
     residual = grad_projection = None
     if layer.needs_dictionary:
