@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,7 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["film", "clip"], "NAME must be one of ablation, exits, exits-smollm2, "),
-        (["exits-smollm2", "alpaca"], "--model is None, and exits-smollm2 needs the folder of a language model"),
+        (["film", "clip"], "NAME must be one of ablation, paper-avenue, "),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
         (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid _numbers value: '0,a'"),
         (["video", "clip", "--runs", "tied,deep"], "--runs must be of tied, untied, constrained, got 'deep'"),
@@ -212,7 +212,9 @@ def test_the_reference_of_a_run_is_another_one_of_its_seed(tmp_path: Path, monke
         settings.constraints.reference_losses = [1.0, 0.5]
 
     def references() -> set[Any]:
-        experiment = experiments.Experiment.load("exits").narrowed(seeds=[3])
+        bounded = {"constraints": {"bounds": {"3": "1.01x"}, "reference_losses": "plain"}}
+        runs = {"plain": {"constraints": {"constrained": False}}, "bounded": bounded}
+        experiment = replace(experiments.Experiment.load("paper-imdb"), runs=runs, seeds=[3])
         planned = experiments.plan(experiment, "data", None, tmp_path)
         return {
             str(run.settings.constraints.reference_losses) for run in planned if run.path.name.startswith("bounded")

@@ -1,10 +1,8 @@
 """Results as bounds: what chosen depths are to reach, whatever the other depths do.
 
-    bounds       ℓ_k ≤ b_k            b_k a number, or a factor of a reference run's loss or of the warm-up's at depth k
-    agreement    a_k ≤ P_k            P_k the share of items whose prediction at depth k is that of depth L
+    ℓ_k ≤ b_k            b_k a number, or a factor of a reference run's loss or of the warm-up's at depth k
 
-Both add their multiplier μ_k ≥ 0 to the weight of ℓ_k. For `agreement`, which has no gradient, ℓ_k is the proxy (Cotter
-et al., 2019): the true share moves the multiplier, and what the multiplier weighs is the loss of the exit.
+A bound adds its multiplier μ_k ≥ 0 to the weight of ℓ_k.
 """
 
 from __future__ import annotations
@@ -81,37 +79,6 @@ class ResultBounds:
         """ℓ − b and the scale |b| that makes it relative, both `[L+1]`; without meaning where not active."""
         levels = self.levels
         return losses - levels, levels.abs()
-
-
-class AgreementBounds:
-    """a_k ≤ P_k for chosen depths: numbers a in (0, 1] by depth.
-
-    Raises:
-        InputError: `agreement` is something else, or names the last depth.
-    """
-
-    def __init__(self, agreement: Any, layers: int, dtype: torch.dtype) -> None:
-        shares = {
-            depth: check_number(f"agreement[{depth}]", share, "a number in (0, 1]", lambda number: 0 < number <= 1)
-            for depth, share in _depths("agreement", agreement, layers).items()
-        }
-        if layers in shares:
-            raise InputError(f"agreement holds depth {layers}, the last, which always agrees with itself")
-        exists, levels = torch.zeros(layers + 1, dtype=torch.bool), torch.zeros(layers + 1, dtype=dtype)
-        for depth, share in shares.items():
-            exists[depth], levels[depth] = True, share
-        self.settings = {"agreement": ", ".join(f"{depth}: {shares[depth]}" for depth in sorted(shares)) or "none"}
-        self.constants = {"agreement_exists": exists, "agreement_levels": levels}
-        self.any = bool(shares)
-
-    @property
-    def active(self) -> Tensor:
-        """Which bounds there are, `[L+1]` bool."""
-        return self.constants["agreement_exists"]
-
-    def violation(self, agreement: Tensor) -> Tensor:
-        """a − P, `[L+1]`, a share of the items; without meaning where there is no bound."""
-        return self.constants["agreement_levels"] - agreement
 
 
 def parsed_bound(name: str, bound: Any) -> tuple[float, bool]:

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_integer, check_non_negative, check_number
-from cdt_fast.constraints.bounds import AgreementBounds, ResultBounds
+from cdt_fast.constraints.bounds import ResultBounds
 from cdt_fast.constraints.coupling import DescentCoupling
 from cdt_fast.constraints.duals import DualAction, DualVariables
 from cdt_fast.constraints.feasibility import FeasibilityReport, Group, judge
-from cdt_fast.constraints.measurement import Measured, Measurement, check_record, check_shares, tail_mean
+from cdt_fast.constraints.measurement import Measured, Measurement, check_record, tail_mean
 from cdt_fast.constraints.objective import Objective
 from cdt_fast.constraints.presets import (
     DEFAULTS,
@@ -109,8 +109,6 @@ class DescentConstraints:
             "1.01x" of `reference_losses` at that depth. The multiplier of a bound is added to the weight of its depth.
         reference_losses: L+1 losses of a reference run; None: what the warm-up came to, averaged over its last ten
             steps.
-        agreement: `{depth: a}`: the share of items whose prediction at this depth is that of the last depth, to be at
-            least a. `record` needs these shares. Their multipliers weigh the loss of the depth, as its proxy.
         dual: "ascent", "adam", "pi" or "barrier".
         dual_lr: step size of the multipliers; for "pi" the integral gain κ_i. Adam moves a multiplier by about this
             much a step whatever the scale of the losses; ascent and "pi" by this times the violation, "barrier" by this
@@ -160,7 +158,6 @@ class DescentConstraints:
         coefficients: Sequence[float] | None = DEFAULTS.coefficients,
         bounds: Mapping[int, float | str] | None = DEFAULTS.bounds,
         reference_losses: Sequence[float] | None = DEFAULTS.reference_losses,
-        agreement: Mapping[int, float] | None = DEFAULTS.agreement,
         dual: Dual = DEFAULTS.dual,
         dual_lr: float | None = DEFAULTS.dual_lr,
         betas: tuple[float, float] = DEFAULTS.betas,
@@ -198,10 +195,9 @@ class DescentConstraints:
         self.coupling, self.reference_mode = coupling, reference_mode
         self.reference, self.margin = self._coupling.reference, self._coupling.margin
         self._bounds = ResultBounds(options, self.layers, dtype)
-        self._agreement = AgreementBounds(agreement, self.layers, dtype)
-        self._measurement = Measurement(self.layers, dtype, self.ratio, self.tail, self._agreement.any)
-        # A multiplier a depth for descent, and as many for bounds and for agreement where there are any.
-        groups = 1 + self._bounds.any + self._agreement.any
+        self._measurement = Measurement(self.layers, dtype, self.ratio, self.tail)
+        # A multiplier a depth for descent, and as many for bounds where there are any.
+        groups = 1 + self._bounds.any
         self._duals = DualVariables((self.layers + 1) * groups, options, dtype)
         self._steps = 0
         self._window_steps = 0
@@ -254,11 +250,6 @@ class DescentConstraints:
         return self._groups(self._duals.tensors["multipliers"])[1] if self._bounds.any else None
 
     @property
-    def agreement_multipliers(self) -> Tensor | None:
-        """The multipliers of `agreement`, (L+1,), live; None without."""
-        return self._groups(self._duals.tensors["multipliers"])[-1] if self._agreement.any else None
-
-    @property
     def reference_level(self) -> Tensor:
         """ε₀, a scalar tensor: NaN without a reference, the running mean so far while "auto" is not fixed."""
         return self._coupling.reference_level
@@ -271,7 +262,7 @@ class DescentConstraints:
     @property
     def any(self) -> bool:
         """Whether there is a constraint, in force or not yet."""
-        return bool(self._coupling.constants["exists"].any()) or self._bounds.any or self._agreement.any
+        return bool(self._coupling.constants["exists"].any()) or self._bounds.any
 
     def steps_to_reference(self) -> int:
         """After how many steps the automatic reference of a constraint is fixed; 0 where no constraint has one."""
@@ -293,7 +284,7 @@ class DescentConstraints:
     def to(self, device: torch.device | str) -> DescentConstraints:
         """Move the state to `device`, where the losses must be recorded from now on, and return self."""
         real = torch.float32 if torch.device(device).type == "mps" else self.dtype
-        parts = (self._objective, self._coupling, self._bounds, self._agreement)
+        parts = (self._objective, self._coupling, self._bounds)
         for tensors in (*(part.constants for part in parts), *self._states()):
             for name, tensor in tensors.items():
                 tensors[name] = tensor.to(device, real if tensor.is_floating_point() else tensor.dtype)
@@ -322,7 +313,7 @@ class DescentConstraints:
         return self._objective.known_weights() if self._steps < self.warmup_steps else None
 
     @torch.no_grad()
-    def record(self, losses: Tensor, count: float | Tensor, *, agreement: Tensor | None = None) -> None:
+    def record(self, losses: Tensor, count: float | Tensor) -> None:
         """Add the losses of one micro-batch to what the next dual update sees.
 
         Args:
@@ -333,41 +324,30 @@ class DescentConstraints:
                 columns also (n,), one a sample, else the same for each. What a dual update sees is the mean over the
                 items of all micro-batches and ranks. A rank that has none for this step records a count tensor of
                 zero; what the losses are does not matter then.
-            agreement: with the option of that name, (L+1,): the share of the items whose prediction at each depth is
-                that of the last depth.
 
         Raises:
-            InputError: a shape, the count or a device is wrong; agreement is missing, or not asked for.
+            InputError: a shape, the count or a device is wrong.
         """
         losses, count = check_record(losses, count, self.layers)
-        if (agreement is not None) != self._agreement.any:
-            raise InputError(
-                "agreement was not asked for: give the constraints the option agreement={depth: share}"
-                if agreement is not None
-                else "agreement is missing: the constraints bound it, so that record needs its shares, (L+1,)"
-            )
-        if agreement is not None:
-            check_shares(agreement, self.layers)
         if not self._placed:
             self.to(losses.device)
-        for name, tensor in (("losses", losses), ("agreement", agreement)):
-            if tensor is not None and tensor.device != self.device:
-                raise InputError(
-                    f"{name} is on {tensor.device}; expected {self.device}, where the multipliers are (move them with "
-                    ".to(device))"
-                )
-        self.accumulate(losses, count, agreement)
+        if losses.device != self.device:
+            raise InputError(
+                f"losses is on {losses.device}; expected {self.device}, where the multipliers are (move them with "
+                ".to(device))"
+            )
+        self.accumulate(losses, count)
         self._unstepped_records += 1
 
     @torch.no_grad()
-    def accumulate(self, losses: Tensor, count: float | Tensor, agreement: Tensor | None = None) -> None:
+    def accumulate(self, losses: Tensor, count: float | Tensor) -> None:
         """The device's part of `record`, without its checks; the count may be the number 0 here."""
-        self._measurement.add(losses, count, agreement)
+        self._measurement.add(losses, count)
 
     def step(self) -> None:
         """End an optimizer step: reduce the recorded sums over the ranks and update the multipliers, if that is due.
 
-        An update is one all-reduce of L+2 numbers (and a few more for samples and agreement) on the default group where
+        An update is one all-reduce of L+2 numbers (and a few more for samples) on the default group where
         torch.distributed is initialized (every rank must call this), after which all ranks hold the same multipliers.
         It is exact: sums and counts are reduced, and g is formed once. During the warm-up nothing is reduced unless
         something is measured there: an automatic reference, the objective "log", or bounds relative to the warm-up.
@@ -431,29 +411,19 @@ class DescentConstraints:
         groups = [Group("descent", violation, scale, self._coupling.active)]
         if self._bounds.any:
             groups.append(Group("bound", *self._bounds.violation(measured.losses), self._bounds.active))
-        if measured.agreement is not None:
-            violation = self._agreement.violation(measured.agreement)
-            groups.append(Group("agreement", violation, torch.ones_like(violation), self._agreement.active))
         return groups
 
     @torch.no_grad()
-    def report(
-        self,
-        losses: Tensor | Sequence[float],
-        tolerance: float = 0.0,
-        *,
-        agreement: Tensor | Sequence[float] | None = None,
-    ) -> FeasibilityReport:
+    def report(self, losses: Tensor | Sequence[float], tolerance: float = 0.0) -> FeasibilityReport:
         """Judge per-depth losses, usually held-out ones, against the constraints. This waits for the device.
 
         Args:
             losses: mean loss at each depth, L+1 numbers or a tensor (L+1,); or (L+1, n), those of n samples, of which
                 the mean counts. Ratios by samples are judged by samples where they are given, else by the mean losses.
             tolerance: the relative violation that still counts as feasible, >= 0.
-            agreement: L+1 shares as for `record`; None: constraints on agreement are not judged.
 
         Raises:
-            InputError: the number of losses or of shares, or the tolerance, is wrong.
+            InputError: the number of losses, or the tolerance, is wrong.
         """
         tolerance = check_non_negative("tolerance", tolerance)
         losses = torch.as_tensor(losses, dtype=self._measurement.dtype, device=self.device)
@@ -465,12 +435,9 @@ class DescentConstraints:
             if self.ratio != "mean":
                 ratios = samples.mean(1) if self.ratio == "sample" else tail_mean(samples, self.tail)
             losses = losses.mean(1)
-        if agreement is not None:
-            agreement = torch.as_tensor(agreement, dtype=losses.dtype, device=self.device)
-            check_shares(agreement, self.layers)
-        groups = self._judged(Measured(losses, ratios, agreement if self._agreement.any else None), training=False)
+        groups = self._judged(Measured(losses, ratios), training=False)
         existing = int(self._coupling.constants["exists"].sum()) + int(self._bounds.constants["bound_exists"].sum())
-        judged = sum(int(group.active.sum()) for group in groups if group.kind != "agreement")
+        judged = sum(int(group.active.sum()) for group in groups)
         return judge(losses, ratios, groups, self._coupling.chained, self.rates, tolerance, existing - judged)
 
     @torch.no_grad()
@@ -479,7 +446,7 @@ class DescentConstraints:
 
         It is the objective of the resilient problem, whose minimum the training seeks: at its rest u = [ĝ]₊ = λ/β, so
         that the price is that of the multipliers, without their history. s is 1 where `normalize` is off. Bounds are
-        those of `report`; those on agreement are not priced. Only values of one moment compare, as the averages and
+        those of `report`. Only values of one moment compare, as the averages and
         the references that they rest on move.
 
         Args:
@@ -488,7 +455,7 @@ class DescentConstraints:
         """
         losses = torch.as_tensor(losses, dtype=self._measurement.dtype, device=self.device)
         merit = self._objective.value(losses)
-        for group in self._judged(Measured(losses, None, None), training=False) if priced else ():
+        for group in self._judged(Measured(losses, None), training=False) if priced else ():
             squared = group.violation.square() / group.scale if self.normalize else group.violation.square()
             merit += self._duals.slack_cost / 2 * torch.where(group.active & (group.violation > 0), squared, 0.0).sum()
         return float(merit)
@@ -497,7 +464,7 @@ class DescentConstraints:
         """Refuse a KL to the last depth in the training losses of depths that a constraint judges.
 
         Held-out losses are cross-entropies: the same bound would mean one thing in training and another in `report`.
-        The last depth, which has no KL, may be bounded, and so may agreement.
+        The last depth, which has no KL, may be bounded.
 
         Args:
             inner_kl: as in `attach_layer_losses`.
@@ -512,8 +479,8 @@ class DescentConstraints:
             raise InputError(
                 f"inner_kl is {inner_kl:g}, and the constraints judge the losses of depths before the last "
                 f"({', '.join(str(depth) for depth in judged[:-1].nonzero().flatten().tolist())} of those read), which "
-                "are then no cross-entropies in training and are in validation: with inner_kl bound the last depth and "
-                "agreement alone (rate None, no reference), or train without constraints"
+                "are then no cross-entropies in training and are in validation: with inner_kl bound the last depth "
+                "alone (rate None, no reference), or train without constraints"
             )
 
     def _groups(self, vector: Tensor) -> tuple[Tensor, ...]:
@@ -533,7 +500,6 @@ class DescentConstraints:
             **self._coupling.settings,
             **self._objective.settings,
             **self._bounds.settings,
-            **self._agreement.settings,
             **self._duals.settings,
             "ratio": self.ratio,
             "tail": self.tail,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
 
-Kind = Literal["descent", "bound", "agreement"]
+Kind = Literal["descent", "bound"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,9 @@ class FeasibilityReport:
         worst_layer: the depth with the largest relative violation, or None when no constraint was judged.
         worst_violation: the relative violation there; negative: how much is to spare.
         tolerance: the relative violation that still counts as feasible.
-        worst_kind: which of its constraints that is: of descent, a bound on its loss, or on its agreement.
+        worst_kind: which of its constraints that is: of descent, or a bound on its loss.
         bound_violation, relative_bound_violation: ℓ_k − b_k, and the same over |b_k|, for each depth; empty where there
             are no bounds.
-        agreement_violation: a_k − P_k for each depth; empty where agreement is not judged.
         advice: where the worst constraint is violated, what to ask for in its place.
         unjudged: how many constraints are not in force yet, as the reference or the warm-up's loss that they need is
             not known.
@@ -53,7 +52,6 @@ class FeasibilityReport:
     worst_kind: Kind = "descent"
     bound_violation: list[float | None] = field(default_factory=list)
     relative_bound_violation: list[float | None] = field(default_factory=list)
-    agreement_violation: list[float | None] = field(default_factory=list)
     advice: str = ""
     unjudged: int = 0
     caveat: str = ""
@@ -96,21 +94,17 @@ class FeasibilityReport:
         return f"Feasible: {held}{self.caveat and f', but {self.caveat}'}; {margin}."
 
     def _relative(self) -> list[float]:
-        parts = (self.relative_violation, self.relative_bound_violation, self.agreement_violation)
+        parts = (self.relative_violation, self.relative_bound_violation)
         return [relative for part in parts for relative in part if relative is not None]
 
     def _where(self) -> str:
         if self.worst_kind == "bound":
             return f"the bound of depth {self.worst_layer}"
-        if self.worst_kind == "agreement":
-            return f"the agreement of depth {self.worst_layer}"
         return f"layer {self.worst_layer}" if self.worst_layer else "depth 0 (the reference)"
 
     def _excess(self) -> str:
         assert self.worst_layer is not None
         assert self.worst_violation is not None
-        if self.worst_kind == "agreement":
-            return f"{self._where()} with the last is too small by {self.worst_violation:.2%} of the items"
         where, violations = self._where(), self.violation
         if self.worst_kind == "bound":
             where, violations = f"depth {self.worst_layer}", self.bound_violation
@@ -122,7 +116,7 @@ class Group(NamedTuple):
     """Constraints of one kind, an entry a depth, each `[L+1]`.
 
     Attributes:
-        kind: of descent (depth 0 is the reference), bounds on losses, or on agreement.
+        kind: of descent (depth 0 is the reference), or bounds on losses.
         violation: positive where violated.
         scale: what makes it relative.
         active: which are in force, bool; the others have no meaning.
@@ -191,7 +185,6 @@ def judge(
         worst_kind=worst_kind,
         bound_violation=absolute.get("bound", []),
         relative_bound_violation=relative.get("bound", []),
-        agreement_violation=absolute.get("agreement", []),
         advice=advice,
         unjudged=unjudged,
         caveat=_caveat(ratio, rates.tolist(), chained, tolerance) if feasible else "",
@@ -207,8 +200,6 @@ def _advice(
     absolute: dict[Kind, list[float | None]],
 ) -> str:
     """What would be met where the worst constraint is not."""
-    if kind == "agreement":
-        return f"ask for {absolute[kind][depth]:.2%} of the items less at depth {depth}, or for a lower loss there"
     if kind == "bound":
         return f"a bound of {losses[depth]:.4g} would be met"
     if chained:

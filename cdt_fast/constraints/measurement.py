@@ -27,12 +27,10 @@ class Measured(NamedTuple):
     Attributes:
         losses: ℓ, `[L+1]`.
         ratios: `[L]`, what takes the place of ℓ_l / ℓ_{l−1}; None: that itself.
-        agreement: `[L+1]`, the share of items whose prediction at a depth is that of the last depth; None: not asked.
     """
 
     losses: Tensor
     ratios: Tensor | None
-    agreement: Tensor | None
 
     def finite(self) -> Tensor:
         """Whether all of it is, `[]` bool."""
@@ -56,15 +54,13 @@ class Measurement:
         tensors: "accumulated", the sums and counts of this rank, and with "cvar" "thresholds" `[L]`.
     """
 
-    def __init__(self, layers: int, dtype: torch.dtype, ratio: Ratio, tail: float, agreement: bool) -> None:
+    def __init__(self, layers: int, dtype: torch.dtype, ratio: Ratio, tail: float) -> None:
         self.ratio, self._tail = ratio, tail
         sizes = {"losses": layers + 1, "count": 1}
         if ratio != "mean":
             sizes |= {"ratios": layers, "samples": 1}
         if ratio == "cvar":
             sizes["above"] = layers
-        if agreement:
-            sizes["agreement"] = layers + 1
         self._sizes = sizes
         self.tensors = {"accumulated": torch.zeros(sum(sizes.values()), dtype=dtype)}
         if ratio == "cvar":
@@ -75,7 +71,7 @@ class Measurement:
         """Of the sums where they are now: float32 on a device without float64."""
         return self.tensors["accumulated"].dtype
 
-    def add(self, losses: Tensor, count: float | Tensor, agreement: Tensor | None) -> None:
+    def add(self, losses: Tensor, count: float | Tensor) -> None:
         """Add means with their count; see `DescentConstraints.record`. What has a count of 0 adds nothing."""
         parts = self._parts()
         if not isinstance(count, Tensor):
@@ -94,8 +90,6 @@ class Measurement:
         parts["count"].add_(counts.sum())
         if self.ratio != "mean":
             self._add_ratios(parts, columns[1:] / columns[:-1], counted)
-        if agreement is not None:
-            parts["agreement"].add_(torch.where(counted.any(), agreement.to(losses.dtype) * counts.sum(), 0.0))
 
     def _add_ratios(self, parts: dict[str, Tensor], ratios: Tensor, counted: Tensor) -> None:
         if self.ratio == "cvar":
@@ -121,8 +115,7 @@ class Measurement:
             ratios = thresholds + ratios / self._tail
             moved = thresholds + THRESHOLD_STEP * (parts["above"] / parts["samples"] - self._tail)
             thresholds.copy_(torch.where(ratios.isfinite().all() & losses.isfinite().all(), moved, thresholds))
-        agreement = parts["agreement"] / parts["count"] if "agreement" in parts else None
-        return Measured(losses, ratios, agreement)
+        return Measured(losses, ratios)
 
     def clear(self) -> None:
         """Forget the sums."""
@@ -195,17 +188,6 @@ def check_record(losses: Any, count: Any, layers: int) -> tuple[Tensor, float | 
         expected = f", or shape ({columns},), one a sample" if columns else ", the number of items"
         raise InputError(f"count has shape {tuple(count.shape)}; expected one element{expected}")
     return losses, count.reshape(()) if count.numel() == 1 else count
-
-
-def check_shares(agreement: Any, layers: int) -> None:
-    """Require one share a depth.
-
-    Raises:
-        InputError: they have another shape.
-    """
-    if not isinstance(agreement, Tensor) or tuple(agreement.shape) != (layers + 1,):
-        given = tuple(agreement.shape) if isinstance(agreement, Tensor) else type(agreement).__name__
-        raise InputError(f"agreement is {given}; expected a tensor of shape ({layers + 1},), a share per depth")
 
 
 def tail_mean(values: Tensor, share: float) -> Tensor:

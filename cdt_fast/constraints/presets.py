@@ -56,7 +56,6 @@ class DescentOptions:
     coefficients: Sequence[float] | None = None
     bounds: Mapping[int, float | str] | None = None
     reference_losses: Sequence[float] | None = None
-    agreement: Mapping[int, float] | None = None
     dual: Dual = "adam"
     dual_lr: float | None = None
     betas: tuple[float, float] = (0.0, 0.9)

@@ -21,8 +21,8 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
     """`given`, or the constraints made of it where it is a dictionary of options, which may name a `preset`.
 
     Raises:
-        InputError: it is neither, names an option that there is not, bounds an agreement, has not one loss a depth that
-            is read, or judges one that is not the same in training and evaluation.
+        InputError: it is neither, names an option that there is not, has not one loss a depth that is read,
+            or judges one that is not the same in training and evaluation.
     """
     if not layer_losses.num_constraints:
         raise InputError(f"taps must hold two depths or more for descent constraints, got {list(layer_losses.taps)}")
@@ -31,11 +31,6 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
     if not isinstance(given, DescentConstraints):
         raise InputError(
             f"constraints must be a DescentConstraints or a dictionary of its options, got {type(given).__name__}"
-        )
-    if given.agreement_multipliers is not None:
-        raise InputError(
-            "agreement needs predictions at every depth, which the fused losses do not form: bound the losses of "
-            "those depths (bounds), or call record(…, agreement=…) in a loop of your own"
         )
     if given.layers != layer_losses.num_constraints:
         raise InputError(

@@ -52,7 +52,6 @@ class LanguageTask(SequenceTask):
     name, samples, subject, sample = "lm", "sequences", "instructions", "sequence"
     accuracy = "Accuracy of the tokens"
     evaluation = LanguageEvaluation
-    agreement = True
 
     def check(self, settings: LanguageSettings) -> None:
         super().check(settings)
@@ -86,7 +85,6 @@ class LanguageTask(SequenceTask):
             model = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM"))
         network = _network(model, tokenizer, chosen)
         if settings.constrained:
-            network.handle.agreement_taps = tuple(settings.constraints.agreement or ())
             build_constraints(settings, data, "cpu", network.layers).check_inner_kl(chosen.inner_kl)
         train, validation, test = (
             encoded_instructions(getattr(data, part), tokenizer, max_tokens, part)
@@ -212,25 +210,20 @@ def _load_network(folder: Path, settings: LanguageModelSettings) -> PretrainedNe
 
 
 def _speedup(settings: LanguageSettings, network: PretrainedNetwork, train: EncodedSamples) -> Iterator[str]:
-    """What decoding with the exits is predicted to gain, where the exits come to draft as well as is aimed at."""
-    aimed = settings.constraints.agreement or {}
+    """What decoding with the exits is predicted to gain."""
     depths = [depth for depth in network.depths[:-1] if depth > 0]
     if not depths or not settings.evaluation.prompts:
         return
     rows = draft_tokens_of(train, vocabulary_size(network.model))
     predicted = {
-        depth: predicted_speedup(
-            network.base, depth, aimed.get(depth, _ACCEPTANCE), draft_rows=None if rows is None else len(rows)
-        )
+        depth: predicted_speedup(network.base, depth, _ACCEPTANCE, draft_rows=None if rows is None else len(rows))
         for depth in depths
     }
-    depth = max(predicted, key=lambda depth: (depth in aimed, predicted[depth]))
+    depth = max(predicted, key=lambda depth: predicted[depth])
     speed, drafts = predicted[depth]
-    share = f"{aimed.get(depth, _ACCEPTANCE):.0%}"
     yield (
         f"decoding with exit {depth} is predicted to be {speed:.2f} times as fast as without, with {drafts} drafts, if "
-        f"it comes to name {share} of the tokens as the last layer does"
-        + ("" if depth in aimed else f" (--agreement {depth}=… asks for that)")
+        f"it comes to name {_ACCEPTANCE:.0%} of the tokens as the last layer does"
     )
 
 

@@ -56,10 +56,7 @@ class Network(ABC):
 
     @abstractmethod
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        """`(total, per_depth)`: the losses of the depths `[L+1]`, means over what counts, and their weighted sum.
-
-        Behind them, where the network was asked to measure it, the agreement of each depth with the last `[L+1]`.
-        """
+        """`(total, per_depth)`: the losses of the depths `[L+1]`, means over what counts, and their weighted sum."""
 
     @abstractmethod
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
@@ -154,7 +151,7 @@ class PretrainedNetwork(Network):
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         output = self.model(**self._named(inputs), labels=targets, depth_weights=weights)
-        return output.loss, output.layer_losses, *([output.layer_agreement] if self.handle.agreement_taps else [])
+        return output.loss, output.layer_losses
 
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
         return self.handle.depth_logits(**self._named(inputs))

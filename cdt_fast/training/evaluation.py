@@ -49,7 +49,7 @@ def _validated(folder: RunFolder, state: dict[str, Any]) -> dict[str, float]:
 
 def judged(measured: dict[str, Any], settings: RunSettings, constraints: DescentConstraints) -> dict[str, Any]:
     """What a task measured, with what the settings say of the run and the constraints of its losses."""
-    report = constraints.report(measured["layer_loss"], agreement=measured.get("depth_agreement"))
+    report = constraints.report(measured["layer_loss"])
     found = report.as_dict()  # without numbers that JSON cannot represent
     return {
         "task": settings.task,

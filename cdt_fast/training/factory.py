@@ -82,7 +82,6 @@ def build_constraints(
         "objective": settings.objective,
         "coefficients": _coefficients(settings, num_constraints),
         "bounds": _by_number(settings, "bounds"),
-        "agreement": _by_number(settings, "agreement"),
         "betas": tuple(chosen.betas),
         "resilience": None if chosen.resilience == "none" else chosen.resilience,
         "warmup_steps": chosen.warmup_epochs * epoch if settings.constrained else NEVER,

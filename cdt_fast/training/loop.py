@@ -55,8 +55,6 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     task.check(settings)
     waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=settings.training.rank_timeout))
     accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
-    if settings.constraints.agreement is not None and not task.agreement:
-        raise InputError("[constraints] agreement is a bound for language models (cdt-fast train lm)")
     resolve_execution(settings, accelerator, task)  # before the data are read
     main = accelerator.is_main_process
     progress = progress and main
@@ -142,7 +140,7 @@ class Trainer:
         if not self.constrained:
             return notes
         if not self.constraints.any:
-            return [*notes, "note: there are no constraints: --rate is none, and there are no --bounds or --agreement"]
+            return [*notes, "note: there are no constraints: --rate is none, and there are no --bounds"]
         if warmup >= steps:
             notes.append(
                 f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
@@ -335,9 +333,7 @@ class Trainer:
         if shown and last > _SCATTER * max(first, guess or 0.0):
             print(printable(f"cdt-fast: warning: {problem}"), file=sys.stderr)
         entry = self._judged(losses)
-        # Their merit leaves out what these train, so that no step would compare fairly with none.
-        if not self.settings.constraints.agreement:
-            self._keep_if_best(entry)
+        self._keep_if_best(entry)
         self._log({"step": 0, "validation": entry})
 
     def _unusual_settings(self) -> str:

@@ -69,7 +69,7 @@ class TrainingStep:
     """One optimizer step: forward, backward, clipping, update, sums for the log, duals.
 
     Nothing here waits for the device, nor changes anything on the host. The forward `(*batch, weights)` of `losses`
-    gives `(total, per_depth)`, and behind them shares of agreement where the constraints ask for some.
+    gives `(total, per_depth)`.
     """
 
     losses: nn.Module
@@ -106,14 +106,14 @@ class TrainingStep:
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             last = number == len(counts) - 1
             with nullcontext() if last else getattr(self.losses, "no_sync", nullcontext)():
-                total, per_depth, *agreement = self.losses(*batch, weights)
+                total, per_depth = self.losses(*batch, weights)
                 # Distributed wrappers average the gradients of the ranks; the sum over ranks and micro-batches is due.
                 share = count * self.ranks / items
                 (total if share == 1 else total * share).backward()
             self.logged_sums[:-1].add_(per_depth, alpha=count)
             self.logged_sums[-1].add_(count)
             if self.constraints is not None:
-                self.constraints.accumulate(per_depth, count, *agreement)
+                self.constraints.accumulate(per_depth, count)
         if self.clip is not None:
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self.clip)

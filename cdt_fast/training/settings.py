@@ -28,7 +28,6 @@ Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Sections = Mapping[str, Mapping[str, Any]]  # values by section and name
 Bounds = Annotated[dict[int, float | str], Field(min_length=1)]
-Shares = Annotated[dict[int, float], Field(min_length=1)]
 NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a range
 # Beyond a million times the signal squares leave float32.
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
@@ -40,7 +39,7 @@ GONE: dict[str, tuple[Any, ...]] = {
     "tensorboard": (True, False),
     "setup": ("denoiser",),
     "preset": ("none",),
-    **dict.fromkeys(("depth_schedule", "depth_rotation", "spectral_bound"), ("none",)),
+    **dict.fromkeys(("agreement", "depth_schedule", "depth_rotation", "spectral_bound"), ("none",)),
     **dict.fromkeys(("layer_dropout", "code_noise", "jacobian"), (0.0,)),
 }
 _INSTEAD = {
@@ -145,10 +144,6 @@ class ConstraintSettings(Section):
     coupling: presets.Coupling = constraint(DEFAULTS.coupling, "what bounds a layer's loss", "rate!=none")
     bounds: Bounds | None = constraint(
         DEFAULTS.bounds, "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of a reference's"
-    )
-    agreement: Shares | None = constraint(
-        DEFAULTS.agreement,
-        "least shares of the tokens or texts that chosen depths answer as the last one does, as in 8=0.8",
     )
     reference_losses: list[float] | str | None = constraint(
         DEFAULTS.reference_losses,

@@ -106,7 +106,6 @@ class Task(ABC):
     sample: ClassVar[str]  # what `per_sample` of an evaluation is of, in the singular
     evaluation: ClassVar[type[Evaluation]]  # of its `evaluation.json`
     fixed_shapes: ClassVar[bool]  # all full batches of a run have the same shapes, so that a step can be captured
-    agreement: ClassVar[bool] = False  # its losses give shares of agreement where the constraints ask for some
 
     @abstractmethod
     def check(self, settings: Any) -> None:

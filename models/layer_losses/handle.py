@@ -20,13 +20,11 @@ from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models.early_exit import EarlyAnswers
-from cdt_fast.models.layer_losses.agreement import shares_of_agreement
 from cdt_fast.models.layer_losses.decoding.methods import DecodingMethods
 from cdt_fast.models.layer_losses.early_exit import SegmentedClassifier
 from cdt_fast.models.layer_losses.first_forward import Reading, check_first_forward
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
 from cdt_fast.models.layer_losses.outputs import (
-    LAYER_AGREEMENT,
     LAYER_LOSSES,
     LOSS_COUNT,
     ignore_in_predictions,
@@ -59,7 +57,6 @@ class _Pass:
     replayed: Tensor | None = None  # what the base model is to answer with
     mean: bool = False  # whether inner depths are read by the mean of the tokens
     mask: Tensor | None = None  # [B, T], of the tokens that count there
-    agreement: Tensor | None = None  # [depths]
     autocast: tuple[str, torch.dtype] | None = None  # of the head, which something around the model's forward may set
 
 
@@ -74,9 +71,6 @@ class LayerLosses(DecodingMethods):
             nowhere. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
         inner_kl: as in `attach_layer_losses`.
         keep_logits: as there; may be changed at any time.
-        agreement_taps: those of `taps` whose agreement with the last depth a language model's forward with labels
-            returns as `layer_agreement` `[depths]`: the share of the tokens that both name alike, over at most
-            512 tokens, spread evenly over those with a label; 1 at the other depths. Empty: no such output.
     """
 
     def __init__(
@@ -94,7 +88,6 @@ class LayerLosses(DecodingMethods):
         self._mean = inner_pooling == "mean"
         self.num_constraints = len(taps) - 1
         self.keep_logits = keep_logits
-        self.agreement_taps: Sequence[int] = ()
         self._parts = parts
         self._inner_fraction, self.inner_kl = inner_fraction, inner_kl
         self._generator = generator
@@ -229,7 +222,7 @@ class LayerLosses(DecodingMethods):
         logits = rows[0] if rows else output.logits if this.whole_logits else None
         count = count.to(sums.device, non_blocking=True)
         means = sums / count.clamp(min=1)
-        fields = {LAYER_LOSSES: means, LOSS_COUNT: count, LAYER_AGREEMENT: this.agreement}
+        fields = {LAYER_LOSSES: means, LOSS_COUNT: count}
         output = with_layer_losses(output, loss=loss, logits=logits, **fields)
         return output.to_tuple() if as_tuple else output
 
@@ -368,9 +361,6 @@ class LayerLosses(DecodingMethods):
         if parts.scale != 1.0:
             features = [rows * parts.scale for rows in features]
             bias = None if bias is None else bias * parts.scale
-        if self.agreement_taps and parts.kind == LANGUAGE_MODEL:
-            asked = [tap in self.agreement_taps for tap in self.taps]
-            this.agreement = shares_of_agreement(features, asked, weight, bias, this.targets)
         weights, tapped = this.weights, len(self.taps)
         if weights is not None and len(features) > tapped:
             weights = torch.cat([weights, weights.new_zeros(1)])

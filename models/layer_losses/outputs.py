@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError
 
-LAYER_LOSSES, LOSS_COUNT, LAYER_AGREEMENT = "layer_losses", "layer_loss_count", "layer_agreement"
-_FIELDS = (LAYER_LOSSES, LOSS_COUNT, LAYER_AGREEMENT)
+LAYER_LOSSES, LOSS_COUNT = "layer_losses", "layer_loss_count"
+_FIELDS = (LAYER_LOSSES, LOSS_COUNT)
 
 _IGNORED_KEYS = "keys_to_ignore_at_inference"
 

@@ -23,21 +23,21 @@ class PlainDescent:
     def __init__(self, layers: int, options: dict[str, Any]) -> None:
         self.layers, self.options = layers, options
         self.depths = layers + 1
-        kinds = ["descent", *(kind for kind in ("bounds", "agreement") if options[kind] is not None)]
+        kinds = ["descent", *(["bounds"] if options["bounds"] is not None else [])]
         self.multipliers = {kind: vector(self.depths) for kind in kinds}
         self.slacks = {kind: vector(self.depths) for kind in kinds}
         self.memory = {kind: [{} for _ in range(self.depths)] for kind in kinds}  # of the rule, for each multiplier
         self.skipped = self.steps = self.constrained_steps = 0
-        self.window: list[tuple[Any, Any, Any]] = []
+        self.window: list[tuple[Any, Any]] = []
         self.window_steps = 0
         self.measurements = 0
         self.level = options["reference"] if isinstance(options["reference"], float) else np.float64(0)
         self.averages = {name: (vector(self.depths), 0) for name in ("objective", "warm-up")}
         self.thresholds = [np.float64(1)] * layers
 
-    def record(self, losses: np.ndarray, counts: np.ndarray, agreement: np.ndarray | None) -> None:
+    def record(self, losses: np.ndarray, counts: np.ndarray) -> None:
         """`losses` `[L+1, n]`, a column a sample or the only one, with `counts` `[n]`."""
-        self.window.append((losses, counts, agreement))
+        self.window.append((losses, counts))
 
     def step(self) -> None:
         warming_up = self.steps < self.options["warmup_steps"]
@@ -47,13 +47,13 @@ class PlainDescent:
             return
         self.window_steps = 0
         measured, self.window = self._measured(), []
-        losses, ratios, agreement = measured
+        losses, ratios = measured
         finite = all(np.isfinite(part).all() for part in measured if part is not None)
         measures = not warming_up or self._measures_in_warm_up()
         if measures and self.options["ratio"] == "cvar":
             ratios = self._tail(finite_losses=bool(np.isfinite(losses).all()), ratios=ratios)
             finite = finite and bool(np.isfinite(ratios).all())
-            measured = losses, ratios, agreement
+            measured = losses, ratios
         if measures and self.options["reference"] == "auto" and self.measurements < 20 and finite:
             self.measurements += 1
             self.level += (losses[0] - self.level) / self.measurements
@@ -76,23 +76,20 @@ class PlainDescent:
         given = self.options["bounds"] or {}
         return self.options["reference_losses"] is None and any(isinstance(bound, str) for bound in given.values())
 
-    def _measured(self) -> tuple[Any, Any, Any]:
+    def _measured(self) -> tuple[Any, Any]:
         total, items, samples = np.zeros(self.depths), np.float64(0), 0
         self._ratios: list[np.ndarray] = []
-        shares = np.zeros(self.depths)
-        for losses, counts, agreement in self.window:
+        for losses, counts in self.window:
             for column, count in zip(losses.T, counts, strict=True):
                 if count > 0:
                     total = total + column * count
                     items += count
                     samples += 1
                     self._ratios.append(column[1:] / column[:-1])
-            if agreement is not None and counts.sum() > 0:
-                shares = shares + agreement * counts.sum()
         ratios = None
         if self.options["ratio"] == "sample":
             ratios = np.add.reduce(self._ratios) / samples if samples else np.full(self.layers, np.nan)
-        return total / items, ratios, shares / items if self.options["agreement"] is not None else None
+        return total / items, ratios
 
     def _tail(self, finite_losses: bool, ratios: Any) -> np.ndarray:
         """CVaR with the threshold as it is, which then moves."""
@@ -136,16 +133,16 @@ class PlainDescent:
         for layer in range(1, self.depths):
             needs_reference = self.options["coupling"] == "absolute" or (anchored and layer == 1)
             descent.append(rate and (known or not needs_reference))
-        given, asked = self.options["bounds"] or {}, self.options["agreement"] or {}
+        given = self.options["bounds"] or {}
         bounds = []
         for depth in range(self.depths):
             waits = self._relative_bounds() and isinstance(given.get(depth), str)
             bounds.append(depth in given and not (waits and not self.averages["warm-up"][1]))
-        return {"descent": descent, "bounds": bounds, "agreement": [depth in asked for depth in range(self.depths)]}
+        return {"descent": descent, "bounds": bounds}
 
-    def violations(self, measured: tuple[Any, Any, Any], training: bool) -> dict[str, list[tuple[Any, Any]]]:
+    def violations(self, measured: tuple[Any, Any], training: bool) -> dict[str, list[tuple[Any, Any]]]:
         """Of each constraint the violation and its scale."""
-        losses, ratios, agreement = measured
+        losses, ratios = measured
         strength = self.strength if training else 1.0
         lowered = 1 - strength * self.options["margin"] if training else 1.0
         level = np.float64(self.level) if self.options["reference"] is not None else np.float64("nan")
@@ -169,11 +166,6 @@ class PlainDescent:
         if "bounds" in self.multipliers:
             levels = [self._bound(depth) for depth in range(self.depths)]
             found["bounds"] = [(loss - level, abs(level)) for loss, level in zip(losses, levels, strict=True)]
-        if agreement is not None:
-            asked = self.options["agreement"]
-            found["agreement"] = [
-                (asked.get(depth, 0) - agreement[depth], np.float64(1)) for depth in range(self.depths)
-            ]
         return found
 
     def _bound(self, depth: int) -> Number:
@@ -185,7 +177,7 @@ class PlainDescent:
 
     # The multipliers.
 
-    def _update(self, measured: tuple[Any, Any, Any], finite: bool) -> None:
+    def _update(self, measured: tuple[Any, Any], finite: bool) -> None:
         active, found = self.active(), self.violations(measured, training=True)
         proposals: list[tuple[str, int, Number, Number, dict[str, Any]]] = []
         accepted = finite
@@ -259,9 +251,8 @@ class PlainDescent:
                 weight -= (lowered * self.rates(self.strength)[depth] if self.options["rate"] is not None else 0) * own[
                     after
                 ]
-            for kind in ("bounds", "agreement"):
-                if kind in self.multipliers:
-                    weight += self.multipliers[kind][depth]
+            if "bounds" in self.multipliers:
+                weight += self.multipliers["bounds"][depth]
             weights.append(weight)
         return weights
 
@@ -287,13 +278,13 @@ class PlainDescent:
         else:
             merit = sum(c * loss for c, loss in zip(coefficients, losses, strict=True))
         active = self.active()
-        for kind, entries in self.violations((losses, None, None), training=False).items():
+        for kind, entries in self.violations((losses, None), training=False).items():
             for holds, (violation, scale) in zip(active[kind], entries, strict=True):
                 if holds and violation > 0:
                     merit += self.options["slack_cost"] / 2 * violation**2 / (scale if self.options["normalize"] else 1)
         return np.float64(merit)
 
-    def judged(self, losses: np.ndarray, agreement: np.ndarray | None) -> list[tuple[str, int, Any, Any]]:
+    def judged(self, losses: np.ndarray) -> list[tuple[str, int, Any, Any]]:
         """Kind, depth, violation and relative violation of each constraint that is judged; `losses` `[L+1, n]`."""
         ratios = None
         if self.options["ratio"] != "mean":
@@ -301,8 +292,7 @@ class PlainDescent:
             ratios = sampled.mean(1)
             if self.options["ratio"] == "cvar":
                 ratios = np.array([self._worst(row) for row in sampled])
-        given = agreement if self.options["agreement"] is not None else None
-        found, active = self.violations((losses.mean(1), ratios, given), training=False), self.active()
+        found, active = self.violations((losses.mean(1), ratios), training=False), self.active()
         entries = []
         for kind, pairs in found.items():
             for depth, (violation, scale) in enumerate(pairs):

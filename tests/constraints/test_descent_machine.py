@@ -69,7 +69,6 @@ def drawn_options(chance: random.Random, layers: int) -> dict[str, Any]:
         "slack_lr": choice(0.01, 0.15),
         "bounds": None,
         "reference_losses": None,
-        "agreement": None,
     }
     if given["coupling"] == "absolute":
         given["ratio"] = "mean"
@@ -83,8 +82,6 @@ def drawn_options(chance: random.Random, layers: int) -> dict[str, Any]:
         given["bounds"] = {depth: choice(0.5, 1.5, *factors) for depth in depths(layers)}
         if not given["warmup_steps"] and any(isinstance(bound, str) for bound in given["bounds"].values()):
             given["reference_losses"] = numbers(layers + 1, 0.7, 2.0)
-    if choice(True, False, False):
-        given["agreement"] = {depth: choice(0.5, 0.9) for depth in depths(layers - 1)}
     return given
 
 
@@ -121,12 +118,8 @@ class Machine(RuleBasedStateMachine):
         if kind == "number":
             counts = np.maximum(counts, 1.0)
             count = float(counts[0])
-        agreement = None
-        if self.options["agreement"] is not None:
-            agreement = np.array(chance.choices([0.0, 0.4, 0.95, 1.0], k=depths))
-        given = torch.tensor(losses if columns else losses[:, 0])
-        rank.record(given, count, agreement=None if agreement is None else torch.tensor(agreement))
-        self.plain.record(losses, counts, agreement)
+        rank.record(torch.tensor(losses if columns else losses[:, 0]), count)
+        self.plain.record(losses, counts)
 
     @rule(chance=SEEDS)
     def train(self, chance: random.Random) -> None:
@@ -163,16 +156,10 @@ class Machine(RuleBasedStateMachine):
     def judge(self, chance: random.Random) -> None:
         columns, depths = chance.randint(0, 3), self.layers + 1
         losses = np.array(chance.choices(USUAL, k=depths * max(1, columns))).reshape(depths, -1)
-        agreement = None if self.options["agreement"] is None else np.full(self.layers + 1, 0.7)
-        report = self.ranks[0].report(
-            torch.tensor(losses if columns else losses[:, 0]),
-            0.01,
-            agreement=None if agreement is None else torch.tensor(agreement),
-        )
+        report = self.ranks[0].report(torch.tensor(losses if columns else losses[:, 0]), 0.01)
         found = {
             "descent": (report.violation, report.relative_violation),
             "bounds": (report.bound_violation, report.relative_bound_violation),
-            "agreement": (report.agreement_violation, report.agreement_violation),
         }
         judged = [
             (kind, depth, violation, relative)
@@ -180,7 +167,7 @@ class Machine(RuleBasedStateMachine):
             for depth, (violation, relative) in enumerate(zip(*parts, strict=True))
             if violation is not None
         ]
-        expected = self.plain.judged(losses, agreement)
+        expected = self.plain.judged(losses)
         assert [entry[:2] for entry in judged] == [entry[:2] for entry in expected]
         same([number for entry in judged for number in entry[2:]], [n for entry in expected for n in entry[2:]])
         over = [relative for *_, relative in expected]
@@ -193,11 +180,7 @@ class Machine(RuleBasedStateMachine):
         plain = self.plain
         weights = plain.weights()
         for rank in self.ranks:
-            groups = {
-                "descent": rank.multipliers,
-                "bounds": rank.bound_multipliers,
-                "agreement": rank.agreement_multipliers,
-            }
+            groups = {"descent": rank.multipliers, "bounds": rank.bound_multipliers}
             for kind, group in groups.items():
                 assert (group is not None) == (kind in plain.multipliers)
                 if group is not None:

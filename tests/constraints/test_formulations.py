@@ -30,7 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "cvar": {"ratio": "cvar", "tail": 0.3, "coupling": "detach"},
     "bounds": {"bounds": {1: 0.9, 3: "1.01x"}, "reference_losses": [1.0, 1.0, 0.8, 0.6]},
     "bounds of the warm-up": {"bounds": {3: "0.9x"}, "rate": None, "reference": None},
-    "agreement": {"agreement": {1: 0.9}, "bounds": {2: 1.0}},
     "tightening": {"tighten_steps": 7},
     "barrier": {"dual": "barrier", "dual_lr": 0.5},
     "growing gain": {"dual": "pi", "gain_growth": 2.0},
@@ -42,17 +41,9 @@ def make(kind: str, **options: Any) -> DescentConstraints:
     return plain(3, **{**given, **(KINDS | WAYS)[kind], **options})
 
 
-def shares_of(constraints: DescentConstraints) -> Tensor | None:
-    """What `record` needs as agreement, different each time."""
-    if constraints.agreement_multipliers is None:
-        return None
-    return torch.tensor([0.5, 0.7 + 0.01 * (constraints._steps % 5), 0.9, 1.0], dtype=torch.float64)
-
-
 def step_on(constraints: DescentConstraints, parts: list[tuple[Tensor, Tensor]]) -> None:
-    shares = shares_of(constraints)
     for losses, counts in parts:
-        constraints.record(losses, counts, agreement=None if shares is None else shares.to(losses.device))
+        constraints.record(losses, counts)
     constraints.step()
 
 
@@ -236,28 +227,6 @@ def test_a_factor_is_of_what_the_warm_up_came_to() -> None:
     assert constraints.report([1.0, 3.0]).bound_violation == [None, pytest.approx(3.0 - 0.5 * average)]
 
 
-def test_agreement_moves_its_multiplier_and_weighs_the_loss() -> None:
-    constraints = plain(2, None, agreement={0: 0.9, 1: 0.5}, dual="ascent", dual_lr=1.0, resilience=None)
-    for shares, count in (([0.5, 0.7, 1.0], 3), ([0.9, 0.1, 1.0], 1)):
-        constraints.record(torch.ones(3), count, agreement=torch.tensor(shares, dtype=torch.float64))
-    constraints.step()
-    assert constraints.agreement_multipliers is not None
-    assert constraints.agreement_multipliers.tolist() == pytest.approx([0.9 - 0.6, 0.0, 0.0])
-    assert constraints.weights().tolist() == pytest.approx([0.3, 0.0, 1.0])
-    report = constraints.report([1.0, 1.0, 1.0], agreement=[0.8, 0.6, 1.0])
-    assert report.agreement_violation == [pytest.approx(0.1), pytest.approx(-0.1), None]
-    assert (report.worst_kind, report.worst_layer) == ("agreement", 0)
-    assert "the agreement of depth 0 with the last is too small by 10.00% of the items" in str(report)
-    assert constraints.report([1.0, 1.0, 1.0]).worst_layer is None
-
-
-def test_a_mean_over_nothing_adds_no_agreement() -> None:
-    constraints = make("agreement", reference=None, rate=None)
-    constraints.accumulate(torch.full((4,), math.nan), torch.tensor(0), torch.full((4,), math.nan))
-    step_on(constraints, [(torch.ones(4), torch.tensor(2))])
-    assert int(constraints.skipped_updates) == 0
-
-
 # Tightening
 
 
@@ -324,7 +293,7 @@ def test_a_restored_run_continues_bit_for_bit(kind: str, stop: int) -> None:
 def test_a_state_of_another_formulation_is_refused(kind: str) -> None:
     saved = make(kind).state_dict()
     with pytest.raises(InputError, match=r"the saved state has \w+ = "):
-        make(kind, **{name: None for name in ("bounds", "reference_losses", "agreement") if name in KINDS[kind]} | {
+        make(kind, **{name: None for name in ("bounds", "reference_losses") if name in KINDS[kind]} | {
             "objective": "last", "coefficients": None, "ratio": "mean", "tighten_steps": 0, "dual": "adam",
         }).load_state_dict(saved)  # fmt: skip
 
@@ -338,10 +307,9 @@ def test_nothing_waits_for_the_device(kind: str, device: str) -> None:
         for _ in range(60):
             constraints.weights()
             constraints.known_weights()
-            shares = None if constraints.agreement_multipliers is None else torch.rand(4, device=device)
-            constraints.record(losses, 2, agreement=shares)
-            constraints.record(losses[:, 0], 2, agreement=shares)
-            constraints.record(losses[:, 0], count, agreement=shares)
+            constraints.record(losses, 2)
+            constraints.record(losses[:, 0], 2)
+            constraints.record(losses[:, 0], count)
             constraints.step()
         constraints.epoch_end()
     assert constraints.weights().device.type == device
@@ -376,8 +344,7 @@ def test_a_non_finite_loss_leaves_no_trace(kind: str, broken: float) -> None:
             action = hit.count_step()
             hit._steps -= 1
             assert action is DualAction.UPDATE
-            shares = shares_of(hit)
-            hit.accumulate(worse, counts, shares)
+            hit.accumulate(worse, counts)
             hit.apply(action)
             for name, tensor in hit._tensors().items():
                 if name not in ("skipped_updates", "constrained_steps"):
@@ -393,10 +360,9 @@ def test_a_non_finite_loss_leaves_no_trace(kind: str, broken: float) -> None:
 def test_the_parts_of_a_step_are_the_step(kind: str) -> None:
     whole, apart = make(kind, dual_every=3), make(kind, dual_every=3)
     for losses, counts in samples(40):
-        shares = shares_of(whole)
         step_on(whole, [(losses, counts)])
         action = apart.count_step()
-        apart.accumulate(losses, counts, shares)
+        apart.accumulate(losses, counts)
         apart.apply(action)
     for name, expected in whole.state_dict().items():
         actual = apart.state_dict()[name]
@@ -468,11 +434,10 @@ def test_a_bound_that_is_no_factor_is_judged_before_the_warm_up_has_ended() -> N
 
 
 def test_what_was_asked_for_is_saved() -> None:
-    asked = plain(2, agreement={1: 0.9, 0: 0.5}, objective="depths", coefficients=[0.0, 0.5, 1.0]).state_dict()
-    assert asked["agreement"] == "0: 0.5, 1: 0.9"
+    asked = plain(2, objective="depths", coefficients=[0.0, 0.5, 1.0]).state_dict()
     assert asked["coefficients"] == "0.0, 0.5, 1.0"
     assert plain(2, bounds={1: 0.9}).state_dict()["bounds"] == "1: 0.9"
-    assert {plain(2).state_dict()[name] for name in ("agreement", "bounds", "coefficients")} == {"none"}
+    assert {plain(2).state_dict()[name] for name in ("bounds", "coefficients")} == {"none"}
 
 
 def test_a_loss_of_zero_at_a_depth_without_weight_has_no_logarithm() -> None:
@@ -500,10 +465,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bounds": {3: 0.9}, "reference_losses": [1.0] * 4}, "bounds holds no factor"),
     ({"bounds": {3: "1x"}, "reference_losses": [1.0]}, r"reference_losses must be 4 losses, one a depth, or None"),
     ({"bounds": {3: "1x"}, "reference_losses": [1, 1, 0, 1]}, r"reference_losses\[2\] must be a finite number > 0"),
-    ({"agreement": {3: 0.9}}, "agreement holds depth 3, the last, which always agrees with itself"),
     ({"bounds": {3: "0x"}}, r"bounds\[3\] must be a finite number > 0, or a factor"),
-    ({"agreement": {1: 0}}, r"agreement\[1\] must be a number in \(0, 1\], got 0"),
-    ({"agreement": {1: 1.5}}, r"agreement\[1\] must be a number in \(0, 1\], got 1.5"),
     ({"ratio": "median"}, "ratio must be one of 'mean', 'sample', 'cvar', got 'median'"),
     (
         {"ratio": "cvar", "coupling": "absolute"},
@@ -533,16 +495,3 @@ def test_wrong_records() -> None:
         constraints.record(torch.zeros(3, 0), 1)
     with pytest.raises(InputError, match=r"count has shape \(4,\); expected one element, or shape \(5,\)"):
         constraints.record(torch.zeros(3, 5), torch.ones(4))
-    with pytest.raises(InputError, match="agreement was not asked for"):
-        constraints.record(torch.zeros(3), 1, agreement=torch.ones(3))
-    asked = plain(2, agreement={0: 0.5})
-    with pytest.raises(InputError, match="agreement is missing"):
-        asked.record(torch.zeros(3), 1)
-    with pytest.raises(InputError, match=r"agreement is \(2,\); expected a tensor of shape \(3,\), a share per depth"):
-        asked.record(torch.zeros(3), 1, agreement=torch.ones(2))
-    with pytest.raises(InputError, match="agreement is on meta; expected cpu"):
-        asked.record(torch.zeros(3), 1, agreement=torch.ones(3, device="meta"))
-    with pytest.raises(InputError, match=r"agreement is \(2,\)"):
-        asked.report([1.0, 1.0, 1.0], agreement=[1.0, 1.0])
-    with pytest.raises(InputError, match="nothing was recorded"):
-        asked.step()

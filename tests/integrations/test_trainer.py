@@ -321,8 +321,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         trainer_for(tmp_path, 0.1)
     with pytest.raises(InputError, match=r"the constraints have no option 'dual_rl'; did you mean 'dual_lr'\?"):
         trainer_for(tmp_path, {"dual_rl": 0.1})
-    with pytest.raises(InputError, match="agreement needs predictions at every depth"):
-        trainer_for(tmp_path, {"agreement": {0: 0.9}})
     assert trainer_for(tmp_path, {"preset": "lm"}).constraints.reference_mode == "anchor"
     with pytest.raises(InputError, match="label_smoothing_factor"):
         trainer_for(tmp_path, label_smoothing_factor=0.1)

@@ -37,7 +37,6 @@ def test_scales_are_those_of_torchtune_and_of_layerskips_paper() -> None:
     ("changes", "message"),
     [
         ({"constrained": False, "exit_scale": 0.5}, "a factor of a scale, such as --coefficients linear"),
-        ({"agreement": {1: 0.9}}, "agreement is a bound for language models"),
     ],
 )
 def test_what_does_not_fit_is_refused(tiny_config: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
