@@ -1,0 +1,327 @@
+"""The losses of all depths: what their weights switch off, dtypes, memory, and the sample of the inner depths."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cdt_fast import ops
+from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
+from tests.ops.battery import (
+    DEPTHS,
+    LOSSES,
+    LOW_DTYPES,
+    assert_close,
+    assert_equal,
+    build,
+    call,
+    differentiate,
+    formula,
+    generator,
+    leaf,
+    leaves_of,
+    normal,
+    results,
+)
+
+BOTH = pytest.mark.parametrize("op", LOSSES)
+
+# Weights
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["tensor", "list", "numpy", "float32", "trained"])
+def test_weights_of_any_kind_and_depths_that_they_switch_off(op: str, kind: str) -> None:
+    numbers = [0.3, 0.0, -1.5]
+    weights: Any = {
+        "tensor": torch.tensor(numbers, dtype=torch.float64),
+        "list": numbers,
+        "numpy": np.array(numbers),
+        "float32": torch.tensor(numbers),
+        "trained": torch.tensor(numbers, requires_grad=True),
+    }[kind]
+    case = build(op)
+    exact = [leaves_of(case), torch.as_tensor(weights, dtype=torch.float64).detach()]
+    expected = torch.dot(exact[1], formula(case, exact[0])[1])
+    leaves = leaves_of(case)
+    case.options["depth_weights"] = weights
+    total, losses = call(case, leaves)
+    assert not losses.requires_grad
+    assert_close([total, losses], [expected, formula(build(op), leaves)[1]])
+    total.backward()
+    right = torch.autograd.grad(expected, list(exact[0].values()))
+    for (name, each), gradient in zip(leaves.items(), right, strict=True):
+        if name == "h1":
+            assert each.grad is None, "a depth with weight 0 must cost no backward"
+        else:
+            assert each.grad is not None
+            assert_close([each.grad], [gradient])
+    if kind == "trained":
+        assert_close([weights.grad], [losses.float()], 1e-6)
+
+
+@BOTH
+def test_all_weights_zero_and_nothing_to_differentiate(op: str) -> None:
+    case = build(op, depth_weights=[0.0] * 3)
+    leaves = leaves_of(case)
+    total, losses = call(case, leaves)
+    assert total.item() == 0
+    assert (losses > 0).all()
+    frozen = {name: each.detach() if name not in DEPTHS else each for name, each in leaves.items()}
+    assert not call(case, frozen)[0].requires_grad
+
+
+@BOTH
+def test_one_depth_and_no_leading_dimension(op: str) -> None:
+    case = build(op, leading=(), tokens=1)
+    depth = leaf(case.tensors["h0"][0])
+    others = {name: tensor for name, tensor in case.tensors.items() if name not in DEPTHS}
+    options = {name: value for name, value in case.options.items() if name != "chunk_tokens"}
+    if op == "layerwise_cross_entropy":
+        total, losses = ops.layerwise_cross_entropy([depth], **others, **{**options, "targets": torch.tensor(1)})[:2]
+        expected = torch.nn.functional.cross_entropy(depth @ others["weight"].T, torch.tensor(1))
+    else:
+        total, losses = ops.layerwise_reconstruction_loss([depth], others["target"][0])[:2]
+        expected = (depth - others["target"][0]).square().sum()
+    assert_close([total, losses[0]], [expected, expected])
+
+
+@BOTH
+@pytest.mark.parametrize("weights", [None, [1.0, 0.0, 2.0]])
+def test_an_upstream_gradient_or_weight_of_zero_keeps_a_nan_out(op: str, weights: list[float] | None) -> None:
+    case = build(op, **({} if weights is None else {"depth_weights": weights}))
+    expected = build(op)
+    right = torch.autograd.grad(
+        formula(expected, leaves := leaves_of(expected))[1],
+        list(leaves.values()),
+        torch.tensor([1.0, 0.0, 2.0]).double(),
+    )
+    case.tensors["h1"].fill_(float("nan"))
+    leaves = leaves_of(case)
+    total, losses = call(case, leaves)
+    factors = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
+    outputs = (losses, factors) if weights is None else (total, torch.ones_like(total))
+    found = torch.autograd.grad(outputs[0], list(leaves.values()), outputs[1], allow_unused=True)
+    for one, other in zip(found, right, strict=True):
+        assert_close([torch.zeros_like(other) if one is None else one], [other])
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
+def test_squared_errors_are_formed_and_summed_in_float32(dtype: torch.dtype) -> None:
+    # 16,000 tokens: a sum in bfloat16 would stop growing after a few hundred of them.
+    target = normal(1, 16_000, 32).to(dtype)
+    depth = leaf((target.double() + 0.05 * normal(2, 16_000, 32)).to(dtype))
+    total, losses = ops.layerwise_reconstruction_loss([depth], target)[:2]
+    exact = (depth.detach().double() - target.double()).square().sum(-1).mean()
+    assert losses.dtype == torch.float32
+    assert abs(losses.item() - exact) <= 2e-6 * exact
+    total.backward()
+    right = 2 * (depth.detach().double() - target.double()) / 16_000
+    # Three roundings in float32 and one to the dtype; float16's smallest steps where the gradient is that small.
+    relative = torch.finfo(dtype).eps / 2 + 2 * torch.finfo(torch.float32).eps
+    allowed = relative * right.abs() + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert depth.grad is not None
+    assert ((depth.grad.double() - right).abs() <= allowed).all()
+
+
+def test_reconstructions_and_target_may_have_other_dtypes_and_autocast_changes_nothing() -> None:
+    case = build("layerwise_reconstruction_loss").to(torch.float32)
+    case.tensors["h0"] = case.tensors["h0"].bfloat16()
+    expected = results(case)
+    assert [tensor.dtype for tensor in expected[1:3]] == [torch.float32, torch.bfloat16]
+    exact = (case.tensors["h0"].double() - case.tensors["target"].double()).square().sum(-1).mean()
+    assert abs(expected[1][0].item() - exact) <= 1e-6 * exact
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal(results(case), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_confident_tokens_keep_their_gradient(dtype: torch.dtype) -> None:
+    # p = 1 − 2e-4 · 6: p − 1 of a p that was rounded to bfloat16 would be 0, and in float16 off by a fifth.
+    logits = torch.zeros(1, 7, dtype=dtype)
+    logits[0, 2] = 8.5
+    hidden = leaf(logits)
+    ops.layerwise_cross_entropy([hidden], torch.eye(7, dtype=dtype), torch.tensor([2]))[0].backward()
+    right = torch.softmax(logits.double(), 1)
+    right[0, 2] -= 1
+    assert hidden.grad is not None
+    assert ((hidden.grad.double() - right).abs() <= 2 * torch.finfo(dtype).eps * right.abs()).all()
+
+
+@pytest.mark.parametrize("weights", [None, [1.0]])
+def test_gradients_of_the_head_are_summed_in_float32_or_better(weights: list[float] | None) -> None:
+    hidden, half = torch.ones(1024, 2, dtype=torch.bfloat16), torch.tensor([-0.5, 0.5], dtype=torch.bfloat16)
+    weight, bias = leaf(torch.zeros(2, 2, dtype=torch.bfloat16)), leaf(torch.zeros(2, dtype=torch.bfloat16))
+    targets = torch.zeros(1024, dtype=torch.int64)
+    options: dict[str, Any] = {"depth_weights": weights, "chunk_tokens": 4}
+    total = ops.layerwise_cross_entropy([hidden], weight, targets, bias, **options)[0]
+    # In bfloat16 a sum of 0.5 stops growing at 128.
+    assert_equal(torch.autograd.grad(total, [weight, bias]), [half.unsqueeze(1).expand(2, 2), half])
+
+    # Over thousands of chunks that of a bias would lose a digit in float32.
+    hidden, weight, bias = normal(1, 3000, 2).float(), normal(2, 3, 2).float(), leaf(torch.zeros(3))
+    targets = torch.zeros(3000, dtype=torch.int64)
+    options = {"depth_weights": weights, "chunk_tokens": 1, "reduction": "sum"}
+    total = ops.layerwise_cross_entropy([hidden], weight, targets, bias, **options)[0]
+    exact = torch.softmax(hidden.double() @ weight.double().mT, 1).sum(0) - torch.tensor([3000.0, 0, 0])
+    (found,) = torch.autograd.grad(total, bias)
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(torch.float32).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_loss_scale_reaches_the_gradients_before_they_are_rounded(dtype: torch.dtype) -> None:
+    tokens, scale = 8192, 65536.0
+    given = [(normal(seed, rows, 4) / 4).to(dtype) for seed, rows in ((1, tokens), (2, 50))]
+    targets = torch.randint(50, (tokens,), generator=generator(3))
+    leaves, exact = [leaf(tensor) for tensor in given], [leaf(tensor.double()) for tensor in given]
+    total = ops.layerwise_cross_entropy([leaves[0]], leaves[1], targets, depth_weights=[1e-2])[0]
+    found = torch.autograd.grad(scale * total, leaves)
+    loss = layerwise_cross_entropy_reference([exact[0]], exact[1], targets)[0]
+    for one, other in zip(found, torch.autograd.grad(scale * 1e-2 * loss, exact), strict=True):
+        error = (one.double() - other).square().mean().sqrt() / other.square().mean().sqrt()
+        assert error <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
+def test_large_logits(softcap: float | None) -> None:
+    case = build("layerwise_cross_entropy", softcap=softcap)
+    for name in DEPTHS:
+        case.tensors[name] *= 1e4
+    leaves = leaves_of(case)
+    outputs = formula(case, leaves)
+    assert_close(results(case), [*outputs, *differentiate(outputs, list(leaves.values()))])
+
+
+# Targets that do not count, width zero
+
+
+def test_another_ignore_index_and_flags_as_in_torch() -> None:
+    case = build("layerwise_cross_entropy", "bias", label_smoothing=0.3)
+    expected, targets = results(case), case.options["targets"]
+    for ignored, other in ((2**40, torch.where(targets == -100, 2**40, targets)), (3, targets.clamp(min=0))):
+        case.options.update(ignore_index=ignored, targets=other)
+        _, losses = call(case)
+        for depth, loss in zip(DEPTHS, losses, strict=True):
+            logits = case.tensors[depth] @ case.tensors["weight"].T + case.tensors["bias"]
+            flags: dict[str, Any] = {"ignore_index": ignored, "label_smoothing": 0.3}
+            assert_close([loss], [torch.nn.functional.cross_entropy(logits.flatten(0, 1), other.flatten(), **flags)])
+    assert_equal([expected[1]], [call(build("layerwise_cross_entropy", "bias", label_smoothing=0.3))[1]])
+
+
+@pytest.mark.parametrize("weights", [(), ("weights",)])
+def test_a_sum_over_no_token_is_zero(weights: tuple[str, ...]) -> None:
+    for sizes in ({}, {"tokens": 0}, {"leading": (2, 0)}):
+        case = build("layerwise_cross_entropy", *weights, reduction="sum", **sizes)
+        case.options["targets"].fill_(-100)
+        assert not any(result.any() for result in results(case))
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+def test_cross_entropy_of_width_zero(dtype: torch.dtype) -> None:
+    for extras in ((), ("weights",)):
+        found = results(build("layerwise_cross_entropy", *extras, width=0).to(dtype))
+        torch.testing.assert_close(found[1], torch.full((3,), 5.0).log())
+
+
+# Memory
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside have held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._known:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.live += size
+        self.most = max(self.most, self.live)
+
+        def freed() -> None:
+            self._known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, freed)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_logits_of_all_depths_are_never_in_memory_together(dtype: torch.dtype, weighted: bool) -> None:
+    tokens, width, chunk = 512, 8, 64
+    for depths, vocabulary in ((4, 8192), (8, 8192), (4, 16384)):
+        hidden = [leaf(normal(depth, tokens, width, dtype=dtype)) for depth in range(depths)]
+        weight = leaf(normal(9, vocabulary, width, dtype=dtype))
+        targets = torch.randint(vocabulary, (tokens,), generator=generator(1))
+        weights = [1.0] * depths if weighted else None
+        with _LiveBytes() as memory:
+            total = ops.layerwise_cross_entropy(hidden, weight, targets, depth_weights=weights, chunk_tokens=chunk)[0]
+            torch.autograd.grad(total, [*hidden, weight])
+        head, states = 2 * 4 * vocabulary * width, 2 * depths * tokens * width * dtype.itemsize
+        logits = 2 * chunk * vocabulary * dtype.itemsize
+        swept = 3 * 4 * 2**20
+        assert memory.most <= head + states + 40 * depths * tokens + logits + swept
+
+
+# The sample of the inner depths
+
+
+def sampled(seed: int | None, fraction: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, which tokens of each depth have a gradient `[L+1, 40]`, and the targets; no token is ignored."""
+    case = build("layerwise_cross_entropy", leading=(2, 2), tokens=10, inner_fraction=fraction)
+    case.options["targets"].clamp_(min=0)
+    case.options["generator"] = None if seed is None else generator(seed)
+    leaves = leaves_of(case)
+    total, losses = call(case, leaves)
+    found = torch.autograd.grad(total, [leaves[name] for name in DEPTHS])
+    return (
+        losses,
+        torch.stack([gradient.flatten(0, -2).any(1) for gradient in found]),
+        case.options["targets"].flatten(),
+    )
+
+
+def test_the_sample_stands_for_all_tokens() -> None:
+    """Its losses are scaled to the whole, the last depth is exact, and every token is drawn as often."""
+    tensors = build("layerwise_cross_entropy", leading=(2, 2), tokens=10).tensors
+    drawn = torch.zeros(40)
+    for seed in range(60):
+        losses, rows, targets = sampled(seed)
+        assert rows.sum(1).tolist() == [12, 12, 40]
+        assert torch.equal(rows[0], rows[1])
+        drawn += rows[0]
+        depths = [tensors[name].flatten(0, -2)[row] for name, row in zip(DEPTHS, rows, strict=True)]
+        right = layerwise_cross_entropy_reference(depths, tensors["weight"], [targets[row] for row in rows])
+        assert_close([losses], [right])
+    assert drawn.min() > 5
+    assert drawn.max() < 33  # 18 on average, by chance 3.5 more or less
+
+
+def test_the_sample_is_drawn_by_the_generator_and_has_the_size_that_was_asked_for() -> None:
+    assert torch.equal(sampled(1)[1], sampled(1)[1])
+    assert not torch.equal(sampled(1)[1], sampled(2)[1])
+    assert not torch.equal(sampled(None)[1], sampled(None)[1])
+    for fraction, count in ((1e-9, 1), (0.01, 1), (0.05, 2), (0.0501, 3), (0.999, 40), (1.0, 40)):
+        assert sampled(1, fraction)[1].sum(1).tolist() == [count, count, 40]
