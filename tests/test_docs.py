@@ -99,7 +99,6 @@ def test_contributing_finds_every_op_by_its_name() -> None:
         ours = "".join(source for path, source in sources.items() if path.startswith(f"cdt_fast/ops/{name}/"))
         assert f"def {name}(" in ours
         assert f"def {name}_reference(" in ours
-        assert f"tests/ops/test_{name}.py" in sources
         # An op without an operator has nothing to fuse, and no kernel.
         kernels = [path for path, source in sources.items() if path.startswith("kernels/") and "@triton.jit" in source]
         assert bool(kernels) == (f"cdt_fast/ops/{name}/operator.py" in sources), name

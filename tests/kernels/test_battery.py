@@ -197,7 +197,7 @@ def test_what_stands_in_the_padding_reaches_nothing(name: str, poison: float, de
         assert_padding_reaches_nothing(name, poison, dtype, device)
 
 
-@pytest.mark.parametrize("name", ["layerwise_cross_entropy", "cross-entropy with all"])
+@pytest.mark.parametrize("name", ["layerwise_cross_entropy", "layerwise_cross_entropy with all"])
 def test_ignored_tokens_take_no_part(name: str, device: torch.device, dtype: torch.dtype) -> None:
     assert_ignored_tokens_take_no_part(name, dtype, device)
 
@@ -361,6 +361,18 @@ def test_the_gradient_runs_where_the_forward_has_run(name: str, device: torch.de
         with ops.use_backend(backward):
             found = differentiate(outputs, list(leaves.values()))
         assert_equal(found, expected[len(outputs) :])
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if VARIANTS[name][0] != "layerwise_cross_entropy"])
+def test_a_compiled_function_follows_the_backend(name: str, device: torch.device) -> None:
+    case = variant(name, tokens=20, width=30, atoms=50).to(device, torch.float16)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **given: call(case, given), fullgraph=True, backend="aot_eager")
+    for backend in ("torch", "triton", "torch"):
+        with ops.use_backend(backend):
+            leaves = leaves_of(case)
+            outputs = compiled(**leaves)
+            assert_equal([*outputs, *differentiate(outputs, list(leaves.values()))], results(case))
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if VARIANTS[name][0].startswith("layerwise")])

@@ -50,11 +50,15 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     **{name: (name, (), {}) for name in NAMES},
     "soft_threshold of a tensor": ("soft_threshold", ("thresholds",), {}),
     "residual_linear with a bias": ("residual_linear", ("bias",), {"nonlinearity": "soft_threshold"}),
-    "attention with all": ("symmetric_attention", ("values", "lengths"), {"energy": True}),
-    "layer with all": ("unrolled_layer", EXTRAS["unrolled_layer"][1:], {"nonlinearity": "relu", "scale": 0.5}),
-    "layer without codes": ("unrolled_layer", ("first", "projection", "target"), {"threshold": 0.0}),
-    "reconstruction loss with all": ("layerwise_reconstruction_loss", ("lengths", "weights"), {"reduction": "sum"}),
-    "cross-entropy with all": (
+    "symmetric_attention with all": ("symmetric_attention", ("values", "lengths"), {"energy": True}),
+    "unrolled_layer with all": ("unrolled_layer", EXTRAS["unrolled_layer"][1:], {"nonlinearity": "relu", "scale": 0.5}),
+    "unrolled_layer without codes": ("unrolled_layer", ("first", "projection", "target"), {"threshold": 0.0}),
+    "layerwise_reconstruction_loss with all": (
+        "layerwise_reconstruction_loss",
+        ("lengths", "weights"),
+        {"reduction": "sum"},
+    ),
+    "layerwise_cross_entropy with all": (
         *("layerwise_cross_entropy", EXTRAS["layerwise_cross_entropy"]),
         {"label_smoothing": 0.1, "softcap": 2.0, "chunk_tokens": 4},
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cdt_fast import ops
 from cdt_fast.errors import InputError
 from tests.ops.battery import (
     EXTRAS,
@@ -125,7 +128,7 @@ def test_what_stands_in_the_padding_reaches_nothing(name: str, poison: float) ->
     assert_padding_reaches_nothing(name, poison, torch.float64)
 
 
-@pytest.mark.parametrize("name", ["layerwise_cross_entropy", "cross-entropy with all"])
+@pytest.mark.parametrize("name", ["layerwise_cross_entropy", "layerwise_cross_entropy with all"])
 def test_ignored_tokens_take_no_part(name: str) -> None:
     assert_ignored_tokens_take_no_part(name, torch.float64)
 
@@ -296,3 +299,11 @@ def test_transforms_are_right_or_refused(name: str, transform: str) -> None:
             raise
     else:
         assert_close([found], [call(case)[0].sum().expand(2) if right is None else right])
+
+
+@pytest.mark.parametrize("op", NAMES)
+def test_a_formula_has_the_defaults_of_its_op(op: str) -> None:
+    reference = getattr(importlib.import_module(f"cdt_fast.ops.{op}"), f"{op}_reference")
+    parameters = inspect.signature(getattr(ops, op)).parameters
+    for name, parameter in inspect.signature(reference).parameters.items():
+        assert parameter.default == parameters[name].default, name

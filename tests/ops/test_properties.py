@@ -210,7 +210,7 @@ def test_tokens_that_are_all_equal_get_their_mean_and_one_alone_itself() -> None
     assert_equal([output, *found], [values, torch.zeros_like(z), torch.ones_like(values)])
 
 
-@pytest.mark.parametrize("name", ["symmetric_attention", "attention with all", "layer with all"])
+@pytest.mark.parametrize("name", ["symmetric_attention", "symmetric_attention with all", "unrolled_layer with all"])
 def test_scores_too_many_to_hold_are_computed_in_parts(name: str) -> None:
     """4,200 tokens: their scores alone take 70 MB, more than is held or kept."""
     case = variant(name, leading=(1,), tokens=4200, width=2, atoms=2).to(torch.float32)
@@ -232,7 +232,9 @@ def test_lengths_of_few_bits(tokens: int, dtype: torch.dtype) -> None:
     assert_equal([ops.symmetric_attention(z, lengths=lengths)], [ops.symmetric_attention(z, lengths=lengths.long())])
 
 
-@pytest.mark.parametrize("name", ["attention with all", "layer with all", "reconstruction loss with all"])
+@pytest.mark.parametrize(
+    "name", ["symmetric_attention with all", "unrolled_layer with all", "layerwise_reconstruction_loss with all"]
+)
 def test_lengths_out_of_range_count_as_the_nearest_in_it(name: str) -> None:
     found = []
     for lengths in ([9, -2], [3, 0]):
@@ -243,7 +245,7 @@ def test_lengths_out_of_range_count_as_the_nearest_in_it(name: str) -> None:
 
 
 def test_a_nan_in_an_upstream_gradient_stays_away_from_padding_and_from_other_samples() -> None:
-    for name in ("attention with all", "layer with all"):
+    for name in ("symmetric_attention with all", "unrolled_layer with all"):
         case = variant(name, tokens=6)
         case.options["lengths"] = torch.tensor([3, 6])
         leaves = leaves_of(case)
