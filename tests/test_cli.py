@@ -381,7 +381,7 @@ def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., Vide
             ["--unit", "deviation"],
             "[data] unit is deviation, and these are numbers for unit level: gamma [1.0, 50.0], ",
         ),
-        (["--tail", "0.2"], "[constraints] tail has an effect only with ratio cvar, and ratio is mean"),
+        (["--betas", "0,0.5", "--dual", "ascent"], "[constraints] betas has an effect only with dual adam"),
         (["--objective", "depths", "--coefficients", "1,0,0,0"], "coefficients must not be of depth 0, which is the"),
         (["--step", "3"], "[model] step 3 times the squared spectral norm of the initial dictionary is 3, and must be"),
     ],

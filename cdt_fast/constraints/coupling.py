@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_fraction, check_integer, check_number
-from cdt_fast.constraints.measurement import Measured
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS, Coupling, DescentOptions, ReferenceMode
 from cdt_fast.errors import InputError
 
@@ -41,10 +40,6 @@ class DescentCoupling:
         if self.reference is None and rates is not None and (coupling == "absolute" or reference_mode == "anchor"):
             needs = 'coupling="absolute"' if coupling == "absolute" else 'reference_mode="anchor"'
             raise InputError(f'reference is None; {needs} needs one: a number > 0 or "auto"')
-        if options.ratio != "mean" and coupling == "absolute":
-            raise InputError(
-                f'ratio="{options.ratio}" compares a layer with the one before; coupling="absolute" does not'
-            )
         self.settings: dict[str, Any] = {
             "rate": "none" if rates is None else ", ".join(map(repr, rates)),
             "reference": "none" if self.reference is None else self.reference,
@@ -120,16 +115,14 @@ class DescentCoupling:
         weights[:-1].sub_(upstream * multipliers[1:])
         return weights
 
-    def violation(self, measured: Measured, *, training: bool) -> tuple[Tensor, Tensor]:
+    def violation(self, losses: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
         """g and the scale that makes it relative, both `[L+1]`; without meaning where not active.
 
-        A ratio q_l that is measured by samples enters as g_l = (q_l − r_l) ℓ_{l−1}.
-
         Args:
-            measured: the losses, and ratios if they are measured.
+            losses: `[L+1]`.
             training: with margin and the rates of the moment; else with the bounds as they are.
         """
-        losses, reference = measured.losses, self.reference_level
+        reference = self.reference_level
         strength = self._strength() if training else 1.0
         margin = strength * self.margin if training else 0.0
         if self._coupling == "absolute":
@@ -138,11 +131,7 @@ class DescentCoupling:
         uses_reference = self.constants["uses_reference"]
         before = torch.where(uses_reference, reference, losses.roll(1))
         factors = self.constants["factors"] if training and self.is_steady else self._factors(strength, margin)
-        violation = losses - factors * before
-        if measured.ratios is not None:
-            sampled = (measured.ratios - factors[1:]) * before[1:]
-            violation = torch.cat([violation[:1], torch.where(uses_reference[1:], violation[1:], sampled)])
-        return violation, before.abs()
+        return losses - factors * before, before.abs()
 
     @torch.no_grad()
     def measure_reference(self, loss: Tensor, finite: Tensor) -> None:

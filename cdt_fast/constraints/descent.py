@@ -21,17 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import check_choice, check_integer, check_non_negative, check_number
+from cdt_fast.checks import check_choice, check_integer, check_non_negative
 from cdt_fast.constraints.bounds import ResultBounds
 from cdt_fast.constraints.coupling import DescentCoupling
 from cdt_fast.constraints.duals import DualAction, DualVariables
 from cdt_fast.constraints.feasibility import FeasibilityReport, Group, judge
-from cdt_fast.constraints.measurement import Measured, Measurement, check_record, tail_mean
+from cdt_fast.constraints.measurement import Measurement, check_record
 from cdt_fast.constraints.objective import Objective
 from cdt_fast.constraints.presets import (
     DEFAULTS,
@@ -41,7 +41,6 @@ from cdt_fast.constraints.presets import (
     Dual,
     ObjectiveName,
     Preset,
-    Ratio,
     ReferenceMode,
     Resilience,
     options_of,
@@ -124,11 +123,6 @@ class DescentConstraints:
         slack_lr: step size of the slacks; None: 0.1 / slack_cost.
         coupling: "chain", "detach" or "absolute"; "absolute" needs a reference.
         reference_mode: "constraint" (g_0) or "anchor"; "anchor" needs a reference.
-        ratio: what a layer is judged by: "mean", the ratio ℓ_l / ℓ_{l−1} of the mean losses; "sample", the mean of the
-            samples' ratios; "cvar", the mean of the worst of them. With the last two g_l = (q_l − r_l) ℓ_{l−1} with
-            the measured q_l moves the multiplier, and the weights are those of the mean losses, as its proxy; there is
-            one multiplier a layer. They need "chain" or "detach". See `measurement.Measurement`.
-        tail: the share of samples, in (0, 1], that "cvar" takes the mean of.
         normalize: whether the dual step sees relative violations; for losses that are positive.
         margin: share, in [0, 1), by which every bound of descent is lowered while training:
             g_l = ℓ_l − (1 − margin) r_l ℓ_{l−1}, and likewise for the reference. `report` judges by the bounds
@@ -141,8 +135,8 @@ class DescentConstraints:
         dtype: torch.float64 or torch.float32; float32 on a device without float64 (mps).
 
     Attributes:
-        layers, reference, coupling, reference_mode, ratio, tail, normalize, margin, warmup_steps, dual_every, dtype: as
-            they were given.
+        layers, reference, coupling, reference_mode, normalize, margin, warmup_steps, dual_every, dtype: as they were
+            given.
 
     Raises:
         InputError: an argument is outside what is said above.
@@ -171,8 +165,6 @@ class DescentConstraints:
         slack_lr: float | None = DEFAULTS.slack_lr,
         coupling: Coupling = DEFAULTS.coupling,
         reference_mode: ReferenceMode = DEFAULTS.reference_mode,
-        ratio: Ratio = DEFAULTS.ratio,
-        tail: float = DEFAULTS.tail,
         normalize: bool = DEFAULTS.normalize,
         margin: float = DEFAULTS.margin,
         tighten_steps: int = DEFAULTS.tighten_steps,
@@ -184,8 +176,6 @@ class DescentConstraints:
         given = locals()
         options = DescentOptions(**{field.name: given[field.name] for field in fields(DescentOptions)})
         self.layers = check_integer("layers", layers, 1)
-        self.ratio: Ratio = check_choice("ratio", ratio, get_args(Ratio))
-        self.tail = check_number("tail", tail, "a number in (0, 1]", lambda number: 0 < number <= 1)
         self.normalize = bool(normalize)
         self.warmup_steps = check_integer("warmup_steps", warmup_steps, 0)
         self.dual_every = check_integer("dual_every", dual_every, 1)
@@ -195,7 +185,7 @@ class DescentConstraints:
         self.coupling, self.reference_mode = coupling, reference_mode
         self.reference, self.margin = self._coupling.reference, self._coupling.margin
         self._bounds = ResultBounds(options, self.layers, dtype)
-        self._measurement = Measurement(self.layers, dtype, self.ratio, self.tail)
+        self._measurement = Measurement(self.layers, dtype)
         # A multiplier a depth for descent, and as many for bounds where there are any.
         groups = 1 + self._bounds.any
         self._duals = DualVariables((self.layers + 1) * groups, options, dtype)
@@ -317,13 +307,10 @@ class DescentConstraints:
         """Add the losses of one micro-batch to what the next dual update sees.
 
         Args:
-            losses: the mean loss over the items of the micro-batch at each depth, (L+1,); or one column a sample,
-                (L+1, n), each the mean over the items of that sample. For ratios by samples a micro-batch of one
-                column is one sample.
-            count: the number of those items (tokens, patches, windows), a number > 0 or a tensor of one element; with
-                columns also (n,), one a sample, else the same for each. What a dual update sees is the mean over the
-                items of all micro-batches and ranks. A rank that has none for this step records a count tensor of
-                zero; what the losses are does not matter then.
+            losses: the mean loss over the items of the micro-batch at each depth, (L+1,).
+            count: the number of those items (tokens, patches, windows), a number > 0 or a tensor of one element. What a
+                dual update sees is the mean over the items of all micro-batches and ranks. A rank that has none for
+                this step records a count tensor of zero; what the losses are does not matter then.
 
         Raises:
             InputError: a shape, the count or a device is wrong.
@@ -347,7 +334,7 @@ class DescentConstraints:
     def step(self) -> None:
         """End an optimizer step: reduce the recorded sums over the ranks and update the multipliers, if that is due.
 
-        An update is one all-reduce of L+2 numbers (and a few more for samples) on the default group where
+        An update is one all-reduce of L+2 numbers on the default group where
         torch.distributed is initialized (every rank must call this), after which all ranks hold the same multipliers.
         It is exact: sums and counts are reduced, and g is formed once. During the warm-up nothing is reduced unless
         something is measured there: an automatic reference, the objective "log", or bounds relative to the warm-up.
@@ -384,33 +371,33 @@ class DescentConstraints:
             return
         if action is not DualAction.CLEAR:
             self._measurement.reduce()
-            measured = self._measurement.means()
-            finite = measured.finite()
-            self._coupling.measure_reference(measured.losses[0], finite)
+            losses = self._measurement.means()
+            finite = losses.isfinite().all()
+            self._coupling.measure_reference(losses[0], finite)
             if self._objective.average is not None:
-                self._objective.average.update(measured.losses)
+                self._objective.average.update(losses)
             if action is DualAction.UPDATE:
-                self._update_duals(measured, finite)
+                self._update_duals(losses, finite)
             elif self._bounds.average is not None:
-                self._bounds.average.update(measured.losses)
+                self._bounds.average.update(losses)
         self._measurement.clear()
 
     def epoch_end(self) -> None:
         """Restart the slacks at zero, so that each epoch asks for the constraints anew before it gives way."""
         self._duals.tensors["slacks"].zero_()
 
-    def _update_duals(self, measured: Measured, finite: Tensor) -> None:
-        groups = self._judged(measured, training=True)
+    def _update_duals(self, losses: Tensor, finite: Tensor) -> None:
+        groups = self._judged(losses, training=True)
         relative = [group.violation / group.scale if self.normalize else group.violation for group in groups]
         self._duals.update(torch.cat(relative), torch.cat([group.active for group in groups]), finite)
         self._coupling.count_steps(self.dual_every)
 
-    def _judged(self, measured: Measured, *, training: bool) -> list[Group]:
+    def _judged(self, losses: Tensor, *, training: bool) -> list[Group]:
         """The violations of each group of constraints, in the order of their multipliers."""
-        violation, scale = self._coupling.violation(measured, training=training)
+        violation, scale = self._coupling.violation(losses, training=training)
         groups = [Group("descent", violation, scale, self._coupling.active)]
         if self._bounds.any:
-            groups.append(Group("bound", *self._bounds.violation(measured.losses), self._bounds.active))
+            groups.append(Group("bound", *self._bounds.violation(losses), self._bounds.active))
         return groups
 
     @torch.no_grad()
@@ -418,8 +405,7 @@ class DescentConstraints:
         """Judge per-depth losses, usually held-out ones, against the constraints. This waits for the device.
 
         Args:
-            losses: mean loss at each depth, L+1 numbers or a tensor (L+1,); or (L+1, n), those of n samples, of which
-                the mean counts. Ratios by samples are judged by samples where they are given, else by the mean losses.
+            losses: mean loss at each depth, L+1 numbers or a tensor (L+1,).
             tolerance: the relative violation that still counts as feasible, >= 0.
 
         Raises:
@@ -427,18 +413,12 @@ class DescentConstraints:
         """
         tolerance = check_non_negative("tolerance", tolerance)
         losses = torch.as_tensor(losses, dtype=self._measurement.dtype, device=self.device)
-        if losses.dim() not in (1, 2) or losses.shape[0] != self.layers + 1:
+        if losses.shape != (self.layers + 1,):
             raise InputError(f"losses has shape {tuple(losses.shape)}; expected ({self.layers + 1},), one a depth")
-        ratios = None
-        if losses.dim() == 2:
-            samples = losses[1:] / losses[:-1]
-            if self.ratio != "mean":
-                ratios = samples.mean(1) if self.ratio == "sample" else tail_mean(samples, self.tail)
-            losses = losses.mean(1)
-        groups = self._judged(Measured(losses, ratios), training=False)
+        groups = self._judged(losses, training=False)
         existing = int(self._coupling.constants["exists"].sum()) + int(self._bounds.constants["bound_exists"].sum())
         judged = sum(int(group.active.sum()) for group in groups)
-        return judge(losses, ratios, groups, self._coupling.chained, self.rates, tolerance, existing - judged)
+        return judge(losses, groups, self._coupling.chained, self.rates, tolerance, existing - judged)
 
     @torch.no_grad()
     def merit(self, losses: Tensor | Sequence[float], *, priced: bool = True) -> float:
@@ -455,7 +435,7 @@ class DescentConstraints:
         """
         losses = torch.as_tensor(losses, dtype=self._measurement.dtype, device=self.device)
         merit = self._objective.value(losses)
-        for group in self._judged(Measured(losses, None), training=False) if priced else ():
+        for group in self._judged(losses, training=False) if priced else ():
             squared = group.violation.square() / group.scale if self.normalize else group.violation.square()
             merit += self._duals.slack_cost / 2 * torch.where(group.active & (group.violation > 0), squared, 0.0).sum()
         return float(merit)
@@ -501,8 +481,6 @@ class DescentConstraints:
             **self._objective.settings,
             **self._bounds.settings,
             **self._duals.settings,
-            "ratio": self.ratio,
-            "tail": self.tail,
             "normalize": self.normalize,
             "warmup_steps": self.warmup_steps,
             "dual_every": self.dual_every,

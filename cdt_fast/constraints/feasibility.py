@@ -130,7 +130,6 @@ class Group(NamedTuple):
 
 def judge(
     losses: Tensor,
-    ratios: Tensor | None,
     groups: Sequence[Group],
     chained: Sequence[bool],
     rates: Tensor,
@@ -141,7 +140,6 @@ def judge(
 
     Args:
         losses: `[L+1]`.
-        ratios: `[L]`, what layers are judged by; None: those of the losses.
         groups: of constraints, that of descent first.
         chained: of each depth 0..L, whether its constraint of descent is on the ratio to the depth before.
         rates: α of the layers, `[L]`; NaN: no constraint of descent.
@@ -163,7 +161,7 @@ def judge(
     ]
     finite = bool(losses.isfinite().all())
     feasible = finite and bool(entries) and all(number <= tolerance for number, *_ in entries)
-    ratio: list[float] = (losses[1:] / losses[:-1] if ratios is None else ratios).tolist()
+    ratio: list[float] = (losses[1:] / losses[:-1]).tolist()
     worst_violation: float | None = None
     worst_kind: Kind = "descent"
     worst_layer: int | None = None

@@ -17,7 +17,6 @@ ObjectiveName = Literal["last", "depths", "log"]
 Dual = Literal["ascent", "adam", "pi", "barrier"]
 Resilience = Literal["slack", "decay"]
 Coupling = Literal["chain", "detach", "absolute"]
-Ratio = Literal["mean", "sample", "cvar"]
 ReferenceMode = Literal["constraint", "anchor"]
 DepthScale = Literal["uniform", "linear", "sum", "sqrt", "inverse", "inverse-sqrt", "layerskip"]
 Preset = Literal[
@@ -69,8 +68,6 @@ class DescentOptions:
     slack_lr: float | None = None
     coupling: Coupling = "detach"
     reference_mode: ReferenceMode = "anchor"
-    ratio: Ratio = "mean"
-    tail: float = 0.1
     normalize: bool = True
     margin: float = 0.02
     tighten_steps: int = 0

@@ -41,6 +41,8 @@ GONE: dict[str, tuple[Any, ...]] = {
     "preset": ("none",),
     **dict.fromkeys(("agreement", "depth_schedule", "depth_rotation", "spectral_bound"), ("none",)),
     **dict.fromkeys(("layer_dropout", "code_noise", "jacobian"), (0.0,)),
+    "ratio": ("mean",),
+    "tail": (0.1,),
 }
 _INSTEAD = {
     "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
@@ -149,12 +151,6 @@ class ConstraintSettings(Section):
         DEFAULTS.reference_losses,
         "what factors are taken of: a loss a depth, or the folder of a run (default: the end of the warm-up)",
     )
-    ratio: presets.Ratio = constraint(
-        DEFAULTS.ratio,
-        "what judges a layer: the ratio of mean losses, the mean of micro-batches' ratios, or the worst",
-        "rate!=none",
-    )
-    tail: float = constraint(DEFAULTS.tail, "share of the micro-batches that 'cvar' calls the worst", "ratio=cvar")
     normalize: bool = constraint(DEFAULTS.normalize, "dual steps on relative violations")
     margin: NonNegative = constraint(
         DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them"

@@ -28,16 +28,14 @@ class PlainDescent:
         self.slacks = {kind: vector(self.depths) for kind in kinds}
         self.memory = {kind: [{} for _ in range(self.depths)] for kind in kinds}  # of the rule, for each multiplier
         self.skipped = self.steps = self.constrained_steps = 0
-        self.window: list[tuple[Any, Any]] = []
+        self.window: list[tuple[np.ndarray, float]] = []
         self.window_steps = 0
         self.measurements = 0
         self.level = options["reference"] if isinstance(options["reference"], float) else np.float64(0)
         self.averages = {name: (vector(self.depths), 0) for name in ("objective", "warm-up")}
-        self.thresholds = [np.float64(1)] * layers
 
-    def record(self, losses: np.ndarray, counts: np.ndarray) -> None:
-        """`losses` `[L+1, n]`, a column a sample or the only one, with `counts` `[n]`."""
-        self.window.append((losses, counts))
+    def record(self, losses: np.ndarray, count: float) -> None:
+        self.window.append((losses, count))
 
     def step(self) -> None:
         warming_up = self.steps < self.options["warmup_steps"]
@@ -46,14 +44,9 @@ class PlainDescent:
         if not warming_up and self.window_steps < self.options["dual_every"]:
             return
         self.window_steps = 0
-        measured, self.window = self._measured(), []
-        losses, ratios = measured
-        finite = all(np.isfinite(part).all() for part in measured if part is not None)
+        losses, self.window = self._measured(), []
+        finite = bool(np.isfinite(losses).all())
         measures = not warming_up or self._measures_in_warm_up()
-        if measures and self.options["ratio"] == "cvar":
-            ratios = self._tail(finite_losses=bool(np.isfinite(losses).all()), ratios=ratios)
-            finite = finite and bool(np.isfinite(ratios).all())
-            measured = losses, ratios
         if measures and self.options["reference"] == "auto" and self.measurements < 20 and finite:
             self.measurements += 1
             self.level += (losses[0] - self.level) / self.measurements
@@ -62,7 +55,7 @@ class PlainDescent:
         if warming_up and self._relative_bounds():
             self._average("warm-up", losses)
         if not warming_up:
-            self._update(measured, finite)
+            self._update(losses, finite)
             self.constrained_steps += self.options["dual_every"]
 
     def epoch_end(self) -> None:
@@ -76,34 +69,13 @@ class PlainDescent:
         given = self.options["bounds"] or {}
         return self.options["reference_losses"] is None and any(isinstance(bound, str) for bound in given.values())
 
-    def _measured(self) -> tuple[Any, Any]:
-        total, items, samples = np.zeros(self.depths), np.float64(0), 0
-        self._ratios: list[np.ndarray] = []
-        for losses, counts in self.window:
-            for column, count in zip(losses.T, counts, strict=True):
-                if count > 0:
-                    total = total + column * count
-                    items += count
-                    samples += 1
-                    self._ratios.append(column[1:] / column[:-1])
-        ratios = None
-        if self.options["ratio"] == "sample":
-            ratios = np.add.reduce(self._ratios) / samples if samples else np.full(self.layers, np.nan)
-        return total / items, ratios
-
-    def _tail(self, finite_losses: bool, ratios: Any) -> np.ndarray:
-        """CVaR with the threshold as it is, which then moves."""
-        worst, above = [], []
-        for layer in range(self.layers):
-            sampled, threshold = [ratio[layer] for ratio in self._ratios], self.thresholds[layer]
-            count = np.float64(len(sampled))
-            excess = sum((q - threshold if not q <= threshold else np.float64(0) for q in sampled), np.float64(0))
-            worst.append(threshold + excess / count / self.options["tail"])
-            above.append(np.float64(sum(q > threshold for q in sampled)) / count)
-        if finite_losses and np.isfinite(worst).all():
-            for layer in range(self.layers):
-                self.thresholds[layer] += 0.05 * (above[layer] - self.options["tail"])
-        return np.array(worst)
+    def _measured(self) -> np.ndarray:
+        total, items = np.zeros(self.depths), np.float64(0)
+        for losses, count in self.window:
+            if count > 0:
+                total = total + losses * count
+                items += count
+        return total / items
 
     def _average(self, name: str, losses: np.ndarray) -> None:
         average, number = self.averages[name]
@@ -140,9 +112,8 @@ class PlainDescent:
             bounds.append(depth in given and not (waits and not self.averages["warm-up"][1]))
         return {"descent": descent, "bounds": bounds}
 
-    def violations(self, measured: tuple[Any, Any], training: bool) -> dict[str, list[tuple[Any, Any]]]:
+    def violations(self, losses: np.ndarray, training: bool) -> dict[str, list[tuple[Any, Any]]]:
         """Of each constraint the violation and its scale."""
-        losses, ratios = measured
         strength = self.strength if training else 1.0
         lowered = 1 - strength * self.options["margin"] if training else 1.0
         level = np.float64(self.level) if self.options["reference"] is not None else np.float64("nan")
@@ -158,8 +129,6 @@ class PlainDescent:
                 descent.append((losses[layer] - lowered * bound, abs(bound)))
             elif layer == 1 and self.options["reference_mode"] == "anchor":
                 descent.append((losses[1] - lowered * rate * level, abs(level)))
-            elif ratios is not None:
-                descent.append(((ratios[layer - 1] - lowered * rate) * losses[layer - 1], abs(losses[layer - 1])))
             else:
                 descent.append((losses[layer] - lowered * rate * losses[layer - 1], abs(losses[layer - 1])))
         found = {"descent": descent}
@@ -177,8 +146,8 @@ class PlainDescent:
 
     # The multipliers.
 
-    def _update(self, measured: tuple[Any, Any], finite: bool) -> None:
-        active, found = self.active(), self.violations(measured, training=True)
+    def _update(self, losses: np.ndarray, finite: bool) -> None:
+        active, found = self.active(), self.violations(losses, training=True)
         proposals: list[tuple[str, int, Number, Number, dict[str, Any]]] = []
         accepted = finite
         for kind, multipliers in self.multipliers.items():
@@ -278,21 +247,15 @@ class PlainDescent:
         else:
             merit = sum(c * loss for c, loss in zip(coefficients, losses, strict=True))
         active = self.active()
-        for kind, entries in self.violations((losses, None), training=False).items():
+        for kind, entries in self.violations(losses, training=False).items():
             for holds, (violation, scale) in zip(active[kind], entries, strict=True):
                 if holds and violation > 0:
                     merit += self.options["slack_cost"] / 2 * violation**2 / (scale if self.options["normalize"] else 1)
         return np.float64(merit)
 
     def judged(self, losses: np.ndarray) -> list[tuple[str, int, Any, Any]]:
-        """Kind, depth, violation and relative violation of each constraint that is judged; `losses` `[L+1, n]`."""
-        ratios = None
-        if self.options["ratio"] != "mean":
-            sampled = losses[1:] / losses[:-1]
-            ratios = sampled.mean(1)
-            if self.options["ratio"] == "cvar":
-                ratios = np.array([self._worst(row) for row in sampled])
-        found, active = self.violations((losses.mean(1), ratios), training=False), self.active()
+        """Kind, depth, violation and relative violation of each constraint that is judged."""
+        found, active = self.violations(losses, training=False), self.active()
         entries = []
         for kind, pairs in found.items():
             for depth, (violation, scale) in enumerate(pairs):
@@ -300,10 +263,3 @@ class PlainDescent:
                     relative = violation / scale if violation != 0 else np.float64(0)
                     entries.append((kind, depth, violation, relative))
         return entries
-
-    def _worst(self, row: np.ndarray) -> Number:
-        left, total = self.options["tail"] * len(row), np.float64(0)
-        for value in sorted(row, reverse=True):
-            total += value * min(left, 1.0)
-            left -= min(left, 1.0)
-        return total / (self.options["tail"] * len(row))

@@ -693,8 +693,6 @@ def test_the_defaults_are_what_they_were_measured_to_be() -> None:
         "slack_lr": None,
         "coupling": "detach",
         "reference_mode": "anchor",
-        "ratio": "mean",
-        "tail": 0.1,
         "normalize": True,
         "margin": 0.02,
         "tighten_steps": 0,

@@ -19,7 +19,6 @@ KINDS: tuple[dict[str, Any], ...] = (
     {},
     {
         "objective": "log",
-        "ratio": "cvar",
         "coupling": "detach",
         "bounds": {2: "0.9x"},
         "dual": "pi",
@@ -46,10 +45,7 @@ def train(kind: int, ranks: tuple[int, ...]) -> tuple[DescentConstraints, Tensor
     for step in range(40):
         for micro_batch in range(len(SHARES)):
             losses = torch.cat([items(step, micro_batch, rank) for rank in ranks])
-            if kind:
-                constraints.record(losses.T, 1)
-            else:
-                constraints.record(losses.mean(0), len(losses))
+            constraints.record(losses.mean(0), len(losses))
         if step == 30:
             # One rank alone meets a NaN: all must skip, or they drift apart.
             broken = torch.full((3,), torch.nan if 1 in ranks else 1.0, dtype=torch.float64)

@@ -49,8 +49,6 @@ def drawn_options(chance: random.Random, layers: int) -> dict[str, Any]:
         "reference_mode": choice("constraint", "anchor"),
         "objective": choice("last", "depths", "log"),
         "coefficients": None,
-        "ratio": choice("mean", "sample", "cvar"),
-        "tail": choice(0.1, 0.5, 1.0),
         "normalize": choice(True, False),
         "margin": choice(0.0, 0.1),
         "tighten_steps": choice(0, 1, 5),
@@ -70,8 +68,6 @@ def drawn_options(chance: random.Random, layers: int) -> dict[str, Any]:
         "bounds": None,
         "reference_losses": None,
     }
-    if given["coupling"] == "absolute":
-        given["ratio"] = "mean"
     if given["reference"] is None:
         given["reference_mode"] = "constraint"
         given["coupling"] = "chain" if given["coupling"] == "absolute" else given["coupling"]
@@ -101,25 +97,18 @@ class Machine(RuleBasedStateMachine):
 
     @rule(chance=SEEDS)
     def record(self, chance: random.Random) -> None:
-        """A micro-batch a rank: mean losses, or a column a sample; with one count or one a sample; some are zero."""
+        """A micro-batch a rank; some counts are zero."""
         for rank in self.ranks:
             self._record(rank, chance)
 
     def _record(self, rank: DescentConstraints, chance: random.Random) -> None:
-        columns, depths = chance.randint(0, 3), self.layers + 1
-        losses = np.array(chance.choices(USUAL, k=depths * max(1, columns))).reshape(depths, -1)
+        losses = np.array(chance.choices(USUAL, k=self.layers + 1))
         if chance.random() < 0.05:
-            losses[chance.randrange(depths), chance.randrange(max(1, columns))] = chance.choice(ODD)
-        kind = chance.choice(["number", "one", "each"] if columns else ["number", "one"])
-        counts = np.array(chance.choices([0.0, 1.0, 3.0, 40.0], k=max(1, columns)))
-        if kind != "each":
-            counts[:] = counts[0]
-        count: float | Tensor = torch.tensor(counts if kind == "each" else counts[0])
-        if kind == "number":
-            counts = np.maximum(counts, 1.0)
-            count = float(counts[0])
-        rank.record(torch.tensor(losses if columns else losses[:, 0]), count)
-        self.plain.record(losses, counts)
+            losses[chance.randrange(self.layers + 1)] = chance.choice(ODD)
+        number = chance.random() < 0.5
+        count = chance.choice([1.0, 3.0, 40.0] if number else [0.0, 1.0, 3.0, 40.0])
+        rank.record(torch.tensor(losses), count if number else torch.tensor(count))
+        self.plain.record(losses, count)
 
     @rule(chance=SEEDS)
     def train(self, chance: random.Random) -> None:
@@ -154,9 +143,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(chance=SEEDS)
     def judge(self, chance: random.Random) -> None:
-        columns, depths = chance.randint(0, 3), self.layers + 1
-        losses = np.array(chance.choices(USUAL, k=depths * max(1, columns))).reshape(depths, -1)
-        report = self.ranks[0].report(torch.tensor(losses if columns else losses[:, 0]), 0.01)
+        losses = np.array(chance.choices(USUAL, k=self.layers + 1))
+        report = self.ranks[0].report(torch.tensor(losses), 0.01)
         found = {
             "descent": (report.violation, report.relative_violation),
             "bounds": (report.bound_violation, report.relative_bound_violation),
@@ -173,7 +161,7 @@ class Machine(RuleBasedStateMachine):
         over = [relative for *_, relative in expected]
         if all(abs(relative - 0.01) > 1e-9 for relative in over):
             assert report.feasible == (bool(over) and max(over) <= 0.01)
-        same([self.ranks[0].merit(torch.tensor(losses[:, 0]))], [self.plain.merit(losses[:, 0])])
+        same([self.ranks[0].merit(torch.tensor(losses))], [self.plain.merit(losses)])
 
     @invariant()
     def all_is_as_in_the_model(self) -> None:

@@ -1,4 +1,4 @@
-"""Objectives, ratios by samples, results as bounds and tightening: against formulas and hand-solved problems."""
+"""Objectives, results as bounds and tightening: against formulas and hand-solved problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.constraints.duals import DualAction
-from cdt_fast.constraints.measurement import tail_mean
 from cdt_fast.errors import InputError
 from tests.constraints.constraint_cases import WAYS, NoHostSync, feed, plain
 
@@ -26,8 +25,7 @@ EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 KINDS: dict[str, dict[str, Any]] = {
     "depths": {"objective": "depths", "coefficients": [0.5, 0.0, 2.0, 1.0]},
     "log": {"objective": "log"},
-    "sample": {"ratio": "sample"},
-    "cvar": {"ratio": "cvar", "tail": 0.3, "coupling": "detach"},
+    "detach": {"coupling": "detach"},
     "bounds": {"bounds": {1: 0.9, 3: "1.01x"}, "reference_losses": [1.0, 1.0, 0.8, 0.6]},
     "bounds of the warm-up": {"bounds": {3: "0.9x"}, "rate": None, "reference": None},
     "tightening": {"tighten_steps": 7},
@@ -41,19 +39,19 @@ def make(kind: str, **options: Any) -> DescentConstraints:
     return plain(3, **{**given, **(KINDS | WAYS)[kind], **options})
 
 
-def step_on(constraints: DescentConstraints, parts: list[tuple[Tensor, Tensor]]) -> None:
-    for losses, counts in parts:
-        constraints.record(losses, counts)
+def step_on(constraints: DescentConstraints, *parts: tuple[Tensor, Tensor]) -> None:
+    for losses, count in parts:
+        constraints.record(losses, count)
     constraints.step()
 
 
-def samples(steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Losses of nine samples a step, `[4, 9]`, falling with depth on the whole, and their numbers of items."""
+def batches(steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Mean losses of a step, `[4]`, falling with depth on the whole, and their number of items."""
     generator = torch.Generator().manual_seed(seed)
+    falling = torch.tensor([2.0, 1.7, 1.5, 1.4], dtype=torch.float64)
     for _ in range(steps):
-        falling = torch.tensor([[2.0], [1.7], [1.5], [1.4]], dtype=torch.float64)
-        losses = falling * (0.7 + torch.rand(4, 9, dtype=torch.float64, generator=generator))
-        yield losses, torch.randint(1, 6, (9,), generator=generator)
+        losses = falling * (0.7 + torch.rand(4, dtype=torch.float64, generator=generator))
+        yield losses, torch.randint(1, 6, (), generator=generator)
 
 
 # Objectives
@@ -98,10 +96,10 @@ def test_objectives_rest_where_they_should(objective: Any, solution: float) -> N
     assert float(point.detach()) == pytest.approx(solution, abs=0.12 if objective == "log" else 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["depths", "log", "sample"])
+@pytest.mark.parametrize("kind", ["depths", "log", "detach"])
 def test_the_weights_of_the_warm_up_are_those_of_the_objective(kind: str) -> None:
     constraints = make(kind)
-    for number, (losses, counts) in enumerate(samples(6)):
+    for number, (losses, count) in enumerate(batches(6)):
         known = constraints.known_weights()
         if kind == "log" or number >= 4:
             assert known is None
@@ -109,57 +107,8 @@ def test_the_weights_of_the_warm_up_are_those_of_the_objective(kind: str) -> Non
             assert known is not None
             assert constraints.weights().tolist() == list(known)
             assert list(known) == KINDS[kind].get("coefficients", [0.0, 0.0, 0.0, 1.0])
-        step_on(constraints, [(losses, counts)])
+        step_on(constraints, (losses, count))
     assert constraints.multipliers.any()
-
-
-# Ratios by samples
-
-
-def test_equal_ratios_are_the_ratio_of_the_means() -> None:
-    """Then the formulations are one, trajectories and all."""
-    by_mean, by_sample = plain(3, [0.1, 0.3, 0.2], 1.7), plain(3, [0.1, 0.3, 0.2], 1.7, ratio="sample")
-    for step in range(30):
-        falling = torch.tensor([2.0, 1.9, 1.5, 1.4 + 0.01 * step], dtype=torch.float64)
-        losses = falling.unsqueeze(1) * torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
-        for constraints in (by_mean, by_sample):
-            constraints.record(losses, torch.tensor([1, 5, 2]))
-            constraints.step()
-    assert by_mean.multipliers.min() > 0
-    torch.testing.assert_close(by_sample.multipliers, by_mean.multipliers, **EXACT)
-
-
-def test_ratios_of_samples_are_averaged_over_samples_not_items() -> None:
-    constraints = plain(1, 0.25, ratio="sample", dual="ascent", dual_lr=1.0, resilience=None, normalize=True)
-    constraints.record(torch.tensor([[1.0, 4.0], [0.5, 4.0]], dtype=torch.float64), torch.tensor([1, 3]))
-    constraints.record(torch.tensor([2.0, 3.0], dtype=torch.float64), 5)  # a micro-batch is one sample
-    constraints.step()
-    # Mean loss at depth 0: (1 + 12 + 10) / 9; the ratios .5, 1 and 1.5.
-    assert constraints.multipliers.tolist() == pytest.approx([0.0, 1.0 - 0.75])
-
-
-def test_cvar_comes_to_the_mean_of_the_worst_share() -> None:
-    ratios = torch.linspace(0.5, 1.5, 50, dtype=torch.float64)
-    losses = torch.stack([torch.ones_like(ratios), ratios, ratios * ratios.flip(0)])
-    constraints = plain(2, 0.0, ratio="cvar", tail=0.2, dual="ascent", dual_lr=1.0, resilience=None)
-    exact = torch.stack([ratios.sort().values[-10:].mean(), ratios.flip(0).sort().values[-10:].mean()])
-    torch.testing.assert_close(tail_mean(torch.stack([ratios, ratios.flip(0)]), 0.2), exact, **EXACT)
-    above = []
-    for _ in range(400):
-        before = constraints.multipliers.clone()
-        constraints.record(losses, 1)
-        constraints.step()
-        above.append((constraints.multipliers - before)[1:] / losses[:-1].mean(1) + 1)
-    assert (torch.stack(above) >= exact - 1e-12).all(), "an upper bound from the first step on"
-    assert above[0][0] > exact[0] + 0.05
-    torch.testing.assert_close(above[-1], exact, **EXACT)
-
-
-def test_the_mean_of_a_tail_that_ends_inside_of_an_entry() -> None:
-    values = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
-    assert tail_mean(values, 0.375).item() == pytest.approx((4.0 + 0.5 * 3.0) / 1.5)
-    assert tail_mean(values, 0.1).item() == 4.0
-    assert tail_mean(values, 1.0).item() == 2.5
 
 
 # Results as bounds
@@ -257,13 +206,14 @@ def test_rates_and_margin_grow_to_what_they_are() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulation_is_exact(kind: str) -> None:
-    """Nine samples at once against three, one and five of them, and one that counts for nothing."""
+    """Three micro-batches at once against each by itself, and one that counts for nothing."""
     whole, parts = make(kind), make(kind)
-    for losses, counts in samples(120):
-        step_on(whole, [(losses, counts)])
-        pieces = list(zip(losses.split([3, 1, 5], 1), counts.split([3, 1, 5]), strict=True))
-        nothing = torch.full((4,), math.nan, dtype=torch.float64), torch.tensor(0)
-        step_on(parts, [*pieces, nothing])
+    given, nothing = list(batches(360)), (torch.full((4,), math.nan, dtype=torch.float64), torch.tensor(0))
+    for start in range(0, 360, 3):
+        pieces = given[start : start + 3]
+        total = sum(count for _, count in pieces)
+        step_on(whole, (sum(losses * count for losses, count in pieces) / total, total))
+        step_on(parts, *pieces, nothing)
         torch.testing.assert_close(parts.weights(), whole.weights(), rtol=0, atol=1e-11)
     assert whole._duals.tensors["multipliers"].max() > 1e-3
     assert int(parts.skipped_updates) == int(whole.skipped_updates) == 0
@@ -273,17 +223,17 @@ def test_accumulation_is_exact(kind: str) -> None:
 @pytest.mark.parametrize("stop", [2, 5, 30, 61])  # in the warm-up, after it, and after an automatic reference is fixed
 def test_a_restored_run_continues_bit_for_bit(kind: str, stop: int) -> None:
     straight, stopped, restored = (make(kind, dual_every=2) for _ in range(3))
-    given = list(samples(120))
-    for losses, counts in given:
-        step_on(straight, [(losses, counts)])
-    for losses, counts in given[:stop]:
-        step_on(stopped, [(losses, counts)])
+    given = list(batches(120))
+    for losses, count in given:
+        step_on(straight, (losses, count))
+    for losses, count in given[:stop]:
+        step_on(stopped, (losses, count))
     state = stopped.state_dict()
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     rest = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     restored.load_state_dict({**load_tensors(save_tensors(tensors)), **json.loads(json.dumps(rest, allow_nan=False))})
-    for losses, counts in given[stop:]:
-        step_on(restored, [(losses, counts)])
+    for losses, count in given[stop:]:
+        step_on(restored, (losses, count))
     for name, expected in straight.state_dict().items():
         actual = restored.state_dict()[name]
         assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected, name
@@ -294,7 +244,7 @@ def test_a_state_of_another_formulation_is_refused(kind: str) -> None:
     saved = make(kind).state_dict()
     with pytest.raises(InputError, match=r"the saved state has \w+ = "):
         make(kind, **{name: None for name in ("bounds", "reference_losses") if name in KINDS[kind]} | {
-            "objective": "last", "coefficients": None, "ratio": "mean", "tighten_steps": 0, "dual": "adam",
+            "objective": "last", "coefficients": None, "tighten_steps": 0, "dual": "adam", "coupling": "chain",
         }).load_state_dict(saved)  # fmt: skip
 
 
@@ -302,14 +252,13 @@ def test_a_state_of_another_formulation_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_nothing_waits_for_the_device(kind: str, device: str) -> None:
     constraints = make(kind, device=device, dual_every=2)
-    losses, count = torch.rand(4, 5, device=device), torch.tensor(3, device=device)
+    losses, count = torch.rand(4, device=device), torch.tensor(3, device=device)
     with NoHostSync():
         for _ in range(60):
             constraints.weights()
             constraints.known_weights()
             constraints.record(losses, 2)
-            constraints.record(losses[:, 0], 2)
-            constraints.record(losses[:, 0], count)
+            constraints.record(losses, count)
             constraints.step()
         constraints.epoch_end()
     assert constraints.weights().device.type == device
@@ -323,8 +272,8 @@ def test_the_state_keeps_its_storage(kind: str) -> None:
         return {name: tensor.data_ptr() for name, tensor in constraints._tensors().items()}
 
     before, saved = storages(), constraints.state_dict()
-    for losses, counts in samples(60):
-        step_on(constraints, [(losses, counts)])
+    for losses, count in batches(60):
+        step_on(constraints, (losses, count))
     constraints.epoch_end()
     constraints.load_state_dict(saved)
     assert storages() == before
@@ -334,17 +283,17 @@ def test_the_state_keeps_its_storage(kind: str) -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_loss_leaves_no_trace(kind: str, broken: float) -> None:
     clean, hit = make(kind), make(kind)
-    for number, (losses, counts) in enumerate(samples(60)):
-        step_on(clean, [(losses, counts)])
-        step_on(hit, [(losses, counts)])
+    for number, (losses, count) in enumerate(batches(60)):
+        step_on(clean, (losses, count))
+        step_on(hit, (losses, count))
         if number > 4 and number % 7 == 0:
             worse = losses.clone()
-            worse[2, 4] = broken
+            worse[2] = broken
             before = {name: tensor.clone() for name, tensor in hit._tensors().items()}
             action = hit.count_step()
             hit._steps -= 1
             assert action is DualAction.UPDATE
-            hit.accumulate(worse, counts)
+            hit.accumulate(worse, count)
             hit.apply(action)
             for name, tensor in hit._tensors().items():
                 if name not in ("skipped_updates", "constrained_steps"):
@@ -359,24 +308,14 @@ def test_a_non_finite_loss_leaves_no_trace(kind: str, broken: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_parts_of_a_step_are_the_step(kind: str) -> None:
     whole, apart = make(kind, dual_every=3), make(kind, dual_every=3)
-    for losses, counts in samples(40):
-        step_on(whole, [(losses, counts)])
+    for losses, count in batches(40):
+        step_on(whole, (losses, count))
         action = apart.count_step()
-        apart.accumulate(losses, counts)
+        apart.accumulate(losses, count)
         apart.apply(action)
     for name, expected in whole.state_dict().items():
         actual = apart.state_dict()[name]
         assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected, name
-
-
-def test_the_report_judges_samples_by_samples() -> None:
-    losses = torch.tensor([[1.0, 1.0, 2.0, 2.0], [0.5, 1.5, 1.0, 1.6]], dtype=torch.float64)
-    exact = {"mean": 4.6 / 6, "sample": (0.5 + 1.5 + 0.5 + 0.8) / 4, "cvar": 1.5}
-    for ratio, value in exact.items():
-        report = plain(1, 0.2, ratio=ratio, tail=0.25).report(losses)
-        assert report.ratio == pytest.approx([value])
-        assert report.relative_violation == [None, pytest.approx(value - 0.8)]
-        assert plain(1, 0.2, ratio=ratio).report(losses.mean(1)).ratio == pytest.approx([4.6 / 6])
 
 
 @pytest.mark.parametrize(
@@ -466,13 +405,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bounds": {3: "1x"}, "reference_losses": [1.0]}, r"reference_losses must be 4 losses, one a depth, or None"),
     ({"bounds": {3: "1x"}, "reference_losses": [1, 1, 0, 1]}, r"reference_losses\[2\] must be a finite number > 0"),
     ({"bounds": {3: "0x"}}, r"bounds\[3\] must be a finite number > 0, or a factor"),
-    ({"ratio": "median"}, "ratio must be one of 'mean', 'sample', 'cvar', got 'median'"),
-    (
-        {"ratio": "cvar", "coupling": "absolute"},
-        'ratio="cvar" compares a layer with the one before',
-    ),
-    ({"tail": 0.0}, r"tail must be a number in \(0, 1\], got 0.0"),
-    ({"tail": 1.5}, r"tail must be a number in \(0, 1\], got 1.5"),
     ({"tighten_steps": -1}, "tighten_steps must be an integer >= 0, got -1"),
     ({"gain_growth": 0.5}, "gain_growth must be a finite number >= 1, got 0.5"),
     ({"gain_limit": 0.1}, "gain_limit must be a finite number >= 0.2, got 0.1"),
@@ -485,13 +417,3 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plain(3, 0.1, 1.0, **options)
-
-
-def test_wrong_records() -> None:
-    constraints = plain(2)
-    with pytest.raises(InputError, match=r"losses is \(2, 5\); expected a tensor of shape \(3,\)"):
-        constraints.record(torch.zeros(2, 5), 1)
-    with pytest.raises(InputError, match=r"losses is \(3, 0\)"):
-        constraints.record(torch.zeros(3, 0), 1)
-    with pytest.raises(InputError, match=r"count has shape \(4,\); expected one element, or shape \(5,\)"):
-        constraints.record(torch.zeros(3, 5), torch.ones(4))

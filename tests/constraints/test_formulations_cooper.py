@@ -1,4 +1,4 @@
-"""Cooper as the oracle of objectives, couplings, ratios, bounds and tightening: each written out as a Lagrangian.
+"""Cooper as the oracle of objectives, couplings, bounds and tightening: each written out as a Lagrangian.
 
 What has no gradient, or whose gradient is not taken, is a strict violation there, with the proxy beside it.
 """
@@ -87,13 +87,6 @@ def tightening(step: int, losses: Tensor, average: Tensor) -> tuple[Tensor, Tens
     return losses.mean(1)[-1], violations, violations.detach()
 
 
-def by_samples(step: int, losses: Tensor, average: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    proxies = chain(losses.mean(1))
-    ratios = (losses[1:] / losses[:-1]).mean(1)
-    true = torch.cat([proxies[:1], (ratios - KEPT) * losses.mean(1)[:-1]])
-    return losses.mean(1)[-1], proxies, true.detach()
-
-
 def with_bounds(step: int, losses: Tensor, average: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _, violations, _ = plain(step, losses, average)
     means = losses.mean(1)
@@ -110,7 +103,6 @@ FORMULATIONS: dict[str, tuple[Problem, dict[str, Any], list[int]]] = {
     "detach": (detached, {"coupling": "detach"}, [0, 1, 2, 3]),
     "absolute": (absolute, {"coupling": "absolute"}, [0, 1, 2, 3]),
     "tightening": (tightening, {"tighten_steps": 50, "margin": 0.1}, [0, 1, 2, 3]),
-    "samples": (by_samples, {"ratio": "sample"}, [0, 1, 2, 3]),
     "bounds": (with_bounds, BOUNDS, [0, 1, 2, 3, 5, 7]),
 }
 
@@ -164,7 +156,7 @@ def test_trajectory_is_coopers(name: str, dual: Any) -> None:
         optimizer.zero_grad()
         (constraints.weights() @ losses.mean(1)).backward()
         for part in (losses[:, :5], losses[:, 5:]):  # two micro-batches, of unequal size
-            constraints.record(part.detach(), 1)
+            constraints.record(part.detach().mean(1), part.shape[1])
         optimizer.step()
         constraints.step()
 

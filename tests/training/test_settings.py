@@ -189,7 +189,6 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
 @pytest.mark.parametrize(
     ("task", "given", "fact"),
     [
-        ("video", {"constraints": {"tail": 0.2}}, f"[constraints] tail {IDLE} ratio cvar, and ratio is mean"),
         ("video", {"constraints": {"smoothing": 0.5}}, f"smoothing {IDLE} dual pi, and dual is adam"),
         ("video", {"constraints": {"proportional_gain": 0.2}}, f"proportional_gain {IDLE} dual pi"),
         ("lm", {"constraints": {"gain_limit": 5, "dual": "pi"}}, f"gain_limit {IDLE} gain_growth other than 1"),
@@ -249,11 +248,11 @@ def test_every_condition_is_on_a_setting_that_there_is(entry: Any) -> None:
 
 def test_what_others_set_for_runs_of_both_kinds_is_not_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('[constraints]\nrate = 0.2\nratio = "cvar"\ntail = 0.2\n')
+    path.write_text('[constraints]\nrate = 0.2\ndual = "adam"\nbetas = [0.0, 0.5]\n')
     assert VideoSettings.chosen(NO_CONSTRAINTS, file=path).constraints.rate == 0.2
     assert not VideoSettings.chosen(NO_CONSTRAINTS, "paper-dust").constrained
-    path.write_text("[constraints]\ntail = 0.2\n")
-    assert VideoSettings.chosen({"constraints": {"ratio": "cvar"}}, file=path).constraints.tail == 0.2
+    path.write_text("[data]\nstride = 4\n")
+    assert VideoSettings.chosen({"data": {"frames": "resized"}}, file=path).data.stride == 4
     assert VideoSettings.chosen({"data": {"stride": "none"}}).data.stride is None
 
 
