@@ -343,7 +343,6 @@ def test_a_bound_may_be_a_factor_of_another_run(call: Call, clip: Path, tmp_path
         (["--objective", "log", "--coefficients", "1,1"], "coefficients must be 3 numbers >= 0, one a depth"),
         (["--bounds", "2=1.1x", "--reference-losses", "nowhere"], "nowhere: is no run folder"),
         (["--bounds", "2=1.1x", "--reference-losses", "1,2"], "reference_losses must be 3 losses, one a depth"),
-        (["--ratio", "worst"], "[constraints] ratio must be 'mean', 'sample' or 'cvar', got 'worst'"),
     ],
 )
 def test_a_wrong_formulation_is_one_line_and_makes_no_run(

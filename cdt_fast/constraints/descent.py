@@ -108,16 +108,10 @@ class DescentConstraints:
             "1.01x" of `reference_losses` at that depth. The multiplier of a bound is added to the weight of its depth.
         reference_losses: L+1 losses of a reference run; None: what the warm-up came to, averaged over its last ten
             steps.
-        dual: "ascent", "adam", "pi" or "barrier".
-        dual_lr: step size of the multipliers; for "pi" the integral gain κ_i. Adam moves a multiplier by about this
-            much a step whatever the scale of the losses; ascent and "pi" by this times the violation, "barrier" by this
-            times the violation times the multiplier. None: 0.002 with "adam" and the objective "last", else 0.05.
+        dual: "ascent" or "adam".
+        dual_lr: step size of the multipliers. Adam moves a multiplier by about this much a step whatever the scale of
+            the losses; ascent by this times the violation. None: 0.002 with "adam" and the objective "last", else 0.05.
         betas: Adam's decay of the first and second moment. The first is 0 because dual momentum overshoots.
-        proportional_gain: κ_p of "pi".
-        smoothing: ν of "pi", in [0, 1): the decay of the average that the proportional part follows.
-        gain_growth: by what κ_p grows after 50 updates in which a violation did not fall; 1: not at all.
-        gain_limit: the largest κ_p that it grows to.
-        barrier_width: p of "barrier": a violation of p doubles the multiplier at dual_lr = 1.
         resilience: "slack", "decay" or None. Without it an infeasible problem sends λ to infinity.
         slack_cost: β, what a unit of squared slack costs, β/2 ‖u‖²: the larger, the harder the constraints.
         slack_lr: step size of the slacks; None: 0.1 / slack_cost.
@@ -155,11 +149,6 @@ class DescentConstraints:
         dual: Dual = DEFAULTS.dual,
         dual_lr: float | None = DEFAULTS.dual_lr,
         betas: tuple[float, float] = DEFAULTS.betas,
-        proportional_gain: float = DEFAULTS.proportional_gain,
-        smoothing: float = DEFAULTS.smoothing,
-        gain_growth: float = DEFAULTS.gain_growth,
-        gain_limit: float = DEFAULTS.gain_limit,
-        barrier_width: float = DEFAULTS.barrier_width,
         resilience: Resilience | None = DEFAULTS.resilience,
         slack_cost: float = DEFAULTS.slack_cost,
         slack_lr: float | None = DEFAULTS.slack_lr,

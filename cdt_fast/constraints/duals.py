@@ -15,16 +15,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import check_choice, check_fraction, check_non_negative, check_number, check_positive
+from cdt_fast.checks import check_choice, check_fraction, check_positive
 from cdt_fast.constraints.presets import DUAL_LR, OTHER_DUAL_LR, DescentOptions, Resilience
-from cdt_fast.constraints.rules import (
-    Adam,
-    Ascent,
-    PenaltyBarrier,
-    ProportionalIntegral,
-    Rule,
-    ScheduledProportionalIntegral,
-)
+from cdt_fast.constraints.rules import Adam, Ascent, Rule
 from cdt_fast.errors import InputError
 
 # The default slack_lr is this over slack_cost: a slack then closes a tenth of its distance to λ/β a step, faster than
@@ -64,19 +57,7 @@ class DualVariables:
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise InputError(f"betas must be two numbers in [0, 1), got {betas!r}")
         first_beta, second_beta = (check_fraction(f"betas[{index}]", beta) for index, beta in enumerate(betas))
-        gain = check_non_negative("proportional_gain", options.proportional_gain)
-        growth = check_number("gain_growth", options.gain_growth, "a finite number >= 1", lambda number: number >= 1)
-        expected = f"a finite number >= {gain:g}"
-        limit = check_number("gain_limit", options.gain_limit, expected, lambda number: number >= gain)
-        width = check_positive("barrier_width", options.barrier_width)
-        controller = ProportionalIntegral(dual_lr, gain, check_fraction("smoothing", options.smoothing))
-        schedule = {"gain_growth": growth, "gain_limit": limit}
-        rules: dict[str, Rule] = {
-            "ascent": Ascent(dual_lr),
-            "adam": Adam(dual_lr, first_beta, second_beta),
-            "pi": controller if growth == 1 else ScheduledProportionalIntegral(**vars(controller), **schedule),
-            "barrier": PenaltyBarrier(dual_lr, width),
-        }
+        rules: dict[str, Rule] = {"ascent": Ascent(dual_lr), "adam": Adam(dual_lr, first_beta, second_beta)}
         self.rule = rules[check_choice("dual", dual, tuple(rules))]
         self.resilience = check_choice("resilience", options.resilience, (*get_args(Resilience), None))
         self.slack_cost = check_positive("slack_cost", options.slack_cost)
@@ -87,9 +68,7 @@ class DualVariables:
                 f"slack_lr is {given!r}; expected less than 2 / slack_cost = {2 / self.slack_cost:g}, "
                 "or each step of a slack overshoots by more than the last"
             )
-        if dual == "barrier" and dual_lr > 1:
-            raise InputError(f'dual_lr is {dual_lr!r}; expected at most 1 with dual="barrier"')
-        if self.resilience == "decay" and dual in ("ascent", "pi") and dual_lr >= 2 * self.slack_cost:
+        if self.resilience == "decay" and dual == "ascent" and dual_lr >= 2 * self.slack_cost:
             raise InputError(
                 f"dual_lr is {dual_lr!r}; expected less than 2 × slack_cost = {2 * self.slack_cost:g} "
                 'with resilience="decay", or each step of the decay overshoots by more than the last'

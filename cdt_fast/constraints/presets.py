@@ -14,7 +14,7 @@ from cdt_fast.checks import suggestion
 from cdt_fast.errors import InputError
 
 ObjectiveName = Literal["last", "depths", "log"]
-Dual = Literal["ascent", "adam", "pi", "barrier"]
+Dual = Literal["ascent", "adam"]
 Resilience = Literal["slack", "decay"]
 Coupling = Literal["chain", "detach", "absolute"]
 ReferenceMode = Literal["constraint", "anchor"]
@@ -58,11 +58,6 @@ class DescentOptions:
     dual: Dual = "adam"
     dual_lr: float | None = None
     betas: tuple[float, float] = (0.0, 0.9)
-    proportional_gain: float = 0.2
-    smoothing: float = 0.0
-    gain_growth: float = 1.0
-    gain_limit: float = 10.0
-    barrier_width: float = 1.0
     resilience: Resilience | None = "slack"
     slack_cost: float = 10.0
     slack_lr: float | None = None

@@ -43,6 +43,11 @@ GONE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("layer_dropout", "code_noise", "jacobian"), (0.0,)),
     "ratio": ("mean",),
     "tail": (0.1,),
+    "proportional_gain": (0.2,),
+    "smoothing": (0.0,),
+    "gain_growth": (1.0,),
+    "gain_limit": (10.0,),
+    "barrier_width": (1.0,),
 }
 _INSTEAD = {
     "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
@@ -164,19 +169,6 @@ class ConstraintSettings(Section):
     )
     betas: list[float] = constraint(
         list(DEFAULTS.betas), "Adam's decay of the two moments of the dual gradient", "dual=adam"
-    )
-    proportional_gain: float = constraint(DEFAULTS.proportional_gain, "proportional gain of 'pi'", "dual=pi")
-    smoothing: float = constraint(
-        DEFAULTS.smoothing, "decay of the average that the proportional part of 'pi' follows", "dual=pi"
-    )
-    gain_growth: float = constraint(
-        DEFAULTS.gain_growth,
-        "what the gain of 'pi' is multiplied by where a violation does not fall in 50 updates",
-        "dual=pi",
-    )
-    gain_limit: float = constraint(DEFAULTS.gain_limit, "the largest gain that 'pi' grows to", "dual=pi gain_growth!=1")
-    barrier_width: float = constraint(
-        DEFAULTS.barrier_width, "violation that doubles a multiplier of 'barrier'", "dual=barrier"
     )
     resilience: presets.Resilience | Literal["none"] = constraint(
         DEFAULTS.resilience or "none", "what gives way when bounds cannot be met"

@@ -31,7 +31,7 @@ RAW: dict[str, Any] = {
 WAYS: dict[str, dict[str, Any]] = {
     "-".join(map(str, way)): dict(zip(("dual", "resilience", "coupling", "reference_mode"), way, strict=True))
     for way in itertools.product(
-        ("ascent", "adam", "pi"), ("slack", "decay", None), ("chain", "detach", "absolute"), ("constraint", "anchor")
+        ("ascent", "adam"), ("slack", "decay", None), ("chain", "detach", "absolute"), ("constraint", "anchor")
     )
 }
 

@@ -179,32 +179,12 @@ class PlainDescent:
         rate = options["dual_lr"]
         if options["dual"] == "ascent":
             return multiplier + rate * (error - decay), {}
-        if options["dual"] == "adam":
-            first, second = options["betas"]
-            number = memory.get("updates", 0) + 1
-            mean = first * memory.get("mean", 0.0) + (1 - first) * (error - decay)
-            square = second * memory.get("square", 0.0) + (1 - second) * (error - decay) ** 2
-            change = mean / (1 - first**number) / (np.sqrt(square / (1 - second**number)) + 1e-8)
-            return multiplier + rate * change, {"updates": number, "mean": mean, "square": square}
-        if options["dual"] == "barrier":
-            at = (error - decay) / options["barrier_width"]
-            slope = min(1 + at, 2.0) if at >= -0.5 else -1 / (4 * at)
-            slope = at if np.isnan(at) else slope
-            proposal = max(multiplier, 1e-4) * (1 + rate * (slope - 1))
-            return proposal if np.isnan(proposal) else min(max(proposal, 1e-4), 1e2), {}
-        smoothed = options["smoothing"] * memory.get("smoothed", 0.0) + (1 - options["smoothing"]) * error
-        gain = memory.get("gain", options["proportional_gain"])
-        proposal = multiplier + rate * (error - decay) + gain * (smoothed - memory.get("smoothed", 0.0))
-        memory["smoothed"] = smoothed
-        if options["gain_growth"] > 1:
-            number, total = memory.get("number", 0) + 1, memory.get("total", 0.0) + max(error, 0.0)
-            if number == 50:
-                before, number = memory.get("before", 0.0), 0
-                if before > 0 and total > 0.9 * before:
-                    memory["gain"] = min(gain * options["gain_growth"], options["gain_limit"])
-                memory["before"], total = total, 0.0
-            memory["number"], memory["total"] = number, total
-        return proposal, memory
+        first, second = options["betas"]
+        number = memory.get("updates", 0) + 1
+        mean = first * memory.get("mean", 0.0) + (1 - first) * (error - decay)
+        square = second * memory.get("square", 0.0) + (1 - second) * (error - decay) ** 2
+        change = mean / (1 - first**number) / (np.sqrt(square / (1 - second**number)) + 1e-8)
+        return multiplier + rate * change, {"updates": number, "mean": mean, "square": square}
 
     # What comes out.
 

@@ -21,8 +21,7 @@ KINDS: tuple[dict[str, Any], ...] = (
         "objective": "log",
         "coupling": "detach",
         "bounds": {2: "0.9x"},
-        "dual": "pi",
-        "gain_growth": 2.0,
+        "dual": "ascent",
     },
 )
 

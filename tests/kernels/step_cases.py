@@ -29,8 +29,8 @@ MODELS: dict[str, tuple[type[models.DUST], dict[str, Any]]] = {
 CONSTRAINTS: dict[str, dict[str, Any] | None] = {
     "unconstrained": None,
     "adam": {"reference": "auto", "normalize": True, "dual": "adam", "warmup_steps": 4},
-    "pi": {"reference": 0.5, "dual": "pi", "resilience": "decay", "dual_every": 3, "warmup_steps": 6},
-    "ascent": {"reference": 0.5, "dual": "ascent", "coupling": "absolute", "slack_cost": 5.0},
+    "ascent": {"reference": 0.5, "dual": "ascent", "resilience": "decay", "dual_every": 3, "warmup_steps": 6},
+    "absolute": {"reference": 0.5, "dual": "ascent", "coupling": "absolute", "slack_cost": 5.0},
 }
 
 

@@ -50,7 +50,7 @@ def test_captured_steps_are_the_eager_ones(model: str, constraints: str, precisi
 
 
 def test_accumulated_steps_are_the_eager_ones() -> None:
-    captured, eager = (Steps("untied", "pi", captured=captured, epoch=ACCUMULATED) for captured in (True, False))
+    captured, eager = (Steps("untied", "ascent", captured=captured, epoch=ACCUMULATED) for captured in (True, False))
     captured.take(45)
     eager.take(45)
     assert_same(captured.state(), eager.state(), "fp32")

@@ -104,7 +104,7 @@ SETTINGS = {"batch": 3, "steps": 30, "validate_every": 5, "checkpoint_every": 15
 VARIANTS: dict[str, dict[str, Any]] = {
     "warm-up, adam": {"rate": 0.9},
     "tied, fixed reference": {"tied": True, "reference": 0.01, "normalize": True, "resilience": "decay"},
-    "every second step": {"dual_every": 2, "dual": "pi", "reference": 0.01, "warmup_epochs": 2},
+    "every second step": {"dual_every": 2, "dual": "ascent", "reference": 0.01, "warmup_epochs": 2},
     "unconstrained": {"constrained": False, "clip": None, "weight_decay": 0.1},
     "accumulation": {"batch": 2, "accumulate": 2, "stride": 3, "dual": "ascent", "reference": 0.01},
     "VideoUT": {"model": "ut", "coupling": "absolute", "rate": 0.9, "precision": "bf16"},
@@ -203,7 +203,7 @@ def test_the_parts_of_a_step_are_the_step(reference: Any, dual_every: int) -> No
     settings: dict[str, Any] = {
         "warmup_steps": 4,
         "dual_every": dual_every,
-        "dual": "pi",
+        "dual": "ascent",
         "reference_mode": "constraint",
     }
     whole, apart = (DescentConstraints(2, 0.3, reference, **settings) for _ in range(2))

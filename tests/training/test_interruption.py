@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "checkpoint_every": 4,
         "log_every": 7,
     },
-    "dual_every": {"steps": 27, "dual_every": 3, "dual": "pi", "normalize": True, "reference": 1.0, "log_every": 4},
+    "dual_every": {"steps": 27, "dual_every": 3, "dual": "ascent", "normalize": True, "reference": 1.0, "log_every": 4},
     "plain": {"constrained": False, "steps": 12, "validate_every": 5, "checkpoint_every": 4, "log_every": 7},
 }
 
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
     for changes, fact in [
         ({"layers": 3}, "does not fit config.toml"),
         ({"code_size": 32}, "does not fit config.toml"),
-        ({"dual": "pi"}, "does not fit config.toml"),
+        ({"dual": "ascent"}, "does not fit config.toml"),
         ({"window": 4}, r"\[data\] window was 5, is 4"),
         ({"seed": 1}, r"state\.safetensors: is of another run.*\[training\] seed was 0, is 1"),
         ({"steps": 2}, "is at step 3, and the training has 2"),

@@ -197,7 +197,9 @@ class _Identities:
         return id(tensor) in self.numbers
 
 
-@pytest.mark.parametrize("changes", [{}, {"constrained": False}, {"accumulate": 2, "dual": "pi", "normalize": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"constrained": False}, {"accumulate": 2, "dual": "ascent", "normalize": True}]
+)
 def test_a_training_step_does_not_wait_for_the_device(
     tiny_config: Config, tmp_path: Path, changes: dict[str, Any]
 ) -> None:

@@ -189,10 +189,6 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
 @pytest.mark.parametrize(
     ("task", "given", "fact"),
     [
-        ("video", {"constraints": {"smoothing": 0.5}}, f"smoothing {IDLE} dual pi, and dual is adam"),
-        ("video", {"constraints": {"proportional_gain": 0.2}}, f"proportional_gain {IDLE} dual pi"),
-        ("lm", {"constraints": {"gain_limit": 5, "dual": "pi"}}, f"gain_limit {IDLE} gain_growth other than 1"),
-        ("lm", {"constraints": {"barrier_width": 2}}, f"barrier_width {IDLE} dual barrier"),
         ("text", {"constraints": {"betas": "0,0.9", "dual": "ascent"}}, f"betas {IDLE} dual adam, and dual is ascent"),
         ("text", {"constraints": {"slack_lr": 0.01, "resilience": "decay"}}, f"slack_lr {IDLE} resilience slack"),
         ("text", {"constraints": {"coupling": "chain", "rate": "none"}}, f"coupling {IDLE} rate other than none"),
