@@ -24,7 +24,6 @@ from cdt_fast.kernels.launch import Launch, ceil_div, whole_tiles
 from cdt_fast.kernels.tiles import (
     LN_2,
     load_rows,
-    multiply_tile,
     sequence_rows,
     softmax_tile,
     store_rows,
@@ -59,9 +58,8 @@ def packed_forward_kernel(
     tl.store(log_sum_exp + first + row, log_sum * LN_2, mask=exists)
     for start in range(0, VALUE_WIDTH, COLUMNS):
         chunk = load_rows(values, row, counts, start, VALUE_WIDTH, COLUMNS)
-        store_rows(
-            output, row, exists, start, multiply_tile(attention, chunk, visible, PRECISION), VALUE_WIDTH, COLUMNS
-        )
+        mixed = tl.dot(attention.to(chunk.dtype), chunk, input_precision=PRECISION)
+        store_rows(output, row, exists, start, mixed, VALUE_WIDTH, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
@@ -99,10 +97,7 @@ def packed_backward_kernel(
             upstream = load_rows(grad_output, row, counts, start, VALUE_WIDTH, COLUMNS)
             chunk = load_rows(values, row, counts, start, VALUE_WIDTH, COLUMNS)
             grad_attention = tl.dot(upstream, tl.trans(chunk), grad_attention, input_precision=PRECISION)
-        grad_attention = tl.where(visible, grad_attention, 0.0)
         grad_scores = attention * (grad_attention - tl.sum(attention * grad_attention, 1)[:, None])
-        # Once more: a row whose sum is NaN is NaN from end to end, and the transposed would carry that on.
-        grad_scores = tl.where(visible, grad_scores, 0.0)
         mirrored = tl.trans(grad_scores)
         symmetric = grad_scores + mirrored
         if ENERGY:
@@ -111,16 +106,16 @@ def packed_backward_kernel(
         symmetric = (symmetric * scale).to(z.dtype.element_ty)
         for start in range(0, WIDTH, COLUMNS):
             chunk = load_rows(z, row, counts, start, WIDTH, COLUMNS)
-            gradient = multiply_tile(symmetric, chunk, visible, PRECISION)
+            gradient = tl.dot(symmetric, chunk, input_precision=PRECISION)
             if TIED:
                 upstream = load_rows(grad_output, row, counts, start, WIDTH, COLUMNS)
-                gradient += multiply_tile(tl.trans(low), upstream, visible, PRECISION)
+                gradient += tl.dot(tl.trans(low), upstream, input_precision=PRECISION)
             store_rows(grad_z + first * WIDTH, row, exists, start, gradient, WIDTH, COLUMNS)
 
     if grad_values is not None:
         for start in range(0, VALUE_WIDTH, COLUMNS):
             upstream = load_rows(grad_output, row, counts, start, VALUE_WIDTH, COLUMNS)
-            gradient = multiply_tile(tl.trans(low), upstream, visible, PRECISION)
+            gradient = tl.dot(tl.trans(low), upstream, input_precision=PRECISION)
             store_rows(grad_values + first * VALUE_WIDTH, row, exists, start, gradient, VALUE_WIDTH, COLUMNS)
 
 

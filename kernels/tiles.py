@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: tiles of sequences, masked loads, softmax, values that poison."""
+"""Device functions that several kernels share: tiles of sequences, masked loads, softmax."""
 
 from __future__ import annotations
 
@@ -63,48 +63,18 @@ def store_rows(pointer, row, mask, start, value, WIDTH: tl.constexpr, BLOCK_WIDT
 
 
 @triton.jit
-def finite(value):
-    """`value` with zeros in place of NaN and infinities.
-
-    Sequences share a tile, and the zero weight that keeps them apart does not hold back a NaN: 0 · NaN = NaN.
-    """
-    return tl.where(tl.abs(value) < float("inf"), value, 0.0).to(value.dtype)
-
-
-@triton.jit
-def bad_rows(value):
-    """The rows `[rows]` of `value` in which something is not finite."""
-    return tl.min((tl.abs(value) < float("inf")).to(tl.int32), 1) == 0
-
-
-@triton.jit
-def poisoned_rows(visible, bad):
-    """The rows `[rows]` that see a row that is `bad`."""
-    return tl.max((visible & bad[None, :]).to(tl.int32), 1) > 0
-
-
-@triton.jit
-def multiply_tile(weights, tile, visible, PRECISION: tl.constexpr):
-    """`weights @ tile`, in which what is not finite reaches the rows that see it, and no others."""
-    product = tl.dot(weights.to(tile.dtype), finite(tile), input_precision=PRECISION)
-    return tl.where(poisoned_rows(visible, bad_rows(tile))[:, None], float("nan"), product)
-
-
-@triton.jit
 def softmax_tile(scores, visible):
     """Softmax over the visible keys of each row (in base 2: `scores` carry log2 e), and its log-sum-exp in base 2.
 
     A row that sees nothing gets weights of zero and a log-sum-exp of +∞, which makes its weights zero again in a
-    backward that computes `exp2(scores − log-sum-exp)`. What a row does not see has no weight even where the row is
-    NaN: the transposed weights would carry it to another sequence.
+    backward that computes `exp2(scores − log-sum-exp)`. Sequences share a tile, so a NaN reaches its neighbors in it.
     """
     scores = tl.where(visible, scores, float("-inf"))
     peak = tl.max(scores, 1)
     seen = tl.max(visible.to(tl.int32), 1) > 0
     weights = tl.exp2(scores - tl.where(seen, peak, 0.0)[:, None])
     total = tl.where(seen, tl.sum(weights, 1), 1.0)
-    weights = tl.where(visible, weights / total[:, None], 0.0)
-    return weights, tl.where(seen, peak + tl.log2(total), float("inf"))
+    return weights / total[:, None], tl.where(seen, peak + tl.log2(total), float("inf"))
 
 
 @triton.jit

@@ -33,13 +33,9 @@ from cdt_fast.kernels.blocks import (
 from cdt_fast.kernels.cards import card_of
 from cdt_fast.kernels.launch import Launch, block_width, ceil_div, is_aligned, whole_tiles
 from cdt_fast.kernels.tiles import (
-    bad_rows,
     block_share,
-    finite,
     load_rows,
-    multiply_tile,
     nonlinearity,
-    poisoned_rows,
     rows_of_sequences,
     softmax_tile,
     store_rows,
@@ -85,7 +81,6 @@ def residual_columns(
     attention,
     row,
     mask,
-    visible,
     start,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -95,7 +90,7 @@ def residual_columns(
     """Columns of X − A Z, or in the first layer of X − A V."""
     left = load_rows(signal, row, mask, start, WIDTH, BLOCK_WIDTH).to(tl.float32)
     values = load_values(signal, projection, row, mask, start, FIRST, WIDTH, BLOCK_WIDTH)
-    return left - multiply_tile(attention, values, visible, PRECISION)
+    return left - tl.dot(attention.to(values.dtype), values, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "programs"])
@@ -136,7 +131,7 @@ def unrolled_forward_kernel(
     scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, False, PRECISION)
     attention, _ = softmax_tile(scores, visible)
     for start in range(0, WIDTH, COLUMNS):
-        left = residual_columns(x, z, attention, row, counts, visible, start, codes is None, WIDTH, COLUMNS, PRECISION)
+        left = residual_columns(x, z, attention, row, counts, start, codes is None, WIDTH, COLUMNS, PRECISION)
         store_rows(r, row, exists, start, left * step, WIDTH, COLUMNS)
     # Read again, so that the products take it from shared memory: held in registers it would spill others.
     tl.debug_barrier()
@@ -144,7 +139,6 @@ def unrolled_forward_kernel(
 
     attention = attention.to(next_codes.dtype.element_ty)
     result = tl.zeros((ROWS, BLOCK_NEXT_WIDTH), tl.float32)
-    bad = tl.zeros((ROWS,), tl.int32)
     for start in range(0, CODE_WIDTH, ATOMS):
         atom = start + tl.arange(0, ATOMS)
         offset = row[:, None] * CODE_WIDTH + atom[None, :]
@@ -152,8 +146,7 @@ def unrolled_forward_kernel(
         update = tl.zeros((ROWS, ATOMS), tl.float32)
         if codes is not None:
             chunk = tl.load(codes + first * CODE_WIDTH + offset, mask=counts[:, None] & inside, other=0.0)
-            bad |= bad_rows(chunk).to(tl.int32)
-            update = tl.dot(attention, finite(chunk), update, input_precision=PRECISION)
+            update = tl.dot(attention, chunk, update, input_precision=PRECISION)
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
         update = tl.dot(whole_residual, atoms, update, input_precision=PRECISION)
         following = nonlinearity(update, threshold, NONLINEARITY).to(next_codes.dtype.element_ty)
@@ -161,15 +154,6 @@ def unrolled_forward_kernel(
         if next_dictionary is not None:
             atoms = load_atoms(next_dictionary, start, CODE_WIDTH, NEXT_WIDTH, BLOCK_NEXT_WIDTH, ATOMS)
         result = tl.dot(following, tl.trans(atoms), result, input_precision=PRECISION)
-    if target is None:
-        # The lengths are read again: kept over the loop, what counts spills. With a target it stays for the error.
-        _, _, _, counts, _ = rows_of_sequences(begin, end, tokens, lengths, ROWS)
-    if codes is not None:
-        # Codes that are not finite beside a projection that is: Z⁺ shows it in the whole sequence. Who sees whom is
-        # asked in other words than above: the same ones would be kept over the loop, and spill others.
-        start_of = row - row % tokens
-        seen = (row[None, :] >= start_of[:, None]) & (row[None, :] < start_of[:, None] + tokens) & counts[:, None]
-        result = tl.where(poisoned_rows(seen, bad != 0)[:, None], float("nan"), result)
     store_rows(z_next, row, exists, 0, result, NEXT_WIDTH, BLOCK_NEXT_WIDTH)
     if target is not None:
         # Read again, a few columns at a time: two whole tiles in float32 would spill. Both are zero at padding.
@@ -268,8 +252,6 @@ def unrolled_backward_kernel(
     store_rows(dr, row, exists, 0, residual_sum * step, WIDTH, BLOCK_WIDTH)
     # Asked for again, not kept: over the loop above this mask would cost up to 64 registers, and spill others.
     _, _, _, counts, visible = rows_of_sequences(begin, end, tokens, lengths, ROWS)
-    # A row of dU that is not finite makes its row of dR so; all that see it get NaN, and nobody else.
-    poisoned = poisoned_rows(visible, bad_rows(residual_sum))[:, None]
     tl.debug_barrier()
 
     grad_attention = tl.zeros((ROWS, ROWS), tl.float32)
@@ -288,44 +270,37 @@ def unrolled_backward_kernel(
     if residual is not None:
         r = residual + first * WIDTH
         for start in range(0, WIDTH, COLUMNS):
-            left = residual_columns(
-                x, z, attention, row, counts, visible, start, codes is None, WIDTH, COLUMNS, PRECISION
-            )
+            left = residual_columns(x, z, attention, row, counts, start, codes is None, WIDTH, COLUMNS, PRECISION)
             store_rows(r, row, exists, start, left * step, WIDTH, COLUMNS)
     if grad_projection is not None:
         for start in range(0, WIDTH, COLUMNS):
             values = load_values(x, z, row, counts, start, codes is None, WIDTH, COLUMNS)
             through = load_rows(dr, row, counts, start, WIDTH, COLUMNS)
             grad_attention = tl.dot(-through, tl.trans(values), grad_attention, input_precision=PRECISION)
-        grad_attention = tl.where(visible, grad_attention, 0.0)
         grad_scores = attention * (grad_attention - tl.sum(attention * grad_attention, 1)[:, None])
-        # Once more: a row whose sum is NaN is NaN from end to end, and the transposed would carry that on.
-        symmetric = tl.where(visible, (grad_scores + tl.trans(grad_scores)) * scale, 0.0)
-        symmetric = symmetric.to(grad_update.dtype.element_ty)
+        symmetric = ((grad_scores + tl.trans(grad_scores)) * scale).to(grad_update.dtype.element_ty)
     transposed = tl.trans(attention.to(grad_update.dtype.element_ty))
     if grad_projection is not None:
         for start in range(0, WIDTH, COLUMNS):
-            own = finite(load_rows(z, row, counts, start, WIDTH, COLUMNS))
-            through = finite(load_rows(dr, row, counts, start, WIDTH, COLUMNS))
+            own = load_rows(z, row, counts, start, WIDTH, COLUMNS)
+            through = load_rows(dr, row, counts, start, WIDTH, COLUMNS)
             gradient = tl.dot(symmetric, own, input_precision=PRECISION)
             gradient = tl.dot(transposed, -through, gradient, input_precision=PRECISION)
-            gradient = tl.where(poisoned, float("nan"), gradient)
             # dR may stand where this is written: all threads have read these columns of it.
             tl.debug_barrier()
             store_rows(grad_projection + first * WIDTH, row, exists, start, gradient, WIDTH, COLUMNS)
     if grad_signal is not None:
         for start in range(0, WIDTH, COLUMNS):
             through = load_rows(dr, row, counts, start, WIDTH, COLUMNS)
-            gradient = through.to(tl.float32) + tl.dot(transposed, finite(through), input_precision=PRECISION)
-            gradient = tl.where(poisoned, float("nan"), gradient)
+            gradient = through.to(tl.float32) + tl.dot(transposed, through, input_precision=PRECISION)
             store_rows(grad_signal + first * WIDTH, row, exists, start, gradient, WIDTH, COLUMNS)
     if grad_codes is not None:
         for start in range(0, CODE_WIDTH, ATOMS):
             atom = start + tl.arange(0, ATOMS)
             offset = row[:, None] * CODE_WIDTH + atom[None, :]
             inside = (atom < CODE_WIDTH)[None, :]
-            update = finite(tl.load(du + offset, mask=counts[:, None] & inside, other=0.0))
-            gradient = tl.where(poisoned, float("nan"), tl.dot(transposed, update, input_precision=PRECISION))
+            update = tl.load(du + offset, mask=counts[:, None] & inside, other=0.0)
+            gradient = tl.dot(transposed, update, input_precision=PRECISION)
             tl.store(
                 grad_codes + first * CODE_WIDTH + offset,
                 gradient.to(grad_update.dtype.element_ty),
