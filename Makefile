@@ -9,18 +9,20 @@ demo: .venv/installed
 	rm -rf runs/demo
 	$(BIN)/cdt-fast reproduce video demo --seeds 0 --out runs/demo
 
-# `make test` is what a change must pass, in minutes; `make test-all` runs everything else (tests/parts.py says which is
-# which). A worker for each processor, and one thread a worker. The kernels' arithmetic runs in Triton's interpreter,
-# which is chosen when Triton is imported: in its own process. What the compiler makes of the kernels is emulated for two
-# cards, one for each kind of tensor cores; for the second by `make test-all` alone.
+# `make test` is what a change must pass, in minutes; `make test-all` is what is marked `slow`. A worker for each
+# processor, and one thread a worker. The kernels' arithmetic runs in Triton's interpreter, which is chosen when Triton is
+# imported: in its own process. What the compiler makes of them is emulated for a card, and for a second one by
+# `make test-all`.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=loadgroup
-test: PART := quick
-test-all: PART := rest
-test test-all: .venv/installed
-	$(PYTEST) --part=$(PART) --ignore=tests/kernels
-	TRITON_INTERPRET=1 $(PYTEST) --part=$(PART) tests/kernels
-	$(PYTEST) --part=$(PART) --emulate "RTX 3090" tests/kernels
-	$(if $(filter rest,$(PART)),for part in quick rest; do $(PYTEST) --part=$$part --emulate H200 tests/kernels || exit; done)
+test: .venv/installed
+	$(PYTEST) -m "not slow" --ignore=tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/kernels
+	$(PYTEST) -m "emulated and not slow" --emulate "RTX 3090" tests/kernels
+
+test-all: .venv/installed
+	$(PYTEST) -m slow --ignore=tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/kernels
+	$(PYTEST) -m emulated --emulate H200 tests/kernels
 
 # All tests of the kernels that need no GPU, compiled for a card and emulated.
 CARD ?= RTX 3090

@@ -16,28 +16,12 @@ import pytest
 from cdt_fast import cli
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
-from tests.parts import quick, rest
 from tests.runs import evaluate_run, settings_of, train
 from tests.tiny import TINY, scrolling_clip
 
 # The same examples each time: a failure of one run is one of the next.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=("quick", "rest"), help="`make test` or what it leaves: see tests/parts.py")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the part that was asked for."""
-    part = config.getoption("--part")
-    if part is not None:
-        emulated = config.getoption("--emulate", None) is not None
-        chosen = quick(items, emulated) if part == "quick" else rest(items, emulated)
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
 
 
 @pytest.hookimpl(optionalhook=True)

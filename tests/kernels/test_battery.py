@@ -59,6 +59,7 @@ SIZES = {
     "long": (1, 70, 20, 40),
     "wide": (2, 3, 259, 20),
 }
+SLOW = ("below and above a tile", "several tiles", "wide")
 
 
 def drawn(name: str, sizes: str, **changes: Any) -> Iterator[Case]:
@@ -67,11 +68,13 @@ def drawn(name: str, sizes: str, **changes: Any) -> Iterator[Case]:
     sequences, tokens, width, atoms = SIZES[sizes]
     if sizes not in ("ones", "several in a tile") and "nonlinearity" in OPTIONS[op]:
         options = {**options, "threshold": 0.0, "nonlinearity": "soft_threshold"}
+    if options.get("chunk_tokens"):
+        options = {**options, "chunk_tokens": 20}
     given = {"leading": (sequences,), "tokens": tokens, "width": width, "atoms": atoms, **options, **changes}
     return (build(op, *extras, seed=seed, **given) for seed in itertools.count())
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SIZES])
 @EVERY
 def test_is_its_formula_with_every_gradient(name: str, sizes: str, device: torch.device, dtype: torch.dtype) -> None:
     assert_as_precise_as_torch(drawn(name, sizes), dtype, device, draws=2, placed=between_nan, products=F32)
