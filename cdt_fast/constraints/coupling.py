@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import check_choice, check_fraction, check_integer, check_number
+from cdt_fast.checks import check_choice, check_fraction, check_number
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS, Coupling, DescentOptions, ReferenceMode
 from cdt_fast.errors import InputError
 
@@ -17,13 +17,9 @@ from cdt_fast.errors import InputError
 class DescentCoupling:
     """g_0..g_L of the losses, and the weights that their multipliers give the depths; see `DescentConstraints`.
 
-    Rates and margin grow linearly from zero to what they are over the first `tighten_steps` constrained steps, so that
-    r_l = 1 − τ α_l and bounds are lowered by τ · margin with τ = min(1, steps / tighten_steps).
-
     Attributes:
         reference, margin: as given.
-        tensors: of an automatic reference its level and the number of its measurements, and with `tighten_steps` the
-            number of constrained steps.
+        tensors: of an automatic reference its level and the number of its measurements.
 
     Raises:
         InputError: an argument is outside of its range, or they do not go together.
@@ -35,7 +31,6 @@ class DescentCoupling:
         self._coupling = coupling = check_choice("coupling", options.coupling, get_args(Coupling))
         reference_mode = check_choice("reference_mode", options.reference_mode, get_args(ReferenceMode))
         self.margin = check_fraction("margin", options.margin)
-        self._tighten_steps = check_integer("tighten_steps", options.tighten_steps, 0)
         rates = _rates(options.rate, layers)
         if self.reference is None and rates is not None and (coupling == "absolute" or reference_mode == "anchor"):
             needs = 'coupling="absolute"' if coupling == "absolute" else 'reference_mode="anchor"'
@@ -46,7 +41,6 @@ class DescentCoupling:
             "coupling": coupling,
             "reference_mode": reference_mode,
             "margin": self.margin,
-            "tighten_steps": self._tighten_steps,
         }
         alpha = torch.tensor([math.nan] * layers if rates is None else rates, dtype=dtype)
         anchored = reference_mode == "anchor"
@@ -70,14 +64,13 @@ class DescentCoupling:
         else:
             level = math.nan if self.reference is None else float(self.reference)
             self.constants["reference_level"] = torch.tensor(level, dtype=dtype)
-        if self._tighten_steps:
-            self.tensors["constrained_steps"] = torch.zeros((), dtype=torch.int64)
-        else:
-            self.constants |= {"factors": self._factors(1.0, self.margin), "upstream": self._upstream()}
+        # The bounds in training over the losses that they are taken from, and the share of λ_l that depth l−1 carries.
+        factors = self._factors(self.margin)
+        self.constants |= {"factors": factors, "upstream": torch.where(self.constants["pushes"], factors[1:], 0.0)}
 
     @property
     def rates(self) -> Tensor:
-        """α, `[L]`, as they are in the end; NaN without descent constraints."""
+        """α, `[L]`; NaN without descent constraints."""
         return self.constants["rates"]
 
     @property
@@ -99,20 +92,14 @@ class DescentCoupling:
         return self.constants["exists"] & self.constants["uses_reference"]
 
     @property
-    def is_steady(self) -> bool:
-        """Whether a loss is bounded by a constant times the one before, or times the reference."""
-        return self._coupling != "absolute" and not self._tighten_steps
-
-    @property
     def chained(self) -> list[bool]:
         """Of each depth 0..L, whether its bound is taken from the loss of the depth before."""
         return (~self.constants["uses_reference"]).tolist()
 
     def weights(self, multipliers: Tensor) -> Tensor:
         """What multipliers λ `[L+1]` add to the weights of the depths, `[L+1]`."""
-        upstream = self._upstream() if self._tighten_steps else self.constants["upstream"]
         weights = multipliers.clone()
-        weights[:-1].sub_(upstream * multipliers[1:])
+        weights[:-1].sub_(self.constants["upstream"] * multipliers[1:])
         return weights
 
     def violation(self, losses: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
@@ -120,17 +107,16 @@ class DescentCoupling:
 
         Args:
             losses: `[L+1]`.
-            training: with margin and the rates of the moment; else with the bounds as they are.
+            training: with the margin; else with the bounds as they are.
         """
         reference = self.reference_level
-        strength = self._strength() if training else 1.0
-        margin = strength * self.margin if training else 0.0
+        margin = self.margin if training else 0.0
         if self._coupling == "absolute":
-            bound = reference * (1 - strength * self.constants["shares"]).cumprod(0)
+            bound = reference * (1 - self.constants["shares"]).cumprod(0)
             return losses - (1 - margin) * bound, bound.abs()
         uses_reference = self.constants["uses_reference"]
         before = torch.where(uses_reference, reference, losses.roll(1))
-        factors = self.constants["factors"] if training and self.is_steady else self._factors(strength, margin)
+        factors = self.constants["factors"] if training else self._factors(0.0)
         return losses - factors * before, before.abs()
 
     @torch.no_grad()
@@ -143,24 +129,9 @@ class DescentCoupling:
         level.copy_(torch.where(taken, level + (loss - level) / (measurements + 1), level))
         measurements += taken
 
-    def count_steps(self, steps: int) -> None:
-        """So many constrained steps are over: the rates tighten."""
-        if self._tighten_steps:
-            self.tensors["constrained_steps"] += steps
-
-    def _strength(self) -> Tensor | float:
-        if not self._tighten_steps:
-            return 1.0
-        return (self.tensors["constrained_steps"].to(self.rates.dtype) / self._tighten_steps).clamp(max=1.0)
-
-    def _factors(self, strength: Tensor | float, margin: Tensor | float) -> Tensor:
+    def _factors(self, margin: float) -> Tensor:
         """The bounds over the losses that they are taken from, `[L+1]`."""
-        return (1 - margin) * (1 - strength * self.constants["shares"])
-
-    def _upstream(self) -> Tensor:
-        """The share of λ_l that depth l−1 carries, `[L]`."""
-        strength = self._strength()
-        return torch.where(self.constants["pushes"], self._factors(strength, strength * self.margin)[1:], 0.0)
+        return (1 - margin) * (1 - self.constants["shares"])
 
 
 def _reference(value: Any) -> float | str | None:

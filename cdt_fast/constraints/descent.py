@@ -122,7 +122,6 @@ class DescentConstraints:
             g_l = ℓ_l − (1 − margin) r_l ℓ_{l−1}, and likewise for the reference. `report` judges by the bounds
             themselves. A solution sits on its bounds, and on held-out data a little above or below them; the margin is
             what keeps it below.
-        tighten_steps: rates and margin grow linearly from zero to what they are over so many steps after the warm-up.
         warmup_steps: number of steps with the constraints off: the weights of the objective alone, no dual update.
         dual_every: number of steps per dual update. Their sums and counts add up; λ is constant meanwhile.
         device: where the state lives; None: where the first recorded losses are (the CPU until then).
@@ -156,7 +155,6 @@ class DescentConstraints:
         reference_mode: ReferenceMode = DEFAULTS.reference_mode,
         normalize: bool = DEFAULTS.normalize,
         margin: float = DEFAULTS.margin,
-        tighten_steps: int = DEFAULTS.tighten_steps,
         warmup_steps: int = DEFAULTS.warmup_steps,
         dual_every: int = DEFAULTS.dual_every,
         device: torch.device | str | None = None,
@@ -235,7 +233,7 @@ class DescentConstraints:
 
     @property
     def rates(self) -> Tensor:
-        """α, (L,), as they are when the tightening is over; NaN without constraints of descent."""
+        """α, (L,); NaN without constraints of descent."""
         return self._coupling.rates
 
     @property
@@ -379,7 +377,6 @@ class DescentConstraints:
         groups = self._judged(losses, training=True)
         relative = [group.violation / group.scale if self.normalize else group.violation for group in groups]
         self._duals.update(torch.cat(relative), torch.cat([group.active for group in groups]), finite)
-        self._coupling.count_steps(self.dual_every)
 
     def _judged(self, losses: Tensor, *, training: bool) -> list[Group]:
         """The violations of each group of constraints, in the order of their multipliers."""

@@ -8,7 +8,7 @@ all depths weigh c_l.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_non_negative
 from cdt_fast.constraints.measurement import AverageLosses
-from cdt_fast.constraints.presets import DepthScale, ObjectiveName
+from cdt_fast.constraints.presets import ObjectiveName
 from cdt_fast.errors import InputError
 
 
@@ -62,43 +62,6 @@ class Objective:
     def known_weights(self) -> tuple[float, ...] | None:
         """The weights as numbers; None where they depend on losses."""
         return self._numbers if self.average is None else None
-
-
-def scaled_coefficients(scale: DepthScale, depths: Sequence[int], exit_scale: float = 1.0) -> list[float]:
-    """Coefficients of deep supervision by a scale over the depths; they add up to one, and depth 0 has none.
-
-    Before the last depth each is f(d) times `exit_scale`; those of torchtune's early exit losses, and LayerSkip's e:
-
-        uniform 1,  linear d,  sum d (d + 1) / 2,  sqrt √d,  inverse 1 / d,  inverse-sqrt 1 / √d
-        layerskip (d − 1) d / 2
-
-    Args:
-        scale: which.
-        depths: d of the depths that are read, the last of them L.
-        exit_scale: LayerSkip's e_scale, as above.
-
-    Raises:
-        InputError: all would be zero.
-
-    Source: LayerSkip (Elhoushi et al., 2024), §3.1.2; torchtune, early_exit_loss.
-    """
-    values = [_SCALES[scale](depth) if depth else 0.0 for depth in depths]
-    values = [*(exit_scale * value for value in values[:-1]), values[-1]]
-    total = sum(values)
-    if not total:
-        raise InputError(f"coefficients={scale!r} with exit_scale={exit_scale:g} weigh none of the depths {depths}")
-    return [value / total for value in values]
-
-
-_SCALES: dict[str, Callable[[int], float]] = {
-    "uniform": lambda depth: 1.0,
-    "linear": lambda depth: depth,
-    "sum": lambda depth: depth * (depth + 1) / 2,
-    "sqrt": lambda depth: depth**0.5,
-    "inverse": lambda depth: 1 / depth,
-    "inverse-sqrt": lambda depth: depth**-0.5,
-    "layerskip": lambda depth: (depth - 1) * depth / 2,
-}
 
 
 def _coefficients(given: Any, layers: int, name: str) -> list[float]:

@@ -18,7 +18,6 @@ Dual = Literal["ascent", "adam"]
 Resilience = Literal["slack", "decay"]
 Coupling = Literal["chain", "detach", "absolute"]
 ReferenceMode = Literal["constraint", "anchor"]
-DepthScale = Literal["uniform", "linear", "sum", "sqrt", "inverse", "inverse-sqrt", "layerskip"]
 Preset = Literal[
     "video",
     "text",
@@ -65,7 +64,6 @@ class DescentOptions:
     reference_mode: ReferenceMode = "anchor"
     normalize: bool = True
     margin: float = 0.02
-    tighten_steps: int = 0
     warmup_steps: int = 0
     dual_every: int = 1
 

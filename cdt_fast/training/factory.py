@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from cdt_fast.constraints.descent import DescentConstraints
-from cdt_fast.constraints.objective import scaled_coefficients
 from cdt_fast.constraints.presets import DEFAULTS
 from cdt_fast.errors import InputError
 from cdt_fast.training.settings import RunSettings
@@ -23,25 +22,14 @@ def steps_per_epoch(settings: RunSettings, samples: int) -> int:
     return math.ceil(samples / (settings.training.batch * settings.training.accumulate))
 
 
-def _coefficients(settings: RunSettings, num_constraints: int) -> list[float] | None:
-    """The coefficients of the settings as numbers, one a depth that is read; None where there are none."""
-    chosen, given = settings.constraints, settings.coefficients
-    if not isinstance(given, str):
-        if chosen.exit_scale != 1.0:
-            raise InputError("[constraints] exit_scale is a factor of a scale, such as --coefficients linear")
-        return given
-    depths = getattr(settings.model, "taps", None) or list(range(num_constraints + 1))
-    return scaled_coefficients(given, depths, chosen.exit_scale)
-
-
-def _by_number(settings: RunSettings, name: str) -> dict[int, Any] | None:
-    """What the settings give chosen depths, by their numbers among those that are read."""
-    given, taps = getattr(settings.constraints, name), getattr(settings.model, "taps", None)
+def _bounds(settings: RunSettings) -> dict[int, Any] | None:
+    """The bounds of the settings, by the numbers of their depths among those that are read."""
+    given, taps = settings.constraints.bounds, getattr(settings.model, "taps", None)
     if given is None or taps is None:
         return given
     for depth in given:
         if depth not in taps:
-            raise InputError(f"[constraints] {name} holds depth {depth}, which is not read: --taps are {taps}")
+            raise InputError(f"[constraints] bounds holds depth {depth}, which is not read: --taps are {taps}")
     return {taps.index(depth): value for depth, value in given.items()}
 
 
@@ -49,7 +37,7 @@ def check_trained_depths(settings: RunSettings) -> None:
     """Refuse a weight or a bound of depth 0 where nothing trains there."""
     reason, chosen, weights = settings.untrained_depth, settings.constraints, settings.coefficients
     asked = {
-        "coefficients": isinstance(weights, list) and weights[0] > 0,
+        "coefficients": weights is not None and weights[0] > 0,
         "reference_mode constraint": settings.constrained
         and chosen.reference_mode == "constraint"
         and chosen.reference is not None,
@@ -80,8 +68,8 @@ def build_constraints(
     options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if name in type(chosen).model_fields}
     options |= {
         "objective": settings.objective,
-        "coefficients": _coefficients(settings, num_constraints),
-        "bounds": _by_number(settings, "bounds"),
+        "coefficients": settings.coefficients,
+        "bounds": _bounds(settings),
         "betas": tuple(chosen.betas),
         "resilience": None if chosen.resilience == "none" else chosen.resilience,
         "warmup_steps": chosen.warmup_epochs * epoch if settings.constrained else NEVER,

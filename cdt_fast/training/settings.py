@@ -48,6 +48,8 @@ GONE: dict[str, tuple[Any, ...]] = {
     "gain_growth": (1.0,),
     "gain_limit": (10.0,),
     "barrier_width": (1.0,),
+    "tighten_steps": (0,),
+    "exit_scale": (1.0,),
 }
 _INSTEAD = {
     "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
@@ -136,11 +138,9 @@ class ConstraintSettings(Section):
     objective: presets.ObjectiveName | None = setting(
         None, "what is minimized over the depths (default: last; for a denoiser of video with constraints log)"
     )
-    coefficients: list[NonNegative] | presets.DepthScale | None = setting(
-        None,
-        "weights of the depths in the objective: numbers, or a scale over them (default: ones; video: 0, then ones)",
+    coefficients: list[NonNegative] | None = setting(
+        None, "weights of the depths in the objective (default: ones; video: 0, then ones)"
     )
-    exit_scale: NonNegative = setting(1.0, "factor of a scale's coefficients at the depths before the last")
     rate: float | list[float] | None = constraint(
         DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes; 'none': no descent"
     )
@@ -159,9 +159,6 @@ class ConstraintSettings(Section):
     normalize: bool = constraint(DEFAULTS.normalize, "dual steps on relative violations")
     margin: NonNegative = constraint(
         DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them"
-    )
-    tighten_steps: Count = constraint(
-        DEFAULTS.tighten_steps, "steps after the warm-up over which rate and margin grow from zero to what they are"
     )
     dual: presets.Dual = constraint(DEFAULTS.dual, "rule that moves the multipliers")
     dual_lr: float | None = constraint(
@@ -263,7 +260,7 @@ class RunSettings(BaseModel):
         return DEFAULTS.objective if self.constrained else "last"
 
     @property
-    def coefficients(self) -> list[float] | presets.DepthScale | None:
+    def coefficients(self) -> list[float] | None:
         """The weights of the depths in the objective; None: those of `DescentConstraints`."""
         return self.constraints.coefficients
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from cdt_fast.constraints.presets import PRESETS, DepthScale, ObjectiveName
+from cdt_fast.constraints.presets import PRESETS, ObjectiveName
 from cdt_fast.errors import InputError
 from cdt_fast.training.settings import (
     ConstraintSettings,
@@ -141,7 +141,7 @@ class VideoSettings(RunSettings):
         return super().objective
 
     @property
-    def coefficients(self) -> list[float] | DepthScale | None:
+    def coefficients(self) -> list[float] | None:
         """As `RunSettings.coefficients`; of a denoiser depth 0, which reads the noisy input, is no exit."""
         given = self.constraints.coefficients
         if given is None and self.objective != "last" and self.model.pretrained is None:

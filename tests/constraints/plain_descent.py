@@ -27,7 +27,7 @@ class PlainDescent:
         self.multipliers = {kind: vector(self.depths) for kind in kinds}
         self.slacks = {kind: vector(self.depths) for kind in kinds}
         self.memory = {kind: [{} for _ in range(self.depths)] for kind in kinds}  # of the rule, for each multiplier
-        self.skipped = self.steps = self.constrained_steps = 0
+        self.skipped = self.steps = 0
         self.window: list[tuple[np.ndarray, float]] = []
         self.window_steps = 0
         self.measurements = 0
@@ -56,7 +56,6 @@ class PlainDescent:
             self._average("warm-up", losses)
         if not warming_up:
             self._update(losses, finite)
-            self.constrained_steps += self.options["dual_every"]
 
     def epoch_end(self) -> None:
         self.slacks = {kind: vector(self.depths) for kind in self.slacks}
@@ -86,15 +85,11 @@ class PlainDescent:
 
     # The constraints.
 
-    @property
-    def strength(self) -> float:
-        over = self.options["tighten_steps"]
-        return min(1.0, self.constrained_steps / over) if over else 1.0
-
-    def rates(self, strength: float) -> list[float]:
+    def kept(self) -> list[float]:
+        """r of each layer."""
         rate = self.options["rate"]
         numbers = [rate] * self.layers if isinstance(rate, float) else rate
-        return [1 - strength * number for number in numbers]
+        return [1 - number for number in numbers]
 
     def active(self) -> dict[str, list[bool]]:
         """Which constraints are in force."""
@@ -114,8 +109,7 @@ class PlainDescent:
 
     def violations(self, losses: np.ndarray, training: bool) -> dict[str, list[tuple[Any, Any]]]:
         """Of each constraint the violation and its scale."""
-        strength = self.strength if training else 1.0
-        lowered = 1 - strength * self.options["margin"] if training else 1.0
+        lowered = 1 - self.options["margin"] if training else 1.0
         level = np.float64(self.level) if self.options["reference"] is not None else np.float64("nan")
         descent = [(losses[0] - lowered * level, abs(level))]
         bound = level
@@ -123,7 +117,7 @@ class PlainDescent:
             if self.options["rate"] is None:
                 descent.append((np.float64("nan"), np.float64("nan")))
                 continue
-            rate = self.rates(strength)[layer - 1]
+            rate = self.kept()[layer - 1]
             bound = bound * rate
             if self.options["coupling"] == "absolute":
                 descent.append((losses[layer] - lowered * bound, abs(bound)))
@@ -196,10 +190,8 @@ class PlainDescent:
             after = depth + 1
             anchored = after == 1 and self.options["reference_mode"] == "anchor"
             if after < self.depths and self.options["coupling"] == "chain" and not anchored:
-                lowered = 1 - self.strength * self.options["margin"]
-                weight -= (lowered * self.rates(self.strength)[depth] if self.options["rate"] is not None else 0) * own[
-                    after
-                ]
+                kept = self.kept()[depth] if self.options["rate"] is not None else 0.0
+                weight -= (1 - self.options["margin"]) * kept * own[after]
             if "bounds" in self.multipliers:
                 weight += self.multipliers["bounds"][depth]
             weights.append(weight)

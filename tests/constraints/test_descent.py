@@ -642,8 +642,8 @@ def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
     assert options == dataclasses.asdict(DEFAULTS)
     for task, entry in TASKS.items():
         expected, settings = options_of(task), vars(entry.settings().constraints)
-        # Settings of their own: on or off, a factor of coefficients, and a warm-up counted in epochs.
-        assert set(settings) - set(expected) == {"constrained", "exit_scale", "warmup_epochs"}
+        # Settings of their own: on or off, and a warm-up counted in epochs.
+        assert set(settings) - set(expected) == {"constrained", "warmup_epochs"}
         assert set(expected) - set(settings) == {"warmup_steps"}
         assert entry.settings().objective == expected.pop("objective")
         for name in set(settings) & set(expected):
@@ -678,7 +678,6 @@ def test_the_defaults_are_what_they_were_measured_to_be() -> None:
         "reference_mode": "anchor",
         "normalize": True,
         "margin": 0.02,
-        "tighten_steps": 0,
         "warmup_steps": 0,
         "dual_every": 1,
     }

@@ -51,7 +51,6 @@ def drawn_options(chance: random.Random, layers: int) -> dict[str, Any]:
         "coefficients": None,
         "normalize": choice(True, False),
         "margin": choice(0.0, 0.1),
-        "tighten_steps": choice(0, 1, 5),
         "warmup_steps": choice(0, 1, 4),
         "dual_every": choice(1, 1, 3),
         "dual": choice("ascent", "adam"),

@@ -1,4 +1,4 @@
-"""Objectives, results as bounds and tightening: against formulas and hand-solved problems."""
+"""Objectives and results as bounds: against formulas and hand-solved problems."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "detach": {"coupling": "detach"},
     "bounds": {"bounds": {1: 0.9, 3: "1.01x"}, "reference_losses": [1.0, 1.0, 0.8, 0.6]},
     "bounds of the warm-up": {"bounds": {3: "0.9x"}, "rate": None, "reference": None},
-    "tightening": {"tighten_steps": 7},
 }
 
 
@@ -174,31 +173,6 @@ def test_a_factor_is_of_what_the_warm_up_came_to() -> None:
     assert constraints.report([1.0, 3.0]).bound_violation == [None, pytest.approx(3.0 - 0.5 * average)]
 
 
-# Tightening
-
-
-def test_rates_and_margin_grow_to_what_they_are() -> None:
-    options: dict[str, Any] = {"margin": 0.1, "dual": "ascent", "dual_lr": 1.0, "resilience": None}
-    constraints = plain(2, [0.5, 0.2], 2.0, tighten_steps=4, warmup_steps=2, dual_every=2, **options)
-    losses = [2.1, 2.0, 2.0]
-    feed(constraints, losses, losses)
-    for step in range(8):
-        strength = min(1.0, 2 * (step // 2) / 4)
-        margin, first, second = 0.1 * strength, 0.5 * strength, 0.2 * strength
-        constraints.multipliers.copy_(torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
-        kept = [(1 - margin) * (1 - first), (1 - margin) * (1 - second)]
-        weights = [0.5 - kept[0], 1.0 - 2 * kept[1], 1.0 + 2.0]
-        assert constraints.weights().tolist() == pytest.approx(weights)
-        feed(constraints, losses)
-        if step % 2:
-            violations = [2.1 - 2 * (1 - margin), 2.0 - kept[0] * 2.1, 2.0 - kept[1] * 2.0]
-            moved = [max(0.0, start + g) for start, g in zip((0.5, 1.0, 2.0), violations, strict=True)]
-            assert constraints.multipliers.tolist() == pytest.approx(moved)
-    assert constraints.rates.tolist() == [0.5, 0.2]
-    expected = plain(2, [0.5, 0.2], 2.0, **options).report(losses)
-    assert plain(2, [0.5, 0.2], 2.0, tighten_steps=4, **options).report(losses) == expected
-
-
 # What holds for every formulation
 
 
@@ -242,7 +216,7 @@ def test_a_state_of_another_formulation_is_refused(kind: str) -> None:
     saved = make(kind).state_dict()
     with pytest.raises(InputError, match=r"the saved state has \w+ = "):
         make(kind, **{name: None for name in ("bounds", "reference_losses") if name in KINDS[kind]} | {
-            "objective": "last", "coefficients": None, "tighten_steps": 0, "dual": "adam", "coupling": "chain",
+            "objective": "last", "coefficients": None, "dual": "adam", "coupling": "chain",
         }).load_state_dict(saved)  # fmt: skip
 
 
@@ -294,11 +268,8 @@ def test_a_non_finite_loss_leaves_no_trace(kind: str, broken: float) -> None:
             hit.accumulate(worse, count)
             hit.apply(action)
             for name, tensor in hit._tensors().items():
-                if name not in ("skipped_updates", "constrained_steps"):
+                if name != "skipped_updates":
                     assert torch.equal(tensor, before[name]), name
-            for tensors in hit._states():
-                if "constrained_steps" in tensors:  # the schedule goes by steps, not by updates
-                    tensors["constrained_steps"].copy_(before["constrained_steps"])
     assert int(hit.skipped_updates) == 8
     torch.testing.assert_close(hit.weights(), clean.weights(), rtol=0, atol=0)
 
@@ -403,7 +374,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bounds": {3: "1x"}, "reference_losses": [1.0]}, r"reference_losses must be 4 losses, one a depth, or None"),
     ({"bounds": {3: "1x"}, "reference_losses": [1, 1, 0, 1]}, r"reference_losses\[2\] must be a finite number > 0"),
     ({"bounds": {3: "0x"}}, r"bounds\[3\] must be a finite number > 0, or a factor"),
-    ({"tighten_steps": -1}, "tighten_steps must be an integer >= 0, got -1"),
 ]
 
 

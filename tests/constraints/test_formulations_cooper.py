@@ -1,4 +1,4 @@
-"""Cooper as the oracle of objectives, couplings, bounds and tightening: each written out as a Lagrangian.
+"""Cooper as the oracle of objectives, couplings and bounds: each written out as a Lagrangian.
 
 What has no gradient, or whose gradient is not taken, is a strict violation there, with the proxy beside it.
 """
@@ -79,14 +79,6 @@ def absolute(step: int, losses: Tensor, average: Tensor) -> tuple[Tensor, Tensor
     return losses.mean(1)[-1], violations, violations.detach()
 
 
-def tightening(step: int, losses: Tensor, average: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    strength = min(1.0, step / 50)
-    kept = 1 - strength * (1 - KEPT)
-    violations = chain(losses.mean(1), (1 - 0.1 * strength) * kept)
-    violations = torch.cat([losses.mean(1)[:1] - (1 - 0.1 * strength) * REFERENCE, violations[1:]])
-    return losses.mean(1)[-1], violations, violations.detach()
-
-
 def with_bounds(step: int, losses: Tensor, average: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _, violations, _ = plain(step, losses, average)
     means = losses.mean(1)
@@ -102,7 +94,6 @@ FORMULATIONS: dict[str, tuple[Problem, dict[str, Any], list[int]]] = {
     "log": (of_logarithms, {"objective": "log", "coefficients": COEFFICIENTS}, [0, 1, 2, 3]),
     "detach": (detached, {"coupling": "detach"}, [0, 1, 2, 3]),
     "absolute": (absolute, {"coupling": "absolute"}, [0, 1, 2, 3]),
-    "tightening": (tightening, {"tighten_steps": 50, "margin": 0.1}, [0, 1, 2, 3]),
     "bounds": (with_bounds, BOUNDS, [0, 1, 2, 3, 5, 7]),
 }
 
