@@ -45,23 +45,6 @@ def entries(folder: Path) -> list[Path]:
     return sorted((path for path in _listed(folder) if not is_junk(path)), key=lambda path: natural_key(path.name))
 
 
-def count_junk(folder: Path) -> int:
-    """How many files and folders below `folder` are passed over as junk; a junk folder counts once.
-
-    Raises:
-        InputError: a folder cannot be listed.
-    """
-    count = 0
-    folders = [folder]
-    while folders:
-        for path in _listed(folders.pop()):
-            if is_junk(path):
-                count += 1
-            elif path.is_dir() and not path.is_symlink():
-                folders.append(path)
-    return count
-
-
 def images(folder: Path) -> list[Path]:
     """The image files directly in `folder`, in natural order."""
     return [path for path in entries(folder) if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()]

@@ -41,7 +41,6 @@ COMMANDS = [
     ["reproduce"],
     ["data"],
     ["data", "fetch"],
-    ["data", "check"],
     ["info"],
 ]
 
@@ -125,7 +124,6 @@ def test_help_tells_every_default(call: Call) -> None:
         (["compare", "missing"], ["missing: is no run folder"]),
         (["denoise", "missing", "in.mp4", "out.mp4"], ["missing: is no run folder"]),
         (["denoise", "missing", "in.mp4", "out.mp4", "--depth", "two"], ["--depth", "two"]),
-        (["data", "check", "missing"], ["missing"]),
         (["data", "fetch", "imagenet"], ["imagenet"]),
     ],
     ids=" ".join,

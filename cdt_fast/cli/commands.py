@@ -116,8 +116,6 @@ def evaluate(options: argparse.Namespace) -> None:
     """Evaluate a run."""
     run, settings, entry = tasks.open_run(options.folder)
     if options.clips is None:
-        if options.shifts:
-            raise InputError("--shifts needs --clips: the clips that are shifted")
         if options.gammas is not None:
             settings.set("evaluation", "gammas", options.gammas)
             settings.check_noise()
@@ -125,7 +123,7 @@ def evaluate(options: argparse.Namespace) -> None:
         return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
-    table, values = entry.load().beside_others(run, settings, options.clips, shifts=options.shifts)
+    table, values = entry.load().beside_others(run, settings, options.clips)
     _save(options.json, values)
     print(as_text(table))
 
@@ -195,16 +193,6 @@ def fetch(options: argparse.Namespace) -> None:
     from cdt_fast import fetch
 
     print(fetch.fetch(options.name, options.to))
-
-
-def check(options: argparse.Namespace) -> int:
-    """Decode all of a source."""
-    from cdt_fast.video import data
-
-    contents = data.check(options.source)
-    _save(options.json, contents)
-    print(data.describe_check(contents))
-    return 1 if contents.get("problems") else 0
 
 
 def bench(options: argparse.Namespace) -> int:

@@ -72,8 +72,6 @@ def build_parser() -> Parser:
     add("--gammas", metavar="LIST", help=text)
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
     add("--clips", nargs="+", metavar="CLIP", help=text)
-    text = "with --clips: after other noise, blur, JPEG, lost and frozen frames and drift, not white noise alone"
-    add("--shifts", action="store_true", help=text)
     add("--json", metavar="FILE", help=_JSON)
 
     text = "set runs side by side: tables, and a report with pictures"
@@ -111,17 +109,12 @@ def build_parser() -> Parser:
     add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
     add("--json", metavar="FILE", help=_JSON)
 
-    data = _command(shown, "data", None, "fetch or check data", "data check clips/")
+    data = _command(shown, "data", None, "fetch public data sets", "data fetch ucsd")
     actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
     text = "download a public data set, with checksum and resume"
     add = _command(actions, "fetch", commands.fetch, text, "data fetch ucsd --to datasets").add_argument
     add("name", metavar="NAME", help="avenue, ucsd, shanghaitech, or smollm2, a language model")
     add("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
-    text = "say what a source holds, by decoding all of it"
-    add = _command(actions, "check", commands.check, text, "data check 'Avenue Dataset'").add_argument
-    add("source", metavar="SOURCE", help="video file, frame folder, .npy, or a tree of them")
-    add("--json", metavar="FILE", help=_JSON)
-
     text = "measure ops and training steps against other ways to do the same"
     add_arguments(_command(shown, "bench", commands.bench, text, "bench --suite step ops --repeats 9 --out benchmarks"))
 

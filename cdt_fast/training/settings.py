@@ -40,6 +40,7 @@ GONE: dict[str, tuple[Any, ...]] = {
     "setup": ("denoiser",),
     "preset": ("none",),
     **dict.fromkeys(("agreement", "depth_schedule", "depth_rotation", "spectral_bound"), ("none",)),
+    "generated": (0.5,),
     **dict.fromkeys(("layer_dropout", "code_noise", "jacobian"), (0.0,)),
     "ratio": ("mean",),
     "tail": (0.1,),

@@ -167,9 +167,9 @@ class Task(ABC):
         return ""
 
     def beside_others(
-        self, folder: RunFolder, settings: Any, sources: Sequence[str], *, shifts: bool = False
+        self, folder: RunFolder, settings: Any, sources: Sequence[str]
     ) -> tuple[Table, list[dict[str, Any]]]:
-        """Measure the trained model on other data beside others that do the same; `shifts`: after other changes too.
+        """Measure the trained model on other data beside others that do the same.
 
         Returns a table, and its values for JSON.
         """

@@ -23,10 +23,9 @@ from cdt_fast.video.data import find_clips, open_source
 from cdt_fast.video.denoising import Denoising
 from cdt_fast.video.exits import Exits
 from cdt_fast.video.networks import Denoiser, device_of
-from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
+from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
-from cdt_fast.video.shifts import seen
 
 # Frames `[T, h, w]` in [0, 1] and the noise's deviation in gray levels, to denoised ones.
 Denoise = Callable[[Tensor, float], Tensor]
@@ -68,11 +67,11 @@ def compare_denoisers(
     model: Denoiser,
     settings: VideoSettings,
     sources: Sequence[str],
-    at: Sequence[float | str] = SIGMAS,
+    at: Sequence[float] = SIGMAS,
     progress: bool = True,
     exits: Exits | None = None,
 ) -> list[Measured]:
-    """Measure a model at every depth, and all `peers`, on the luma of clips with white noise, or after shifts.
+    """Measure a model at every depth, and all `peers`, on the luma of clips with white noise.
 
     Of each clip the 16 frames in its middle are measured (or as many more as fill windows of the model), at full
     resolution, the piece of 160 x 160 pixels in the middle of them. The peers have all of them at once. The model is
@@ -81,7 +80,7 @@ def compare_denoisers(
     Args:
         model, settings: of a run; a noise-adaptive network.
         sources: clean clips, as `find_clips` takes them.
-        at: standard deviations of the noise in gray levels, or names of `shifts.SHIFTS`.
+        at: standard deviations of the noise in gray levels.
         progress: show a bar on stderr.
         exits: where windows leave the model early, which is measured as well; None: it is not.
 
@@ -135,10 +134,9 @@ def _piece(path: Any, settings: VideoSettings) -> Tensor:
     return torch.from_numpy(luma[:, top : top + _SIDE, left : left + _SIDE] / np.float32(LEVELS))
 
 
-def as_table(measurements: Sequence[Measured], at: Sequence[float | str] = SIGMAS) -> list[list[str]]:
+def as_table(measurements: Sequence[Measured], at: Sequence[float] = SIGMAS) -> list[list[str]]:
     """Rows of words, the heading first; "rising" is `Measured.rising`."""
-    names = [each if isinstance(each, str) else f"σ {each:g}" for each in at]
-    rows = [["PSNR in dB", *names, "mean", "SSIM", "ms a frame", "rising"]]
+    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in at), "mean", "SSIM", "ms a frame", "rising"]]
     for found in measurements:
         if found.skipped:
             rows.append([f"{found.name}: skipped, {found.skipped}", *[""] * (len(at) + 4)])
@@ -163,25 +161,22 @@ def peers() -> dict[str, Denoise]:
 
 
 def measured(
-    name: str, denoise: Denoise, clips: Sequence[Tensor], at: Sequence[float | str], on_measured: Callable[[], Any]
+    name: str, denoise: Denoise, clips: Sequence[Tensor], at: Sequence[float], on_measured: Callable[[], Any]
 ) -> Measured:
     """Denoise each clip at each noise level; noise is that of the clip's and the level's number, the same for all.
-
-    After a shift, whose noise nobody knows, a denoiser is told what `estimated_noise` finds in all frames.
 
     Args:
         name, denoise: the denoiser.
         clips: clean frames `[T, h, w]` in [0, 1].
-        at: the levels, in gray levels, or names of `SHIFTS`.
+        at: the levels, in gray levels.
         on_measured: called after each level.
     """
     psnr, alike, seconds, pieces = [], [], [], []
-    for level, each in enumerate(at):
+    for level, sigma in enumerate(at):
         values, similar, started, frames = [], [], 0.0, 0
         for number, clean in enumerate(clips):
             generator = torch.Generator().manual_seed(1000 * level + number)
-            noisy = seen(clean, each, generator)
-            sigma = max(estimated_noise(noisy) * LEVELS, LITTLE_NOISE) if isinstance(each, str) else each
+            noisy = clean + sigma / LEVELS * torch.randn(clean.shape, generator=generator)
             begin = time.perf_counter()
             try:
                 found = denoise(noisy, sigma)

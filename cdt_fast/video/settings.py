@@ -39,9 +39,6 @@ class VideoDataSettings(Section):
     split: Literal["auto", "time"] = setting(
         "auto", "train, validate and test on whole clips where there are three or more, or on parts of each"
     )
-    generated: Annotated[float, Field(ge=0, le=1)] = setting(
-        0.5, "share of the training crops that are generated, moving shapes in the place of the clips'", "frames=crops"
-    )
     window: Positive = setting(8, "T, frames per window")
     stride: Positive | None = setting(None, "frames between training windows (default: window)", "frames=resized")
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")

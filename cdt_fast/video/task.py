@@ -23,7 +23,7 @@ from cdt_fast.training.factory import build_constraints, check_trained_depths
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Table, Task
 from cdt_fast.video import figures
-from cdt_fast.video.comparison import SIGMAS, as_table, compare_denoisers
+from cdt_fast.video.comparison import as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
@@ -33,7 +33,6 @@ from cdt_fast.video.networks import build_network, device_of, dtype_of, load_net
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.overlap import training_input
 from cdt_fast.video.settings import VideoSettings
-from cdt_fast.video.shifts import SHIFTS
 
 _LARGEST_RATIO = 2.0  # of a step to what makes LISTA a descent method
 
@@ -138,7 +137,6 @@ class VideoTask(Task):
             crops=data.frames == "crops",
             unit=data.unit,
             by_time=data.split == "time",
-            generated=data.generated,
             progress=progress,
         )
 
@@ -212,12 +210,12 @@ class VideoTask(Task):
         return f" ‖D‖²/c is at most {max(ratios):.3f} (inner losses may jump from near 2 on)."
 
     def beside_others(
-        self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str], *, shifts: bool = False
+        self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str]
     ) -> tuple[Table, list[dict[str, Any]]]:
-        model, at = load_network(folder.model, settings.training.device), [*SHIFTS] if shifts else SIGMAS
-        found = compare_denoisers(model, settings, sources, at, exits=chosen(_exits(folder), model.layers, None))
+        model = load_network(folder.model, settings.training.device)
+        found = compare_denoisers(model, settings, sources, exits=chosen(_exits(folder), model.layers, None))
         values = [{name: value for name, value in asdict(each).items() if name != "pieces"} for each in found]
-        return as_table(found, at), values
+        return as_table(found), values
 
     def denoise(
         self,

@@ -195,7 +195,6 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
         ("video", {"constraints": {"rate": 0.1, "constrained": False}}, f"rate {IDLE} constrained true"),
         ("text", {"constraints": {"dual_lr": 0.1, "constrained": False}}, f"dual_lr {IDLE} constrained true"),
         ("lm", {"constraints": {"bounds": "2=1", "constrained": False}}, f"bounds {IDLE} constrained true"),
-        ("video", {"data": {"generated": 0.5, "frames": "resized"}}, f"[data] generated {IDLE} frames crops"),
         ("video", {"data": {"stride": 4}}, f"[data] stride {IDLE} frames resized, and frames is crops"),
         ("video", {"model": {"scale": 1}}, f"[model] scale {IDLE} tokens other than 1"),
         ("video", {"model": {"initial_codes": "zero"}}, f"initial_codes {IDLE} overlap 1, and overlap is none"),

@@ -1,7 +1,6 @@
 """Video as clean windows of frames, patches; and a generated demo clip."""
 
 from cdt_fast.video.data.cache import load_clip
-from cdt_fast.video.data.check import check, describe_check
 from cdt_fast.video.data.crops import CropWindows, from_opponent, to_opponent
 from cdt_fast.video.data.demo import demo_clip
 from cdt_fast.video.data.frames import open_source
@@ -16,9 +15,7 @@ __all__ = [
     "FrameSource",
     "VideoData",
     "Windows",
-    "check",
     "demo_clip",
-    "describe_check",
     "find_clips",
     "from_opponent",
     "from_patches",

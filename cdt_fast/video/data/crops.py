@@ -34,6 +34,7 @@ _PLACES_SEED = 20_260_118
 _SPEED = 4.0  # of pasted pieces, in pixels a frame
 _PLACES = 3  # that a crop is the most detailed of
 _PAN = 3.0  # of smaller crops along each axis, in their pixels a frame
+GENERATED = 0.5  # probability with which generated frames take the place of a training crop
 _LEAVES = (60, 160)  # shapes of a generated picture
 _SMALLEST = 4.0  # the radius that half of what is cast is within a factor of 1.4 of, in pixels
 _LEAVES_PAN = 2.5  # of the camera over them along each axis, in pixels a frame
@@ -140,7 +141,6 @@ class CropWindows:
         size: side of a window; the crops are larger by what `augmented` moves them.
         training: samples are luma and the three opponent planes of every crop, else the luma of those at full
             resolution.
-        generated: probability with which `augmented` gives generated frames in the place of a crop.
     """
 
     def __init__(
@@ -150,9 +150,7 @@ class CropWindows:
         crops: Crops,
         size: int,
         training: bool,
-        generated: float = 0.0,
     ) -> None:
-        self._generated = generated
         self.window, self._clips, self._crops, self.size = crops.window, clips, crops, size
         self._training = training
         chosen, planes = (crops.a_window, 1 + _COLORS) if training else (crops.as_they_are, 1)
@@ -184,7 +182,7 @@ class CropWindows:
         size, chosen = self.size, []
         for index, seed in zip(indices, seeds, strict=True):
             draw = np.random.default_rng(seed)
-            if draw.random() < self._generated:
+            if draw.random() < GENERATED:
                 frames, others = moving_leaves(self.window, size, draw), None
             else:
                 frames, others = self._planes(index), 1 + _COLORS if self._training else 1

@@ -120,7 +120,6 @@ def load_video(
     crops: bool = False,
     unit: Literal["level", "deviation"] = "deviation",
     by_time: bool = False,
-    generated: float = 0.0,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> VideoData:
@@ -135,7 +134,6 @@ def load_video(
             Validation and test windows never overlap, nor do those of crops.
         crops: windows are crops at full resolution (`CropWindows`), not whole frames made square.
         by_time: divide each clip by time, however many there are.
-        generated: share of the training crops that are generated anew, moving shapes, in the place of the clips'.
         unit: what `sigma` is: a gray level of 0..255, or the standard deviation of the training frames.
         cache_dir: where decoded clips are kept; see `cache.default_cache_dir`.
         progress: show a bar on stderr while decoding.
@@ -165,7 +163,7 @@ def load_video(
 
     def windows(parts: Sequence[Part], training: bool) -> Windows | CropWindows:
         if cut is not None:
-            return CropWindows(clips, parts, cut, size, training, generated)
+            return CropWindows(clips, parts, cut, size, training)
         return Windows(clips, parts, window, stride if training else window)
 
     deviation = _standard_deviation(clips, splits.train, rows_a_frame)

@@ -9,7 +9,6 @@ from cdt_fast.video.data import CropWindows, from_opponent, load_video, to_oppon
 from cdt_fast.video.data.crops import Crops, moving_leaves
 from cdt_fast.video.data.splits import Part
 from cdt_fast.video.data.trees import DecodedClip
-from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
 
 
@@ -117,8 +116,9 @@ def test_each_of_many_clips_is_divided_by_time_where_that_is_asked_for(tmp_path)
     assert {data.test.name(index).clip for index in range(len(data.test))} == {"a.npy", "b.npy", "c.npy"}
 
 
-def test_pieces_that_move_across_are_of_the_same_plane_and_at_a_steady_speed() -> None:
+def test_pieces_that_move_across_are_of_the_same_plane_and_at_a_steady_speed(monkeypatch) -> None:
     """A clip of plain gray whose colors are all zero stays so; a bright one beside a dark one shows in half of all."""
+    monkeypatch.setattr("cdt_fast.video.data.crops.GENERATED", 0.0)
     dark, bright = np.full((8, 30, 30), 50, np.uint8), np.full((8, 30, 30), 200, np.uint8)
     crops = Crops(window=4, a_window=2)
     clips = [
@@ -133,19 +133,18 @@ def test_pieces_that_move_across_are_of_the_same_plane_and_at_a_steady_speed() -
     assert torch.stack([train.augmented([2], [seed])[0] for seed in range(20)]).abs().max() < 1e-4
 
 
-def test_generated_crops_are_a_share_and_depend_on_the_seed_alone() -> None:
+def test_generated_crops_are_half_and_depend_on_the_seed_alone(monkeypatch) -> None:
     crops = Crops(window=4, a_window=2)
     flat = np.stack(list(crops.rows(iter(np.full((8, 30, 30), 50, np.uint8)), 24)))
-    train, never, always = (
-        CropWindows([DecodedClip("flat", flat)], [Part(0, 0, 8)], crops, 16, True, share) for share in (0.4, 0.0, 1.0)
-    )
+    train = CropWindows([DecodedClip("flat", flat)], [Part(0, 0, 8)], crops, 16, training=True)
     drawn = torch.stack([train.augmented([0], [seed])[0] for seed in range(200)])
-    assert 0.3 < (drawn.flatten(1).std(1) > 1).double().mean().item() < 0.5
-    assert never.augmented([0] * 20, range(20)).std() < 1e-3
-    first, again, other = (always.augmented([index], [seed])[0] for index, seed in ((0, 5), (8, 5), (0, 6)))
+    assert 0.4 < (drawn.flatten(1).std(1) > 1).double().mean().item() < 0.6
+    measured = train.batch([0])
+    monkeypatch.setattr("cdt_fast.video.data.crops.GENERATED", 1.0)
+    first, again, other = (train.augmented([index], [seed])[0] for index, seed in ((0, 5), (8, 5), (0, 6)))
     assert torch.equal(first, again)  # whatever sample it stands for
     assert not torch.allclose(first, other)
-    assert torch.equal(always.batch([0]), never.batch([0]))  # what is measured is never generated
+    assert torch.equal(train.batch([0]), measured)  # what is measured is never generated
 
 
 def test_leaves_move_and_are_gray_levels() -> None:
@@ -159,9 +158,3 @@ def test_leaves_move_and_are_gray_levels() -> None:
     assert torch.equal(seen[3], moving_leaves(6, 24, np.random.default_rng(3)))
     still = [bool((frames[0] - frames[-1]).abs().max() < 1e-3) for frames in seen]
     assert 0 <= sum(still) < 6
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_a_share_is_between_zero_and_one(share: float) -> None:
-    with pytest.raises(InputError, match="generated"):
-        VideoSettings().set("data", "generated", share)

@@ -20,7 +20,6 @@ from cdt_fast.cli import commands
 from cdt_fast.listing import natural_key
 from cdt_fast.models import DUST
 from cdt_fast.video.data import find_clips, load_video, open_source
-from cdt_fast.video.data.check import check, describe_check
 from cdt_fast.video.data.pictures import naming_signs
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.settings import VideoSettings
@@ -148,7 +147,7 @@ def test_an_animation_among_frames_is_refused(tmp_path, write_folder, refused, s
 def test_animations_in_a_folder_are_clips(tmp_path):
     for name in ("a.gif", "b.gif"):
         save_pages(tmp_path / name, [color(number) for number in range(5)], duration=40)
-    assert [clip["frames"] for clip in check(tmp_path, progress=False)["clips"]] == [5, 5]
+    assert [len(read(clip.path)[0]) for clip in find_clips(tmp_path)] == [5, 5]
 
 
 def test_pictures_of_other_kinds_are_noted_and_named_in_refusals(tmp_path, write_folder, refused):
@@ -284,7 +283,6 @@ def test_a_clip_with_one_color_picture_is_a_color_clip(tmp_path, odd, colored):
     gray_one = (odd + 1) % 12 if colored else odd
     assert np.array_equal(frames[gray_one], np.asarray(gray(gray_one).convert("RGB")))
     assert notes == []
-    assert describe_check(check(folder, progress=False)).count("12 frames, 24x16") == 1
     assert denoise_notes(folder, tmp_path / "out.mp4")[:-1] == []
 
 
@@ -360,7 +358,7 @@ def test_dates_and_times_as_names_have_no_gaps_but_where_frames_are_missing(form
     assert sign.startswith("4 frames are missing between the 296")
 
 
-def test_a_gap_is_said_by_check_training_and_denoising(tmp_path, write_folder):
+def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
     folder = write_folder(tmp_path / "clip", count=80)
     (folder / "40.png").unlink()
     (folder / "41.png").unlink()
@@ -368,7 +366,6 @@ def test_a_gap_is_said_by_check_training_and_denoising(tmp_path, write_folder):
     for _ in range(2):  # decoded, and from the cache
         data = load_video(folder, window=8, size=16, cache_dir=tmp_path / "cache", progress=False)
         assert note in data.describe()
-    assert f"NOTE {note}" in describe_check(check(folder, progress=False))
     assert any(said.startswith(note) for said in denoise_notes(folder, tmp_path / "out.mp4"))
 
 
