@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 TINY_TEXT: dict[str, dict[str, Any]] = {
-    "data": {"gamma": 0.3, "max_tokens": 12, "perturbation": "gaussian"},
+    "data": {"gamma": 0.3, "max_tokens": 12},
     "model": {"layers": 2, "width": 12, "least_count": 1},
     "constraints": {"rate": 0.1, "reference": 0.9, "reference_mode": "anchor", "warmup_epochs": 1},
     "training": {

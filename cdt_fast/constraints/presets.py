@@ -145,7 +145,7 @@ def _sequence_row(
         task=task,
         constraints={**_PAPER, "rate": rate, "reference": reference, "reference_mode": "anchor", **cost},
         settings={
-            "data": {"gamma": gamma, "perturbation": "gaussian"},
+            "data": {"gamma": gamma},
             "model": model,
             "constraints": _WARMUP,
             "evaluation": {"gammas": [0.25 * step for step in range(9)]},

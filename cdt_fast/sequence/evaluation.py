@@ -27,7 +27,6 @@ KEPT = "kept decoder"
 class SequenceEvaluation(Evaluation):
     """What the `evaluation.json` of a run on texts or instructions holds, see `measure`."""
 
-    perturbation: str
     accuracy: list[float]
     accuracy_interval: list[tuple[float, float]]
     auc: float | None
@@ -127,7 +126,6 @@ def measure(
         "layer_loss_margin": mean_margin(trained.sums, trained.counts),
         "depth_agreement": (trained.agreed / count).tolist(),
         "per_sample": per_sample_statistics(trained.sums / trained.counts),
-        "perturbation": settings.data.perturbation,
         "parameters": sum(parameter.numel() for parameter in network.model.parameters()),
     }
 

@@ -69,10 +69,7 @@ class Network(ABC):
         evaluation where `options` name none."""
         return perturbed(
             self.model,
-            settings.data.perturbation,
             settings.noise if gamma is None else gamma,
-            rate=settings.data.perturbation_rate,
-            special_ids=self.tokenizer.all_special_ids,
             padding_id=self.padding_id,
             **{"seed": EVALUATION_SEED, **options},
         )

@@ -1,8 +1,14 @@
-"""Perturbed word embeddings: `e + γ std(e) ε`, words left out, or words in each other's places (docs/maths.md §8)."""
+"""Gaussian noise on word embeddings, `e + γ std(e) ε` (docs/maths.md §8), drawn by place.
+
+A generator hands out its numbers in an order: a text that is padded to another length would get other noise. Here each
+number is a hash of (seed, text, token, component), by the output function of SplitMix64 (Steele, Lea, Flood 2014): the
+same however a batch is cut, padded or sharded, and on every device, up to the rounding of `erfinv`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +16,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import check_choice, check_integer, check_non_negative, check_number
+from cdt_fast.checks import check_integer, check_non_negative
 from cdt_fast.errors import InputError
-from cdt_fast.training.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
 
-TOKEN_KINDS = ("drop", "swap")
+# The constants of SplitMix64 as signed 64-bit integers, in which torch's products wrap around.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+
+
+def hashed(key: Tensor, index: Tensor) -> Tensor:
+    """Return 64 random bits for each `index` ≥ 0 of the stream `key`, both int64 and broadcast against each other."""
+    bits = key + (index + 1) * _STEP
+    bits = (bits ^ _shifted(bits, 30)) * _FIRST
+    bits = (bits ^ _shifted(bits, 27)) * _SECOND
+    return bits ^ _shifted(bits, 31)
+
+
+def unit_interval(bits: Tensor) -> Tensor:
+    """Return float32 in [0, 1), from the upper 24 of 64 random bits."""
+    return _shifted(bits, 40).to(torch.float32) * 2.0**-24
+
+
+def unit_gaussian(bits: Tensor) -> Tensor:
+    """Return float32 of mean 0 and variance 1, from 64 random bits each."""
+    centered = (_shifted(bits, 40) * 2 - (2**24 - 1)).to(torch.float32) * 2.0**-24  # never zero nor an end, and exact
+    return torch.erfinv(centered) * math.sqrt(2.0)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    # The sign bit of an arithmetic shift is taken off again.
+    return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 @dataclass
@@ -26,21 +58,17 @@ class Perturbation:
     and at every γ.
 
     Attributes:
-        kind, seed, rate, padding_id: as in `perturbed`.
+        seed, padding_id: as in `perturbed`.
         gamma: γ, its least and its greatest value; between them it is drawn for each text.
-        special_ids: the ids that "drop" and "swap" never touch, that of padding too.
-        std: the standard deviation of the embeddings, a tensor `[]`; None for "drop" and "swap".
+        std: the standard deviation of the embeddings, a tensor `[]`.
         samples: the numbers of the texts that pass next, int64 `[texts]`; None: they are counted.
         next_sample: the number of the next text; set it to draw again, or to go on where a training stopped.
     """
 
-    kind: str
     gamma: tuple[float, float]
     seed: int
-    rate: float
-    special_ids: Tensor
     padding_id: int | None
-    std: Any
+    std: Tensor
     samples: Tensor | None
     next_sample: int = 0
 
@@ -55,18 +83,11 @@ class Perturbation:
         # `seed` is below 2⁶²: what is drawn for a whole text is a stream of its own.
         gamma = least + (greatest - least) * unit_interval(hashed(start + 2**62, samples))  # `[texts, 1]`
         keys = hashed(hashed(start, samples), self._places(tokens))  # a stream a token
-        if self.kind in DISTRIBUTIONS:
-            components = torch.arange(embedded.shape[-1], device=ids.device)
-            noise = unit_noise(hashed(keys.unsqueeze(-1), components), self.kind).view(embedded.shape)
-            std = self.std.to(embedded.device, torch.promote_types(embedded.dtype, torch.float32))
-            amount = (gamma.to(std.dtype) * std).view(*ids.shape[:-1], 1, 1)
-            return embedded + (amount * noise).to(embedded.dtype)
-        chosen = unit_interval(hashed(keys, torch.zeros_like(keys))) < self.rate * gamma
-        chosen &= ~torch.isin(tokens, self.special_ids.to(ids.device))
-        if self.kind == "drop":
-            return embedded.masked_fill(chosen.view(ids.shape).unsqueeze(-1), 0.0)
-        source = _exchanged(chosen, unit_interval(hashed(keys, torch.ones_like(keys))))
-        return embedded.gather(-2, source.view(ids.shape).unsqueeze(-1).expand(embedded.shape))
+        components = torch.arange(embedded.shape[-1], device=ids.device)
+        noise = unit_gaussian(hashed(keys.unsqueeze(-1), components)).view(embedded.shape)
+        std = self.std.to(embedded.device, torch.promote_types(embedded.dtype, torch.float32))
+        amount = (gamma.to(std.dtype) * std).view(*ids.shape[:-1], 1, 1)
+        return embedded + (amount * noise).to(embedded.dtype)
 
     def _numbers(self, count: int, device: torch.device) -> Tensor:
         if self.samples is not None:
@@ -86,13 +107,10 @@ class Perturbation:
 @contextmanager
 def perturbed(
     model: nn.Module,
-    kind: str = "gaussian",
     gamma: float | tuple[float, float] = 1.0,
     *,
     seed: int = 0,
     std: float | Tensor | None = None,
-    rate: float = 0.15,
-    special_ids: Sequence[int] = (),
     padding_id: int | None = None,
     samples: Tensor | None = None,
 ) -> Iterator[Perturbation]:
@@ -105,15 +123,11 @@ def perturbed(
 
     Args:
         model: a transformers model, a `TextUT`, or an `nn.Embedding`.
-        kind: "gaussian", "laplace" or "uniform": `e + γ std(e) ε` with ε of mean 0 and variance 1, on all tokens.
-            "drop": the vector of a chosen word becomes zero. "swap": the chosen words of a text take each other's
-            places, in a cycle drawn at random (which a model without positions does not notice).
-        gamma: γ ≥ 0; 0 changes nothing. Two numbers: the range that it is drawn from, evenly, for each text.
+        gamma: γ ≥ 0 of `e + γ std(e) ε`, ε ~ N(0, 1), on all tokens; 0 changes nothing. Two numbers: the range that it
+            is drawn from, evenly, for each text.
         seed: of the draws.
         std: std(e), one number; None: that of the whole embedding table, taken once, at the start of the block. Give
             it where the table is sharded, and where the model scales its embeddings.
-        rate: "drop" and "swap" choose each word with probability `min(1, rate · γ)`.
-        special_ids: ids that "drop" and "swap" never touch: `tokenizer.all_special_ids`. `padding_id` is one by itself.
         padding_id: the id of padding; None: the model's, if its config or embeddings have one.
         samples: as in `Perturbation`.
 
@@ -121,34 +135,25 @@ def perturbed(
         The `Perturbation`.
 
     Raises:
-        InputError: an argument out of its range, a model without word embeddings, or "drop" or "swap" without ids to
-            be left alone.
+        InputError: an argument out of its range, or a model without word embeddings.
     """
     embedding = word_embeddings(model)
-    check_choice("kind", kind, (*DISTRIBUTIONS, *TOKEN_KINDS))
     levels = gamma if isinstance(gamma, tuple) and len(gamma) == 2 else (gamma, gamma)
     least, greatest = (check_non_negative("gamma", level) for level in levels)
     if least > greatest:
         raise InputError(f"gamma must be one level, or the least and the greatest of a range, got {gamma}")
     check_integer("seed", seed, 0)
-    check_number("rate", rate, "a number in (0, 1]", lambda number: 0 < number <= 1)
     if padding_id is None:
         padding_id = _padding_of(model, embedding)
-    special = sorted({check_integer("special_ids", index, 0) for index in special_ids})
-    if kind in TOKEN_KINDS and not special:
-        raise InputError(f"special_ids must hold the ids that {kind!r} leaves alone, for example all_special_ids")
-    if padding_id is not None:
-        special.append(check_integer("padding_id", padding_id, 0))
-    if kind in TOKEN_KINDS:
-        std = None
-    elif std is None:
+    else:
+        check_integer("padding_id", padding_id, 0)
+    if std is None:
         std = embedding_std(embedding.weight)
     elif isinstance(std, Tensor):
         std = std.detach()
     else:
         std = torch.tensor(check_non_negative("std", std), dtype=torch.float64)
-    ids = torch.tensor(special, dtype=torch.int64)
-    perturbation = Perturbation(kind, (least, greatest), seed % 2**62, rate, ids, padding_id, std, samples)
+    perturbation = Perturbation((least, greatest), seed % 2**62, padding_id, std, samples)
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
         return perturbation(arguments[0] if arguments else keywords["input"], output)
@@ -184,12 +189,3 @@ def _padding_of(model: nn.Module, embedding: nn.Module) -> int | None:
     configured = getattr(getattr(model, "config", None), "pad_token_id", None)
     found = getattr(embedding, "padding_idx", None) if configured is None else configured
     return found if isinstance(found, int) and found >= 0 else None
-
-
-def _exchanged(chosen: Tensor, order: Tensor) -> Tensor:
-    """`[texts, T]`: from where each place takes its token; the chosen ones go round in the order of `order`."""
-    places = torch.arange(chosen.shape[-1], device=chosen.device).expand_as(chosen)
-    ring = torch.argsort(torch.where(chosen, order, 2.0), dim=-1)  # the chosen places first
-    count = chosen.sum(-1, keepdim=True)
-    following = ring.gather(-1, torch.where(places + 1 < count, places + 1, 0))
-    return places.scatter(-1, ring, torch.where(places < count, following, ring))

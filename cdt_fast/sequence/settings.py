@@ -27,7 +27,6 @@ _OWN_WORDS = f"{_TEXT_UT} embedding=none"
 _MOST_NOISE = 10.0  # standard deviations of the embeddings
 _GAMMA = "training noise as a multiple of the standard deviation of the embeddings: one level, or LOW,HIGH of a range"
 
-Kind = Literal["gaussian", "laplace", "uniform", "drop", "swap"]
 Depths = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
@@ -35,10 +34,6 @@ class PerturbationSettings(Section):
     """What happens to the word embeddings."""
 
     gamma: NoiseLevels = setting(0.0, _GAMMA)
-    perturbation: Kind = setting("gaussian", "what is done to the words' embeddings")
-    perturbation_rate: Annotated[float, Field(gt=0, le=1)] = setting(
-        0.15, "share of the words that 'drop' and 'swap' choose at gamma 1", "perturbation=drop,swap"
-    )
 
 
 class TextDataSettings(PerturbationSettings):
@@ -131,7 +126,6 @@ class LanguageEvaluationSettings(SequenceEvaluationSettings):
 class LanguageDataSettings(PerturbationSettings):
     """[data] of instructions with answers."""
 
-    perturbation: Kind = setting("gaussian", "what is done to the words' embeddings", "gamma!=0")
     source: str | None = setting(
         None, "a JSON or JSONL file, or hub name, of rows in Alpaca's form: instruction, input, output"
     )
@@ -182,15 +176,9 @@ class SequenceSettings(RunSettings):
 
     def check_noise(self) -> None:
         """As `RunSettings.check_noise`."""
-        data = self.data
         for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):
             greatest = max(levels)
-            if data.perturbation == "drop" and greatest * data.perturbation_rate >= 1:
-                raise InputError(
-                    f"{name} reaches {greatest:g}, and times perturbation_rate {data.perturbation_rate:g} must be "
-                    "below 1: 'drop' leaves no word"
-                )
-            if data.perturbation not in ("drop", "swap") and greatest > _MOST_NOISE:
+            if greatest > _MOST_NOISE:
                 raise InputError(
                     f"{name} reaches {greatest:g} standard deviations of the word embeddings, and must be at most "
                     f"{_MOST_NOISE:g}"

@@ -188,7 +188,7 @@ class SequenceTask(Task):
         return Path(run.settings.model.model).name
 
     def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
-        return {name: getattr(run.evaluation, name) for name in ("perturbation", "test_digest")}
+        return {"test_digest": run.evaluation.test_digest}
 
     def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
         largest = f"{runs[0].evaluation.gamma[-1]:g}"
@@ -204,8 +204,8 @@ class SequenceTask(Task):
         values = run.evaluation
         tokens = "" if values.answers == values.test_texts else f" with {values.answers:,} tokens to predict"
         return (
-            f"Test texts: {values.test_texts:,}{tokens}, none of them seen in training; perturbation of the "
-            f"word embeddings: {values.perturbation}, in training γ = {run.settings.shown_noise}. Accuracy with half "
+            f"Test texts: {values.test_texts:,}{tokens}, none of them seen in training; Gaussian noise on "
+            f"the word embeddings, in training γ = {run.settings.shown_noise}. Accuracy with half "
             "of its 95 % interval; area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, "
             f"at γ = {values.training_gamma:g}."
         )

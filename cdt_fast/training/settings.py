@@ -41,6 +41,8 @@ GONE: dict[str, tuple[Any, ...]] = {
     "preset": ("none",),
     **dict.fromkeys(("agreement", "depth_schedule", "depth_rotation", "spectral_bound"), ("none",)),
     "generated": (0.5,),
+    "perturbation": ("gaussian",),
+    "perturbation_rate": (0.15,),
     **dict.fromkeys(("layer_dropout", "code_noise", "jacobian"), (0.0,)),
     "ratio": ("mean",),
     "tail": (0.1,),

@@ -108,7 +108,7 @@ def test_help_shows_an_example_that_parses_and_the_settings(call: Call, task: st
     assert answer.status == 0
     example = next(line for line in answer.out.splitlines() if f"cdt-fast train {task} " in line and "[" not in line)
     build_parser().parse_args(example.split("cdt-fast ")[1].split())
-    for option in ("--max-tokens", "--gamma", "--perturbation", "--epochs", "--steps", "--lr", "--taps", "--rate"):
+    for option in ("--max-tokens", "--gamma", "--epochs", "--steps", "--lr", "--taps", "--rate"):
         assert option in answer.out
     assert "--window" not in answer.out
 
@@ -147,8 +147,7 @@ BAD = [
     ("text", ["TABLE", "--model", "bert", "--taps=-1,2"], ["[model] taps must be"]),
     ("text", ["TABLE", "--gamma", "1,0"], ["[data] gamma must be one level, or LOW,HIGH with LOW below HIGH"]),
     ("text", ["TABLE", "--exit-agreements", "0.9,1"], ["exit_agreements", "less than 1"]),
-    ("text", ["TABLE", "--perturbation", "salt"], ["perturbation must be 'gaussian', 'laplace'"]),
-    ("text", ["TABLE", "--perturbation", "drop", "--perturbation-rate", "1.5"], ["perturbation_rate"]),
+    ("text", ["TABLE", "--perturbation", "drop"], ["--perturbation is gone", "the git tag full"]),
     ("text", ["TABLE", "--no-header"], ["no column 'label'; there are '0', '1'"]),
     ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave a share for training"]),
     ("text", ["TABLE", "--rate", "0.1,0.2,0.3"], ["3", "2"]),

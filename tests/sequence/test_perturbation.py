@@ -19,15 +19,13 @@ from cdt_fast.models.early_exit import wilson_interval
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import area_under_curve, measure
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork
-from cdt_fast.sequence.perturbation import embedding_std, perturbed
+from cdt_fast.sequence.perturbation import embedding_std, hashed, perturbed, unit_gaussian, unit_interval
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
-from cdt_fast.training.counter_based_rng import DISTRIBUTIONS, hashed, unit_interval, unit_noise
 from cdt_fast.training.results import HISTOGRAM_EDGES, mean_margin, per_sample_statistics
 
 PAD, CLS, SEP = 0, 1, 2
 GAMMAS = [0.25 * step for step in range(9)]
-SPECIAL = [CLS, SEP]
 
 
 def generator(seed: int) -> torch.Generator:
@@ -75,25 +73,20 @@ def test_the_hash_is_splitmix64() -> None:
 def test_the_ends_of_the_distributions_are_finite() -> None:
     bits = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
     assert unit_interval(bits).tolist() == [0.0, 1 - 2.0**-24, 0.5 - 2.0**-24, 0.5]
-    for kind in DISTRIBUTIONS:
-        noise = unit_noise(bits, kind)
-        assert noise.isfinite().all()
-        assert noise[0] == -noise[1]
-        assert noise[2] == -noise[3]
-        assert noise[0] < noise[2] < noise[3] < noise[1]
+    noise = unit_gaussian(bits)
+    assert noise.isfinite().all()
+    assert noise[0] == -noise[1]
+    assert noise[2] == -noise[3]
+    assert noise[0] < noise[2] < noise[3] < noise[1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "kurtosis", "median"), [("gaussian", 3, 0.6745), ("laplace", 6, 0.4901), ("uniform", 1.8, 0.8660)]
-)
-def test_noise_has_unit_variance_and_its_own_shape(kind: str, kurtosis: float, median: float) -> None:
-    noise = unit_noise(hashed(hashed(torch.tensor(7), torch.arange(1000)).unsqueeze(1), torch.arange(200)), kind)
-    noise = noise.double()
+def test_noise_is_gaussian_and_that_of_neighbors_is_independent() -> None:
+    noise = unit_gaussian(hashed(hashed(torch.tensor(7), torch.arange(1000)).unsqueeze(1), torch.arange(200))).double()
     count = noise.numel()
     assert abs(noise.mean()) < 5 / math.sqrt(count)
-    assert noise.square().mean().item() == pytest.approx(1, abs=5 * math.sqrt((kurtosis - 1) / count))
-    assert (noise**4).mean().item() == pytest.approx(kurtosis, rel=0.07)
-    assert noise.abs().median().item() == pytest.approx(median, rel=0.01)
+    assert noise.square().mean().item() == pytest.approx(1, abs=5 * math.sqrt(2 / count))
+    assert (noise**4).mean().item() == pytest.approx(3, rel=0.07)
+    assert noise.abs().median().item() == pytest.approx(0.6745, rel=0.01)
     for shift in (1, 200):  # neighbors in a token, and the same component of neighboring tokens
         flat = noise.flatten()
         assert abs((flat[shift:] * flat[:-shift]).mean()) < 5 / math.sqrt(count)
@@ -102,18 +95,16 @@ def test_noise_has_unit_variance_and_its_own_shape(kind: str, kurtosis: float, m
 # What the hook does to embeddings
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_the_noise_is_gamma_times_the_table_s_deviation(kind: str) -> None:
+def test_the_noise_is_gamma_times_the_table_s_deviation() -> None:
     embedding, (ids, _) = words(64), batch(50)
     clean = embedding(ids)
     table = embedding.weight.detach()
     std = math.sqrt(((table - table.mean()) ** 2).mean())
-    with perturbed(embedding, kind, 0.5, padding_id=PAD) as perturbation:
+    with perturbed(embedding, 0.5, padding_id=PAD) as perturbation:
         noise = embedding(ids) - clean
-    assert perturbation.std is not None
     assert perturbation.std.item() == pytest.approx(std, rel=1e-12)
     assert noise.std().item() == pytest.approx(0.5 * std, rel=0.02)
-    with perturbed(embedding, kind, 1.5, std=3.0):
+    with perturbed(embedding, 1.5, std=3.0):
         other = embedding(ids) - clean
     torch.testing.assert_close(other / (1.5 * 3.0), noise / (0.5 * std), rtol=1e-6, atol=1e-7)
     assert torch.equal(embedding(ids), clean)  # the hook is gone
@@ -132,20 +123,18 @@ def test_the_gaussian_noise_by_the_definition() -> None:
                 assert found[text, token, component].item() == pytest.approx(0.5 * normal, rel=1e-5)
 
 
-def draws(kind: str, batches: Sequence[Tensor], **options: Any) -> list[Tensor]:
+def draws(batches: Sequence[Tensor], **options: Any) -> list[Tensor]:
     """What the embeddings become, text by text, without what stands at padding."""
     embedding, found = words(4), []
-    special = SPECIAL if kind in ("drop", "swap") else []
-    with perturbed(embedding, kind, 1.0, special_ids=special, padding_id=PAD, **{"rate": 0.4, **options}):
+    with perturbed(embedding, 1.0, padding_id=PAD, **options):
         for ids in batches:
             found += [row[text != PAD] for row, text in zip(embedding(ids), ids, strict=True)]
     return found
 
 
-@pytest.mark.parametrize("kind", [*DISTRIBUTIONS, "drop", "swap"])
-def test_a_draw_does_not_depend_on_how_texts_are_put_into_batches_or_padded(kind: str) -> None:
+def test_a_draw_does_not_depend_on_how_texts_are_put_into_batches_or_padded() -> None:
     ids, lengths = batch()
-    expected = draws(kind, [ids])
+    expected = draws([ids])
     left = torch.stack([row.roll(12 - length) for row, length in zip(ids, lengths, strict=True)])
     cuts = {
         "one by one": [ids[i : i + 1, :length] for i, length in enumerate(lengths)],
@@ -154,9 +143,9 @@ def test_a_draw_does_not_depend_on_how_texts_are_put_into_batches_or_padded(kind
         "left": [left],
     }
     for name, cut in cuts.items():
-        for one, other in zip(draws(kind, cut), expected, strict=True):
+        for one, other in zip(draws(cut), expected, strict=True):
             assert torch.equal(one, other), name
-    for other in (draws(kind, [ids], seed=1), draws(kind, [ids.flip(0)])[::-1]):
+    for other in (draws([ids], seed=1), draws([ids.flip(0)])[::-1]):
         assert not all(torch.equal(one, two) for one, two in zip(other, expected, strict=True))
 
 
@@ -170,39 +159,6 @@ def test_texts_are_numbered_on_and_can_be_drawn_again() -> None:
     assert not torch.equal(first, second)
     with perturbed(embedding, seed=3):
         assert torch.equal(embedding(ids), first)
-
-
-def test_dropped_words_are_zero_and_special_ids_stay() -> None:
-    embedding, (ids, _) = words(), batch(400)
-    for gamma, fraction in ((1.0, 0.15), (2.0, 0.3), (20.0, 1.0)):
-        with perturbed(embedding, "drop", gamma, special_ids=SPECIAL, padding_id=PAD):
-            found = embedding(ids)
-        dropped = (found == 0).all(-1)
-        special = torch.isin(ids, torch.tensor([PAD, *SPECIAL]))
-        assert not dropped[special].any()
-        assert torch.equal(found[~dropped], embedding(ids)[~dropped])
-        count = int((~special).sum())
-        spread = 5 * math.sqrt(fraction * (1 - fraction) / count)
-        assert dropped.sum().item() / count == pytest.approx(fraction, abs=spread + 1e-9)
-
-
-def test_swapped_words_go_round_and_none_is_lost() -> None:
-    embedding = words(vocabulary=600)
-    ids = torch.arange(3, 3 + 8 * 60).reshape(8, 60)  # all different
-    ids[:, 0], ids[:, -5:] = CLS, PAD
-    with perturbed(embedding, "swap", 1.0, rate=0.3, special_ids=SPECIAL, padding_id=PAD):
-        found = embedding(ids)
-    for text, row in zip(ids, found, strict=True):
-        sources = [next(p for p, word in enumerate(text) if torch.equal(embedding.weight[word], v)) for v in row]
-        moved = [place for place, source in enumerate(sources) if source != place and text[place] != PAD]
-        assert sorted(sources[place] for place in moved) == moved
-        assert all(text[place] not in (PAD, *SPECIAL) for place in moved)
-        assert 6 <= len(moved) <= 32
-        place, cycle = moved[0], []
-        while place not in cycle:
-            cycle.append(place)
-            place = sources[place]
-        assert len(cycle) == len(moved)
 
 
 def test_of_a_range_each_text_draws_its_level() -> None:
@@ -223,26 +179,21 @@ def test_of_a_range_each_text_draws_its_level() -> None:
     assert 1.95 < levels.max() < 2.0
     assert levels.mean().item() == pytest.approx(1.25, abs=0.1)
     torch.testing.assert_close(again, found[7:9])  # the level is the text's, not the batch's
-    with perturbed(embedding, "drop", (0.0, 1.0), rate=1.0, special_ids=SPECIAL):
-        dropped = (embedding(ids) == 0).all(-1).double().mean().item()
-    assert dropped == pytest.approx(0.5, abs=0.05)
 
 
 def test_gamma_zero_changes_nothing_but_the_numbering() -> None:
     embedding, (ids, _) = words(), batch()
-    for kind in (*DISTRIBUTIONS, "drop", "swap"):
-        with perturbed(embedding, kind, 0.0, special_ids=SPECIAL) as perturbation:
-            assert torch.equal(embedding(ids), embedding.weight[ids])
-        assert perturbation.next_sample == 6
+    with perturbed(embedding, 0.0) as perturbation:
+        assert torch.equal(embedding(ids), embedding.weight[ids])
+    assert perturbation.next_sample == 6
 
 
 def test_the_gradient_passes_to_the_words() -> None:
     embedding, ids = words(3), torch.tensor([[4, 5, 4]])
-    for kind in ("gaussian", "swap"):
-        with perturbed(embedding, kind, 1.0, special_ids=SPECIAL):
-            (gradient,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
-        assert gradient[4].tolist() == [2, 2, 2]
-        assert gradient[5].tolist() == [1, 1, 1]
+    with perturbed(embedding, 1.0):
+        (gradient,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
+    assert gradient[4].tolist() == [2, 2, 2]
+    assert gradient[5].tolist() == [1, 1, 1]
 
 
 def test_low_precision_keeps_its_dtype() -> None:
@@ -273,18 +224,13 @@ def test_the_deviation_of_a_table() -> None:
     ("arguments", "options", "word"),
     [
         ((nn.Linear(2, 2),), {}, "Linear"),
-        ((words(), "salt"), {}, "kind"),
-        ((words(), "gaussian", -0.1), {}, "gamma"),
-        ((words(), "gaussian", float("nan")), {}, "gamma"),
-        ((words(), "gaussian", (1.0, 0.5)), {}, "gamma"),
-        ((words(), "gaussian", (0.0, 0.5, 1.0)), {}, "gamma"),
-        ((words(), "drop"), {}, "special_ids"),
-        ((words(), "swap"), {"padding_id": 0}, "special_ids"),
-        ((words(), "drop"), {"special_ids": [-1]}, "special_ids"),
-        ((words(), "drop"), {"special_ids": [1], "rate": 0.0}, "rate"),
+        ((words(), -0.1), {}, "gamma"),
+        ((words(), float("nan")), {}, "gamma"),
+        ((words(), (1.0, 0.5)), {}, "gamma"),
+        ((words(), (0.0, 0.5, 1.0)), {}, "gamma"),
         ((words(),), {"seed": -1}, "seed"),
         ((words(),), {"std": -1.0}, "std"),
-        ((words(),), {"padding_id": -1, "kind": "gaussian"}, "padding_id"),
+        ((words(),), {"padding_id": -1}, "padding_id"),
     ],
 )
 def test_a_bad_argument_is_named(arguments: Any, options: dict[str, Any], word: str) -> None:

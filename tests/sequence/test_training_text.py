@@ -161,12 +161,9 @@ def test_exits_by_confidence_do_what_the_saved_model_does(tmp_path: Path, encode
 
 
 @pytest.mark.parametrize("model", ["text-ut", "encoder"])
-@pytest.mark.parametrize("perturbation", ["gaussian", "drop"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    tmp_path: Path, encoder: Path, model: str, perturbation: str
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, encoder: Path, model: str) -> None:
     table = write_table(tmp_path / "reviews.tsv")
-    changes = {"model": model if model == "text-ut" else str(encoder), "perturbation": perturbation}
+    changes = {"model": model if model == "text-ut" else str(encoder)}
     whole = trained(settings_for(table, **changes), tmp_path / "whole")
     config = settings_for(table, **changes)
     run = RunFolder.create(tmp_path / "parts", config)

@@ -149,7 +149,6 @@ def test_a_preset_is_a_whole_row_of_the_paper(
         assert not config.adaptive
     else:
         assert config.evaluation.gammas == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
-        assert config.data.perturbation == "gaussian"
         assert getattr(config.model, "taps", None) is None
     if network in ("dust", "ut"):
         assert (config.model.code_size, config.model.tied) == (1024, None), (
@@ -205,9 +204,7 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
         ("text", {"model": {"taps": "0,3"}}, f"taps {IDLE} model other than text-ut"),
         ("text", {"model": {"model": "x", "width": 3}}, f"width {IDLE} model text-ut, and model is x"),
         ("text", {"model": {"embedding": "x", "least_count": 3}}, f"least_count {IDLE} embedding none"),
-        ("text", {"data": {"perturbation_rate": 0.3}}, f"perturbation_rate {IDLE} perturbation drop or swap"),
         ("text", {"training": {"epochs": 3, "steps": 20}}, f"[training] epochs {IDLE} steps none, and steps is 20"),
-        ("lm", {"data": {"perturbation": "drop"}}, f"perturbation {IDLE} gamma other than 0, and gamma is 0"),
         ("lm", {"model": {"model": "x", "heads": 3}}, f"heads {IDLE} model llama-small"),
     ],
 )
@@ -299,18 +296,6 @@ def test_a_unit_does_not_change_under_a_number(
             "[data] gamma reaches 25 standard deviations of the word embeddings",
         ),
         ("text", {"evaluation": {"gammas": "0,25"}}, None, "[evaluation] gammas reaches 25 standard deviations"),
-        (
-            "text",
-            {"data": {"gamma": 2, "perturbation": "drop", "perturbation_rate": 0.5}},
-            None,
-            "'drop' leaves no word",
-        ),
-        (
-            "text",
-            {"data": {"perturbation": "drop", "perturbation_rate": 0.5}},
-            None,
-            "[evaluation] gammas reaches 2,",
-        ),
     ],
 )
 def test_noise_that_nobody_means_is_refused(

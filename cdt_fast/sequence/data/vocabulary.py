@@ -51,7 +51,7 @@ class Vocabulary:
         words: every word by its id.
         version: 2; 1 of a vocabulary that was saved as a list, which splits texts as it did then.
         pad_token_id, unk_token_id, all_special_ids: as of a tokenizer of transformers: the id that fills up, that of
-            unknown words, and those that no perturbation of words may touch, padding and the separator.
+            unknown words, and those that are no words, padding and the separator.
     """
 
     pad_token_id = 0
