@@ -24,7 +24,6 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.graph_fakes import EagerGraphs, TapeGraphs
 from tests.runs import new_trainer
-from tests.tiny import tiny_arguments
 
 Config = Callable[..., VideoSettings]
 SHAPES_ALIKE: Any = SimpleNamespace(fixed_shapes=True)
@@ -44,8 +43,8 @@ def test_a_kind_of_call_runs_eagerly_then_is_captured_then_replayed() -> None:
     assert graphs.asked == ["eager"] * EAGER_CALLS + ["capture", "replay", "replay"]
 
 
-@pytest.mark.parametrize("graphs", [EagerGraphs(), TapeGraphs()], ids=["eager", "tape"])
-def test_every_shape_dtype_and_choice_is_a_kind_of_its_own(graphs: EagerGraphs) -> None:
+def test_every_shape_dtype_and_choice_is_a_kind_of_its_own() -> None:
+    graphs = TapeGraphs()
     total = torch.zeros(())
     step = CapturedStep(lambda x, *, factor, add: total.add_(x.sum() * factor) if add else total, graphs)
     inputs = [torch.ones(2), torch.ones(3), torch.ones(3, dtype=torch.float64)]
@@ -62,26 +61,6 @@ def test_every_shape_dtype_and_choice_is_a_kind_of_its_own(graphs: EagerGraphs) 
     assert graphs.asked.count("capture") == kinds
     assert graphs.asked.count("eager") == kinds * EAGER_CALLS
     assert len(graphs.asked) - kinds == calls
-
-
-def test_choices_are_told_apart_by_name_and_not_by_order() -> None:
-    graphs = EagerGraphs()
-    step = CapturedStep(lambda *, a, b: (a, b), graphs)
-    for _ in range(EAGER_CALLS):
-        assert step(a=1, b=2) == step(b=2, a=1) == (1, 2)
-        assert step(a=2, b=1) == (2, 1)
-    assert graphs.asked.count("capture") == 1
-
-
-def test_inputs_are_copied_into_tensors_that_stay() -> None:
-    seen: list[Tensor] = []
-    step = CapturedStep(lambda x: seen.append(x), EagerGraphs())
-    for number in range(EAGER_CALLS + 2):
-        given = torch.full((2,), float(number))
-        step(given)
-        assert seen[-1] is not given
-        assert torch.equal(seen[-1], given)
-    assert len({id(tensor) for tensor in seen}) == 1
 
 
 def test_the_tape_shows_a_step_that_counts_on_the_host() -> None:
@@ -103,9 +82,7 @@ def test_the_tape_shows_a_step_that_counts_on_the_host() -> None:
 SETTINGS = {"batch": 3, "steps": 30, "validate_every": 5, "checkpoint_every": 15, "lr": 1e-3, "warmup_steps": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "warm-up, adam": {"rate": 0.9},
-    "tied, fixed reference": {"tied": True, "reference": 0.01, "normalize": True, "resilience": "decay"},
     "every second step": {"dual_every": 2, "dual": "ascent", "reference": 0.01, "warmup_epochs": 2},
-    "unconstrained": {"constrained": False, "clip": None, "weight_decay": 0.1},
     "accumulation": {"batch": 2, "accumulate": 2, "stride": 3, "dual": "ascent", "reference": 0.01},
     "VideoUT": {"model": "ut", "coupling": "absolute", "rate": 0.9, "precision": "bf16"},
 }
@@ -141,10 +118,9 @@ def test_a_captured_training_is_the_eager_one(tiny_config: Config, tmp_path: Pat
         assert captured.constraints.multipliers.max() > 0
 
 
-@pytest.mark.parametrize("variant", ["warm-up, adam", "unconstrained", "accumulation"])
-def test_a_captured_training_is_the_plain_one_to_rounding(tiny_config: Config, tmp_path: Path, variant: str) -> None:
+def test_a_captured_training_is_the_plain_one_to_rounding(tiny_config: Config, tmp_path: Path) -> None:
     """The plain one updates with another kernel and a rate in float64. Measured: weights of 0.3 differ by 4e-7."""
-    config = tiny_config(**{**SETTINGS, **VARIANTS[variant]})
+    config = tiny_config(**SETTINGS, rate=0.9)
     captured, plain = trainer_for(config, tmp_path / "captured", TapeGraphs()), trainer_for(config, tmp_path / "plain")
     captured.run(progress=False)
     plain.run(progress=False)
@@ -152,9 +128,8 @@ def test_a_captured_training_is_the_plain_one_to_rounding(tiny_config: Config, t
     torch.testing.assert_close(captured.constraints.multipliers, plain.constraints.multipliers, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["warm-up, adam", "every second step"])
-def test_a_captured_training_continues_bit_for_bit(tiny_config: Config, tmp_path: Path, variant: str) -> None:
-    config = tiny_config(**{**SETTINGS, **VARIANTS[variant]})
+def test_a_captured_training_continues_bit_for_bit(tiny_config: Config, tmp_path: Path) -> None:
+    config = tiny_config(**{**SETTINGS, **VARIANTS["every second step"]})
     whole = trainer_for(config, tmp_path / "whole", TapeGraphs())
     whole.run(progress=False)
     first = trainer_for(config, tmp_path / "first", TapeGraphs())
@@ -224,22 +199,6 @@ def test_the_parts_of_a_step_are_the_step(reference: Any, dual_every: int) -> No
 
 
 @no_cuda
-@pytest.mark.parametrize("resumed", [False, True])
-def test_without_a_gpu_the_option_is_refused_and_nothing_is_left(
-    call: Callable[..., Any], clip: Path, tmp_path: Path, tiny_config: Config, resumed: bool
-) -> None:
-    folder = tmp_path / "run"
-    if resumed:
-        RunFolder.create(folder, tiny_config(cuda_graph=True))
-        line = call("train", "video", "--resume", folder).line()
-        assert [entry.name for entry in folder.iterdir()] == ["config.toml"]
-    else:
-        line = call("train", "video", clip, "--out", folder, *tiny_arguments(), "--cuda-graph").line()
-        assert not folder.exists()
-    assert "cuda_graph needs a CUDA GPU" in line
-
-
-@no_cuda
 def test_cuda_graphs_need_a_gpu() -> None:
     with pytest.raises(InputError, match="needs a CUDA GPU"):
         CudaGraphs()
@@ -264,12 +223,3 @@ def test_what_a_capture_cannot_hold_is_said_so(tiny_config: Config, launched: di
     with pytest.raises(InputError, match=message) as caught:
         resolve_execution(tiny_config(device="auto", cuda_graph=True), accelerator, SHAPES_ALIKE)
     assert "\n" not in str(caught.value)
-
-
-def test_what_a_capture_can_hold_is_accepted(tiny_config: Config) -> None:
-    plugin = SimpleNamespace(backend=DynamoBackend.NO)
-    accelerator: Any = SimpleNamespace(
-        device=torch.device("cuda"), num_processes=1, mixed_precision="no", state=SimpleNamespace(dynamo_plugin=plugin)
-    )
-    settings = tiny_config(device="auto", cuda_graph=True, accumulate=2)
-    assert resolve_execution(settings, accelerator, SHAPES_ALIKE).captured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -108,21 +107,14 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, previous)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_settings_reach_what_they_are_to_test(uninterrupted: Callable[[str], RunFolder], name: str) -> None:
-    state = load_checkpoint(uninterrupted(name).checkpoint)["constraints"]
-    if name == "plain":
-        return
-    assert state["multipliers"].max() > 0
-    if name == "constrained":
-        assert state["slacks"].max() > 0
-        assert state["reference_measurements"] == 20
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("name", "steps"),
-    [("constrained", [1]), ("constrained", [3, 8, 25]), ("dual_every", [4, 20]), ("plain", [6, 11]), ("plain", [12])],
+    ("name", "steps", "number"),
+    [
+        ("constrained", [1], signal.SIGINT),
+        ("constrained", [3, 8, 25], signal.SIGTERM),
+        ("dual_every", [4, 20], signal.SIGINT),
+        ("plain", [12], signal.SIGTERM),
+    ],
 )
 def test_a_run_that_a_signal_stopped_resumes_bit_for_bit(
     tiny_config: Config,
@@ -245,10 +237,8 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
     assert run.checkpoint.read_bytes() == before
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_command_says_how_to_go_on(
-    call: Callable[..., Any], clip: Path, tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_the_command_says_how_to_go_on(call: Callable[..., Any], clip: Path, tmp_path: Path) -> None:
+    number, status = signal.SIGTERM, 143
     run = tmp_path / "my run"
     with signal_after(number, 2):
         answer = call("train", "video", clip, "--out", run, *tiny_arguments())
@@ -257,7 +247,6 @@ def test_the_command_says_how_to_go_on(
     assert last == (
         f"cdt-fast: stopped by {number.name} after step 2; continue with: cdt-fast train video --resume '{run}'"
     )
-    assert call("train", "video", "--resume", run).status == 0
     assert call("train", "video", "--resume", run).status == 0
 
 
@@ -304,7 +293,7 @@ def test_training_outside_of_the_main_thread_works(
 def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: Config, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint, SIGTERM in the run that resumed, and the rest in this process."""
     config = tiny_config(
-        steps=200, accumulate=2, size=16, code_size=16, validate_every=7, checkpoint_every=3, log_every=5
+        steps=80, accumulate=2, size=16, code_size=16, validate_every=7, checkpoint_every=3, log_every=5
     )
     whole = RunFolder.create(tmp_path / "whole", config)
     train(whole, config, progress=False)
@@ -325,18 +314,12 @@ def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: C
 
     status, _, step = stop_after(0, signal.SIGKILL)
     assert status == -signal.SIGKILL
-    assert step < 200
+    assert step < 80
     status, errors, step = stop_after(step, signal.SIGTERM)
     assert status == 143
-    assert step < 200
+    assert step < 80
     assert errors.splitlines()[-1] == (
         f"cdt-fast: stopped by SIGTERM after step {step}; continue with: cdt-fast train video --resume {run.path}"
     )
     train(run, config, resume=True, progress=False)
     assert_same_runs(run, whole)
-
-
-def test_the_metrics_are_json_lines_to_the_end(uninterrupted: Callable[[str], RunFolder]) -> None:
-    text = uninterrupted("constrained").metrics.read_text()
-    assert text.endswith("\n")
-    assert [json.loads(line)["step"] for line in text.splitlines()][-1] == 27

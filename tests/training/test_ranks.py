@@ -13,12 +13,10 @@ import torch
 
 from cdt_fast.files import read_json
 from cdt_fast.tasks import TASKS as ENTRIES
-from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
-from tests.runs import new_trainer, train
+from tests.runs import new_trainer
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
-from tests.training.training_cases import run_on_two_ranks
 
 TASKS = {"text": TINY_TEXT, "lm": TINY_LANGUAGE}
 # Shares with unequal counts, and a last micro-batch of one sample, in which one rank has nothing to do.
@@ -63,42 +61,6 @@ def test_the_losses_of_the_shares_are_those_of_the_batch(task: str, tmp_path: Pa
     for ranks in (2, 3, 5, 7):
         found = sum(sums(batch[rank::ranks]) for rank in range(min(ranks, 5)))
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-
-
-_RANK = """
-import sys
-from pathlib import Path
-import torch
-from accelerate import Accelerator
-from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.loop import Trainer
-from tests.runs import new_trainer, open_run, train
-run, config = open_run(sys.argv[1], trained=False)
-trainer = new_trainer(run, config)
-assert trainer.accelerator.num_processes == 2
-trainer.run(progress=False)
-torch.save(trainer.constraints.multipliers, run.path / f"multipliers-{trainer.accelerator.process_index}.pt")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
-def test_two_ranks_train_as_one(task: str, tmp_path: Path) -> None:
-    config = settings_for(task, source_of(task, tmp_path), steps=9, lr=1e-3)
-    alone, together = (RunFolder.create(tmp_path / name, config) for name in ("alone", "together"))
-    train(alone, config, progress=False)
-    run_on_two_ranks(_RANK, together)
-    expected, found = load_checkpoint(alone.checkpoint), load_checkpoint(together.checkpoint)
-    multipliers = expected["constraints"]["multipliers"]
-    assert multipliers.max() > 0
-    of_ranks = [torch.load(together.path / f"multipliers-{rank}.pt") for rank in range(2)]
-    assert torch.equal(of_ranks[0], of_ranks[1])
-    torch.testing.assert_close(of_ranks[0], multipliers, rtol=0, atol=1e-6)
-    for name, value in expected["model"].items():
-        torch.testing.assert_close(found["model"][name], value, rtol=0, atol=1e-5)
-    logged = [[entry["loss"] for entry in run.read_metrics() if "loss" in entry] for run in (alone, together)]
-    for one, other in zip(*logged, strict=True):
-        assert other == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.slow

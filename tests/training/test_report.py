@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, write_json
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import open_evaluated
@@ -67,12 +66,6 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(
     }
 
 
-def test_a_report_of_runs_without_constraints_has_no_multipliers(trained: Any, tmp_path: Path) -> None:
-    report.write_report(tmp_path, [open_evaluated(trained.plain)], "a command")
-    assert not (tmp_path / "multipliers.png").exists()
-    assert "multipliers" not in (tmp_path / "report.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -94,15 +87,6 @@ def test_runs_of_different_data_are_not_compared(
     assert str(copied_run.path) in line
     assert str(trained.plain) in line
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("old", "new"), [("size = 32", "size = 64"), ("patch = 8", "patch = 16"), ("w = 5", "w = 4")])
-def test_runs_of_different_windows_are_not_compared(
-    call: Callable[..., Any], trained: Any, copied_run: Any, tmp_path: Path, old: str, new: str
-) -> None:
-    """Their losses are sums over other patches, and the noise is cut otherwise."""
-    copied_run.config.write_text(copied_run.config.read_text().replace(old, new))
-    assert "different data" in call("compare", trained.plain, copied_run.path, "--out", tmp_path / "out").line()
 
 
 def test_compare_refuses_what_is_no_evaluated_run(
@@ -151,15 +135,6 @@ def test_the_verdict_table_shows_held_out_ratios_and_the_worst_layer(trained: An
         assert row[5] == ("yes" if run.evaluation.feasible else "no")
 
 
-def test_models_of_different_depth_fit_in_one_table(trained: Any) -> None:
-    deep, shallow = open_evaluated(trained.constrained), open_evaluated(trained.plain)
-    for name, value in {"layers": 1, "layer_ratio": [0.5], "layer_loss": [2.0, 1.0]}.items():
-        setattr(shallow.evaluation, name, value)
-    rows = report.descent_table([deep, shallow])
-    assert {len(row) for row in rows} == {len(rows[0])}
-    assert rows[2][2:4] == ["0.500", ""]
-
-
 def test_numbers_that_are_not_known_are_blank(trained: Any) -> None:
     run = open_evaluated(trained.constrained)
     run.evaluation.layer_ratio = [None, 0.5]
@@ -182,16 +157,3 @@ def test_a_range_of_training_noise_is_shaded_and_no_multiplier_hides_another(tra
 def test_a_table_is_aligned() -> None:
     assert as_text([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc   d"
     assert as_markdown([["a", "bb"], ["ccc", "d"]]) == "| a | bb |\n|---|---:|\n| ccc | d |"
-
-
-def test_a_picture_that_cannot_be_drawn_leaves_no_half_of_it(
-    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> None:
-        raise InputError("the clip is gone")
-
-    monkeypatch.setattr(video_figures, "_frames", refuse)
-    with pytest.raises(InputError, match="the clip is gone"):
-        report.write_report(tmp_path, [open_evaluated(trained.plain)], "a command")
-    assert not (tmp_path / "report.md").exists()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import subprocess
 import sys
 import threading
@@ -91,14 +90,6 @@ def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path: Path)
         run.read_metrics()
 
 
-def test_metrics_keep_every_bit_of_a_number(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    line = json.dumps({"step": 1, "loss": [0.1 + 0.2, 1e-300, 5e-324]}) + "\n"
-    run.metrics.write_text(line)
-    run.truncate_metrics(1)
-    assert run.metrics.read_text() == line
-
-
 _HOLD = """
 import sys
 from cdt_fast.training.run_folder import RunFolder
@@ -134,18 +125,6 @@ def test_a_run_that_another_process_trains_is_refused_until_that_ends_or_is_kill
     assert {path: path.read_bytes() for path in run.path.iterdir()} == before
 
 
-def test_files_that_were_there_before_are_not_removed_with_an_untouched_run(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    run = RunFolder.create(tmp_path / "mine", VideoSettings())
-    (run.path / "note").write_text("mine")
-    run.remove_if_untouched()
-    assert [path.name for path in run.path.iterdir()] == ["note"]
-    empty = RunFolder.create(tmp_path / "empty", VideoSettings())
-    (empty.path / "note").write_text("put there meanwhile")
-    empty.remove_if_untouched()
-    assert [path.name for path in empty.path.iterdir()] == ["note"]
-
-
 def test_of_runs_that_are_made_in_one_folder_at_once_one_is_whole(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
     refused = []
@@ -165,9 +144,3 @@ def test_of_runs_that_are_made_in_one_folder_at_once_one_is_whole(tmp_path: Path
     assert len(refused) == 7
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.toml"]
     assert open_run(tmp_path / "mine", trained=False)[1] == VideoSettings()
-
-
-def test_what_a_process_left_that_was_killed_at_once_is_in_nobodys_way(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / ".config-123.tmp.toml").write_text("half")
-    assert RunFolder.create(tmp_path / "mine", VideoSettings()).config.exists()
