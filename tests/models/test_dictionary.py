@@ -49,11 +49,6 @@ def test_a_code_size_that_is_no_square_keeps_the_lowest_frequencies_of_the_next_
     assert max(radii[index] for index in kept) <= min((radii[index] for index in dropped), default=math.inf)
 
 
-@pytest.mark.parametrize(("patch_size", "code_size"), [(16, 16), (16, 30), (256, 1024), (10, 25)])
-def test_the_dictionary_spans_the_patches(patch_size: int, code_size: int) -> None:
-    assert torch.linalg.matrix_rank(overcomplete_dct(patch_size, code_size)) == patch_size
-
-
 def test_the_norm_of_the_reference_dictionary() -> None:
     assert abs(squared_spectral_norm(overcomplete_dct(256, 1024)).item() - 14.97) < 0.005
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models, ops
-from cdt_fast.bench.baselines.formulas import written_out_losses
 from cdt_fast.errors import InputError
-from cdt_fast.models.dictionary import squared_spectral_norm, tight_cosines
+from cdt_fast.models.dictionary import squared_spectral_norm
 
 PATCH, CODES, LAYERS = 9, 20, 3
 WEIGHTS = (0.7, -0.4, 0.0, 1.3)
@@ -73,8 +72,8 @@ def written_out(model: models.DUST, noisy: Tensor, clean: Tensor) -> Tensor:
     )
 
 
-def parameter_gradients(model: models.DUST, total: Tensor) -> list[Tensor | None]:
-    return list(torch.autograd.grad(total, list(model.parameters()), allow_unused=True))
+def parameter_gradients(model: models.DUST, total: Tensor, *others: Tensor) -> list[Tensor | None]:
+    return list(torch.autograd.grad(total, [*model.parameters(), *others], allow_unused=True))
 
 
 def assert_same(given: Any, expected: Any) -> None:
@@ -107,12 +106,13 @@ def test_equals_the_network_written_out(
     assert_same([model(noisy, depth=depth) for depth in range(LAYERS + 1)][1:], expected[1:])
     assert_same([model(noisy, depth=0) + 1, model(noisy)], [expected[0] + 1, expected[-1]])
 
-    losses = written_out(model, noisy, clean)
+    losses = written_out(model, noisy.requires_grad_(), clean)
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
     total, per_layer = model.layer_losses(noisy, clean, weights)
     assert not per_layer.requires_grad
     assert_same([per_layer, total], [losses, torch.dot(weights, losses)])
-    assert_same(parameter_gradients(model, total), parameter_gradients(model, torch.dot(weights, losses)))
+    right = parameter_gradients(model, torch.dot(weights, losses), noisy)
+    assert_same(parameter_gradients(model, total, noisy), right)
 
     total, per_layer = model.layer_losses(noisy, clean)
     losses = written_out(model, noisy, clean)
@@ -123,81 +123,7 @@ def test_equals_the_network_written_out(
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("readout", ["own", "next", "shared"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_one_layer_and_one_token(kind: type[models.DUST], readout: str, tied: bool) -> None:
-    model = built(kind, layers=1, readout=readout, tied=tied)
-    noisy, _ = pictures(2, tokens=1)
-    assert_same(model.reconstructions(noisy), written_out_reconstructions(model, noisy))
-
-
-@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
-@pytest.mark.parametrize("readout", ["own", "next", "shared"])
-def test_every_depth_s_gradient_of_every_parameter(initial_codes: str, readout: str) -> None:
-    model = built(models.DUST, initial_codes=initial_codes, readout=readout)
-    noisy, _ = pictures(2)
-    for depth in range(LAYERS + 1):
-        given, expected = model(noisy, depth=depth), written_out_reconstructions(model, noisy)[depth]
-        if not given.requires_grad:
-            assert (initial_codes, depth) == ("zero", 0)
-            continue
-        one, other = (parameter_gradients(model, result.square().sum()) for result in (given, expected))
-        # The written-out network reaches unused layers of the stacked parameter with zeros, as we do.
-        assert_same(one, other)
-
-
-def test_the_gradient_of_the_noisy_input() -> None:
-    noisy, clean = pictures(2)
-    for kind, readout in itertools.product(KINDS, ("own", "next", "shared")):
-        model = built(kind, readout=readout)
-        noisy.requires_grad_()
-        total, _ = model.layer_losses(noisy, clean, WEIGHTS)
-        (given,) = torch.autograd.grad(total, noisy)
-        weights = torch.tensor(WEIGHTS, dtype=torch.float64)
-        (expected,) = torch.autograd.grad(torch.dot(weights, written_out(model, noisy, clean)), noisy)
-        assert_same([given], [expected])
-
-
-def test_sparsity_zero_is_a_network_without_a_nonlinearity_at_every_layer() -> None:
-    model = built(models.DUST, sparsity=0.0)
-    noisy, clean = pictures(2)
-    noisy[0] = 0.0  # codes of exactly zero, where the gradient of S_0 is 1 in the first layer as in the others
-    total, per_layer = model.layer_losses(noisy, clean)
-    assert_same([per_layer], [written_out(model, noisy, clean)])
-    total.backward()
-    assert model.dictionary.grad is not None
-
-    def linear(dictionary: Tensor) -> Tensor:
-        codes = model.step * noisy @ dictionary[0]
-        losses = [(codes @ dictionary[0].T - clean).square().sum()]
-        for atoms in dictionary:
-            projection = codes @ atoms.T
-            attention = torch.softmax(projection @ projection.mT, -1)
-            codes = attention @ codes + model.step * (noisy - attention @ projection) @ atoms
-            losses.append((codes @ atoms.T - clean).square().sum())
-        return torch.stack(losses).sum() / clean[..., 0].numel()
-
-    (expected,) = torch.autograd.grad(linear(model.dictionary), model.dictionary)
-    assert_same([model.dictionary.grad], [expected])
-
-
 # The baseline of the benchmarks
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_baseline_of_the_benchmarks_is_the_same_network(kind: type[models.DUST], tied: bool) -> None:
-    model = built(kind, tied=tied)
-    noisy, clean = pictures(2)
-    expected = written_out(model, noisy, clean)
-    weights = torch.tensor(WEIGHTS)
-    losses = written_out_losses(model, noisy, clean)
-    assert_same([losses], [expected])
-    (weights.to(losses) * losses).sum().backward()
-    assert model.dictionary.grad is not None
-    total, _ = model.layer_losses(noisy, clean, weights)
-    assert_same([model.dictionary.grad], parameter_gradients(model, total))
 
 
 # Attributes
@@ -226,14 +152,6 @@ def test_shapes_and_parameters_of_every_readout() -> None:
     assert fresh.readout_dictionary is not None
     assert torch.equal(fresh.readout_dictionary, fresh.dictionary[0])
     assert fresh.readout_dictionary.data_ptr() != fresh.dictionary.data_ptr()
-
-
-def test_step_and_threshold() -> None:
-    model = models.DUST(PATCH, CODES, 2, sparsity=0.5)
-    assert model.threshold == 0.5 * model.step
-    assert model.step == pytest.approx(1 / squared_spectral_norm(model.dictionary.double())[0].item(), rel=1e-6)
-    given = models.DUST(PATCH, CODES, 2, step=0.125, sparsity=0.5)
-    assert (given.step, given.threshold) == (0.125, 0.0625)
 
 
 def test_a_step_and_a_threshold_a_layer() -> None:
@@ -272,16 +190,6 @@ def test_spectral_ratio_says_when_the_dictionaries_have_outgrown_the_step() -> N
     assert not model.spectral_ratio().requires_grad
     tied = models.DUST(PATCH, CODES, LAYERS, tied=True)
     assert tied.spectral_ratio().shape == ()
-
-
-def test_the_default_dtype_is_the_models() -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert models.DUST(PATCH, CODES, 1).dictionary.dtype == torch.float64
-    finally:
-        torch.set_default_dtype(before)
-    assert models.DUST(PATCH, CODES, 1).dictionary.dtype == torch.float32
 
 
 # Dtypes, modes, repeats, compilation
@@ -333,52 +241,8 @@ def test_a_narrow_model_runs_forward_and_backward(kind: type[models.DUST], dtype
     assert all(reconstruction.dtype == dtype for reconstruction in model.reconstructions(noisy.to(dtype)))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Any) -> None:
-    model, (noisy, clean) = built(models.DUST), pictures(2)
-    expected = model.layer_losses(noisy, clean, WEIGHTS)
-    with mode():
-        given = model.layer_losses(noisy, clean, WEIGHTS)
-        assert not model(noisy, depth=2).requires_grad
-    assert not given[0].requires_grad
-    assert all(torch.equal(one, other) for one, other in zip(given, expected, strict=True))
-
-
-@pytest.mark.parametrize("frozen", ["dictionary", "readout_dictionary"])
-def test_a_frozen_parameter_gets_no_gradient_and_changes_no_other(frozen: str) -> None:
-    model, (noisy, clean) = built(models.DUST, readout="shared"), pictures(2)
-    model.layer_losses(noisy, clean, WEIGHTS)[0].backward()
-    full = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    getattr(model, frozen).requires_grad_(False)
-    model.layer_losses(noisy, clean, WEIGHTS)[0].backward()
-    for name, parameter in model.named_parameters():
-        if name == frozen:
-            assert parameter.grad is None
-        else:
-            assert_same([parameter.grad], [full[name]])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_repeats_are_bitwise_equal(dtype: torch.dtype) -> None:
-    model, (noisy, clean) = built(models.DUST).to(dtype), pictures(8, tokens=20)
-
-    def run() -> list[Tensor | None]:
-        total, per_layer = model.layer_losses(noisy.to(dtype), clean.to(dtype), WEIGHTS)
-        return [total, per_layer, *parameter_gradients(model, total)]
-
-    first = run()
-    for _ in range(3):
-        assert all(
-            one is not None and other is not None and torch.equal(one, other)
-            for one, other in zip(run(), first, strict=True)
-        )
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "options", [{"tied": True}, {"readout": "next"}, {"readout": "shared", "initial_codes": "zero"}]
-)
+@pytest.mark.parametrize("options", [{"tied": True}, {"readout": "shared", "initial_codes": "zero"}])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_torch_compile_sees_one_graph(kind: type[models.DUST], options: dict[str, Any], weighted: bool) -> None:
     model, (noisy, clean) = built(kind, **options), pictures(2)
@@ -472,16 +336,6 @@ def test_a_clean_signal_or_weights_that_do_not_fit() -> None:
         model.layer_losses(noisy, clean, [1.0, 2.0, 3.0])
 
 
-@pytest.mark.parametrize("shape", [(0, 5, PATCH), (2, 0, PATCH), (0, PATCH)])
-@pytest.mark.parametrize("initial_codes", ["analysis", "zero"])
-def test_empty_batches_and_sequences(shape: tuple[int, ...], initial_codes: str) -> None:
-    model = models.DUST(PATCH, CODES, 2, initial_codes=initial_codes)
-    noisy = torch.zeros(shape)
-    assert [reconstruction.shape for reconstruction in model.reconstructions(noisy)] == [shape] * 3
-    with pytest.raises(InputError, match="at least one token that counts"):
-        model.layer_losses(noisy, noisy)
-
-
 def test_a_noise_adaptive_model_is_the_plain_one_in_units_of_the_noise() -> None:
     """(X − μ)/σ in, σ Z + μ out, losses over σ²: against the model without, called by hand, each sequence its own σ."""
     torch.manual_seed(0)
@@ -533,33 +387,6 @@ def test_patches_of_several_frames_start_from_a_tight_frame() -> None:
     assert models.DUST(**flat.config).config == flat.config  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match="tight_frame must be true"):
         models.DUST(36, 36, 2, patch_frames=4, tight_frame=False)
-
-
-@pytest.mark.parametrize("readout", ["own", "next", "shared"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_refine_is_the_layer_from_codes_that_read_as_the_estimate(tokens: int, tied: bool, readout: str) -> None:
-    options: dict[str, Any] = {"tied": tied, "readout": readout, "tight_frame": True}
-    model = models.DUST(PATCH, CODES, LAYERS, step=[0.9, 0.3, 0.2], sparsity=0.1, scale=0.7, **options).double()
-    with torch.no_grad():
-        for parameter in model.parameters():  # that of float32 is a tight frame to its own precision alone
-            parameter.copy_(tight_cosines(PATCH, CODES))
-    noisy, clean = pictures(2, tokens=tokens)
-    estimate = (0.5 * (noisy + clean)).requires_grad_()
-    dictionaries = [model.dictionary] * LAYERS if tied else list(model.dictionary)
-    for level in range(1, LAYERS + 1):
-        dictionary = dictionaries[level - 1]
-        following = dictionaries[min(level, LAYERS - 1)]
-        read = {"own": dictionary, "next": following, "shared": model.readout_dictionary}[readout]
-        assert read is not None
-        codes = estimate @ torch.linalg.pinv(dictionary.detach().mT)
-        torch.testing.assert_close(codes @ dictionary.mT, estimate, rtol=0, atol=1e-12)
-        # The layer of docs/maths.md §7, written out.
-        projection = codes @ dictionary.mT
-        attention = torch.softmax(0.7 * projection @ projection.mT, -1)
-        step = model.steps[level - 1] * (noisy - attention @ projection) @ dictionary
-        expected = ops.soft_threshold(attention @ codes + step, model.thresholds[level - 1]) @ read.mT
-        torch.testing.assert_close(model.refine(level, noisy, estimate), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("readout", ["own", "next", "shared"])

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.models.layer_losses.parts import shifts_labels
-from cdt_fast.sequence.data.vocabulary import Vocabulary
-from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.sequence.perturbation import perturbed
 from tests.models.layer_loss_cases import VOCABULARY, WEIGHTS, classifier, language_model, rows, tokens
 
@@ -45,11 +43,6 @@ def test_a_model_that_does_not_shift_counts_every_label() -> None:
     torch.testing.assert_close(output.loss, plain, rtol=1e-6, atol=0)
 
 
-def test_instructions_are_not_for_a_model_that_does_not_shift() -> None:
-    with pytest.raises(InputError, match="BartForCausalLM: takes the label of a token as its own target"):
-        PretrainedNetwork(bart(), Vocabulary([]))
-
-
 class Reduced(transformers.LlamaForCausalLM):
     """A loss of its own: label smoothing, in a forward that is like any other."""
 
@@ -71,14 +64,6 @@ def test_a_loss_that_is_no_cross_entropy_is_refused_with_both_numbers() -> None:
         InputError, match=r"for a Reduced: its own loss .* is \d\.\d+, and \d\.\d+ is read from its last"
     ):
         model(**tokens())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [language_model, bart, classifier])
-def test_precisions(make: Any, dtype: torch.dtype) -> None:
-    model = make().to(dtype)
-    attach_layer_losses(model)
-    assert model(**(rows() if make is classifier else tokens())).loss.isfinite()
 
 
 class Counted(nn.Dropout):
@@ -129,30 +114,6 @@ def test_noise_on_the_embeddings_is_not_drawn_for_the_check(make: Any) -> None:
         assert perturbation.next_sample == len(inputs["input_ids"])
         perturbation.next_sample = 0
         torch.testing.assert_close(model(**inputs).layer_losses, first, rtol=0, atol=0)
-
-
-def test_a_cache_that_the_forward_is_given_is_not_added_to() -> None:
-    model, inputs = language_model(), tokens(2, 6)
-    attach_layer_losses(model)
-    cache = transformers.DynamicCache()
-    del inputs["attention_mask"]
-    model(**inputs, past_key_values=cache, use_cache=True)
-    assert cache.get_seq_length() == 6
-
-
-@pytest.mark.parametrize("length", [2, 3, 24])
-def test_short_sequences_and_embeddings_as_inputs(length: int) -> None:
-    model, inputs = language_model(), tokens(1, length)
-    attach_layer_losses(model)
-    embedded = model.get_input_embeddings()(inputs["input_ids"])
-    assert model(inputs_embeds=embedded, labels=torch.ones(1, length, dtype=torch.int64)).loss.isfinite()
-
-
-def test_inputs_of_an_unknown_name_are_refused() -> None:
-    model = language_model()
-    attach_layer_losses(model)
-    with pytest.raises(InputError, match="given none of input_ids, inputs_embeds"):
-        model(labels=tokens()["labels"])
 
 
 @pytest.mark.parametrize("make", [language_model, classifier])

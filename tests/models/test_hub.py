@@ -86,22 +86,6 @@ def test_what_is_pushed_is_loaded_by_its_name(hub: Hub) -> None:
         models.VideoUT.from_pretrained("me/dust")
 
 
-def test_a_vision_transformer_of_ours_is_loaded_by_its_name(hub: Hub) -> None:
-    model = models.DenoisingViT(4, (2, 2), 1, width=8, heads=2, feedforward_width=8)
-    model.push_to_hub("me/vit")
-    assert models.DenoisingViT.from_pretrained("me/vit", download=True).config == model.config
-
-
-def test_a_damaged_download_is_refused(hub: Hub) -> None:
-    models.DUST(**SMALL).push_to_hub("me/dust")
-    weights = hub.remote / "me/dust/model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-3] ^= 1
-    weights.write_bytes(content)
-    with pytest.raises(InputError, match="damaged"):
-        models.load_pretrained("me/dust", download=True)
-
-
 def card_of(hub: Hub, name: str) -> dict[str, str]:
     text = (hub.remote / name / "README.md").read_text(encoding="utf-8")
     assert text.startswith("---\nlibrary_name: cdt_fast\n")

@@ -112,18 +112,6 @@ def test_the_pooling_of_inner_depths_is_a_classifiers() -> None:
         attach_layer_losses(classifier(), inner_pooling="first")  # pyright: ignore[reportArgumentType]
 
 
-def test_losses_are_differentiable_without_weights() -> None:
-    model, inputs = language_model(), tokens()
-    attach_layer_losses(model)
-    for depth in range(LAYERS + 1):
-        weights = [float(depth == other) for other in range(LAYERS + 1)]
-        _, loss, _, gradient = expected(model, LANGUAGE_MODELS["llama"], inputs, weights, True)
-        output = model(**inputs)
-        loss_of_depth = output.layer_losses[depth]
-        torch.testing.assert_close(loss_of_depth.detach(), loss, **EXACT)
-        torch.testing.assert_close(gradients(model, loss_of_depth), gradient, **EXACT)
-
-
 @pytest.mark.parametrize("taps", [[0, 3], [1], [0, 2], [-3, -1], range(1, 4)])
 @pytest.mark.parametrize("kind", ["language model", "classifier"])
 def test_taps(taps: Any, kind: str) -> None:
@@ -210,24 +198,6 @@ def test_batch_of_one_and_number_of_items() -> None:
     vit = classifier("vit")
     attach_layer_losses(vit)
     assert vit(**image).layer_loss_count == 1
-
-
-def test_all_ignored_with_a_number_of_items_is_zero() -> None:
-    model, inputs = language_model(), tokens()
-    attach_layer_losses(model).weights = WEIGHTS
-    inputs["labels"] = torch.full_like(inputs["labels"], -100)
-    output = model(**inputs, num_items_in_batch=torch.tensor(9))
-    assert output.layer_loss_count == 0
-    assert not output.layer_losses.any()
-    assert all(not gradient.any() for gradient in gradients(model, output.loss).values())
-
-
-def test_shifted_labels_are_taken_as_they_are() -> None:
-    model, inputs = language_model(), tokens()
-    attach_layer_losses(model)
-    losses = model(**inputs).layer_losses
-    shifted = torch.nn.functional.pad(inputs.pop("labels"), (0, 1), value=-100)[:, 1:]
-    torch.testing.assert_close(model(**inputs, shift_labels=shifted).layer_losses, losses, rtol=0, atol=0)
 
 
 def test_weights_of_the_call_go_before_those_of_the_handle() -> None:
@@ -331,15 +301,6 @@ def test_remove_gives_the_model_back(make: Any) -> None:
     attach_layer_losses(model)
 
 
-def test_a_wrapper_put_on_later_survives_remove() -> None:
-    model, inputs = language_model(), tokens()
-    handle = attach_layer_losses(model)
-    patched = model.forward
-    model.forward = lambda **kwargs: patched(**kwargs)
-    handle.remove()
-    assert "layer_losses" not in model(**inputs)
-
-
 def test_a_deep_copy_stands_alone() -> None:
     model, inputs = language_model(), tokens()
     handle = attach_layer_losses(model)
@@ -399,18 +360,3 @@ def test_logits_of_the_depths_are_those_that_the_losses_are_of(name: str) -> Non
     # Differentiable, at every depth.
     assert all(torch.autograd.grad(each.sum(), model.get_input_embeddings().weight if shifted else
                next(model.parameters()), retain_graph=True)[0].any() for each in logits)  # fmt: skip
-
-
-@pytest.mark.parametrize("taps", [[0, 2], [1, 3]])
-def test_logits_are_of_the_taps(taps: list[int]) -> None:
-    model, inputs = language_model(), tokens()
-    every = attach_layer_losses(model)
-    expected_logits = every.depth_logits(**inputs)
-    every.remove()
-    with pytest.raises(InputError, match="were removed"):
-        every.depth_logits(**inputs)
-    handle = attach_layer_losses(model, taps)
-    found = handle.depth_logits(inputs["input_ids"], inputs["attention_mask"])
-    torch.testing.assert_close(found, [expected_logits[tap] for tap in taps], rtol=0, atol=0)
-    assert "layer_losses" in model(**inputs)
-    assert handle._pass is None

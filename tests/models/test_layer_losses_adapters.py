@@ -66,16 +66,6 @@ def test_low_rank_adapter_on_the_head(disabled: bool) -> None:
     assert not found["lm_head.base_layer.weight"].any()
 
 
-def test_low_rank_adapter_on_a_classifier() -> None:
-    model, inputs = classifier("roberta"), rows()
-    model.classifier.out_proj = LowRank(model.classifier.out_proj)
-    losses, _, _, gradient = expected(model, CLASSIFIERS["roberta"], inputs, WEIGHTS, False)
-    attach_layer_losses(model).weights = WEIGHTS
-    output = model(**inputs)
-    torch.testing.assert_close(output.layer_losses, losses, **EXACT)
-    torch.testing.assert_close(gradients(model, output.loss), gradient, **EXACT)
-
-
 def test_adapter_that_is_no_shared_weight() -> None:
     model, inputs = language_model(), tokens()
     model.lm_head = LowRank(model.lm_head, dropout=0.1).eval()
@@ -158,24 +148,6 @@ def test_merged_adapters(where: str, peft: Any) -> None:
         wrapped.unmerge_adapter()
         torch.testing.assert_close(wrapped(**inputs).layer_losses, before, **EXACT)
     handle.remove()
-
-
-def test_attached_before_the_adapter(peft: Any) -> None:
-    model, inputs = language_model(), tokens()
-    handle = attach_layer_losses(model)
-    wrapped = adapted(peft, model, target_modules=["q_proj"])
-    losses = eager_losses(model, LANGUAGE_MODELS["llama"], inputs, True)
-    torch.testing.assert_close(wrapped(**inputs).layer_losses, losses, **EXACT)
-    handle.remove()
-    handle = attach_layer_losses(model)
-    wrapped = adapted(peft, wrapped.unload(), target_modules=["lm_head"])
-    with pytest.raises(InputError, match=r"head of this LlamaForCausalLM was replaced.*attach after"):
-        wrapped(**inputs)
-    handle.remove()
-    attach_layer_losses(wrapped)
-    merged = wrapped.merge_and_unload()
-    with pytest.raises(InputError, match="merge_and_unload"):
-        merged(**inputs)
 
 
 def test_an_adapter_of_another_kind_on_the_head_is_refused(peft: Any) -> None:

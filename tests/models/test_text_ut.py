@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from cdt_fast import models
 from cdt_fast.errors import InputError
-from cdt_fast.ops import use_backend
 
 CASES: list[dict[str, Any]] = [
     {},
@@ -211,24 +210,6 @@ def test_embeddings_are_copied_from_a_pretrained_model(kind: str, frozen: bool) 
     assert model.get_input_embeddings() is model.embedding
 
 
-def test_the_word_embeddings_of_a_transformers_model() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
-    bert = transformers.BertModel(config)
-    model = models.TextUT(bert, 3, 1)
-    assert torch.equal(model.embedding.weight, bert.embeddings.word_embeddings.weight)
-    assert model.width == 8
-
-
-def test_bfloat16_embeddings_make_a_bfloat16_model() -> None:
-    model = models.TextUT(torch.randn(11, 6, dtype=torch.bfloat16), 3, 2, width=4, positions=7, residual="bias")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model(ids(), lengths=LENGTHS).dtype == torch.bfloat16
-    assert model.layer_losses(ids(), LABELS, lengths=LENGTHS)[1].dtype == torch.float32
-
-
 def test_under_autocast_the_losses_are_near_and_the_gradients_in_float32() -> None:
     model, exact = made(dtype=torch.float32, width=4), made(width=4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -237,13 +218,6 @@ def test_under_autocast_the_losses_are_near_and_the_gradients_in_float32() -> No
     _, expected = exact.layer_losses(ids(), LABELS, lengths=LENGTHS)
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=0.03, atol=0.03)
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-
-
-def test_a_label_that_is_ignored_does_not_count() -> None:
-    model, tokens = made(), ids()
-    _, expected = model.layer_losses(tokens[1:], LABELS[1:], lengths=LENGTHS[1:])
-    _, found = model.layer_losses(tokens, torch.tensor([-100, 0, 1]), lengths=LENGTHS)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("options", [*CASES, {"frozen_embedding": True}])
@@ -257,13 +231,6 @@ def test_a_round_trip_is_bit_for_bit_the_same(tmp_path: Path, options: dict[str,
         assert loaded.config == model.config
         assert torch.equal(loaded(ids(), lengths=LENGTHS), model(ids(), lengths=LENGTHS))
         assert loaded.embedding.weight.requires_grad == model.embedding.weight.requires_grad
-
-
-def test_the_backend_is_the_ops_own() -> None:
-    model = made(dtype=torch.float32)
-    with use_backend("torch"):
-        expected = model(ids(), lengths=LENGTHS)
-    assert torch.equal(model(ids(), lengths=LENGTHS), expected)
 
 
 NAN = float("nan")
@@ -321,9 +288,3 @@ def test_a_bad_argument_of_the_model_is_named(arguments: Any, options: dict[str,
 def test_a_bad_input_is_named(tokens: Tensor, options: dict[str, Any], word: str) -> None:
     with pytest.raises(InputError, match=word):
         made(positions=7)(tokens, **options)
-
-
-@pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0, 1, 3])])
-def test_bad_labels_are_refused(labels: Tensor) -> None:
-    with pytest.raises(InputError, match=r"labels|targets"):
-        made().layer_losses(ids(), labels, lengths=LENGTHS)

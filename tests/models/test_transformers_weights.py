@@ -31,20 +31,6 @@ def change(folder: Path, function: Any) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_whole_folder_loads(saved: tuple[Any, Path]) -> None:
-    kind, folder = saved
-    weights = load_file(folder / "model.safetensors")
-    for name in (folder, str(folder)):
-        model = load_complete(kind, name, local_files_only=True, dtype=torch.float32)
-        assert all(torch.equal(model.state_dict()[key], value) for key, value in weights.items())
-
-
-def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
-    language_model("llama-tied").save_pretrained(tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    load_complete(CAUSAL, tmp_path)
-
-
 @pytest.mark.parametrize("new_head", [False, True])
 def test_a_missing_weight_of_the_base(saved: tuple[Any, Path], new_head: bool) -> None:
     kind, folder = saved
@@ -52,13 +38,6 @@ def test_a_missing_weight_of_the_base(saved: tuple[Any, Path], new_head: bool) -
     change(folder, lambda weights: weights.pop(missing))
     with pytest.raises(InputError, match=rf"lacks 1 weights of a \w+, the first is {missing}"):
         load_complete(kind, folder, new_head=new_head)
-
-
-def test_a_file_with_none_of_the_right_names(saved: tuple[Any, Path]) -> None:
-    kind, folder = saved
-    change(folder, lambda weights: [weights.update({f"other.{key}": weights.pop(key)}) for key in list(weights)])
-    with pytest.raises(InputError, match=r"lacks \d\d+ weights"):
-        load_complete(kind, folder, new_head=True)
 
 
 def test_a_weight_of_another_shape(saved: tuple[Any, Path]) -> None:

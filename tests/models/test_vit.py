@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast import DescentConstraints, models
-from cdt_fast.errors import InputError, MissingExtra
-from cdt_fast.models.vit import interpolated_positions
+from cdt_fast import models
+from cdt_fast.errors import InputError
 from cdt_fast.video.data import to_patches
 
 transformers = pytest.importorskip("transformers")
@@ -141,18 +138,6 @@ def test_position_embeddings_are_interpolated_as_transformers_does(tmp_path: Pat
     torch.testing.assert_close(found, read_by_hand(model, states[-1]), rtol=1e-5, atol=1e-5)
 
 
-def test_positions_of_a_grid_that_is_no_square() -> None:
-    row, column = torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")
-    positions = torch.cat((torch.tensor([[9.0, 9.0]]), torch.stack((row, column), -1).reshape(24, 2))).unsqueeze(0)
-    assert interpolated_positions(positions, (4, 6), (4, 6)) is positions
-    found = interpolated_positions(positions, (4, 6), (8, 6))
-    assert found.shape == (1, 49, 2)
-    assert torch.equal(found[0, 0], torch.tensor([9.0, 9.0]))
-    inside = found[0, 1:].reshape(8, 6, 2)
-    torch.testing.assert_close(inside[..., 1], torch.arange(6.0).expand(8, 6))
-    assert (inside[1:, :, 0] > inside[:-1, :, 0]).all()
-
-
 def test_a_round_trip_is_bit_for_bit_the_same(tmp_path: Path) -> None:
     model, patches = made(feedforward_width=7).float(), torch.rand(2, 6, 16)
     model.save_pretrained(tmp_path)
@@ -197,33 +182,6 @@ def test_a_folder_that_another_version_of_transformers_wrote(tmp_path: Path, ver
     assert torch.equal(models.DenoisingViT.from_pretrained(tmp_path).eval()(patches), model(patches))
 
 
-def test_a_copy_runs_on_its_own_weights() -> None:
-    model, patches = made(), torch.rand(2, 6, 16, dtype=torch.float64)
-    twin = copy.deepcopy(model)
-    before = model(patches)
-    disturbed(twin)
-    assert torch.equal(model(patches), before)
-    assert not torch.equal(twin(patches), before)
-
-
-def test_constrained_steps_lower_every_depth() -> None:
-    torch.manual_seed(1)
-    model = models.DenoisingViT(**SMALL)
-    clean = to_patches(frames().float(), 4, "space")
-    constraints = DescentConstraints(2, rate=0.05)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    first = model.layer_losses(clean, clean)[1].detach()
-    losses = first
-    for _ in range(40):
-        optimizer.zero_grad()
-        total, losses = model.layer_losses(clean, clean, constraints.weights())
-        total.backward()
-        optimizer.step()
-        constraints.record(losses, 1)
-        constraints.step()
-    assert losses[-1] < 0.6 * first[-1]
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -263,20 +221,3 @@ def test_what_cannot_be_loaded_says_how_to_pass_a_folder(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(InputError, match="of type 'bert', expected 'vit'"):
         models.DenoisingViT.from_pretrained(tmp_path)
-
-
-def test_a_vit_that_lacks_weights_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    saved_vit(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights.pop(next(name for name in weights if name.endswith("position_embeddings")))
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks 1 weights .*position_embeddings"):
-        models.DenoisingViT.from_pretrained(tmp_path)
-
-
-def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtra, match=r"cdt-fast\[transformers\]"):
-        models.DenoisingViT(**SMALL)
