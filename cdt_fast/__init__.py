@@ -1,7 +1,7 @@
 """cdt_fast: train transformers whose every layer lowers the loss.
 
-`ops` holds the fused operations, `nn` the same as modules, `models` the networks built on them, `DescentConstraints`
-the constraints that make every layer descend. `attach_layer_losses` gives a transformers model the losses of its
+`ops` holds the fused operations, `models` the networks built on them, `DescentConstraints` the constraints that make
+every layer descend. `attach_layer_losses` gives a transformers model the losses of its
 depths; `with_descent` and `DescentCallback` train it under constraints in transformers' Trainer, TRL's SFTTrainer and
 Lightning; `perturbed` adds noise to its word embeddings. Training, data and the command line are in the submodules of
 their names.
@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cdt_fast import models, nn, ops
+    from cdt_fast import models, ops
     from cdt_fast.constraints.descent import DescentConstraints
     from cdt_fast.constraints.feasibility import FeasibilityReport
     from cdt_fast.errors import InputError, MissingExtra
@@ -32,7 +32,6 @@ __all__ = [
     "MissingExtra",
     "attach_layer_losses",
     "models",
-    "nn",
     "ops",
     "perturbed",
     "predicted_overhead",
@@ -42,7 +41,7 @@ __all__ = [
 # Where each public name is. Imported when it is asked for: torch alone takes a second or two, for which
 # `cdt-fast --help` need not wait.
 _PLACES = {
-    "cdt_fast": ("models", "nn", "ops"),
+    "cdt_fast": ("models", "ops"),
     "cdt_fast.constraints.descent": ("DescentConstraints",),
     "cdt_fast.constraints.feasibility": ("FeasibilityReport",),
     "cdt_fast.errors": ("InputError", "MissingExtra"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pdoc
 
-# `cdt_fast` brings the packages that its __all__ names, ops, nn and models, with it.
+# `cdt_fast` brings the packages that its __all__ names, ops and models, with it.
 PAGES = ("cdt_fast", "cdt_fast.constraints", "cdt_fast.integrations")
 # Of an op's folder the reader wants the function and its formula; how they are computed is for the source.
 INTERNAL = (r"!cdt_fast\.ops\.shared", r"!cdt_fast\.ops\.\w+\.(?!reference$)\w+")
@@ -17,7 +17,7 @@ INTERNAL = (r"!cdt_fast\.ops\.shared", r"!cdt_fast\.ops\.\w+\.(?!reference$)\w+"
 
 def main(folder: str) -> None:
     """Write the pages; a public name that cannot be imported is an error."""
-    for name in (*PAGES, "cdt_fast.ops", "cdt_fast.nn", "cdt_fast.models"):
+    for name in (*PAGES, "cdt_fast.ops", "cdt_fast.models"):
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", ()):
             # pdoc reads a module's dictionary, where names that are imported when asked for are not yet.

@@ -104,7 +104,7 @@ def test_the_help_of_the_command_line_does_not_wait_for_torch() -> None:
 
 def test_public_names_come_when_they_are_asked_for() -> None:
     assert set(cdt_fast.__all__) <= set(dir(cdt_fast))
-    assert {"nn", "with_descent", "DescentCallback", "perturbed"} <= set(cdt_fast.__all__)
+    assert {"with_descent", "DescentCallback", "perturbed"} <= set(cdt_fast.__all__)
     for name in cdt_fast.__all__:
         assert getattr(cdt_fast, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'DescentConstraint'"):
