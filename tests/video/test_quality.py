@@ -91,11 +91,6 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     assert by_name["this run, 1 of 2 layers"].rising == 1
     assert by_name["this run, 2 of 2 layers"].rising is not None
     assert by_name["noisy frames"].rising is None
-    after = compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], ["drift and σ 20"], False)
-    assert as_table(after, ["drift and σ 20"])[0][1] == "drift and σ 20"
-    # Nobody is told that it becomes brighter, and nobody takes it back: 40 levels from the first frame to the last.
-    ours = next(each for each in after if each.name == "this run, noise estimated")
-    assert after[0].psnr[0] < ours.psnr[0] < (psnr_of(40 / 3**0.5) or 0)
     rows = as_table(found, [20.0, 50.0])
     assert len({len(row) for row in rows}) == 1
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
