@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,12 +18,10 @@ import pytest
 import cdt_fast
 from cdt_fast.cli import commands
 from cdt_fast.cli.parser import build_parser
-from cdt_fast.constraints.presets import PRESETS, options_of
 from cdt_fast.files import read_json, write_json
 from cdt_fast.training import figures
 from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.video import task
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import open_run
 from tests.tiny import scrolling_clip, tiny_arguments
@@ -250,17 +247,6 @@ def test_training_prints_tables_a_verdict_and_the_report(
     assert "no model yet" not in answer.err
 
 
-def test_a_warm_up_that_never_ends_is_said_before_the_training(
-    call: Call, clip: Path, tmp_path: Path, quick_figures: None
-) -> None:
-    note = "note: the constraints come on after a warm-up of"
-    asked = {"early": {"warmup_epochs": 0}, "late": {"warmup_epochs": 99}, "plain": {"constrained": False}}
-    for name, changes in asked.items():
-        answer = call("train", "video", clip, "--out", tmp_path / name, *tiny_arguments(**changes))
-        assert answer.status == 0
-        assert (note in answer.err) == (name == "late"), name
-
-
 def test_evaluate_measures_at_the_levels_that_are_given(call: Call, copied_run: RunFolder, quick_figures: None) -> None:
     values = copied_run.path.parent / "values.json"
     answer = call("evaluate", copied_run.path, "--gammas", "0.1,0.2,0.3", "--json", values)
@@ -351,17 +337,6 @@ def test_a_wrong_formulation_is_one_line_and_makes_no_run(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", [*(name for name in PRESETS if not name.startswith("paper")), "paper-dust"])
-def test_a_preset_gives_way_to_what_is_beside_it(settings_of: Callable[..., VideoSettings], name: str) -> None:
-    config = settings_of("--rate", "0.125", "--preset", name)
-    assert settings_of("--preset", name, "--rate", "0.125") == config
-    assert config.preset == name
-    assert config.constraints.rate == 0.125
-    assert config.constraints.coupling == options_of(name)["coupling"]
-    assert config.constraints.betas == list(options_of(name)["betas"])
-    assert config.data.size == (160 if name == "paper-dust" else VideoSettings().data.size)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -388,14 +363,6 @@ def test_a_preset_or_a_setting_that_cannot_be_meant_is_one_line(
 ) -> None:
     assert message in call("train", "video", clip, *words, "--out", tmp_path / "run").line()
     assert not (tmp_path / "run").exists()
-
-
-def test_a_preset_that_a_file_leaves_nothing_of_is_refused(
-    call: Call, settings_of: Callable[..., VideoSettings], tmp_path: Path
-) -> None:
-    settings_of("--preset", "paper-dust", "--layers", 3)
-    line = call("train", "video", "--config", tmp_path / "run0" / "config.toml", "--preset", "paper-ut").line()
-    assert "--preset paper-ut has no effect" in line
 
 
 def test_a_run_gets_a_name_from_its_source(
@@ -447,14 +414,6 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before_it(call: Call, copie
         assert f"{copied_run.checkpoint}: cannot be read, or is cut short" in line
 
 
-def test_the_checkpoint_of_another_run_is_refused(call: Call, trained: Any, copied_run: RunFolder) -> None:
-    shutil.copyfile(RunFolder(trained.plain).checkpoint, copied_run.checkpoint)
-    for command in (("train", "video", "--resume"), ("evaluate",)):
-        line = call(*command, copied_run.path).line()
-        assert "state.safetensors: is of another run" in line
-        assert "[constraints] constrained was False, is True" in line
-
-
 def test_a_run_that_is_not_trained_yet_says_how_to_go_on(
     call: Call, tmp_path: Path, tiny_config: Callable[..., VideoSettings]
 ) -> None:
@@ -463,20 +422,6 @@ def test_a_run_that_is_not_trained_yet_says_how_to_go_on(
         line = call(*words).line()
         assert "no model yet" in line
         assert "--resume" in line
-
-
-def test_a_half_written_last_line_of_the_metrics_is_no_trouble(
-    call: Call, copied_run: RunFolder, quick_figures: None
-) -> None:
-    before = copied_run.metrics.read_text()
-    copied_run.metrics.write_text(before + '{"step": 31, "lo')
-    assert call("evaluate", copied_run.path).status == 0
-    assert call("train", "video", "--resume", copied_run.path).status == 0
-    assert copied_run.metrics.read_text() == before
-
-
-def full(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_full_disk_under_a_checkpoint_keeps_the_old_one(
@@ -503,42 +448,6 @@ def test_a_full_disk_under_a_checkpoint_keeps_the_old_one(
     assert call("train", "video", "--resume", run.path).status == 0
 
 
-def test_a_full_disk_under_an_evaluation_keeps_the_old_one(
-    call: Call, copied_run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = copied_run.evaluation.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        line = call("evaluate", copied_run.path).line()
-    assert line == f"cdt-fast: {copied_run.evaluation}: the disk is full\n"
-    assert copied_run.evaluation.read_bytes() == before
-    assert not [path for path in copied_run.path.iterdir() if path.name.startswith(".")]
-
-
-def test_a_full_disk_under_a_new_run_leaves_none(
-    call: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        line = call("train", "video", clip, "--out", tmp_path / "run").line()
-    assert f"{tmp_path / 'run'}: cannot be made (No space left on device)" in line
-    assert not os.listdir(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_named(call: Call, trained: Any, clip: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "file" in call("train", "video", clip, "--out", tmp_path / "file" / "run").line()
-    assert "file" in call("info", "--json", tmp_path / "file" / "info.json").err
-
-
-def test_running_out_of_memory_is_one_line(call: Call, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(task, "evaluate", exhausted)
-    assert "out of memory" in call("evaluate", trained.plain).line()
-
-
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     """As `cdt-fast --help | head -1` does. A process of its own, since the pipe is its stdout."""
     program = "import sys; from cdt_fast import cli; sys.exit(cli.main(['info']))"
@@ -562,18 +471,6 @@ def test_an_evaluation_from_before_more_training_is_not_compared(call: Call, cop
     line = call("compare", copied_run.path).line()
     assert "was evaluated after step 26 and trained to step 30 since" in line
     assert "cdt-fast evaluate" in line
-
-
-def test_steps_that_a_killed_training_logged_and_lost_do_not_make_an_evaluation_old(
-    call: Call, copied_run: RunFolder, tmp_path: Path
-) -> None:
-    *_, last = copied_run.read_metrics()
-    with copied_run.metrics.open("a") as file:
-        file.write(json.dumps({**last, "step": last["step"] + 3}) + "\n")
-    assert call("evaluate", copied_run.path).status == 0
-    assert call("compare", copied_run.path, "--out", tmp_path / "one").status == 0
-    copied_run.checkpoint.write_bytes(b"damaged")
-    assert call("compare", copied_run.path, "--out", tmp_path / "two").status == 0
 
 
 def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, quick_figures: None) -> None:

@@ -6,8 +6,6 @@ import ast
 import os
 import pickle
 import re
-import stat
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 
 from cdt_fast.errors import InputError
-from cdt_fast.fetch.unpack import unpack_archive
 from cdt_fast.files import read_json, read_toml
 from cdt_fast.models import load_pretrained
 from cdt_fast.sequence.data.text import read_table
@@ -105,17 +102,6 @@ def test_a_pickle_in_place_of_a_cached_clip_is_made_again(tmp_path: Path, plante
     write_array(cached, planted)
     assert np.array_equal(load_clip(clip, 8, tmp_path / "cache").frames, frames)
     assert not planted.trace.exists()
-
-
-def test_a_link_in_a_zip_is_a_file_of_its_own(tmp_path: Path) -> None:
-    link = zipfile.ZipInfo("Set/link")
-    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
-    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
-        archive.writestr(link, "/etc")
-        archive.writestr("Set/a.txt", "a")
-    unpack_archive(tmp_path / "set.zip", tmp_path / "out")
-    assert not (tmp_path / "out" / "Set" / "link").is_symlink()
-    assert (tmp_path / "out" / "Set" / "link").read_text() == "/etc"
 
 
 def test_no_source_loads_pickles_or_evaluates_words() -> None:

@@ -15,7 +15,7 @@ from cdt_fast import experiments
 from cdt_fast.cli import commands
 from cdt_fast.training import loop
 from cdt_fast.training.results import t_quantile
-from cdt_fast.training.run_folder import RunFolder, RunInUse
+from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import open_run
 from tests.tiny import TINY
@@ -125,27 +125,6 @@ def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatc
     assert chosen.settings("default", 0, "clip", None).training.steps == 300
 
 
-@pytest.mark.slow
-def test_what_another_process_trains_is_left_to_it(
-    call: Call, clip: Path, tmp_path: Path, tiny_experiment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others come first, and the run is looked at again at the end."""
-    out, original, order = tmp_path / "out", loop.train, []
-
-    def train(run: RunFolder, config: VideoSettings, task: Any, *, resume: bool) -> None:
-        order.append(run.name)
-        if len(order) == 1:  # the other process has just made the folder, and trains
-            raise RunInUse(f"{run.path}: another process is training this run")
-        original(run, config, task, resume=resume, progress=False)
-
-    monkeypatch.setattr(loop, "train", train)
-    monkeypatch.setattr(commands, "_WAIT", 0.0)
-    answer = call("reproduce", "tiny", clip, "--out", out, "--seeds", "0")
-    assert answer.status == 0, answer
-    assert order == ["plain-0", "constrained-0", "plain-0"]
-    assert "plain-0: another process is training this run; the next one first" in answer.err
-
-
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062047), (2, 4.3026527), (11, 2.2009852), (100, 1.9839715)])
 def test_the_quantiles_of_student(degrees: int, quantile: float) -> None:
     assert t_quantile(0.975, degrees) == pytest.approx(quantile, abs=1e-6)
@@ -180,18 +159,6 @@ def test_bad_input_is_one_line_and_makes_no_folder(
     monkeypatch.chdir(tmp_path)
     assert message in call("reproduce", *words).line()
     assert not list(tmp_path.iterdir())
-
-
-def test_an_experiment_that_cannot_be_read_is_in_the_way_of_no_other_command(call: Call, tiny_experiment: Path) -> None:
-    tiny_experiment.write_text("title = ")
-    assert call("data", "fetch", "--help").status == 0
-    for words in (["--help"], ["tiny", "demo"]):
-        assert str(tiny_experiment) in call("reproduce", *words).line()
-
-
-def test_several_processes_are_sent_to_the_training_command(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "reproduce trains in one process" in call("reproduce", "video", "demo").line()
 
 
 @pytest.mark.parametrize("name", experiments.names())

@@ -55,11 +55,6 @@ class BesideTheModel(Module):
         return next(self.parameters()).square().mean()
 
 
-class WithAPenalty(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return 2 * super().training_step(batch, batch_idx) + next(self.parameters()).square().mean()
-
-
 class History(lightning.Callback):
     def __init__(self, descent: Any) -> None:
         self.descent = descent
@@ -136,12 +131,6 @@ def test_slacks_restart_each_epoch_and_the_model_is_given_back(tmp_path: Path) -
         _ = descent.layer_losses
 
 
-def test_a_factor_and_a_penalty_train(tmp_path: Path) -> None:
-    descent = DescentCallback(ASCENT)
-    fit(tmp_path, descent, WithAPenalty())
-    assert descent.constraints.multipliers.any()
-
-
 def test_rows_without_a_label_count_as_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = rows(2)
     empty = {**data[0], "labels": torch.full_like(data[0]["labels"], -100)}
@@ -183,18 +172,6 @@ def test_a_skipped_batch_is_as_if_it_were_not_there(
     assert_same_weights(module.model, weights)
 
 
-def test_an_epoch_that_a_hook_ends_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Ends(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-            return -1 if self.current_epoch == 0 and batch_idx == 1 else None
-
-    descent, module = DescentCallback(ASCENT), Ends()
-    fit(tmp_path, descent, module, count=4)
-    multipliers, _, weights = expected_run([[0, 1], [2, 3]], count=4)
-    torch.testing.assert_close(descent.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-7)
-    assert_same_weights(module.model, weights)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_gradient_scaler_skips_moves_no_multiplier(fused: bool, tmp_path: Path) -> None:
     class Fused(Module):
@@ -231,16 +208,6 @@ def test_the_kl_to_the_last_depth_reaches_the_model(tmp_path: Path) -> None:
     assert logged[1][-1] == pytest.approx(logged[0][-1])
 
 
-def test_training_after_a_validation_alone(tmp_path: Path) -> None:
-    descent, module = DescentCallback(ASCENT), Module()
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, callbacks=[descent]
-    )
-    trainer.validate(module, loader(2), verbose=False)
-    fit(tmp_path, descent, module, count=2, epochs=1)
-    assert descent.constraints.multipliers.any()
-
-
 @pytest.mark.parametrize("dual_every", [1, 2])
 def test_resume_is_bit_equal(dual_every: int, tmp_path: Path) -> None:
     settings = {
@@ -265,18 +232,6 @@ def test_resume_is_bit_equal(dual_every: int, tmp_path: Path) -> None:
         assert torch.equal(mine, other)
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["callbacks"]["DescentCallback"]
     assert saved["items"] > 0
-
-
-def test_a_failed_training_gives_the_model_back(tmp_path: Path) -> None:
-    class Fails(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            super().training_step(batch, batch_idx)
-            raise RuntimeError("a step that fails")
-
-    module = Fails()
-    with pytest.raises(RuntimeError, match="a step that fails"):
-        fit(tmp_path, DescentCallback(ASCENT), module)
-    assert "layer_losses" not in module.model(**stacked(rows(1)))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

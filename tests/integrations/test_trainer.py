@@ -123,20 +123,6 @@ def test_logs_hold_the_losses_since_the_last_log(tmp_path: Path) -> None:
     torch.testing.assert_close(logged(trainer, "layer_loss"), means, rtol=0, atol=1e-10)
 
 
-def test_warm_up_trains_the_last_layer_alone(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, {**ASCENT, "warmup_steps": 2}, max_steps=2)
-    trainer.train()
-    model = language_model()
-    for step in ([0, 1], [2, 3]):
-        model.zero_grad()
-        eager_losses(model, stacked([rows()[index] for index in step]))[-1].backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= LEARNING_RATE * parameter.grad
-    assert_same_weights(trainer.model, dict(model.named_parameters()))
-    assert not trainer.constraints.multipliers.any()
-
-
 def test_evaluation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, max_steps=2)
     trainer.train()
@@ -153,11 +139,6 @@ def test_evaluation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
     assert metrics["eval_violation_1"] == pytest.approx((losses[1] - (1 - RATE) * losses[0]).item(), abs=1e-6)
     assert metrics["eval_feasible"] == 0.0
     assert trainer.predict(rows(3)).predictions.shape == (3, 6, 50)
-
-
-class StopsEpoch(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_epoch_stop = state.global_step == 3
 
 
 class SlacksAtEpochs(TrainerCallback):
@@ -179,16 +160,6 @@ def test_slacks_restart_each_epoch(tmp_path: Path) -> None:
     trainer.add_callback(slacks)
     trainer.train()
     assert slacks.seen == [False, False, True, True, False, True, True, True]  # λ moves first, then u
-
-
-def test_slacks_restart_after_an_epoch_that_was_cut_short(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, {"rate": RATE, "dual_lr": 0.1}, gradient_accumulation_steps=1, max_steps=5, count=4)
-    slacks = SlacksAtEpochs()
-    slacks.constraints = trainer.constraints
-    trainer.add_callback(StopsEpoch())
-    trainer.add_callback(slacks)
-    trainer.train()
-    assert slacks.seen == [False, False, True, True, False, True, True]
 
 
 SAVED = {"rate": RATE, "reference": 3.0, "dual_lr": 0.1, "slack_cost": 1.0, "slack_lr": 0.3}
@@ -277,19 +248,6 @@ def test_the_kl_to_the_last_depth_reaches_the_model_where_constraints_do_not_jud
             trainer_for(tmp_path, judged, inner_kl=0.5)
 
 
-def test_a_model_made_anew_starts_again(tmp_path: Path) -> None:
-    trainer = with_descent(InOrder)(
-        model_init=language_model, args=arguments(tmp_path), train_dataset=rows(5), constraints=ASCENT
-    )
-    results = []
-    for _ in range(2):
-        trainer.train()
-        results.append((trainer.constraints.multipliers.clone(), trainer.model.lm_head.weight.detach().clone()))
-    assert results[0][0].any()
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-
-
 def test_a_step_without_labels_is_left_out_and_a_log_without_any_is_refused(tmp_path: Path) -> None:
     data = rows(4)
     for row in data[2:]:
@@ -329,13 +287,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     data = [{name: value for name, value in row.items() if name != "labels"} for row in rows(4)]
     with pytest.raises(InputError, match="labels"):
         trainer_for(tmp_path, train_dataset=data).train()
-
-
-def test_a_forward_that_was_replaced_is_told(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path)
-    trainer.model.forward = type(trainer.model).forward.__get__(trainer.model)
-    with pytest.raises(InputError, match="replaced"):
-        trainer.train()
 
 
 def test_importing_loads_no_trainer_and_a_missing_one_is_named() -> None:

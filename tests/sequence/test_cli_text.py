@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast.checksums import CHECKSUMS, check_folder
 from cdt_fast.cli.parser import build_parser
 from cdt_fast.files import read_json
 from cdt_fast.training import figures
 from cdt_fast.training.loop import Trainer
-from tests.runs import open_run
 from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
 from tests.training.training_cases import signal_after
 
@@ -111,14 +106,6 @@ def test_help_shows_an_example_that_parses_and_the_settings(call: Call, task: st
     for option in ("--max-tokens", "--gamma", "--epochs", "--steps", "--lr", "--taps", "--rate"):
         assert option in answer.out
     assert "--window" not in answer.out
-
-
-def test_the_defaults_are_those_of_the_preset(call: Call, table: Path, tmp_path: Path) -> None:
-    assert "--no-constrained" not in " ".join(TEXT)
-    words = [word for word in TEXT if not word.startswith(("--rate", "--reference"))]
-    assert call("train", "text", table, *words, "--out", tmp_path / "run").status == 0
-    settings = open_run(tmp_path / "run")[1].constraints
-    assert (settings.rate, settings.reference, settings.reference_mode) == (0.01, 0.9, "anchor")
 
 
 def test_named_columns_of_any_file(call: Call, tmp_path: Path, quick_figures: None) -> None:
@@ -277,17 +264,6 @@ def test_running_out_of_memory_names_the_settings_that_lower_the_need(
     assert not (tmp_path / "run").exists()
 
 
-def test_another_error_of_torch_is_not_taken_for_a_lack_of_memory(
-    call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_: Trainer) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(Trainer, "_train_step", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
-        call("train", "text", table, *TEXT, "--out", tmp_path / "run")
-
-
 def test_a_signal_saves_and_the_resumed_training_ends_as_the_whole_one(
     call: Call, table: Path, tmp_path: Path, quick_figures: None
 ) -> None:
@@ -300,24 +276,3 @@ def test_a_signal_saves_and_the_resumed_training_ends_as_the_whole_one(
     assert call("train", "text", "--resume", tmp_path / "run").status == 0
     whole, parts = (read_json(tmp_path / name / "evaluation.json") for name in ("whole", "run"))
     assert whole == parts
-
-
-def test_a_full_disk_leaves_the_model_that_was_there(
-    call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "run"
-    assert call("train", "text", table, *TEXT, "--out", run).status == 0
-    before = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
-    shutil.rmtree(run / "checkpoint")  # so that it begins again
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("cdt_fast.sequence.networks.shutil.copyfile", full)
-    answer = call("train", "text", "--resume", run)
-    assert answer.status == 2
-    assert "the disk is full" in answer.err
-    left = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
-    assert {**left, CHECKSUMS: b""} == {**before, CHECKSUMS: b""}  # whose sums are of the files of before, too
-    check_folder(run / "model")
-    assert not list(run.glob(".model-*"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -14,19 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from cdt_fast.checksums import CHECKSUMS, check_folder
+from cdt_fast.checksums import CHECKSUMS
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import read_json
 from cdt_fast.models.layer_losses import attach_layer_losses
-from cdt_fast.sequence import networks
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import evaluate_run, evaluated, load_data, new_trainer, settings_of, task_of, train, trained
 from tests.tiny_text import TINY_LANGUAGE, words_of_command, write_instructions
-from tests.training.training_cases import signal_after, train_until_killed
+from tests.training.training_cases import signal_after
 
 transformers = pytest.importorskip("transformers")
 
@@ -186,31 +184,6 @@ def test_a_decoder_is_tuned_on_validation_prompts_and_kept_with_the_model(
     assert getattr(transformers.GenerationConfig.from_pretrained(run.model), "early_exit", None) is None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"inner_fraction": 0.5, "taps": [0, 2], "inner_kl": 0.5, "constrained": False, "objective": "depths"},
-        {"model": "qwen", "gamma": 0.2},
-    ],
-)
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
-) -> None:
-    if "model" in changes:
-        changes = {**changes, "model": str(qwen)}
-    config = settings_for(source, **changes)
-    whole = trained(config, tmp_path / "whole")
-    run = RunFolder.create(tmp_path / "parts", config)
-    train_until_killed(run, config, 6)
-    torch.manual_seed(99)  # a new process draws anew
-    train(run, config, resume=True, progress=False)
-    expected, found = load_file(whole.checkpoint), load_file(run.checkpoint)
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
 def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp_path: Path, call: Any) -> None:
     """Weights, multipliers, the optimizer's state, the kept model, what was logged, and the evaluation."""
     words = words_of_command(TINY_LANGUAGE, gamma=0.3, accumulate=2, batch=3)
@@ -251,30 +224,6 @@ def test_a_damaged_model_is_not_evaluated(source: Path, tmp_path: Path, qwen: Pa
     (run.model / CHECKSUMS).unlink()
     with pytest.warns(UserWarning, match=r"run/model: has no checksums\.json, as another tool wrote it"):
         evaluate_run(run, config)
-
-
-def test_a_training_killed_while_it_keeps_a_model_leaves_one_that_loads(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = settings_for(source, steps=1)
-    run = trained(config, tmp_path / "run")
-    workload: Any = new_trainer(run, config).workload
-    network = workload.network  # of random weights
-    move, whole = networks.replaced_atomically, len(list(run.model.iterdir()))
-    for moved in range(whole):
-        left = iter(range(moved))
-
-        def killed(path: Path, left: Any = left) -> Any:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return move(path)
-
-        monkeypatch.setattr(networks, "replaced_atomically", killed)
-        with contextlib.suppress(KeyboardInterrupt):
-            network.save(run.model)
-        check_folder(run.model)
-        monkeypatch.undo()
-    assert load_file(run.model / "model.safetensors").keys() == network.model.state_dict().keys()
 
 
 def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: Path, qwen: Path) -> None:
@@ -371,19 +320,6 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
         trained(settings_for(source, max_tokens=50), tmp_path / "masked")
 
 
-def test_an_answer_cut_short_has_no_end_and_is_told(source: Path, tmp_path: Path) -> None:
-    entries = [{**entry, "output": entry["output"] * 9} for entry in json.loads(source.read_text())]
-    source.write_text(json.dumps(entries))
-    config = settings_for(source, steps=1)
-    run = RunFolder.create(tmp_path / "run", config)
-    trainer = new_trainer(run, config)
-    inputs, targets, _ = trainer._batch([(0, 0)])
-    assert inputs.shape[2] == 200
-    assert targets[0, -1] == inputs[0, 0, -1] > 1  # no end token
-    assert trainer.workload.note is not None
-    assert "answers cut short by --max-tokens: 32 of 32" in trainer.workload.note
-
-
 def test_the_evaluation_counts_the_instructions_that_it_measures(source: Path, tmp_path: Path) -> None:
     config = settings_for(source, steps=1)
     run = trained(config, tmp_path / "run")
@@ -444,12 +380,3 @@ def test_an_adapter_alone_trains_and_is_kept(source: Path, tmp_path: Path, qwen:
     assert evaluation["layer_loss"][-1] < math.log(257)
     assert len(kept[-1]["loss"]) == 4
     train(run, config, resume=True, progress=False)  # nothing is left to do, but the state is taken up
-
-
-def test_a_language_model_that_lacks_weights_is_refused(source: Path, tmp_path: Path, qwen: Path) -> None:
-    damaged = shutil.copytree(qwen, tmp_path / "qwen")
-    weights = load_file(damaged / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks 1 weights of a Qwen2ForCausalLM.*up_proj"):
-        trained(settings_for(source, model=str(damaged), steps=1), tmp_path / "run")

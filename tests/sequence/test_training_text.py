@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +17,12 @@ from cdt_fast.checksums import CHECKSUMS
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
 from cdt_fast.models import TextUT, calibrate_confidence
-from cdt_fast.sequence.evaluation import area_under_curve
 from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.text import TextTask
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.tasks import check_comparable, open_evaluated
-from cdt_fast.training.report import seed_table
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import evaluate_run, evaluated, load_data, new_trainer, settings_of, train, trained
 from tests.tiny_text import TINY_TEXT, reviews, write_table
@@ -71,20 +68,6 @@ def test_training_lowers_the_loss_and_a_constrained_run_becomes_feasible(tmp_pat
     assert evaluation["accuracy"][2] < evaluation["accuracy"][0]
 
 
-def test_a_range_of_noise_trains_and_is_measured_in_its_middle(tmp_path: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv"), gamma=[0.25, 0.75])
-    run = evaluate_run(trained(config, tmp_path / "run"), config)
-    assert run.evaluation.training_gamma == 0.5
-    assert "in training γ = 0.25 to 0.75." in run.task.conditions(run)
-
-
-def test_without_constraints_no_multiplier_moves(tmp_path: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv"), constrained=False)
-    run = trained(config, tmp_path / "run")
-    assert all("multipliers" not in entry for entry in run.read_metrics())
-    assert not evaluated(run, config)["constrained"]
-
-
 @pytest.mark.parametrize(("classes", "reference", "used"), [(2, 0.9, math.log(2)), (2, 0.5, 0.5), (3, 0.9, 0.9)])
 def test_a_reference_is_at_most_the_loss_of_a_guess(
     tmp_path: Path, classes: int, reference: float, used: float
@@ -103,26 +86,6 @@ def test_a_reference_is_at_most_the_loss_of_a_guess(
     trainer.run(progress=False)
     evaluation = evaluated(run, config)
     assert evaluation["violation"][1] == pytest.approx(evaluation["layer_loss"][1] - 0.9 * used)
-
-
-KEYS = (
-    *("task", "model", "constrained", "layers", "gamma", "accuracy", "auc", "layer_loss", "layer_ratio", "feasible"),
-    *("violation", "per_sample", "accuracy_interval", "depth_accuracy", "depth_loss", "trained_steps", "steps"),
-)
-
-
-def test_the_evaluation_holds_what_others_rely_on(tmp_path: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv"))
-    run = trained(config, tmp_path / "run")
-    evaluation = evaluated(run, config)
-    for key in KEYS:
-        assert key in evaluation
-    assert {"mean_ratio", "median_ratio", "descending_fraction"} <= evaluation["per_sample"].keys()
-    assert evaluation["task"] == "text"
-    assert evaluation["layers"] == len(evaluation["layer_ratio"]) == len(evaluation["layer_loss"]) - 1 == 2
-    assert evaluation["auc"] == pytest.approx(area_under_curve([0.0, 1.0, 2.0], evaluation["accuracy"]))
-    assert len(evaluation["violation"]) == 3
-    assert evaluation == evaluated(run, config)
 
 
 @pytest.mark.parametrize("model", ["text-ut", "encoder"])
@@ -225,16 +188,6 @@ def test_an_encoder_is_fine_tuned_and_comes_back(tmp_path: Path, encoder: Path) 
     assert right == pytest.approx(evaluation["accuracy"][0])
 
 
-def test_the_losses_of_an_encoders_depths_are_those_of_its_logits(tmp_path: Path, encoder: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv"), model=str(encoder), steps=2, gamma=0.0)
-    run = trained(config, tmp_path / "run")
-    evaluation = evaluated(run, config)
-    # At γ = 0, the training noise, both ways to the losses meet.
-    assert evaluation["depth_loss"][0] == pytest.approx(evaluation["layer_loss"], rel=1e-6)
-    kept = min((e["validation"] for e in run.read_metrics() if "validation" in e), key=lambda e: e["loss"][-1])
-    assert len(kept["loss"]) == 3
-
-
 LIMITS = [
     ("Bert", {}, {}, r"max_tokens is 60, but .*/limited has 24 positions.*33 tokens: give --max-tokens 24"),
     ("Roberta", {"pad_token_id": 1}, {}, r"max_tokens is 60, but .*/limited has 22 positions.*--max-tokens 22"),
@@ -261,22 +214,6 @@ def test_the_limits_of_an_encoder_are_told_before_training(
         new_trainer(RunFolder(tmp_path / "run"), settings)
     short = settings_for(tmp_path / "data", model=str(encoder), max_tokens=22, **options)
     assert new_trainer(RunFolder(tmp_path / "run"), short).workload.steps
-
-
-def test_an_evaluation_tells_the_limits_too(tmp_path: Path, encoder: Path) -> None:
-    config = settings_for(
-        write_table(tmp_path / "reviews.tsv"), model=str(encoder), steps=1, max_tokens=60, warmup_epochs=0
-    )
-    transformers = pytest.importorskip("transformers")
-    run = trained(config, tmp_path / "run")
-    transformers.BertTokenizerFast(str(encoder / "vocab.txt")).save_pretrained(tmp_path / "other")  # without its limit
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tmp_path / "other" / name, run.model / name)
-    (run.model / CHECKSUMS).unlink()
-    with (tmp_path / "reviews.tsv").open("a") as file:
-        file.write(("film " * 31 + "\tpos\n") * 40)
-    with pytest.raises(InputError, match=r"max_tokens is 60, but .*24 positions"):
-        evaluated(run, config)
 
 
 def test_a_decoder_finds_the_end_of_a_text_whose_padding_it_has_no_embedding_of(tmp_path: Path, encoder: Path) -> None:
@@ -308,26 +245,6 @@ def test_words_that_are_unknown_are_told(tmp_path: Path, least: int, told: bool)
     source.write_text("text\tlabel\n" + "\n".join(rows))
     note = new_trainer(RunFolder(tmp_path / "run"), settings_for(source, least_count=least)).workload.note
     assert (note is not None and "67% of the words of the validation and test texts are unknown" in note) == told
-
-
-def test_chinese_is_learned_by_its_characters(tmp_path: Path) -> None:
-    generator = random.Random(0)
-    rows = []
-    for number in range(120):
-        told = generator.choices("好棒美赞佳优" if number % 2 else "差烂丑糟劣坏", k=3)
-        rows.append("".join(generator.choices("这部电影的故事和音乐", k=6) + told) + f"\t{number % 2}")
-    (tmp_path / "zh.tsv").write_text("text\tlabel\n" + "\n".join(rows), encoding="utf-8")
-    config = settings_for(tmp_path / "zh.tsv", steps=60, validate_every=30, gamma=0.0)
-    assert evaluated(trained(config, tmp_path / "run"), config)["accuracy"][0] == 1.0
-
-
-def test_a_network_of_other_classes_than_the_texts_is_not_evaluated(tmp_path: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv"), steps=1, warmup_epochs=0)
-    run = trained(config, tmp_path / "run")
-    with (tmp_path / "reviews.tsv").open("a") as file:
-        file.write("a film\tPOS\n" * 10)
-    with pytest.raises(InputError, match="has 2 classes, and the training texts have neg, POS, pos"):
-        evaluated(run, config)
 
 
 def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, encoder: Path) -> None:
@@ -413,15 +330,6 @@ def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: P
     assert run.read_metrics()[-1]["validation"]["loss"][-1] == pytest.approx(loss, rel=1e-5)
 
 
-def test_validation_switches_dropout_off_and_training_on_again(tmp_path: Path, encoder: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv"), model=str(encoder))
-    run = RunFolder.create(tmp_path / "run", config)
-    trainer = new_trainer(run, config)
-    trainer.losses.train()
-    assert trainer._validate()["loss"] == trainer._validate()["loss"]
-    assert trainer.model.training
-
-
 def test_texts_that_changed_are_not_resumed_on(tmp_path: Path) -> None:
     table = write_table(tmp_path / "reviews.tsv")
     config = settings_for(table, steps=4)
@@ -429,17 +337,6 @@ def test_texts_that_changed_are_not_resumed_on(tmp_path: Path) -> None:
     write_table(table, seed=1)
     with pytest.raises(InputError, match="the texts are not those that"):
         train(run, config, resume=True, progress=False)
-
-
-def test_a_batch_of_one_trains(tmp_path: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv", 20), batch=1, steps=3)
-    assert evaluated(trained(config, tmp_path / "run"), config)["trained_steps"] == 3
-
-
-def test_an_epoch_is_the_default_measure_of_a_training(tmp_path: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv", 60), steps=None, epochs=2, batch=8)
-    run = trained(config, tmp_path / "run")
-    assert run.read_metrics()[-1]["step"] == 2 * math.ceil(48 / 8)
 
 
 def test_runs_on_other_texts_are_not_compared(tmp_path: Path) -> None:
@@ -453,30 +350,6 @@ def test_runs_on_other_texts_are_not_compared(tmp_path: Path) -> None:
     check_comparable(runs[:1] * 2)
     with pytest.raises(InputError, match="different data: test_digest"):
         check_comparable(runs)
-
-
-def test_runs_of_two_seeds_are_summed_up(tmp_path: Path) -> None:
-    runs = []
-    for seed in range(2):
-        config = settings_for(write_table(tmp_path / "reviews.tsv"), steps=2, seed=seed)
-        run = trained(config, tmp_path / str(seed))
-        evaluated(run, config)
-        runs.append(open_evaluated(run.path))
-    head, row = seed_table(runs)
-    assert head[2:4] == ["area under accuracy(γ)", "accuracy, γ 2"]
-    areas = [run.evaluation.auc for run in runs]
-    assert row[:2] == ["constrained, text-ut", "2"]
-    assert row[2] == f"{sum(areas) / 2:.3g} ({min(areas):.3g}..{max(areas):.3g})"
-
-
-def test_a_killed_trainings_folder_of_a_half_written_model_is_removed(tmp_path: Path) -> None:
-    config = settings_for(write_table(tmp_path / "reviews.tsv"), steps=4)
-    run = trained(config, tmp_path / "run")
-    left = run.path / ".model-half.tmp"
-    left.mkdir()
-    (left / "model.safetensors").touch()
-    run.remove_leftovers()
-    assert not left.exists()
 
 
 def without_a_weight(folder: Path, name: str) -> None:
