@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cdt_fast.constraints.feasibility import FeasibilityReport
     from cdt_fast.errors import InputError, MissingExtra
     from cdt_fast.integrations import DescentCallback, with_descent
-    from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses, predicted_overhead
+    from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
     from cdt_fast.sequence.perturbation import perturbed
 
 __version__ = "0.1.0"
@@ -34,7 +34,6 @@ __all__ = [
     "models",
     "ops",
     "perturbed",
-    "predicted_overhead",
     "with_descent",
 ]
 
@@ -46,7 +45,7 @@ _PLACES = {
     "cdt_fast.constraints.feasibility": ("FeasibilityReport",),
     "cdt_fast.errors": ("InputError", "MissingExtra"),
     "cdt_fast.integrations": ("DescentCallback", "with_descent"),
-    "cdt_fast.models.layer_losses": ("LayerLosses", "attach_layer_losses", "predicted_overhead"),
+    "cdt_fast.models.layer_losses": ("LayerLosses", "attach_layer_losses"),
     "cdt_fast.sequence.perturbation": ("perturbed",),
 }
 

@@ -1,10 +1,9 @@
 """The models whose every depth can be read; installed as `cdt_fast.models`."""
 
 from cdt_fast.models.dust import DUST
-from cdt_fast.models.early_exit import calibrate_confidence
 from cdt_fast.models.pretrained import PretrainedModel, load_pretrained
 from cdt_fast.models.text_ut import TextUT
 from cdt_fast.models.ut import VideoUT
 from cdt_fast.models.vit import DenoisingViT
 
-__all__ = ["DUST", "DenoisingViT", "PretrainedModel", "TextUT", "VideoUT", "calibrate_confidence", "load_pretrained"]
+__all__ = ["DUST", "DenoisingViT", "PretrainedModel", "TextUT", "VideoUT", "load_pretrained"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
-from cdt_fast.models.early_exit import EarlyAnswers, leave_early
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.shared.checks import (
     check_factor,
@@ -162,37 +161,6 @@ class TextUT(PretrainedModel):
         """The logits of all depths 0..L, L+1 tensors `[..., classes]`; arguments and errors as `forward`."""
         return [self.head(states()) for states in self._depths(tokens, self.layers, lengths, attention_mask)]
 
-    @torch.no_grad()
-    def classify(
-        self,
-        tokens: Tensor,
-        threshold: float,
-        *,
-        lengths: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> EarlyAnswers:
-        """The logits of each text at the first depth that is sure of it; a text that has left costs no later layer.
-
-        This waits for the device at every depth. `calibrate_confidence` chooses the threshold on held-out texts.
-
-        Args:
-            tokens: ids `[B, T]`, or word embeddings `[B, T, width of the embeddings]`.
-            threshold: the largest probability, of 0..1, from which on a depth is sure; 1: all run to the last.
-            lengths, attention_mask: as `forward`.
-
-        Raises:
-            InputError: as `forward`; tokens of another rank, or a threshold out of its range.
-        """
-        rank = 3 if isinstance(tokens, Tensor) and tokens.is_floating_point() else 2
-        if not isinstance(tokens, Tensor) or tokens.dim() != rank:
-            raise InputError(f"tokens must be ids [B, T] or embeddings [B, T, width], got {describe(tokens)}")
-        depths = self._depths(tokens, self.layers, lengths, attention_mask)
-
-        def read(depth: int, kept: Tensor | None) -> Tensor:
-            return self.head((next(depths) if kept is None else depths.send(kept))())
-
-        return leave_early(range(self.layers + 1), threshold, read)
-
     def layer_losses(
         self,
         tokens: Tensor,
@@ -226,9 +194,8 @@ class TextUT(PretrainedModel):
 
     def _depths(
         self, tokens: Tensor, depth: int, lengths: Tensor | None, attention_mask: Tensor | None
-    ) -> Generator[Callable[[], Tensor], Tensor | None, None]:
-        """The states of every depth, pooled only where they are asked for; texts that are not in a mask `[B]` that is
-        sent leave."""
+    ) -> Iterator[Callable[[], Tensor]]:
+        """Yield the states of every depth, pooled only when called."""
         states, lengths = self._embed(tokens, lengths, attention_mask)
         pooling = _pooling(states, lengths)
         first = states
@@ -236,18 +203,15 @@ class TextUT(PretrainedModel):
             [parameter] * self.layers if self.tied or parameter is None else list(parameter.unbind())
             for parameter in (self.attention_weight, self.feedforward_weight, self.residual_bias)
         )
-        kept = yield functools.partial(_pooled, states, pooling)
+        yield functools.partial(_pooled, states, pooling)
         for w, v, bias in list(zip(attention, feedforward, biases, strict=True))[:depth]:
             assert w is not None  # only the bias may be missing
             assert v is not None
-            if kept is not None:
-                states, first = states[kept], first[kept]
-                lengths, pooling = (None if part is None else part[kept] for part in (lengths, pooling))
             mixed = ops.symmetric_attention(states @ w.mT, states, scale=self.scale, lengths=lengths)
             residual = bias if bias is not None else first if self.residual == "input" else states
             # Under autocast the attention's output has its dtype, and so has all that follows.
             states = ops.residual_linear(mixed, -0.5 * (v + v.mT), residual, nonlinearity="relu")
-            kept = yield functools.partial(_pooled, states, pooling)
+            yield functools.partial(_pooled, states, pooling)
 
     def _embed(
         self, tokens: Tensor, lengths: Tensor | None, attention_mask: Tensor | None

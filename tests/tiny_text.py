@@ -27,7 +27,6 @@ TINY_LANGUAGE: dict[str, dict[str, Any]] = {
     "data": {"gamma": 0.0, "max_tokens": 200, "validation": 0.1, "test": 0.1},
     "model": {"layers": 2, "width": 16, "heads": 2, "vocabulary_size": 258},
     "constraints": {"rate": 0.05, "reference": 12.0, "reference_mode": "anchor", "warmup_epochs": 0},
-    "evaluation": {**TINY_TEXT["evaluation"], "prompts": 0},
 }
 
 _GOOD, _BAD = ("good", "fine", "warm", "bright"), ("bad", "dull", "cold", "grim")

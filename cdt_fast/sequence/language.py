@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,11 @@ import torch
 
 from cdt_fast.checksums import check_folder
 from cdt_fast.errors import InputError, require
-from cdt_fast.models.layer_losses import predicted_overhead, predicted_speedup
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.corpus import Instruction, InstructionSplits
-from cdt_fast.sequence.decoding import check_prompts, decoding_of, draft_tokens_of, prompts_of, tune
 from cdt_fast.sequence.evaluation import LanguageEvaluation, perplexities
-from cdt_fast.sequence.figures import (
-    AGREEMENT,
-    accuracy_table,
-    decoding_table,
-    depths_of,
-    perplexity_table,
-    speed_of,
-    speed_table,
-)
+from cdt_fast.sequence.figures import AGREEMENT, accuracy_table, depths_of, perplexity_table
 from cdt_fast.sequence.limits import check_rows, unknown_words
 from cdt_fast.sequence.networks import PretrainedNetwork, vocabulary_size
 from cdt_fast.sequence.settings import SMALL, LanguageModelSettings, LanguageSettings
@@ -42,7 +31,6 @@ from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Table
 
-_ACCEPTANCE = 0.8  # of drafts, where the settings ask for none
 _LR = {"small": 1e-3, "lora": 2e-4, "whole": 2e-5}
 
 
@@ -78,7 +66,6 @@ class LanguageTask(SequenceTask):
             model = _small_llama(chosen, tokenizer, max_tokens)
         else:
             tokenizer, model = load_tokenizer(chosen.model, chosen.download), _load(chosen)
-        overhead = predicted_overhead(model, chosen.taps, chosen.inner_fraction, chosen.inner_kl)
         if chosen.lora_rank is not None:
             peft = require("peft", "peft", "--lora-rank")
             rank = chosen.lora_rank
@@ -91,55 +78,26 @@ class LanguageTask(SequenceTask):
             for part in ("train", "validation", "test")
         )
         check_rows(network, (train, validation, test), settings)
-        prompts = (prompts_of(part, settings.evaluation.prompts) for part in (validation, test))
-        check_prompts(network, [prompt for part in prompts for prompt in part], settings)
         unknown = unknown_words(tokenizer, (validation, test))
-        notes = [
-            f"{chosen.model}: a training that reads {network.layers} inner depths takes {overhead:.2f} times the FLOP "
-            f"of one that reads none (--taps and --inner-fraction lower it)",
-            *_speedup(settings, network, train),
-            *_cut(train, len(data.train), network),
-            *([] if unknown is None else [unknown]),
-        ]
+        notes = [*_cut(train, len(data.train), network), *([] if unknown is None else [unknown])]
         lr = _LR["small" if chosen.model == SMALL else "whole" if chosen.lora_rank is None else "lora"]
-        choices, note = vocabulary_size(network.model), "\n".join(notes)
+        choices, note = vocabulary_size(network.model), "\n".join(notes) or None
         return SequenceWorkload(settings, network, train, validation, data, choices=choices, lr=lr, note=note)
-
-    def finish(
-        self, folder: RunFolder, settings: LanguageSettings, workload: SequenceWorkload, progress: bool = True
-    ) -> None:
-        prompts = prompts_of(workload.validation, settings.evaluation.prompts)
-        if not prompts:
-            return
-        network = _load_network(folder.model, settings.model)
-        network.model.to(next(workload.model.parameters()).device)
-        draft_tokens = draft_tokens_of(workload.train, vocabulary_size(network.model))
-        said = tune(network, prompts, draft_tokens, folder.model, progress)
-        if progress:
-            print(said, file=sys.stderr)
 
     def load_model(self, folder: RunFolder, settings: LanguageSettings, data: InstructionSplits) -> LoadedModel:
         network = _load_network(folder.model, settings.model)
-        validation, test = (
-            encoded_instructions(getattr(data, part), network.tokenizer, settings.data.max_tokens, part)
-            for part in ("validation", "test")
-        )
-        return LoadedModel(network, validation, test, {"vocabulary": vocabulary_size(network.model)})
+        test = encoded_instructions(data.test, network.tokenizer, settings.data.max_tokens, "test")
+        return LoadedModel(network, test, {"vocabulary": vocabulary_size(network.model)})
 
-    def further(
-        self, kept: LoadedModel, settings: LanguageSettings, measured: dict[str, Any], progress: bool
-    ) -> dict[str, Any]:
-        prompts = prompts_of(kept.test, settings.evaluation.prompts)
-        return {"perplexity": perplexities(measured), **decoding_of(kept.network, prompts, progress)}
+    def further(self, measured: dict[str, Any]) -> dict[str, Any]:
+        return {"perplexity": perplexities(measured)}
 
     def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
         # Losses of tokens of another vocabulary are not of one scale.
         return {"vocabulary": run.evaluation.vocabulary, **super().comparable(run)}
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        decoding = [decoding_table(runs)] if any(run.evaluation.decoding for run in runs) else []
-        speeds = [speed_table(runs)] if any(run.evaluation.speeds for run in runs) else []
-        return [perplexity_table(runs), accuracy_table(runs, "accuracy of tokens"), *decoding, *speeds]
+        return [perplexity_table(runs), accuracy_table(runs, "accuracy of tokens")]
 
     def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
         exits = [(number, depth) for number, depth in enumerate(depths_of(runs[0])[:-1]) if depth]
@@ -149,7 +107,6 @@ class LanguageTask(SequenceTask):
                 Summary(f"agreement of exit {depth}", lambda run, number=number: run.evaluation.depth_agreement[number])
                 for number, depth in exits
             ),
-            Summary("speed-up of the kept decoder", speed_of),
         ]
 
     def drawings(self) -> list[Drawing]:
@@ -203,28 +160,7 @@ def _load_network(folder: Path, settings: LanguageModelSettings) -> PretrainedNe
         with from_hub(str(folder), download=False):
             model = peft.PeftModel.from_pretrained(_load(settings), folder)
     tokenizer = load_tokenizer(str(folder), download=False)  # of files that are known to be whole
-    network = _network(model, tokenizer, settings)
-    if (folder / "generation_config.json").exists():  # beside an adapter too
-        network.base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return network
-
-
-def _speedup(settings: LanguageSettings, network: PretrainedNetwork, train: EncodedSamples) -> Iterator[str]:
-    """What decoding with the exits is predicted to gain."""
-    depths = [depth for depth in network.depths[:-1] if depth > 0]
-    if not depths or not settings.evaluation.prompts:
-        return
-    rows = draft_tokens_of(train, vocabulary_size(network.model))
-    predicted = {
-        depth: predicted_speedup(network.base, depth, _ACCEPTANCE, draft_rows=None if rows is None else len(rows))
-        for depth in depths
-    }
-    depth = max(predicted, key=lambda depth: predicted[depth])
-    speed, drafts = predicted[depth]
-    yield (
-        f"decoding with exit {depth} is predicted to be {speed:.2f} times as fast as without, with {drafts} drafts, if "
-        f"it comes to name {_ACCEPTANCE:.0%} of the tokens as the last layer does"
-    )
+    return _network(model, tokenizer, settings)
 
 
 def _cut(train: EncodedSamples, given: int, network: PretrainedNetwork) -> Iterator[str]:

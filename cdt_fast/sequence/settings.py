@@ -107,22 +107,6 @@ class SequenceEvaluationSettings(EvaluationSettings):
     gammas: Levels = setting([0.25 * step for step in range(9)], "ascending noise levels of the evaluation")
 
 
-class TextEvaluationSettings(SequenceEvaluationSettings):
-    """[evaluation] of labeled texts."""
-
-    exit_agreements: list[Annotated[float, Field(gt=0, lt=1)]] = setting(
-        [0.9, 0.95], "shares of the texts on which exits by confidence are to answer as the last depth does"
-    )
-
-
-class LanguageEvaluationSettings(SequenceEvaluationSettings):
-    """[evaluation] of language models."""
-
-    prompts: Annotated[int, Field(ge=0)] = setting(
-        8, "test prompts that decoding with an early exit is measured behind, 0: none"
-    )
-
-
 class LanguageDataSettings(PerturbationSettings):
     """[data] of instructions with answers."""
 
@@ -194,7 +178,7 @@ class TextSettings(SequenceSettings):
     model: TextModelSettings = Field(default_factory=TextModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["text"]))
     training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
-    evaluation: TextEvaluationSettings = Field(default_factory=TextEvaluationSettings)
+    evaluation: SequenceEvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
 
 
 class LanguageSettings(SequenceSettings):
@@ -206,7 +190,7 @@ class LanguageSettings(SequenceSettings):
     model: LanguageModelSettings = Field(default_factory=LanguageModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["lm"]))
     training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)
-    evaluation: LanguageEvaluationSettings = Field(default_factory=LanguageEvaluationSettings)
+    evaluation: SequenceEvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
 
     @property
     def untrained_depth(self) -> str:

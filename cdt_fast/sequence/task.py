@@ -32,10 +32,9 @@ from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
 
 
 class LoadedModel(NamedTuple):
-    """The network that a run kept, its samples, and entries of the task's own in an evaluation."""
+    """The network that a run kept, its test samples, and entries of the task's own in an evaluation."""
 
     network: Any
-    validation: EncodedSamples
     test: EncodedSamples
     facts: dict[str, Any]
 
@@ -168,7 +167,7 @@ class SequenceTask(Task):
         progress: bool = True,
     ) -> dict[str, Any]:
         kept = self.load_model(folder, settings, data)
-        check_rows(kept.network, (kept.validation, kept.test), settings)
+        check_rows(kept.network, (kept.test,), settings)
         use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if use_cuda else "cpu")
         kept.network.model.to(device)
@@ -178,11 +177,11 @@ class SequenceTask(Task):
             "test_texts": len(kept.test),
             "test_digest": digest(data.test),
         }
-        return {**measured, **self.further(kept, settings, measured, progress)}
+        return {**measured, **self.further(measured)}
 
-    @abstractmethod
-    def further(self, kept: LoadedModel, settings: Any, measured: dict[str, Any], progress: bool) -> dict[str, Any]:
-        """What the task measures besides, on the device that the network is on."""
+    def further(self, measured: dict[str, Any]) -> dict[str, Any]:
+        """What follows for this task from what was measured."""
+        return {}
 
     def kind(self, run: EvaluatedRun) -> str:
         return Path(run.settings.model.model).name

@@ -15,8 +15,8 @@ from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.data.text import Splits, TextData
 from cdt_fast.sequence.data.vocabulary import Vocabulary
-from cdt_fast.sequence.evaluation import TextEvaluation, confident_exits
-from cdt_fast.sequence.figures import CONFIDENT_EXIT, accuracy_table, confident_exit_table
+from cdt_fast.sequence.evaluation import TextEvaluation
+from cdt_fast.sequence.figures import accuracy_table
 from cdt_fast.sequence.limits import check_rows, unknown_words
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
@@ -30,7 +30,7 @@ from cdt_fast.sequence.tokenizers import (
     rows_of,
 )
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Drawing, EvaluatedRun, Table
+from cdt_fast.training.task import EvaluatedRun, Table
 
 _WIDTH = 128  # of learned embeddings
 _LR = {True: 1e-3, False: 5e-5}  # new weights, and pretrained ones
@@ -64,20 +64,11 @@ class TextTask(SequenceTask):
 
     def load_model(self, folder: RunFolder, settings: TextSettings, data: Splits[TextData]) -> LoadedModel:
         network, names = load_text_network(folder.model, settings, data.train.names)
-        parts = (part.with_names(names) for part in (data.validation, data.test))
-        validation, test = (encoded_texts(part, network.tokenizer, settings.data.max_tokens) for part in parts)
-        return LoadedModel(network, validation, test, {"classes": names})
-
-    def further(
-        self, kept: LoadedModel, settings: TextSettings, measured: dict[str, Any], progress: bool
-    ) -> dict[str, Any]:
-        return {"confident_exits": confident_exits(kept.network, kept.validation, kept.test, settings)}
+        test = encoded_texts(data.test.with_names(names), network.tokenizer, settings.data.max_tokens)
+        return LoadedModel(network, test, {"classes": names})
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        return [accuracy_table(runs, "accuracy"), confident_exit_table(runs)]
-
-    def drawings(self) -> list[Drawing]:
-        return [*super().drawings(), CONFIDENT_EXIT]
+        return [accuracy_table(runs, "accuracy")]
 
     def choices(self, run: EvaluatedRun) -> int:
         return len(run.evaluation.classes)

@@ -74,8 +74,6 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
             run.remove_leftovers()
             run.truncate_metrics(-1 if state is None else trainer.step)  # a start is logged anew
         trainer.run(progress)
-        if main:
-            task.finish(run, settings, trainer.workload, progress)
 
 
 class Trainer:

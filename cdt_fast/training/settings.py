@@ -53,6 +53,8 @@ GONE: dict[str, tuple[Any, ...]] = {
     "barrier_width": (1.0,),
     "tighten_steps": (0,),
     "exit_scale": (1.0,),
+    "prompts": (0,),
+    "exit_agreements": ([],),
 }
 _INSTEAD = {
     "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",

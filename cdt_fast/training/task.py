@@ -123,11 +123,6 @@ class Task(ABC):
     def build(self, settings: Any, data: Any, device: torch.device) -> Workload:
         """The training of these settings on these data, with an untrained or a pretrained model."""
 
-    def finish(  # noqa: B027 - most tasks have nothing left to do
-        self, folder: RunFolder, settings: Any, workload: Workload, progress: bool = True
-    ) -> None:
-        """What is left to do with the model that a finished training kept; done again where that was interrupted."""
-
     @abstractmethod
     def evaluate(
         self, folder: RunFolder, settings: Any, data: Any, constraints: DescentConstraints, progress: bool = True

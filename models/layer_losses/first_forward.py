@@ -67,14 +67,14 @@ def check_first_forward(
     """
     arguments, labels = _few(parts, patch.names, arguments)
     run = functools.partial(patch.original, **arguments)
-    with without_dropout(parts.model):
+    with _without_dropout(parts.model):
         with _same_random_numbers(parts.model), _noted_states(parts.layers) as states:
             own = run(labels=labels)
         loss = own.get("loss", getattr(own, "loss", None))  # no key where transformers 4 is told it as an attribute
         if not isinstance(loss, Tensor) or loss.dim() or not isinstance(own.get("logits"), Tensor):
             raise unsupported(parts.model, "its forward with labels returns no loss and logits")
         _check_shapes(parts, states)
-        with explained(unsupported, parts.model, "its inner depths cannot be read"):
+        with _explained(parts.model, "its inner depths cannot be read"):
             with _same_random_numbers(parts.model):
                 reading = read(run, labels)
             for number in _compared(parts, taps):
@@ -148,8 +148,8 @@ def _check_loss(parts: ModelParts, logits: Tensor, loss: Tensor, read: Tensor, l
     expected, given = loss.double().item(), read.double().item()
     # That of rounding the logits, and that of a sum of such losses.
     size = 1.0 + abs(expected)
-    rounding = max(rounding_of(loss), rounding_of(read))
-    tolerance = 2 * rounding_of(logits) * logits.double().abs().max().item() + 16 * size * rounding
+    rounding = max(_rounding_of(loss), _rounding_of(read))
+    tolerance = 2 * _rounding_of(logits) * logits.double().abs().max().item() + 16 * size * rounding
     # Not (a > b) rather than a <= b: where a model diverged, NaN is not the fault of its structure.
     if abs(given - expected) > tolerance:
         shift = ", each shifted by one token," if parts.shifts_labels else ""
@@ -167,7 +167,7 @@ def _check_features(parts: ModelParts, depth: int, read: Tensor, expected: Tenso
         size = expected.double().abs().max().item()
         # Some models scale what the head is given in place of the logits.
         difference = min((factor * read - expected).double().abs().max().item() for factor in (1.0, parts.scale))
-        if not difference > 16 * rounding_of(expected) * size:
+        if not difference > 16 * _rounding_of(expected) * size:
             return
         what = f"differ by {difference:.3g} where the largest is {size:.3g}"
     else:
@@ -179,7 +179,7 @@ def _check_features(parts: ModelParts, depth: int, read: Tensor, expected: Tenso
     )
 
 
-def rounding_of(tensor: Tensor) -> float:
+def _rounding_of(tensor: Tensor) -> float:
     """The spacing of what products of this dtype are rounded to."""
     if tensor.dtype == torch.float64:
         return torch.finfo(torch.float32).eps  # transformers computes its losses in float32
@@ -187,15 +187,8 @@ def rounding_of(tensor: Tensor) -> float:
     return max(eps, _TF32_EPS) if tensor.is_cuda else eps
 
 
-def excess_over_rounding(found: Tensor, expected: Tensor) -> tuple[float, float] | None:
-    """The largest difference and the largest number, where they differ by more than their rounding; else None."""
-    difference, size = (x.double().abs().max().item() for x in (found - expected, expected))
-    # Of a model that diverged NaN is not the fault of its structure.
-    return (difference, size) if difference > 16 * rounding_of(expected) * size else None
-
-
 @contextlib.contextmanager
-def explained(error_of: Callable[[Any, str], InputError], model: nn.Module, what: str) -> Iterator[None]:
+def _explained(model: nn.Module, what: str) -> Iterator[None]:
     """Whatever the model's code raises in this block becomes the error for `model` that says `what` and why."""
     try:
         yield
@@ -203,7 +196,7 @@ def explained(error_of: Callable[[Any, str], InputError], model: nn.Module, what
         raise
     except Exception as error:  # any: the code is not ours
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise error_of(model, f"{what} ({reason})") from error
+        raise unsupported(model, f"{what} ({reason})") from error
 
 
 def _compared(parts: ModelParts, taps: Sequence[int]) -> list[int]:
@@ -215,7 +208,7 @@ def _compared(parts: ModelParts, taps: Sequence[int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
+def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, set one by one as `eval()` of some adapters merges them; the problem type stays as it is."""
     training = [module for module in model.modules() if module.training]
     config: Any = model.config

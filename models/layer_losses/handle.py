@@ -19,9 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.early_exit import EarlyAnswers
-from cdt_fast.models.layer_losses.decoding.methods import DecodingMethods
-from cdt_fast.models.layer_losses.early_exit import SegmentedClassifier
 from cdt_fast.models.layer_losses.first_forward import Reading, check_first_forward
 from cdt_fast.models.layer_losses.heads import effective_linear, in_use
 from cdt_fast.models.layer_losses.outputs import (
@@ -60,7 +57,7 @@ class _Pass:
     autocast: tuple[str, torch.dtype] | None = None  # of the head, which something around the model's forward may set
 
 
-class LayerLosses(DecodingMethods):
+class LayerLosses:
     """The handle of `attach_layer_losses`.
 
     Attributes:
@@ -93,7 +90,6 @@ class LayerLosses(DecodingMethods):
         self._generator = generator
         self._weights: Tensor | None = None
         self._pass: _Pass | None = None
-        self._segments: SegmentedClassifier | None = None
         self._evaluating = False
         self._reads_logits = False
         self._checked = False
@@ -157,29 +153,6 @@ class LayerLosses(DecodingMethods):
             return self._parts.model(*args, **kwargs)
         finally:
             self._reads_logits = False
-
-    def classify(self, threshold: float, **inputs: Any) -> EarlyAnswers:
-        """The logits of each row at the first of `taps` that is sure of it; a row that has left costs no later layer.
-
-        The forward runs once a tap, on the rows that have not left, and each layer once a row; embeddings and masks are
-        made anew each time. Evaluation mode, without gradients. This waits for the device at every tap.
-        `calibrate_confidence` chooses the threshold from `depth_logits` of held-out rows.
-
-        Args:
-            threshold: the largest probability, of 0..1, from which on a depth is sure; 1: all run to the last.
-            inputs: what the classifier's forward takes, by name. Labels are not needed, and not looked at.
-
-        Raises:
-            InputError: a language model, `taps` without the last depth, a threshold out of its range, no rows; or, from
-                the first call, a model whose layers cannot be run one part at a time.
-        """
-        if not self._attached:
-            raise InputError("the layer losses were removed from this model: attach them again to read its depths")
-        if self._segments is None:
-            replaced = self._with_mean if self._mean else None
-            self._segments = SegmentedClassifier(self._parts, self.taps, replaced, self.depth_logits)
-        self._update_parts()
-        return self._segments.classify({name: value for name, value in inputs.items() if name != "labels"}, threshold)
 
     def remove(self) -> None:
         """Give the model back as it was."""
@@ -346,10 +319,6 @@ class LayerLosses(DecodingMethods):
         if "pooler_output" in output:
             changed["pooler_output"] = self._parts.pool(state)
         return type(output)(**{**output, **changed})
-
-    def _with_mean(self, output: Any, inputs: dict[str, Any]) -> Any:
-        """What the base model returned, as inner depths are read by the mean of the tokens."""
-        return self._with_state(output, mean_of_tokens(output.last_hidden_state, inputs.get("attention_mask")))
 
     def _losses(self, this: _Pass, features: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The total that becomes the loss, and the sums of the depths that are tapped."""

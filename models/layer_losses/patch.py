@@ -1,17 +1,15 @@
-"""Functions in the place of modules' `forward`, and layers that run one part at a time."""
+"""Functions in the place of modules' `forward`."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class Patch:
@@ -75,49 +73,3 @@ def patched(answers: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The state that a layer is given, its first argument."""
     return args[0] if args else next(iter(kwargs.values()))
-
-
-class Segments:
-    """The layers of a model, which run one part at a time.
-
-    Nothing of the model is written anew: its own forward runs once a part, with layers that answer with the state they
-    are given where they lie before or behind the part that is due. What lies around the layers (embeddings, positions,
-    masks, the last norm, pooling, the head) is the model's own, and runs for every part.
-
-    Attributes:
-        due: the layers that run; None: all.
-        states: those before the next part, `[B, tokens, d]` of each run of the part before: what the next one goes on
-            from, all of them at once.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.due: range | None = None
-        self.states: list[Tensor] = []
-        self._tuples: dict[int, int] = {}  # how many entries a layer's output has, where it is a tuple
-        self._answers = {layer: functools.partial(self._layer, depth) for depth, layer in enumerate(layers)}
-
-    @contextlib.contextmanager
-    def installed(self, answers: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-        """In this block the layers answer as the part that is due asks, and other modules by `answers`."""
-        try:
-            with patched({**self._answers, **answers}):
-                yield
-        finally:
-            self.due = None
-            self.states.clear()
-
-    def _layer(self, depth: int, patch: Patch, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer."""
-        if self.due is None or depth in self.due:
-            output = patch.original(*args, **kwargs)
-            if isinstance(output, tuple):
-                self._tuples[depth] = len(output)
-            return output
-        state = state_of(args, kwargs)
-        if depth == self.due.start - 1:
-            state = torch.cat(self.states, 1)
-            self.states.clear()
-        elif depth == self.due.stop:
-            self.states.append(state)
-        length = self._tuples.get(depth)
-        return state if length is None else (state, *[None] * (length - 1))

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses import attach_layer_losses, predicted_overhead, predicted_speedup
+from cdt_fast.models.layer_losses import attach_layer_losses
 from tests.models.layer_loss_cases import (
     LANGUAGE_MODELS,
     LAYERS,
@@ -70,57 +70,6 @@ def test_memory_does_not_grow_with_depth_times_vocabulary() -> None:
     # Beside its gradient [N, d] a depth costs nothing; the logits of one are 128 times as large.
     assert grown < 0.1 * logits, (peaks, logits)
     assert peaks[6, "all"] < 12 * logits
-
-
-def test_the_predicted_speedup_is_that_of_weights_read() -> None:
-    """Four drafts of SmolLM2's shape: 30 layers of 3.54 million weights, a head of 28.3 and a draft's of 4.7."""
-    config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    layer, head, draft_head, a = 3.54, 28.31, 4.72, 0.8
-    round_ = 4 * (8 * layer + draft_head) + 30 * layer + head
-    expected = (1 + a + a**2 + a**3 + a**4) * (30 * layer + head) / round_
-    speed, drafts = predicted_speedup(model, 8, a, draft_rows=8192, drafts=4)
-    assert (speed, drafts) == (pytest.approx(expected, rel=1e-3), 4)
-    best, drafts = predicted_speedup(model, 8, a, draft_rows=8192)
-    others = [predicted_speedup(model, 8, a, draft_rows=8192, drafts=k)[0] for k in range(1, 11)]
-    assert (best, drafts) == (max(others), 1 + others.index(max(others)))
-    assert predicted_speedup(model, 8, 0.0)[0] < 1
-    with pytest.raises(InputError, match="exit must be a depth of 1 to 29"):
-        predicted_speedup(model, 30, a)
-
-
-def test_predicted_overhead_of_llama_8b() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    assert round(predicted_overhead(model), 1) == 3.2
-    assert round(predicted_overhead(model, inner_fraction=1 / 8), 1) == 1.3
-    assert round(predicted_overhead(model, range(0, 33, 4), 1 / 8), 2) == 1.07
-    assert predicted_overhead(model, [-1]) == predicted_overhead(model, [-1], 1 / 8, inner_kl=1.0) == 1.0
-    # The last depth's logits at the tokens of the sample: a forward product, a third of what a tap costs.
-    one, two = (predicted_overhead(model, [*range(taps), 32], 1 / 8) for taps in (1, 2))
-    of_kl = predicted_overhead(model, [0, 32], 1 / 8, inner_kl=0.5) - one
-    assert of_kl == pytest.approx((two - one) / 3)
-    assert predicted_overhead(model, inner_kl=1.0) == predicted_overhead(model)  # which are at hand for all tokens
-    with pytest.raises(InputError, match="inner_kl must be"):
-        predicted_overhead(model, inner_kl=2.0)
-    with pytest.raises(InputError, match="causal language model"):
-        predicted_overhead(classifier())
 
 
 def test_trainer(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
     python -m tests.models.transformers_classes [NAME ...] [--out build/transformers_classes.md]
 
-A model whose losses are right leaves early, too: a language model decodes the tokens that it generates alone, a
-classifier answers each row with the logits of the depth at which it leaves; or it is refused.
-
 Each class is built from a small configuration with random weights. The truth for depth l is the loss that a copy
 whose layers behind l are cut off returns itself; where the copy cannot run, the model whose layers behind l hand their
 input on. The exit status is 1 where a class is neither right nor refused.
@@ -18,9 +15,8 @@ import copy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +25,10 @@ import transformers
 from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
-from cdt_fast.models.early_exit import exits_taken
-from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
+from cdt_fast.models.layer_losses import attach_layer_losses
 
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "ForImageClassification")
 RIGHT, REFUSED, WRONG, NOT_BUILT = "right", "refused", "wrong", "not built"
-SAME, DIFFERENT = "the same", "another"
 LAYERS, CLASSES, VOCABULARY, WIDTH, HEADS = 4, 4, 120, 32, 4
 # Of float32 losses of a few nats, and of logits beside the largest, whose sums are taken in another order.
 TOLERANCE = 2e-5
@@ -97,14 +91,12 @@ _OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a class: RIGHT, REFUSED, WRONG or NOT_BUILT; why, in a line; the largest relative error; and
-    whether what it answers with an early exit is what it would without: SAME, DIFFERENT, or why not."""
+    """What became of a class: RIGHT, REFUSED, WRONG or NOT_BUILT; why, in a line; and the largest relative error."""
 
     name: str
     kind: str
     reason: str = ""
     error: float = 0.0
-    early: str = ""
 
 
 def class_names() -> list[str]:
@@ -239,53 +231,8 @@ def judge(name: str) -> Verdict:
     truth = true_losses(model, inputs)
     error = max(abs(loss / true - 1) for loss, true in zip([*losses, losses[-1]], [*truth, own], strict=True))
     if error <= TOLERANCE:
-        generates = name.endswith(ENDINGS[:2])
-        judged = partial(decoded, model, inputs["input_ids"][:1, :7]) if generates else partial(left_early, inputs)
-        return Verdict(name, RIGHT, error=error, early=early_exit(model, judged))
+        return Verdict(name, RIGHT, error=error)
     return Verdict(name, WRONG, f"losses {losses}, truth {truth}, its own {own}", error)
-
-
-def early_exit(model: Any, judged: Callable[[LayerLosses], str]) -> str:
-    """What is judged of a model with layer losses: SAME, DIFFERENT, or why it takes no exit early."""
-    handle = attach_layer_losses(model)
-    try:
-        return judged(handle)
-    except InputError as error:
-        return _line(error)
-    except Exception as error:
-        return f"{DIFFERENT} ({_line(error)})"
-    finally:
-        handle.remove()
-
-
-def decoded(model: Any, ids: Tensor, handle: LayerLosses) -> str:
-    """Whether a decoder with an exit generates the model's own tokens: SAME, DIFFERENT, or why it cannot be said."""
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "use_cache": True}
-    options |= {"eos_token_id": None, "pad_token_id": 0}
-    try:
-        own = model.generate(ids, **options)
-    except Exception as error:
-        return f"its own generate fails ({_line(error)})"
-    tokens = model.generate(ids, custom_generate=handle.decoder(LAYERS // 2, 3), **options)
-    return SAME if tokens.shape == own.shape and torch.equal(tokens, own) else DIFFERENT
-
-
-def left_early(inputs: dict[str, Tensor], handle: LayerLosses) -> str:
-    """Whether rows leave a classifier with the logits of their depth: SAME or DIFFERENT."""
-    with torch.no_grad():
-        logits = torch.stack(handle.depth_logits(**inputs))
-    sure = logits.double().softmax(-1).amax(-1)
-    ranked = sure[:-1].flatten().sort().values
-    widest = ranked.diff().topk(2).indices  # in the middle of a gap rounding decides nothing
-    for threshold in (0.0, *((ranked[widest] + ranked[widest + 1]) / 2).tolist(), 1.0):
-        answers = handle.classify(threshold, **inputs)
-        expected = logits[answers.depths, torch.arange(len(answers.depths))]
-        error = ((answers.logits - expected).abs().max() / expected.abs().max()).item()
-        depths = exits_taken(sure.T, threshold)
-        if not torch.equal(answers.depths, depths) or not error <= TOLERANCE:
-            found = f"depths {answers.depths.tolist()} for {depths.tolist()}, logits off by {error:.1e}"
-            return f"{DIFFERENT} ({found})"
-    return SAME
 
 
 def _line(error: Exception) -> str:
@@ -304,15 +251,13 @@ def table(verdicts: list[Verdict]) -> str:
         + f". Right: every depth's loss to {TOLERANCE:g} of the loss of a copy without the layers behind it, and the "
         "last one's of the model's own.",
         "",
-        "| class | | largest error, or the reason | with an early exit |",
-        "|---|---|---|---|",
+        "| class | | largest error, or the reason |",
+        "|---|---|---|",
     ]
     for verdict in verdicts:
         said = f"{verdict.error:.1e}" if verdict.kind == RIGHT else verdict.reason.replace("|", "\\|")
-        lines.append(
-            f"| {verdict.name} | {verdict.kind} | {said.removeprefix(f'no layer losses for a {verdict.name}: ')} | "
-            f"{verdict.early.removeprefix(f'no decoding with an exit for a {verdict.name}: ')} |"
-        )
+        said = said.removeprefix(f"no layer losses for a {verdict.name}: ")
+        lines.append(f"| {verdict.name} | {verdict.kind} | {said} |")
     return "\n".join(lines) + "\n"
 
 
@@ -328,21 +273,14 @@ def main() -> int:
         verdicts.append(judge(name))
         print(
             f"{name:45s} {verdicts[-1].kind:9s} {verdicts[-1].error:.1e} {verdicts[-1].reason[:400]}",
-            end="",
             flush=True,
         )
-        print(verdicts[-1].early[:200], flush=True)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(table(verdicts), encoding="utf-8")
     counts = Counter(verdict.kind for verdict in verdicts)
     print(", ".join(f"{counts[kind]} {kind}" for kind in (RIGHT, REFUSED, WRONG, NOT_BUILT)))
-    wrong = 0
-    for what, endings in (("decoding", ENDINGS[:2]), ("classifying", ENDINGS[2:])):
-        early = Counter(verdict.early.split(" (")[0] for verdict in verdicts if verdict.name.endswith(endings))
-        print(f"{what} with an early exit: {early[SAME]} {SAME}, {early[DIFFERENT]} {DIFFERENT}")
-        wrong += early[DIFFERENT]
-    return int(counts[WRONG] > 0 or wrong > 0)
+    return int(counts[WRONG] > 0)
 
 
 if __name__ == "__main__":

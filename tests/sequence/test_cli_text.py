@@ -133,7 +133,7 @@ BAD = [
     ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
     ("text", ["TABLE", "--model", "bert", "--taps=-1,2"], ["[model] taps must be"]),
     ("text", ["TABLE", "--gamma", "1,0"], ["[data] gamma must be one level, or LOW,HIGH with LOW below HIGH"]),
-    ("text", ["TABLE", "--exit-agreements", "0.9,1"], ["exit_agreements", "less than 1"]),
+    ("text", ["TABLE", "--exit-agreements", "0.9"], ["--exit-agreements is gone: the git tag full"]),
     ("text", ["TABLE", "--perturbation", "drop"], ["--perturbation is gone", "the git tag full"]),
     ("text", ["TABLE", "--no-header"], ["no column 'label'; there are '0', '1'"]),
     ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave a share for training"]),

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from cdt_fast import models
 from cdt_fast.errors import InputError
-from cdt_fast.models.early_exit import wilson_interval
 from cdt_fast.sequence.data.vocabulary import Vocabulary
-from cdt_fast.sequence.evaluation import area_under_curve, measure
+from cdt_fast.sequence.evaluation import area_under_curve, measure, wilson_interval
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork
 from cdt_fast.sequence.perturbation import embedding_std, hashed, perturbed, unit_gaussian, unit_interval
 from cdt_fast.sequence.settings import TextSettings

@@ -18,9 +18,7 @@ from safetensors.torch import load_file
 from cdt_fast.checksums import CHECKSUMS
 from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import read_json
-from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import evaluate_run, evaluated, load_data, new_trainer, settings_of, task_of, train, trained
 from tests.tiny_text import TINY_LANGUAGE, words_of_command, write_instructions
@@ -135,55 +133,6 @@ def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
             assert error <= 1e-5 * right.grad.abs().max(), (name, dtype)
 
 
-def test_the_evaluation_decodes_with_exits_and_the_report_shows_it(source: Path, tmp_path: Path) -> None:
-    config = settings_for(source, layers=3, prompts=2)
-    result = evaluate_run(trained(config, tmp_path / "run"), config)
-    evaluation = result.evaluation.model_dump(mode="json")
-    assert [row["exit"] for row in evaluation["decoding"]] == [1, 2]
-    assert any(row["measured"] for row in evaluation["decoding"])
-    assert evaluation["tokens_per_second"] > 0
-    (table,) = (table for table in result.task.tables([result]) if "decoding" in table[0][0])
-    assert [row[1] for row in table] == ["exit", "1", "2"]
-    config = settings_for(source, prompts=2, taps=[0, 2])
-    evaluation = evaluated(trained(config, tmp_path / "other"), config)
-    assert evaluation["decoding"] == []
-    assert "exits must hold" in evaluation["decoding_refused"]
-
-
-@pytest.mark.slow
-def test_a_decoder_is_tuned_on_validation_prompts_and_kept_with_the_model(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cdt_fast.models.layer_losses.decoding.tuning._LEAST_GAIN", 0.0)
-    monkeypatch.setattr("cdt_fast.sequence.decoding._DRAFT_TOKENS", 64)
-    config = settings_for(source, layers=3, prompts=2, steps=4)
-    run = trained(config, tmp_path / "run", progress=True)
-    assert "a decoder is kept with the model" in capsys.readouterr().err
-    assert {"model.safetensors", "generation_config.json"} <= set(read_json(run.model / CHECKSUMS))
-    model = transformers.AutoModelForCausalLM.from_pretrained(run.model)
-    kept = model.generation_config.early_exit
-    assert kept["exit"] in (1, 2)
-    assert kept["draft_tokens"]
-    decoder = attach_layer_losses(model).decoder()
-    ids = torch.tensor([[5, 6, 7]])
-    tokens = model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=decoder)
-    assert torch.equal(tokens, model.generate(ids, max_new_tokens=8, do_sample=False))
-    result = evaluate_run(run, config)
-    first = result.evaluation.speeds[0]
-    assert first.name == "kept decoder"
-    (table,) = (table for table in result.task.tables([result]) if "over the model alone" in table[0][0])
-    assert table[1][1] == "kept decoder"
-    columns = {column.heading: column.value(result) for column in result.task.summaries([result])}
-    assert columns["speed-up of the kept decoder"] == first.median
-    assert columns["agreement of exit 2"] == result.evaluation.depth_agreement[2]
-    drawing = next(drawing for drawing in result.task.drawings() if drawing.name == "agreement.png")
-    assert [line.get_ydata()[-1] for line in drawing.draw([result]).axes[0].get_lines()] == [1.0]
-    monkeypatch.setattr("cdt_fast.models.layer_losses.decoding.tuning._LEAST_GAIN", 1e9)
-    train(run, config, resume=True)
-    assert "no decoder is kept with the model: at best it is" in capsys.readouterr().err
-    assert getattr(transformers.GenerationConfig.from_pretrained(run.model), "early_exit", None) is None
-
-
 def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp_path: Path, call: Any) -> None:
     """Weights, multipliers, the optimizer's state, the kept model, what was logged, and the evaluation."""
     words = words_of_command(TINY_LANGUAGE, gamma=0.3, accumulate=2, batch=3)
@@ -243,22 +192,18 @@ def test_the_limits_of_a_language_model_are_told_before_training(source: Path, t
     folder = tmp_path / "gpt2"
     shutil.copytree(qwen, folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
 
-    def start(positions: int, prompts: int) -> Any:
+    def start(positions: int) -> Any:
         sizes = {"vocab_size": 257, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": positions}
         transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=256)).save_pretrained(folder)
-        settings = settings_for(source, model=str(folder), max_tokens=256, prompts=prompts)
+        settings = settings_for(source, model=str(folder), max_tokens=256)
         return new_trainer(RunFolder(tmp_path / "run"), settings)
 
-    longest = max(row.shape[1] for row in start(256, 8).workload.train.rows)
-    start(longest, 0)
+    longest = max(row.shape[1] for row in start(256).workload.train.rows)
+    start(longest)
     with pytest.raises(
         InputError, match=rf"max_tokens is 256, but .*gpt2 has {longest - 1} positions.* {longest} tokens"
     ):
-        start(longest - 1, 0)
-    with pytest.raises(
-        InputError, match=rf"prompts is 8, and 32 tokens .* more than the {longest} positions of .*gpt2"
-    ):
-        start(longest, 8)
+        start(longest - 1)
 
 
 def test_taps_leave_depths_out(source: Path, tmp_path: Path) -> None:
@@ -268,30 +213,6 @@ def test_taps_leave_depths_out(source: Path, tmp_path: Path) -> None:
     assert len(evaluation["depth_accuracy"][0]) == 3
     with pytest.raises(InputError, match="end with the last, 4"):
         trained(settings_for(source, layers=4, taps=[0, 2]), tmp_path / "other")
-
-
-def test_the_predicted_overhead_is_said_before_the_first_step(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """6 P FLOP a token and matrix: two inner heads of 258·16 beside two layers of 4·16² + 3·16·64 and a head."""
-    said: list[str] = []
-    original = Trainer._train_step
-
-    def note(trainer: Trainer) -> None:
-        said.append(capsys.readouterr().err)
-        original(trainer)
-
-    monkeypatch.setattr(Trainer, "_train_step", note)
-    head, layer = 258 * 16, 4 * 16 * 16 + 3 * 16 * 64
-    trained(settings_for(source, steps=1), tmp_path / "run", progress=True)
-    assert f"{1 + 2 * head / (2 * layer + head):.2f} times the FLOP" in said[0]
-    assert "decoding with exit" not in said[0]  # --prompts 0
-    trained(settings_for(source, steps=1, inner_fraction=0.25), tmp_path / "other", progress=True)
-    assert f"{1 + 2 * 0.25 * head / (2 * layer + head):.2f} times the FLOP" in said[1]
-    trained(settings_for(source, steps=1, prompts=1), tmp_path / "third", progress=True)
-    sums = {k: (1 - 0.8 ** (k + 1)) / 0.2 / (1 + k * (layer + head) / (2 * layer + head)) for k in range(1, 11)}
-    drafts = max(sums, key=lambda k: sums[k])
-    assert f"exit 1 is predicted to be {sums[drafts]:.2f} times as fast as without, with {drafts} drafts" in said[2]
 
 
 def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Path, tmp_path: Path) -> None:

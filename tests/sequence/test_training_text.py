@@ -16,15 +16,12 @@ from safetensors.torch import load_file, save_file
 from cdt_fast.checksums import CHECKSUMS
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
-from cdt_fast.models import TextUT, calibrate_confidence
-from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.settings import TextSettings
-from cdt_fast.sequence.text import TextTask
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.tasks import check_comparable, open_evaluated
 from cdt_fast.training.run_folder import RunFolder
-from tests.runs import evaluate_run, evaluated, load_data, new_trainer, settings_of, train, trained
+from tests.runs import evaluated, load_data, new_trainer, settings_of, train, trained
 from tests.tiny_text import TINY_TEXT, reviews, write_table
 from tests.training.training_cases import train_until_killed
 
@@ -86,41 +83,6 @@ def test_a_reference_is_at_most_the_loss_of_a_guess(
     trainer.run(progress=False)
     evaluation = evaluated(run, config)
     assert evaluation["violation"][1] == pytest.approx(evaluation["layer_loss"][1] - 0.9 * used)
-
-
-@pytest.mark.parametrize("model", ["text-ut", "encoder"])
-def test_exits_by_confidence_do_what_the_saved_model_does(tmp_path: Path, encoder: Path, model: str) -> None:
-    changes: dict[str, Any] = {} if model == "text-ut" else {"model": str(encoder), "taps": [0, 1, 2]}
-    source = write_table(tmp_path / "reviews.tsv", 400)
-    config = settings_for(source, steps=40, exit_agreements=[0.6, 0.8, 0.999], validation=0.3, test=0.3, **changes)
-    run = trained(config, tmp_path / "run")
-    result = evaluate_run(run, config)
-    evaluation = result.evaluation.model_dump(mode="json")
-    data, task = load_data(config), TextTask()
-    network, validation, test, _ = task.load_model(run, config, data)
-    assert len(validation) == len(data.validation)
-    for row, asked in zip(evaluation["confident_exits"], config.evaluation.exit_agreements, strict=True):
-        inputs, labels = test.batch(range(len(test)), network.padding_id, torch.device("cpu"))
-        held, _ = validation.batch(range(len(validation)), network.padding_id, torch.device("cpu"))
-        found = calibrate_confidence([network.depth_logits(held)], asked)
-        assert row["asked"] == asked
-        assert row["threshold"] == pytest.approx(found.threshold, abs=1e-6)
-        if model == "text-ut":
-            saved = TextUT.from_pretrained(run.model)
-            answers = saved.classify(inputs[0], row["threshold"], lengths=inputs[1].sum(-1))
-        else:
-            named = dict(zip(("input_ids", "attention_mask", "token_type_ids"), inputs.unbind(), strict=False))
-            assert isinstance(network, PretrainedNetwork)
-            answers = network.handle.classify(row["threshold"], **named)
-        assert row["accuracy"] == pytest.approx((answers.logits.argmax(-1) == labels).double().mean().item())
-        assert row["mean_depth"] == pytest.approx(answers.depths.double().mean().item())
-    loose, strict, hopeless = evaluation["confident_exits"]
-    assert loose["mean_depth"] <= strict["mean_depth"] <= hopeless["mean_depth"] == 2
-    assert loose["mean_depth"] < 2
-    assert hopeless["threshold"] == 1
-    assert (hopeless["agreement"], hopeless["accuracy"]) == (1, evaluation["accuracy"][0])
-    table = next(table for table in task.tables([result]) if table[0][0] == "exit by confidence, γ 0")
-    assert [line[-1] for line in table[1:]] == [f"{row['mean_depth']:.2f}" for row in evaluation["confident_exits"]]
 
 
 @pytest.mark.parametrize("model", ["text-ut", "encoder"])

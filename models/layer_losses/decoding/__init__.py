@@ -1,1 +1,0 @@
-"""Decoding with the early exits of a language model."""
