@@ -113,7 +113,7 @@ def build_parser() -> Parser:
     actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
     text = "download a public data set, with checksum and resume"
     add = _command(actions, "fetch", commands.fetch, text, "data fetch ucsd --to datasets").add_argument
-    add("name", metavar="NAME", help="avenue, ucsd, shanghaitech, or smollm2, a language model")
+    add("name", metavar="NAME", help="avenue, ucsd or shanghaitech")
     add("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
     text = "measure ops and training steps against other ways to do the same"
     add_arguments(_command(shown, "bench", commands.bench, text, "bench --suite step ops --repeats 9 --out benchmarks"))

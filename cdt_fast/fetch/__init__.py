@@ -1,4 +1,4 @@
-"""Download the public data sets of surveillance video that results are reported on, and a small language model."""
+"""Download the public data sets of surveillance video that results are reported on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import IO, NamedTuple
 
 from cdt_fast.checksums import sha256_of
 from cdt_fast.errors import InputError, printable
-from cdt_fast.fetch import smollm2
 from cdt_fast.fetch.download import download_file
 from cdt_fast.fetch.unpack import check_whole, unpack_archive
 from cdt_fast.files import try_lock
@@ -68,7 +67,7 @@ def fetch(
     place, this one waits. Messages go to stderr.
 
     Args:
-        name: a key of `DATASETS`, or "smollm2", whose folder is one of transformers and which pip brings.
+        name: a key of `DATASETS`.
         folder: where to put it; the data set becomes `<folder>/<name>`.
         url: another address of the archive, such as a mirror.
         sha256: the sum of another archive at `url`; by default the one published for the data set.
@@ -83,26 +82,21 @@ def fetch(
             full, or files of the data set have gone since it was unpacked.
     """
     dataset = DATASETS.get(name)
-    if dataset is None and name != smollm2.NAME:
-        raise InputError(f"{name}: no such data set; expected one of {', '.join([*DATASETS, smollm2.NAME])}")
+    if dataset is None:
+        raise InputError(f"{name}: no such data set; expected one of {', '.join(DATASETS)}")
     place = Path(folder) / name
     new = not place.exists()
     if new:
-        _say(f"{smollm2.TITLE} {smollm2.TERMS}" if dataset is None else f"{dataset.title} {dataset.terms}")
+        _say(f"{dataset.title} {dataset.terms}")
     if new or os.access(place.parent, os.W_OK):  # what a process left that was killed after it had unpacked goes, too
         with _alone(place):
             new = not place.exists()  # else another process has fetched it, by now
-            if dataset is not None:
-                archive = place.parent / (
-                    Path(urllib.parse.urlsplit(url or dataset.url).path).name or f"{name}.archive"
-                )
-                if new:
-                    _obtain(archive, url or dataset.url, sha256 or dataset.sha256, progress)
-                    unpack_archive(archive, place)
-                if not keep_archive:
-                    archive.unlink(missing_ok=True)
-            elif new:
-                smollm2.fetch_smollm2(place)
+            archive = place.parent / (Path(urllib.parse.urlsplit(url or dataset.url).path).name or f"{name}.archive")
+            if new:
+                _obtain(archive, url or dataset.url, sha256 or dataset.sha256, progress)
+                unpack_archive(archive, place)
+            if not keep_archive:
+                archive.unlink(missing_ok=True)
     if new:
         _say(f"{name}: unpacked to {place}")
         return place
