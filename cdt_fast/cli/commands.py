@@ -175,7 +175,7 @@ def _save(path: str | None, value: Any) -> None:
 def denoise(options: argparse.Namespace) -> None:
     """Denoise a video."""
     run, settings, entry = tasks.open_run(options.folder)
-    names = ("depth", "budget", "sigma", "grids", "overwrite")
+    names = ("depth", "sigma", "grids", "overwrite")
     chosen = {name: getattr(options, name) for name in names}
     written = entry.load().denoise(run, settings, options.source, options.target, **chosen)
     _save(options.json, written)
@@ -184,7 +184,7 @@ def denoise(options: argparse.Namespace) -> None:
     noise = "" if written["sigma"] is None else f", noise of {written['sigma']:.3g} gray levels"
     print(
         f"{options.target}: {written['frames']} frames, {written['width']}x{written['height']}, "
-        f"{written['frame_rate']:.4g} a second, {written['depth']:.3g} of {written['layers']} layers{noise}"
+        f"{written['frame_rate']:.4g} a second, {written['depth']} of {written['layers']} layers{noise}"
     )
 
 

@@ -86,10 +86,7 @@ def build_parser() -> Parser:
     add("source", metavar="IN", help="video file, frame folder or .npy")
     text = "video file to write, same size, times and sound: .mp4, .m4v, .mov, .mkv or .avi"
     add("target", metavar="OUT", help=text)
-    text = "leave after K layers (default: where a window gains by no more of them)"
-    add("--depth", type=int, metavar="K", help=text)
-    text = "take so many layers in the mean over windows like those of the validation, where they gain most"
-    add("--budget", type=float, metavar="LAYERS", help=text)
+    add("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
     text = "the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)"
     add("--sigma", type=_level, default="auto", metavar="LEVEL", help=text)
     text = "mean over K x K shifted grids of patches (default: as in the training)"

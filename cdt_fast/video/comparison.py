@@ -21,7 +21,6 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise
 from cdt_fast.video.data import find_clips, open_source
 from cdt_fast.video.denoising import Denoising
-from cdt_fast.video.exits import Exits
 from cdt_fast.video.networks import Denoiser, device_of
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import psnr_of, ssim
@@ -36,7 +35,6 @@ SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 # What is measured of a clip: frames from its middle, of which one piece, so that slow denoisers end too.
 _SIDE, _FRAMES = 160, 16
-_EARLY = "this run, leaving early"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,6 @@ def compare_denoisers(
     sources: Sequence[str],
     at: Sequence[float] = SIGMAS,
     progress: bool = True,
-    exits: Exits | None = None,
 ) -> list[Measured]:
     """Measure a model at every depth, and all `peers`, on the luma of clips with white noise.
 
@@ -82,7 +79,6 @@ def compare_denoisers(
         sources: clean clips, as `find_clips` takes them.
         at: standard deviations of the noise in gray levels.
         progress: show a bar on stderr.
-        exits: where windows leave the model early, which is measured as well; None: it is not.
 
     Raises:
         InputError: a clip cannot be read or has fewer frames, or the model takes one level alone.
@@ -95,10 +91,8 @@ def compare_denoisers(
     depths = [f"this run, {depth} of {model.layers} layers" for depth in range(1, model.layers + 1)]
     for depth, name in enumerate(depths, 1):
         named[name] = partial(_ours, Denoising(model, settings, depth, grids=settings.data.overlap), True)
-    early = Denoising(model, settings, model.layers, grids=settings.data.overlap, exits=exits)
-    if exits is not None:
-        named[_EARLY] = partial(_ours, early, True)
-    named["this run, noise estimated"] = partial(_ours, replace(early, layers=[]), False)
+    whole = Denoising(model, settings, model.layers, grids=settings.data.overlap)
+    named["this run, noise estimated"] = partial(_ours, whole, False)
     bar = progress_bar(range(len(named) * len(at)), desc="compare", unit="noise level", shown=progress)
     with bar:
         found = {name: measured(name, denoise, clips, at, bar.update) for name, denoise in named.items()}
@@ -108,9 +102,6 @@ def compare_denoisers(
     for before, after in pairwise(["noisy frames", *depths]):
         better = np.less(found[after].pieces, found[before].pieces)
         found[after] = replace(found[after], rising=float(better.mean()))
-    if exits is not None:
-        layers = sum(early.layers) / len(early.layers)
-        found[_EARLY] = replace(found[_EARLY], name=f"{_EARLY}, after {layers:.2f} layers in the mean")
     return list(found.values())
 
 

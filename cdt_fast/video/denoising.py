@@ -18,7 +18,6 @@ from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
-from cdt_fast.video.exits import Exits
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive, known_deviation
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
 from cdt_fast.video.overlap import mean_over_grids, reconstructed
@@ -38,9 +37,7 @@ class Denoising:
             brightness where there are colors. Of a noise-adaptive model alone.
         grids: the result is the mean over `grids²` grids of patches, each a part of a patch further; None: over eight
             (`VideoSettings.grid_places`).
-        exits: where windows are left before `depth`; None: nowhere.
         found: the estimates, in gray levels.
-        layers: those that each window and plane took.
     """
 
     model: Denoiser
@@ -48,9 +45,7 @@ class Denoising:
     depth: int
     sigma: float | None = None
     grids: int | None = 1
-    exits: Exits | None = None
     found: list[float] = field(default_factory=list)
-    layers: list[int] = field(default_factory=list)
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """The denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
@@ -97,12 +92,7 @@ class Denoising:
             deviation = frames.new_full((1,), level / LEVELS)
         # On a GPU products of float16, whose rounding moves no level's PSNR by more than a hundredth of a dB.
         with torch.autocast("cuda", torch.float16, enabled=frames.is_cuda):
-            if not self.settings.overlapping:
-                self.layers.append(self.depth)
-                return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
-            depths = reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, self.exits)
-        self.layers.append(len(depths) - 1)
-        return depths[-1]
+            return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
 
 
 def denoise_video(
@@ -114,7 +104,6 @@ def denoise_video(
     depth: int | None = None,
     sigma: float | None = None,
     grids: int | None = None,
-    exits: Exits | None = None,
     overwrite: bool = False,
     progress: bool = True,
     caution: str = "",
@@ -126,7 +115,7 @@ def denoise_video(
     A video that is to be turned for display is written upright.
 
     Args:
-        model, settings, sigma, exits: as in `Denoising`.
+        model, settings, sigma: as in `Denoising`.
         source: a video file, a folder of frames or an array file.
         target: the video file to write, in a folder that exists; its suffix is one of `writing.CONTAINERS`.
         depth: number of layers to run, None for all.
@@ -136,7 +125,7 @@ def denoise_video(
         caution: a line that is printed on stderr before anything is written.
 
     Returns:
-        `frames`, `width`, `height`, `frame_rate` of what was written, the `depth` that was run in the mean, the model's
+        `frames`, `width`, `height`, `frame_rate` of what was written, the `depth` that was run, the model's
         `layers`, the `sigma` that was given or found (the median, None where the model takes none), and `notes` of what
         is wrong with the source or did not come through.
 
@@ -163,7 +152,7 @@ def denoise_video(
     check_target(target, Path(source), overwrite)
     if caution:
         print(printable(f"cdt-fast: note: {caution}"), file=sys.stderr)
-    denoising = Denoising(model, settings, depth, sigma, grids, exits)
+    denoising = Denoising(model, settings, depth, sigma, grids)
     # A clip may change from gray to color.
     colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())
     shown = progress_bar(colored, desc=f"denoise {frames.name}", unit="frame", shown=progress)
@@ -172,7 +161,7 @@ def denoise_video(
     found = float(np.median(denoising.found)) if denoising.found else None
     return {
         **written,
-        "depth": sum(denoising.layers) / len(denoising.layers),
+        "depth": depth,
         "layers": model.layers,
         "sigma": found,
         "notes": [*frames.notes, *notes, *_noise_notes(settings, depth, found, sigma is None)],

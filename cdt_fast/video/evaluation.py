@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from cdt_fast.models import DUST
@@ -14,9 +13,8 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise, dct_denoise
 from cdt_fast.video.data import CropWindows, VideoData, Windows
-from cdt_fast.video.exits import Exits, calibrated, change
 from cdt_fast.video.losses import ReconstructionLosses
-from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive, known_deviation
+from cdt_fast.video.networks import Denoiser, device_of, dtype_of, known_deviation
 from cdt_fast.video.noise import LEVELS, noisy_batches
 from cdt_fast.video.overlap import reconstructed, training_input
 from cdt_fast.video.quality import mean_psnr, psnr_of, ssim
@@ -36,7 +34,7 @@ class VideoEvaluation(Evaluation):
     are sums over the pixels of a patch with values in [0, 1], or in units of the noise's variance where the model is
     noise-adaptive, means over the tokens. A sample of `per_sample` is one sequence, or one window where the training is
     on overlapping grids. `training_gamma` is the middle of the levels that were trained on, and losses are those at
-    levels spread over them. `exits` are those that were calibrated on the validation windows, at all noise levels.
+    levels spread over them.
     """
 
     tied: bool
@@ -55,7 +53,6 @@ class VideoEvaluation(Evaluation):
     baseline_ssim: dict[str, list[float]]
     depth_rmse: list[list[float]]
     spectral_ratio: list[float]
-    exits: list[Exits] = Field(default_factory=list)
 
     def sizes(self) -> dict[str, int]:
         names = ("rmse", "psnr", "ssim", "identity_rmse", "identity_psnr", "identity_ssim", "depth_rmse")
@@ -124,22 +121,7 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
         "layer_loss": losses,
         "spectral_ratio": model.spectral_ratio().reshape(-1).tolist() if isinstance(model, DUST) else [],
         "per_sample": per_sample,
-        "exits": [each.model_dump() for each in _exits(model, data, settings)],
     }
-
-
-def _exits(model: Denoiser, data: VideoData, settings: VideoSettings) -> list[Exits]:
-    """Where windows may leave a model whose layers start from the mean over grids."""
-    if not settings.overlapping or not is_adaptive(model) or model.layers == 1:
-        return []
-    errors, changes = [], []
-    for gamma in settings.evaluation.gammas:
-        for noisy, clean, deviation in noisy_batches(data.validation, gamma, data.sigma, device_of(model)):
-            depths = reconstructed(model, settings, noisy, deviation, None)
-            errors.append(torch.stack([(each - clean).square().mean((1, 2, 3)) for each in depths[1:]], 1).cpu())
-            moved = [change(depth, depths[depth - 1], depths[depth], deviation) for depth in range(1, model.layers)]
-            changes.append(torch.stack(moved, 1).cpu())
-    return calibrated(torch.cat(errors), torch.cat(changes))
 
 
 def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple[list[float], dict[str, Any]]:

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from cdt_fast.models import DUST
 from cdt_fast.video.baselines import continued
 from cdt_fast.video.data import from_patches, to_patches
-from cdt_fast.video.exits import Exits, change
 from cdt_fast.video.networks import Denoiser, known_deviation
 from cdt_fast.video.settings import VideoSettings
 
@@ -41,7 +40,6 @@ def reconstructed(
     deviation: Tensor | None,
     grids: int | None,
     depth: int | None = None,
-    exits: Exits | None = None,
 ) -> list[Tensor]:
     """The frames `[b, T, h, w]` of every depth up to `depth`, each the mean over shifted grids of patches.
 
@@ -54,7 +52,6 @@ def reconstructed(
         deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
         grids: how many of them along each side; None: as `VideoSettings.grid_places` says.
         depth: number of layers, None for all.
-        exits: where a single window is left before that, where grids overlapped in the training.
     """
     stop = 1 + (model.layers if depth is None else depth)
 
@@ -81,11 +78,6 @@ def reconstructed(
             return [refine(level, tokens if given is whole else cut.tokens(given, some))]
 
         results += cut.means(refined)
-        threshold = None if exits is None else exits.threshold(level)
-        if threshold is None or deviation is None:
-            continue  # where nothing is left early the host does not wait
-        if change(level, results[-2], results[-1], deviation).item() > threshold:
-            break
     return results
 
 

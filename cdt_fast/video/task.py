@@ -27,7 +27,6 @@ from cdt_fast.video.comparison import as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
-from cdt_fast.video.exits import Exits, chosen
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
@@ -213,7 +212,7 @@ class VideoTask(Task):
         self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str]
     ) -> tuple[Table, list[dict[str, Any]]]:
         model = load_network(folder.model, settings.training.device)
-        found = compare_denoisers(model, settings, sources, exits=chosen(_exits(folder), model.layers, None))
+        found = compare_denoisers(model, settings, sources)
         values = [{name: value for name, value in asdict(each).items() if name != "pieces"} for each in found]
         return as_table(found), values
 
@@ -223,26 +222,12 @@ class VideoTask(Task):
         settings: VideoSettings,
         source: str,
         target: str | os.PathLike[str],
-        *,
-        depth: int | None = None,
-        budget: float | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         model = load_network(folder.model, settings.training.device)
-        if depth is not None and budget is not None:
-            raise InputError("--depth and --budget exclude each other: a number of layers, or a mean of it")
-        exits = chosen(_exits(folder), model.layers, budget) if depth is None else None
         doubts = _doubts(folder, settings)
         caution = f"{folder.path}: {doubts}" if doubts else ""
-        return denoise_video(model, settings, source, target, depth=depth, exits=exits, caution=caution, **options)
-
-
-def _exits(folder: RunFolder) -> list[Exits]:
-    """Those that the evaluation of a run has calibrated; none where it was trained further since."""
-    if not folder.evaluation.exists():
-        return []
-    evaluation = read_json(folder.evaluation, VideoEvaluation)
-    return [] if saved_step(folder.checkpoint) > evaluation.trained_steps else evaluation.exits
+        return denoise_video(model, settings, source, target, caution=caution, **options)
 
 
 def _doubts(folder: RunFolder, settings: VideoSettings) -> str:
