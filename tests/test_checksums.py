@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from cdt_fast import checksums
 from cdt_fast.checksums import CHECKSUMS, check_folder, checksums_of, written_with_checksums
 from cdt_fast.errors import InputError
 
@@ -41,29 +38,8 @@ def test_what_a_block_writes_is_summed_and_what_was_there_is_not(tmp_path: Path)
     check_folder(tmp_path)
 
 
-def test_nothing_is_said_of_a_block_that_failed(tmp_path: Path) -> None:
-    with contextlib.suppress(KeyboardInterrupt), written_with_checksums(tmp_path):
-        (tmp_path / "half").write_text("half")
-        raise KeyboardInterrupt
-    assert [path.name for path in tmp_path.iterdir()] == ["half"]
-
-
 @pytest.mark.parametrize("sums", ["", "[]", '{"a": "word"}', '{"../a": ["word"]}', '{"": []}', '{"\\u0000": ["word"]}'])
 def test_sums_that_are_none(sums: str, tmp_path: Path) -> None:
     (tmp_path / CHECKSUMS).write_text(sums)
     with pytest.raises(InputError):
         check_folder(tmp_path)
-
-
-def test_a_folder_that_is_written_anew_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").write_text("new")
-    new = checksums_of(tmp_path, ["a"])
-    (tmp_path / CHECKSUMS).write_text('{"a": ["that of before"]}')
-    checksum = checksums.sha256_of
-
-    def written_meanwhile(path: Path) -> str:
-        (tmp_path / CHECKSUMS).write_text(json.dumps(new))
-        return checksum(path)
-
-    monkeypatch.setattr(checksums, "sha256_of", written_meanwhile)
-    check_folder(tmp_path)

@@ -28,18 +28,6 @@ def test_info_says_what_is_here(call: Callable[..., Any], tmp_path: Path) -> Non
         assert line.endswith(str(value))
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.metadata
-
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(info.importlib.metadata, "version", missing)
-    found = info.collect()
-    assert found["matplotlib"] == "not installed (extra: report)"
-    assert found["av"] == "not installed (extra: video)"
-
-
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

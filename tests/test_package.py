@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import cdt_fast
-from cdt_fast import models, ops
 
 ROOT = Path(__file__).parent.parent
 OPTIONAL = ("triton", "av", "PIL", "transformers", "trl", "lightning", "matplotlib")
@@ -132,42 +130,3 @@ def test_a_missing_extra_is_named(blocked: str, call: str, extra: str, tmp_path:
     result = python(code)
     assert "MissingExtra" in result.stderr
     assert extra in result.stderr.splitlines()[-1]
-
-
-def parameters(function: object) -> list[str]:
-    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
-
-
-def test_public_names_and_arguments() -> None:
-    assert parameters(ops.symmetric_attention) == ["z", "values", "scale", "lengths", "energy"]
-    assert parameters(ops.soft_threshold) == ["x", "threshold"]
-    assert parameters(ops.lista_step) == ["codes", "signal", "dictionary", "step", "threshold", "nonlinearity"]
-    assert parameters(ops.unrolled_layer) == [
-        *("codes", "signal", "dictionary", "step", "threshold", "scale"),
-        *("nonlinearity", "projection", "lengths", "next_dictionary", "target", "casts"),
-    ]
-    assert parameters(ops.residual_linear) == ["x", "weight", "residual", "alpha", "nonlinearity", "threshold"]
-    assert parameters(ops.layerwise_cross_entropy) == [
-        *("hidden_states", "weight", "targets", "bias", "depth_weights", "ignore_index", "reduction"),
-        *(
-            "label_smoothing",
-            "softcap",
-            "chunk_tokens",
-            "inner_fraction",
-            "generator",
-            "inner_kl",
-            "detach_last",
-            "per_token",
-        ),
-    ]
-    assert parameters(ops.layerwise_reconstruction_loss)[:3] == ["reconstructions", "target", "depth_weights"]
-    assert parameters(ops.use_backend) == ["backend"]
-    assert parameters(models.DUST) == [
-        *("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale"),
-        *("nonlinearity", "initial_codes", "readout", "patch_frames", "noise_adaptive", "tight_frame"),
-    ]
-    for name in ("reconstructions", "layer_losses", "save_pretrained", "from_pretrained"):
-        assert callable(getattr(models.VideoUT, name))
-    assert parameters(cdt_fast.DescentConstraints)[:3] == ["layers", "rate", "reference"]
-    for name in ("weights", "record", "step", "epoch_end", "report", "state_dict", "load_state_dict", "preset"):
-        assert callable(getattr(cdt_fast.DescentConstraints, name))

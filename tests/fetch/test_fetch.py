@@ -188,20 +188,6 @@ def test_a_refusal_is_not_retried(server, target, status):
     assert len(server.requests) == 1
 
 
-def test_a_server_that_goes_silent(server, target, monkeypatch):
-    monkeypatch.setattr(download, "TIMEOUT_SECONDS", 0.1)
-    monkeypatch.setattr(download, "ATTEMPTS_WITHOUT_PROGRESS", 2)
-    monkeypatch.setattr(Handler, "do_GET", lambda self: threading.Event().wait(0.5))
-    with pytest.raises(InputError, match="timed out"):
-        get(server, target)
-
-
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/set.zip", "set.zip"])
-def test_other_addresses_are_refused(target, url):
-    with pytest.raises(InputError, match="expected an address"):
-        download_file(url, target, SUM)
-
-
 def test_fetch_unpacks_and_removes_the_archive(server, tmp_path, capsys):
     place = fetch("avenue", tmp_path / "data", url=server.url, sha256=SUM.upper(), progress=False)
     assert place == tmp_path / "data" / "avenue"
@@ -217,24 +203,10 @@ def test_fetch_unpacks_and_removes_the_archive(server, tmp_path, capsys):
     assert len(server.requests) == 1
 
 
-def test_fetch_keeps_the_archive_when_asked_and_uses_it_again(server, tmp_path):
-    settings = {"url": server.url, "sha256": SUM, "progress": False, "keep_archive": True}
-    place = fetch("ucsd", tmp_path, **settings)
-    assert names(tmp_path) == ["set.zip", "ucsd"]
-    place.rename(tmp_path / "moved")
-    fetch("ucsd", tmp_path, **settings)
-    assert len(server.requests) == 1
-
-
 def test_fetch_checks_the_published_sum_of_a_mirror(server, tmp_path):
     with pytest.raises(InputError, match=DATASETS["ucsd"].sha256):
         fetch("ucsd", tmp_path, url=server.url, progress=False)
     assert names(tmp_path) == []
-
-
-def test_fetch_of_an_unknown_name_lists_the_known_ones(tmp_path):
-    with pytest.raises(InputError, match=r"kinetics.*avenue, ucsd, shanghaitech"):
-        fetch("kinetics", tmp_path)
 
 
 def test_every_data_set_has_a_sum_and_terms():

@@ -1,14 +1,17 @@
-"""Two processes on CPUs against one, through the Trainer, a plain loop under DDP and one under FSDP2."""
+"""Two processes on CPUs against one: the Trainer and plain loops under DDP and FSDP2, accelerate's too; Lightning."""
 
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from cdt_fast import DescentConstraints, attach_layer_losses
 from cdt_fast.integrations import with_descent
@@ -26,18 +29,45 @@ from tests.ranks import RANKS, in_ranks
 # All of it is one run of two processes: `results`.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
-KINDS = ("trainer", "ddp", "fsdp2", "lightning")  # Lightning last: it ends the process group
+KINDS = ("trainer", "ddp", "fsdp2", "trainer, fsdp2", "accelerate, fsdp2", "lightning")  # the last ends the group
+SHARDED = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 STEPS = [[0, 1, 2, 3], [4, 5, 6, 7]] * 2  # rows of an optimizer step; row i has i % 4 + 1 labels that count
 
 
-def by_trainer(rank: int, folder: str) -> tuple[Any, Any]:
+def shard_on_cpus() -> None:
+    """Let accelerate shard on CPUs.
+
+    Asked for FSDP there it makes DDP without a word: its AcceleratorState looks for FSDP on kinds of device that a list
+    names, and CPUs are not in it. All that follows knows them.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    init = AcceleratorState.__init__
+
+    def initialize(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = initialize
+
+
+def by_trainer(rank: int, folder: str, sharded: bool = False) -> tuple[Any, Any]:
     from transformers import Trainer, TrainingArguments
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
+        def create_optimizer(self, *args: Any) -> Any:  # with FSDP a Trainer takes none that was made before
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)  # type: ignore[union-attr]
+            return self.optimizer
+
     model = language_model()
+    changes: dict[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, **SHARDED}}
     arguments = TrainingArguments(
         f"{folder}/out",
         use_cpu=True,
@@ -48,20 +78,17 @@ def by_trainer(rank: int, folder: str) -> tuple[Any, Any]:
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         logging_steps=1,
-        save_strategy="steps",
+        save_strategy="no" if sharded else "steps",
         save_steps=2,
         report_to=[],
         disable_tqdm=True,
+        **(changes if sharded else {}),
     )
-    trainer = with_descent(InOrder)(
-        model,
-        arguments,
-        train_dataset=rows(),
-        eval_dataset=rows(),
-        optimizers=(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), None),
-        constraints=ASCENT,
-    )
+    data = {"train_dataset": rows(), "eval_dataset": rows()}
+    trainer = with_descent(InOrder)(model, arguments, constraints=ASCENT, **data)
     trainer.train()
+    if sharded:
+        return trainer.model_wrapped, {"multipliers": trainer.constraints.multipliers.clone()}
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     losses = [[entry[f"layer_loss_{depth}"] for depth in range(3)] for entry in logged]
     metrics = trainer.evaluate()
@@ -108,10 +135,11 @@ def by_lightning(rank: int, folder: str) -> tuple[Any, Any]:
 
 
 def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
-    model = language_model()
+    model, accelerator = language_model(), None
+    wrapped: Any = model
     if kind == "ddp":
-        wrapped: Any = nn.parallel.DistributedDataParallel(model)
-    else:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
         mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
@@ -120,7 +148,14 @@ def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
         wrapped = fully_shard(model, mesh=mesh)
     handle = attach_layer_losses(wrapped)
     constraints = DescentConstraints(handle.num_constraints, **ASCENT)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
+    optimizer: Any = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
+    if kind == "accelerate, fsdp2":
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **wrap))
+        wrapped, optimizer = accelerator.prepare(model, optimizer)
+        model = wrapped
     data = rows()
     for step in STEPS:
         mine = step[:1] if rank == 0 else step[1:]  # one row here, three there
@@ -129,7 +164,10 @@ def by_loop(rank: int, kind: str) -> tuple[Any, Any]:
         dist.all_reduce(items)
         handle.weights = constraints.weights()
         output = wrapped(**batch, num_items_in_batch=items / RANKS)
-        output.loss.backward()
+        if accelerator is None:
+            output.loss.backward()
+        else:
+            accelerator.backward(output.loss)
         optimizer.step()
         optimizer.zero_grad()
         constraints.record(output.layer_losses, output.layer_loss_count)
@@ -142,8 +180,13 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     for kind in KINDS:
         if kind == "lightning" and importlib.util.find_spec("lightning") is None:
             continue
-        ways = {"trainer": by_trainer, "lightning": by_lightning}
+        if kind == "trainer, fsdp2":
+            shard_on_cpus()
+        ways = {"trainer": by_trainer, "trainer, fsdp2": partial(by_trainer, sharded=True), "lightning": by_lightning}
         model, found = ways[kind](rank, folder) if kind in ways else by_loop(rank, kind)
+        if "accelerate" in kind or kind.startswith("trainer"):
+            AcceleratorState._reset_state()
+        assert kind in ("trainer", "ddp", "lightning") or isinstance(model, FSDPModule)
         whole = {}
         for name, parameter in model.named_parameters():
             gather = getattr(parameter.detach(), "full_tensor", parameter.detach)

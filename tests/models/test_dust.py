@@ -231,17 +231,6 @@ def test_autocast_is_as_precise_as_the_eager_network_under_autocast(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_narrow_model_runs_forward_and_backward(kind: type[models.DUST], dtype: torch.dtype) -> None:
-    model, (noisy, clean) = built(kind).to(dtype), pictures(2)
-    total, per_layer = model.layer_losses(noisy.to(dtype), clean.to(dtype), WEIGHTS)
-    total.backward()
-    assert per_layer.dtype == torch.float32
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
-    assert all(reconstruction.dtype == dtype for reconstruction in model.reconstructions(noisy.to(dtype)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"tied": True}, {"readout": "shared", "initial_codes": "zero"}])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_torch_compile_sees_one_graph(kind: type[models.DUST], options: dict[str, Any], weighted: bool) -> None:

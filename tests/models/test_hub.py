@@ -123,9 +123,3 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: 1 / 0)
     with pytest.raises(InputError, match=r"^me/dust: cannot be pushed to the hub \(.*\)$"):
         models.DUST(**SMALL).push_to_hub("me/dust")
-
-
-@pytest.mark.parametrize("name", ["nowhere", "a/b/c", "./me/dust", "/me/dust", "me/dust/"])
-def test_what_cannot_be_a_name_of_the_hub_is_a_folder(hub: Hub, name: str) -> None:
-    with pytest.raises(InputError, match=r"config\.json: cannot be read"):
-        models.load_pretrained(name, download=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
 from tests.models.layer_loss_cases import (
-    LANGUAGE_MODELS,
     LAYERS,
     VOCABULARY,
-    WEIGHTS,
     classifier,
-    expected,
-    gradients,
     language_model,
     rows,
     tokens,
@@ -70,50 +65,6 @@ def test_memory_does_not_grow_with_depth_times_vocabulary() -> None:
     # Beside its gradient [N, d] a depth costs nothing; the logits of one are 128 times as large.
     assert grown < 0.1 * logits, (peaks, logits)
     assert peaks[6, "all"] < 12 * logits
-
-
-def test_trainer(tmp_path: Path) -> None:
-    model = classifier(max_position_embeddings=16).float()
-    handle = attach_layer_losses(model)
-    handle.weights = WEIGHTS
-    data: Any = [{name: value[row] for name, value in rows(batch=8).items()} for row in range(7)]
-    seen: dict[str, Any] = {}
-
-    def metrics(prediction: Any) -> dict[str, float]:
-        seen["predictions"] = prediction.predictions
-        return {"rows": len(prediction.predictions)}
-
-    arguments = transformers.TrainingArguments(
-        str(tmp_path),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        learning_rate=0.01,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(
-        model=model, args=arguments, train_dataset=data, eval_dataset=data, compute_metrics=metrics
-    )
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    with handle.evaluation():
-        last = trainer.evaluate()["eval_loss"]
-    assert seen["predictions"].shape == (7, 3)
-    assert trainer.evaluate()["eval_loss"] < before
-    assert last != pytest.approx(trainer.evaluate()["eval_loss"])
-
-
-def test_compiled() -> None:
-    torch._dynamo.reset()
-    model, inputs = language_model(num_hidden_layers=1), tokens()
-    answer = expected(model, LANGUAGE_MODELS["llama"], inputs, [0.5, 1.2], True)
-    attach_layer_losses(model, keep_logits=False).weights = [0.5, 1.2]
-    output = torch.compile(model, backend="eager")(**inputs)
-    torch.testing.assert_close(output.layer_losses, answer[0], **EXACT)
-    torch.testing.assert_close(gradients(model, output.loss), answer[-1], **EXACT)
 
 
 @pytest.mark.parametrize("make", [language_model, classifier])

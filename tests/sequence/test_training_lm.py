@@ -241,23 +241,6 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
         trained(settings_for(source, max_tokens=50), tmp_path / "masked")
 
 
-def test_the_evaluation_counts_the_instructions_that_it_measures(source: Path, tmp_path: Path) -> None:
-    config = settings_for(source, steps=1)
-    run = trained(config, tmp_path / "run")
-    test = load_data(config).test
-    entries = json.loads(source.read_text())
-    for entry in entries:
-        # What is too long is known by its answer: an instruction decides where it is in the order.
-        if entry["instruction"] == test[0].instruction and entry["output"] == test[0].output:
-            entry["instruction"] += " please" * 40
-    source.write_text(json.dumps(entries))
-    left = [entry for entry in load_data(config).test if "please" not in entry.instruction]
-    assert 0 < len(left) < len(test)
-    evaluation = evaluated(run, config)
-    assert evaluation["test_texts"] == len(left)
-    assert evaluation["answers"] == sum(len(entry.output.encode()) + 1 for entry in left)
-
-
 def test_answers_that_are_empty_are_dropped_and_counted(source: Path, tmp_path: Path) -> None:
     entries = json.loads(source.read_text())
     for entry in entries[:5]:

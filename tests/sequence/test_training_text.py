@@ -220,31 +220,6 @@ def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, 
     assert evaluated(run, config)["parameters"] > table_of_encoder.numel()
 
 
-def test_the_parts_are_those_of_the_files_and_do_not_overlap(tmp_path: Path) -> None:
-    folder = tmp_path / "parts"
-    for seed, name in enumerate(("train", "dev", "test")):
-        write_table(folder / f"{name}.tsv", 20 + seed, seed=seed)
-    data = load_data(settings_for(folder))
-    assert [len(part) for part in (data.train, data.validation, data.test)] == [20, 21, 22]
-    (folder / "dev.tsv").unlink()
-    data = load_data(settings_for(folder))
-    assert [len(part) for part in (data.train, data.validation, data.test)] == [18, 2, 22]
-    data = load_data(settings_for(folder / "train.tsv", validation=0.2, test=0.2))
-    assert [len(part) for part in (data.train, data.validation, data.test)] == [12, 4, 4]
-
-
-def test_the_folder_of_imdb_is_known(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        for name in ("neg", "pos"):
-            place = tmp_path / "aclImdb" / split / name
-            place.mkdir(parents=True)
-            for number, (text, label) in enumerate(reviews(20)):
-                if label == name:
-                    (place / f"{number}_7.txt").write_text(text)
-    data = load_data(settings_for(tmp_path / "aclImdb", validation=0.2))
-    assert [len(part) for part in (data.train, data.validation, data.test)] == [16, 4, 20]
-
-
 def test_pairs_of_mnli_train_too(tmp_path: Path) -> None:
     rows = ["pairID\tsentence1\tsentence2\tgold_label"]
     labels = ("entailment", "neutral", "contradiction")

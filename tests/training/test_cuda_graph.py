@@ -12,8 +12,6 @@ import torch
 from accelerate.utils import DynamoBackend
 from torch import Tensor
 
-from cdt_fast.constraints.descent import DescentConstraints
-from cdt_fast.constraints.duals import DualAction
 from cdt_fast.errors import InputError
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
@@ -169,33 +167,6 @@ def test_a_checkpoint_goes_on_where_the_optimizer_works_elsewhere() -> None:
             optimizer.step()
             schedule.step()
         torch.testing.assert_close(parameter, copy, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("reference", [1.0, "auto", None])
-@pytest.mark.parametrize("dual_every", [1, 3])
-def test_the_parts_of_a_step_are_the_step(reference: Any, dual_every: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    settings: dict[str, Any] = {
-        "warmup_steps": 4,
-        "dual_every": dual_every,
-        "dual": "ascent",
-        "reference_mode": "constraint",
-    }
-    whole, apart = (DescentConstraints(2, 0.3, reference, **settings) for _ in range(2))
-    works = []
-    for _ in range(30):
-        losses = torch.rand(3, generator=generator, dtype=torch.float64)
-        whole.record(losses, 2)
-        whole.step()
-        works.append(apart.count_step())
-        apart.accumulate(losses, 2)
-        apart.apply(works[-1])
-        there = apart.state_dict()
-        for name, value in whole.state_dict().items():
-            assert torch.equal(value, there[name]) if isinstance(value, Tensor) else value == there[name], name
-    assert works[:4] == [DualAction.MEASURE if reference == "auto" else DualAction.CLEAR] * 4
-    assert works[4:10] == [DualAction.UPDATE if (step + 1) % dual_every == 0 else DualAction.WAIT for step in range(6)]
-    assert whole.multipliers.max() > 0
 
 
 @no_cuda

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,28 +264,6 @@ def test_a_signal_before_the_first_step_leaves_no_run(
     assert answer.err == f"cdt-fast: stopped by {number.name}\n"
     assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_a_signal_while_a_video_is_written_leaves_nothing(
-    call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "cdt_fast.video.denoising.denoised_frames", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
-    )
-    answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4")
-    assert answer.status == 143
-    assert not os.listdir(tmp_path)
-
-
-def test_training_outside_of_the_main_thread_works(
-    tiny_config: Config, tmp_path: Path, uninterrupted: Callable[[str], RunFolder]
-) -> None:
-    config = tiny_config(**SETTINGS["plain"])
-    run = RunFolder.create(tmp_path / "run", config)
-    thread = threading.Thread(target=train, args=(run, config), kwargs={"progress": False})
-    thread.start()
-    thread.join(60)
-    assert_same_runs(run, uninterrupted("plain"))
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from cdt_fast.files import read_json, write_json
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import open_evaluated
 from cdt_fast.training import figures, report
-from cdt_fast.video import figures as video_figures
 
 
 @pytest.fixture
@@ -142,16 +141,6 @@ def test_numbers_that_are_not_known_are_blank(trained: Any) -> None:
         setattr(run.evaluation.per_sample, name, None)
     run.evaluation.report.worst_violation = None
     assert "None" not in "".join(as_text(table) for table in report.tables([run]))
-
-
-def test_a_range_of_training_noise_is_shaded_and_no_multiplier_hides_another(trained: Any) -> None:
-    run = open_evaluated(trained.constrained)
-    run.settings.data.gamma = [0.1, 0.4]
-    axis = video_figures._rmse_over_noise([run]).axes[0]
-    shaded = axis.transData.inverted().transform_bbox(axis.patches[0].get_window_extent())
-    assert shaded.intervalx.tolist() == pytest.approx([0.1, 0.4])
-    widths = [line.get_linewidth() for line in figures._multipliers([run]).axes[0].get_lines()]
-    assert widths == sorted(set(widths), reverse=True)
 
 
 def test_a_table_is_aligned() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import subprocess
 import sys
 import threading
@@ -33,16 +32,6 @@ def test_a_folder_in_use_is_not_taken(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be made"):
         RunFolder.create(tmp_path / "other" / "note", VideoSettings())
     RunFolder.create(tmp_path / "empty", VideoSettings())
-
-
-def test_a_run_that_cannot_be_made_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(InputError, match="No space left"):
-        RunFolder.create(tmp_path / "mine", VideoSettings())
-    assert not (tmp_path / "mine").exists()
 
 
 def test_a_folder_that_is_no_run_or_not_trained_is_refused(tmp_path: Path) -> None:

@@ -77,14 +77,6 @@ def test_any_settings_come_back_from_toml(config: VideoSettings, tmp_path_factor
     assert VideoSettings.load(path) == config
 
 
-def test_what_a_file_does_not_name_keeps_its_default(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text("[model]\nlayers = 3\n")
-    expected = VideoSettings()
-    expected.model.layers = 3
-    assert VideoSettings.load(path) == expected
-
-
 def of_preset(name: str, given: dict[str, dict[str, Any]] | None = None) -> Any:
     """The settings of a run that starts from a preset; one that fine-tunes is given a folder."""
     row = PAPER_ROWS.get(name)
@@ -189,23 +181,17 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
     ("task", "given", "fact"),
     [
         ("text", {"constraints": {"betas": "0,0.9", "dual": "ascent"}}, f"betas {IDLE} dual adam, and dual is ascent"),
-        ("text", {"constraints": {"slack_lr": 0.01, "resilience": "decay"}}, f"slack_lr {IDLE} resilience slack"),
         ("text", {"constraints": {"coupling": "chain", "rate": "none"}}, f"coupling {IDLE} rate other than none"),
         ("video", {"constraints": {"rate": 0.1, "constrained": False}}, f"rate {IDLE} constrained true"),
-        ("text", {"constraints": {"dual_lr": 0.1, "constrained": False}}, f"dual_lr {IDLE} constrained true"),
         ("lm", {"constraints": {"bounds": "2=1", "constrained": False}}, f"bounds {IDLE} constrained true"),
         ("video", {"data": {"stride": 4}}, f"[data] stride {IDLE} frames resized, and frames is crops"),
-        ("video", {"model": {"scale": 1}}, f"[model] scale {IDLE} tokens other than 1"),
         ("video", {"model": {"initial_codes": "zero"}}, f"initial_codes {IDLE} overlap 1, and overlap is none"),
         ("video", {"model": {"width": 64}}, f"width {IDLE} model vit, and model is dust"),
         ("video", {"model": {"model": "vit", "code_size": 64}}, f"code_size {IDLE} model dust or ut, and model is vit"),
-        ("video", {"model": {"model": "ut", "sparsity": 0.3}}, f"sparsity {IDLE} model dust"),
         ("video", {"model": {"model": "vit", "pretrained": "x", "layers": 3}}, f"layers {IDLE} pretrained none"),
         ("text", {"model": {"taps": "0,3"}}, f"taps {IDLE} model other than text-ut"),
         ("text", {"model": {"model": "x", "width": 3}}, f"width {IDLE} model text-ut, and model is x"),
-        ("text", {"model": {"embedding": "x", "least_count": 3}}, f"least_count {IDLE} embedding none"),
         ("text", {"training": {"epochs": 3, "steps": 20}}, f"[training] epochs {IDLE} steps none, and steps is 20"),
-        ("lm", {"model": {"model": "x", "heads": 3}}, f"heads {IDLE} model llama-small"),
     ],
 )
 def test_a_setting_without_effect_is_refused_where_it_is_given(
@@ -279,7 +265,6 @@ def test_a_unit_does_not_change_under_a_number(
     [
         ("video", {"data": {"gamma": 25}}, "paper-dust", "[data] gamma reaches 25 standard deviations"),
         ("video", {"data": {"gamma": "1,50"}}, "paper-ut", "unit level it counts in gray levels of 0..255"),
-        ("video", {"evaluation": {"gammas": "5,10"}}, "paper-dust", "[evaluation] gammas reaches 10 standard"),
         ("video", {"data": {"gamma": 0.15}}, None, "[data] gamma reaches 0.15 gray levels of 0..255"),
         ("video", {"data": {"gamma": 300}}, None, "must be 0.5 to 255; with unit deviation it counts in"),
         ("video", {"evaluation": {"gammas": "0.05,0.15"}}, None, "[evaluation] gammas reaches 0.15 gray levels"),
@@ -288,12 +273,6 @@ def test_a_unit_does_not_change_under_a_number(
             {"data": {"gamma": 0}},
             None,
             "[data] gamma is 0, and an adaptive network works in units of the noise",
-        ),
-        (
-            "text",
-            {"data": {"gamma": 25}},
-            None,
-            "[data] gamma reaches 25 standard deviations of the word embeddings",
         ),
         ("text", {"evaluation": {"gammas": "0,25"}}, None, "[evaluation] gammas reaches 25 standard deviations"),
     ],
@@ -306,10 +285,6 @@ def test_noise_that_nobody_means_is_refused(
     with pytest.raises(InputError) as caught:
         task_of(config).check(config)
     assert fact in str(caught.value)
-
-
-def test_the_paper_trains_without_noise_too() -> None:
-    task_of(VideoSettings()).check(VideoSettings.chosen({"data": {"gamma": 0}}, "paper-dust"))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +323,6 @@ def test_codes_that_start_at_zero_are_not_bounded() -> None:
     [
         ("[model]\nlayer = 3\n", ["unknown key 'layer'", "[model]", "did you mean 'layers'?"]),
         ("[modle]\nlayers = 3\n", ["unknown section [modle]", "did you mean 'model'?"]),
-        ("[save]\nlayers = 3\n", ["unknown section [save]"]),
         ("layers = 3\n", ["'layers' outside of a section"]),
         ('task = "text"\n', ["task"]),
         ('[model]\nlayers = "three"\n', ["[model] layers must be a valid integer", "got 'three'"]),
@@ -356,15 +330,9 @@ def test_codes_that_start_at_zero_are_not_bounded() -> None:
             "[model]\nlayers = 2.5\n",
             ["[model] layers must be a valid integer, got a number with a fractional part, got 2.5"],
         ),
-        ("[model]\nlayers = true\n", ["[model] layers must not be true or false, got True"]),
         ("[model]\nlayers = 0\n", ["[model] layers must be greater than or equal to 1, got 0"]),
-        ("[model]\nlayers = [1]\n", ["[model] layers must be a valid integer"]),
-        ('[model]\nlayers = "none"\n', ["[model] layers must be a valid integer", "got 'none'"]),
         ('[model]\nmodel = "dusty"\n', ["[model] model must be 'dust', 'ut' or 'vit', got 'dusty'"]),
-        ("[data]\nsource = 3\n", ["[data] source must be a valid string, got 3"]),
         ("[training]\nlr = nan\n", ["[training] lr must be a finite number, got nan"]),
-        ("[training]\nlr = -inf\n", ["[training] lr must be a finite number, got -inf"]),
-        (f"[training]\nlr = 1{'0' * 400}\n", ["[training] lr must be a valid number"]),
         ("[training]\nlr = -0.1\n", ["[training] lr must be greater than or equal to 0, got -0.1"]),
         ("[training]\nclip = 0\n", ["[training] clip must be greater than 0, got 0"]),
         ('[data]\nsetup = "paper"\n', ["[data] setup is gone", "--preset paper-dust, paper-ut"]),
@@ -373,23 +341,15 @@ def test_codes_that_start_at_zero_are_not_bounded() -> None:
         ('preset = "paper-lm"\n', ["preset must be one of video, text, lm, safe, paper-dust", "got 'paper-lm'"]),
         ("preset = [3]\n", ["preset must be one of", "got [3]"]),
         ('preset = "paper-text-ut"\n', ["--preset paper-text-ut is of cdt-fast train text"]),
-        ("[model]\nadaptive = 2\n", ["[model] adaptive must be a valid boolean", "got 2"]),
         (
             "[evaluation]\ngammas = []\n",
             ["[evaluation] gammas must have at least 1 item after validation, not 0, got []"],
         ),
-        ("[evaluation]\ngammas = [0.1, -1.0]\n", ["[evaluation] gammas must be greater than or equal to 0"]),
         ("[evaluation]\ngammas = [0.1, inf]\n", ["[evaluation] gammas must be a finite number, got [0.1, inf]"]),
-        ("[constraints]\nrate = [[0.1]]\n", ["[constraints] rate must be a valid number, got [[0.1]]"]),
-        (
-            "[constraints]\nbounds = 0.9\n",
-            ["[constraints] bounds must be a valid dictionary, got 0.9"],
-        ),
         (
             '[constraints]\nbounds = "3:0.9"\n',
             ["[constraints] bounds must be values by depth, as in 12=1.01x,3=0.9, got '3:0.9'"],
         ),
-        ('[constraints]\nbounds = "last=0.9"\n', ["[constraints] bounds must be a valid integer", "got 'last=0.9'"]),
         (
             "[constraints]\ncoefficients = [1.0, -1.0]\n",
             ["[constraints] coefficients must be greater than or equal to 0"],
@@ -408,27 +368,14 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, text:
         assert fact in message
 
 
-def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    with pytest.raises(InputError, match="cannot be read as TOML"):
-        VideoSettings.load(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="cannot be read as TOML"):
-        VideoSettings.load(path)
-
-
 @pytest.mark.parametrize(
     ("name", "word", "value"),
     [
-        ("reference", "none", None),
         ("reference", "auto", "auto"),
         ("reference", "2.5", 2.5),
-        ("rate", "0.25", 0.25),
         ("rate", "0.25,0.5", [0.25, 0.5]),
-        ("resilience", "none", "none"),
         ("constrained", False, False),
         ("rate", "none", None),
-        ("objective", "none", None),
         ("coefficients", "1,0,2", [1.0, 0.0, 2.0]),
         ("bounds", "12=1.01x, 3=0.9", {12: "1.01x", 3: 0.9}),
         ("reference_losses", "2,1.5", [2.0, 1.5]),

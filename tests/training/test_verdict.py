@@ -58,106 +58,58 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
     assert "is not better than the input (" in evaluated.evaluation.verdict
 
 
+HOLD = "all constraints hold; "
+WORSE = "Training made the last depth worse than it was untrained: 12.84 -> 13.01 on validation data."
+KEPT = "by its last loss and the price of its violations none after it was better."
+MULTIPLIES = "layer 1 multiplies the loss by 1.42 (its rate allows 0.95)"
+
+
 @pytest.mark.parametrize(
-    ("depths", "options", "text"),
+    ("options", "text"),
     [
+        ({"feasible": False}, "No success: constraints are violated; BETTER"),
+        ({"steps": (21, 20, 90), "validated": (3.1, 3.1, 3.3)}, f"Success: {HOLD}BETTER"),
         (
-            [60.0, 50.0, 44.0],
-            {},
-            "No success: all constraints hold; the last depth (RMSE at γ 0.15: 44) is not better than the input (5.6) "
-            "and DCT (4). Exits better than all of these: none.",
-        ),
-        (
-            [9.0, 5.0, 3.5, 3.0],
-            {},
-            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
-            "DCT (4). Exits better than the input: 1 to 2; than DCT: 2.",
-        ),
-        (
-            [9.0, 5.0],
-            {"constrained": False, "margins": [0.0, 0.5]},
-            "No success: the last depth (RMSE at γ 0.15: 5 ±0.5 on 40 texts) is better than the input (5.6); "
-            "not better than DCT (4).",
-        ),
-        (
-            [9.0, 3.0],
-            {"feasible": False},
-            "No success: constraints are violated; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) "
-            "and DCT (4).",
-        ),
-        (
-            [9.0, 5.0, 3.5, 3.99],
-            {"margins": [0.1, 0.61, 0.6, 0.011]},
-            "No success: all constraints hold; the last depth (RMSE at γ 0.15: 3.99 ±0.011 on 40 texts) is better than "
-            "the input (5.6); no different from DCT (4). Exits better than the input: 2; than DCT: none.",
-        ),
-        (
-            [9.0, 3.99999],
-            {},
-            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3.99999) is better than the input (5.6) "
-            "and DCT (4).",
-        ),
-        (
-            [9.0, 3.0],
             {"steps": (20, 20, 90)},
-            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
-            "DCT (4). The model that was kept is that of step 20, before the constraints came on (after step 20): by "
-            "its last loss and the price of its violations none after it was better.",
+            f"Success: {HOLD}BETTER The model that was kept is that of step 20, before the constraints came on (after "
+            f"step 20): {KEPT}",
         ),
+        ({"steps": (90, 20, 90), "validated": (12.84, 13.01, 13.01)}, f"Success: {HOLD}BETTER {WORSE}"),
         (
-            [9.0, 3.0],
-            {"steps": (21, 20, 90), "validated": (3.1, 3.1, 3.3)},
-            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
-            "DCT (4).",
-        ),
-        (
-            [9.0, 3.0],
-            {"steps": (90, 20, 90), "validated": (12.84, 13.01, 13.01)},
-            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
-            "DCT (4). Training made the last depth worse than it was untrained: 12.84 -> 13.01 on validation data.",
-        ),
-        (
-            [9.0, 3.0],
             {"steps": (0, 20, 90), "validated": (12.84, 12.84, 13.01)},
-            "No success: training gained nothing, and the untrained network was kept; all constraints hold; the last "
-            "depth (RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4). Training made the last depth worse "
-            "than it was untrained: 12.84 -> 13.01 on validation data.",
+            f"No success: training gained nothing, and the untrained network was kept; {HOLD}BETTER {WORSE}",
         ),
         (
-            [9.0, 3.0],
             {"steps": (20, 20, 20)},
-            "Success: all constraints hold; the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and "
-            "DCT (4). The constraints never came on, which is after step 20: they only judge.",
+            f"Success: {HOLD}BETTER The constraints never came on, which is after step 20: they only judge.",
         ),
-        (
-            [9.0, 3.0],
-            {"feasible": False, "judged": (0, 0, "")},
-            "Success: the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4).",
-        ),
-        (
-            [9.0, 3.0],
-            {"feasible": False, "judged": (0, 1, "")},
-            "No success: the constraints never came on; the last depth (RMSE at γ 0.15: 3) is better than the input "
-            "(5.6) and DCT (4).",
-        ),
-        (
-            [9.0, 3.0],
-            {"judged": (2, 1, "")},
-            "Success: 2 of 3 constraints are judged, and hold; the last depth (RMSE at γ 0.15: 3) is better than the "
-            "input (5.6) and DCT (4).",
-        ),
-        (
-            [9.0, 3.0],
-            {"judged": (3, 0, "layer 1 multiplies the loss by 1.42 (its rate allows 0.95)")},
-            "Success: the bounds hold, but layer 1 multiplies the loss by 1.42 (its rate allows 0.95); the last depth "
-            "(RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4).",
-        ),
+        ({"feasible": False, "judged": (0, 0, "")}, "Success: BETTER"),
+        ({"feasible": False, "judged": (0, 1, "")}, "No success: the constraints never came on; BETTER"),
+        ({"judged": (2, 1, "")}, "Success: 2 of 3 constraints are judged, and hold; BETTER"),
+        ({"judged": (3, 0, MULTIPLIES)}, f"Success: the bounds hold, but {MULTIPLIES}; BETTER"),
     ],
 )
-def test_a_verdict_is_about_constraints_the_input_and_the_baselines(
-    depths: list[float], options: dict[str, Any], text: str
+def test_a_verdict_is_about_constraints(options: dict[str, Any], text: str) -> None:
+    better = "the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4)."
+    assert verdict(run_of([9.0, 3.0], **options)) == (text.startswith("Success"), text.replace("BETTER", better))
+
+
+@pytest.mark.parametrize(
+    ("depths", "margins", "success", "text"),
+    [
+        ([60.0, 50.0, 44.0], None, False, "44) is not better than the input (5.6) and DCT (4). Exits better than all"),
+        ([9.0, 5.0, 3.5, 3.0], None, True, "DCT (4). Exits better than the input: 1 to 2; than DCT: 2."),
+        ([9.0, 5.0], [0.0, 0.5], False, "5 ±0.5 on 40 texts) is better than the input (5.6); not better than DCT (4)."),
+        ([9.0, 5.0, 3.5, 3.99], [0.1, 0.61, 0.6, 0.011], False, "no different from DCT (4). Exits better than the inp"),
+        ([9.0, 3.99999], None, True, "3.99999) is better than the input (5.6) and DCT (4)."),
+    ],
+)
+def test_a_verdict_is_about_the_input_and_the_baselines(
+    depths: list[float], margins: list[float] | None, success: bool, text: str
 ) -> None:
-    assert verdict(run_of(depths, **options)) == (text.startswith("Success"), text)
+    found = verdict(run_of(depths, margins=margins))
+    assert found[0] == success
+    assert text in found[1]
 
 
 def test_a_plain_run_beside_it_has_to_be_beaten_depth_by_depth() -> None:
