@@ -14,7 +14,7 @@ import torch
 
 import cdt_fast
 from cdt_fast import constraints, kernels, models, ops, training
-from cdt_fast.ops.shared.products import cpu_has_bf16_products
+from cdt_fast.ops.common import cpu_has_bf16_products
 
 
 def processor_name() -> str:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 import cdt_fast
-from cdt_fast.ops.shared.backend import explain
-from cdt_fast.ops.shared.products import cpu_has_bf16_products
+from cdt_fast.ops.common import cpu_has_bf16_products, explain
 from cdt_fast.video.data.cache import default_cache_dir
 
 # Package and the extra that brings it.

@@ -10,6 +10,7 @@ stage, always in the same order.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.arguments import ReconstructionLossArguments, ReconstructionLossBackwardArguments
-from cdt_fast.kernels.blocks import LAYERWISE_RECONSTRUCTION_LOSS, Blocks
-from cdt_fast.kernels.launch import Launch, ceil_div
+# 16 bytes a thread and load in bfloat16; a card with more bandwidth takes more warps.
+BLOCKS = {
+    "consumer": {"COLUMNS": 1024, "num_warps": 4, "num_stages": 2},
+    "ampere": {"COLUMNS": 2048, "num_warps": 8, "num_stages": 2},
+    "hopper": {"COLUMNS": 2048, "num_warps": 8, "num_stages": 2},
+    "float32": {"COLUMNS": 1024, "num_warps": 4, "num_stages": 2},
+}
 
 
 @triton.jit
@@ -90,57 +95,62 @@ def reconstruction_backward_kernel(
         tl.store(grad_target + offsets, (0.0 - total).to(grad_target.dtype.element_ty), mask=inside)
 
 
-def reconstruction_forward(loss: ReconstructionLossArguments, blocks: Blocks | None = None) -> Tensor:
+def forward(
+    reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None, blocks: Mapping[str, Any]
+) -> Tensor:
     """`[depths]` float32: the squared errors of each depth, summed over everything that is not padding.
 
     All tensors are contiguous, of any dtype each.
     """
-    blocks = blocks or LAYERWISE_RECONSTRUCTION_LOSS.blocks(loss.target)
-    programs = ceil_div(loss.target.numel(), blocks.columns)
-    partials = torch.empty(len(loss.reconstructions), programs, device=loss.target.device, dtype=torch.float32)
-    arguments, constants = _shared(loss)
-    arguments |= {"partials": partials, "stride_depth": partials.stride(0)}
-    Launch(reconstruction_forward_kernel, (programs,), blocks, arguments, constants).run()
+    depths, elements = len(reconstructions), target.numel()
+    programs = triton.cdiv(elements, blocks["COLUMNS"])
+    partials = torch.empty(depths, programs, device=target.device, dtype=torch.float32)
+    if programs:
+        reconstruction_forward_kernel[(programs,)](
+            tuple(reconstructions),
+            target,
+            target if padding is None else padding.view(torch.uint8),
+            partials,
+            *(elements, target.shape[-1], partials.stride(0)),
+            DEPTHS=depths,
+            HAS_PADDING=padding is not None,
+            **blocks,
+        )
     return partials.sum(1)
 
 
-def reconstruction_backward(
-    loss: ReconstructionLossBackwardArguments, factors: Tensor, blocks: Blocks | None = None
+def backward(
+    reconstructions: Sequence[Tensor],
+    target: Tensor,
+    padding: Tensor | None,
+    factors: Tensor,
+    needs: Sequence[bool],
+    needs_target: bool,
+    blocks: Mapping[str, Any],
 ) -> list[Tensor]:
-    """The gradients of the depths that are needed, and after them that of the target where it is needed.
+    """The gradients of the depths that are needed, and after them that of the target if it is needed.
 
     All tensors are contiguous, of any dtype each. The factors are `[depths]` float32, `2 dℓ_l / tokens`; a depth whose
     factor is 0 gets a gradient of zeros.
     """
-    depths, target = loss.reconstructions, loss.target
-    blocks = blocks or LAYERWISE_RECONSTRUCTION_LOSS.blocks(target)
     gradients = [
-        torch.empty_like(depth) if needed else depth
-        for depth, needed in zip(depths, loss.needs_reconstructions, strict=True)
+        torch.empty_like(depth) if needed else depth for depth, needed in zip(reconstructions, needs, strict=True)
     ]
-    grad_target = torch.empty_like(target) if loss.needs_target else target
-    arguments, constants = _shared(loss)
-    arguments |= {"gradients": tuple(gradients), "factors": factors, "grad_target": grad_target}
-    constants |= {
-        "WRITTEN": sum(1 << depth for depth, needed in enumerate(loss.needs_reconstructions) if needed),
-        "WITH_TARGET": loss.needs_target,
-    }
-    grid = (ceil_div(target.numel(), blocks.columns),)
-    Launch(reconstruction_backward_kernel, grid, blocks, arguments, constants).run()
-    needed = [*loss.needs_reconstructions, loss.needs_target]
-    return list(itertools.compress([*gradients, grad_target], needed))
-
-
-def _shared(loss: ReconstructionLossArguments) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments and the constants that both kernels take."""
-    target, padding = loss.target, loss.padding
-    assert all(tensor.shape == target.shape for tensor in loss.reconstructions)
-    assert padding is None or padding.shape == target.shape[:-1]
-    arguments: dict[str, Any] = {
-        "reconstructions": tuple(loss.reconstructions),
-        "target": target,
-        "padding": target if padding is None else padding.view(torch.uint8),
-        "elements": target.numel(),
-        "width": target.shape[-1],
-    }
-    return arguments, {"DEPTHS": len(loss.reconstructions), "HAS_PADDING": padding is not None}
+    grad_target = torch.empty_like(target) if needs_target else target
+    programs = triton.cdiv(target.numel(), blocks["COLUMNS"])
+    if programs:
+        reconstruction_backward_kernel[(programs,)](
+            tuple(reconstructions),
+            tuple(gradients),
+            target,
+            target if padding is None else padding.view(torch.uint8),
+            factors,
+            grad_target,
+            *(target.numel(), target.shape[-1]),
+            DEPTHS=len(reconstructions),
+            WRITTEN=sum(1 << depth for depth, needed in enumerate(needs) if needed),
+            WITH_TARGET=needs_target,
+            HAS_PADDING=padding is not None,
+            **blocks,
+        )
+    return list(itertools.compress([*gradients, grad_target], [*needs, needs_target]))

@@ -9,16 +9,22 @@ step of tokens too wide for the fused kernel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.arguments import ResidualLinearArguments
-from cdt_fast.kernels.blocks import RESIDUAL_LINEAR, Blocks
-from cdt_fast.kernels.launch import Launch, ceil_div, whole_tiles
-from cdt_fast.kernels.tiles import nonlinearity
+from cdt_fast.kernels.lista_step import apply_nonlinearity
 
+BLOCKS = {
+    "consumer": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32, "num_warps": 8, "num_stages": 3},
+    "ampere": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32, "num_warps": 8, "num_stages": 4},
+    "hopper": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "num_warps": 8, "num_stages": 4},
+    "float32": {"ROWS": 128, "COLUMNS": 64, "DEPTH": 32, "num_warps": 8, "num_stages": 3},
+}
 # Rows of tiles that are worked on together, so that what they read of the weight is still in the L2 cache.
 ROW_TILES = 8
 
@@ -76,7 +82,7 @@ def residual_linear_forward_kernel(
     added = tl.load(
         residual + row[:, None] * residual_row_stride + column[None, :] * residual_column_stride, mask=exists, other=0.0
     )
-    value = nonlinearity(added.to(tl.float32) + alpha * total, threshold, NONLINEARITY)
+    value = apply_nonlinearity(added.to(tl.float32) + alpha * total, threshold, NONLINEARITY)
     tl.store(
         output + row[:, None] * columns + column[None, :],
         value.to(output.dtype.element_ty),
@@ -84,31 +90,32 @@ def residual_linear_forward_kernel(
     )
 
 
-def _work(launch: Launch) -> float:
-    """Of whole tiles of the product."""
-    blocks = launch.blocks
-    return 2.0 * launch.grid[0] * blocks.rows * blocks.columns * whole_tiles(launch.arguments["depth"], blocks.depth)
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    alpha: float,
+    threshold: float,
+    nonlinearity: str,
+    blocks: Mapping[str, Any],
+) -> Tensor:
+    """`φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x; the operands may have any strides.
 
-
-def residual_linear_forward(linear: ResidualLinearArguments, blocks: Blocks | None = None) -> Tensor:
-    """`φ(residual + α x W)`, `[rows, m]`, contiguous, in the dtype of x; the operands may have any strides."""
-    x = linear.x
-    (rows, depth), columns = x.shape, linear.weight.shape[1]
-    blocks = blocks or RESIDUAL_LINEAR.blocks(x)
+    The residual is `[rows, m]` or `[m]`.
+    """
+    (rows, depth), columns = x.shape, weight.shape[1]
+    residual = residual.expand(rows, columns)
     output = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    Launch(
-        residual_linear_forward_kernel,
-        (ceil_div(rows, blocks.rows) * ceil_div(columns, blocks.columns),),
-        blocks,
-        {
-            "residual": linear.residual.expand(rows, columns),
-            "output": output,
-            "rows": rows,
-            "depth": depth,
-            "columns": columns,
-        },
-        {"ROW_TILES": ROW_TILES},
-        linear,
-        work=_work,
-    ).run()
+    tiles = triton.cdiv(rows, blocks["ROWS"]) * triton.cdiv(columns, blocks["COLUMNS"])
+    if tiles:
+        residual_linear_forward_kernel[(tiles,)](
+            *(x, weight, residual, output),
+            *(rows, depth, columns),
+            *(*x.stride(), *weight.stride(), *residual.stride()),
+            alpha,
+            threshold,
+            NONLINEARITY=nonlinearity,
+            ROW_TILES=ROW_TILES,
+            **blocks,
+        )
     return output

@@ -1,27 +1,529 @@
-"""Symmetric attention by the kernels that suit the sequences.
+"""Symmetric attention: short sequences are packed into tiles, long ones are streamed.
 
-Sequences of at most `LONGEST` tokens are packed into tiles, longer ones are streamed.
+    S_ij = z_iᵀ z_j (− ½‖z_j‖² with `energy`),   A = softmax_rows(β S),   O = A V
+    dA = dO Vᵀ,   dS = A ∘ (dA − rowsum(A ∘ dA)),   dZ = β (dS + dSᵀ) z,   dV = Aᵀ dO
+
+**Packed**, up to 64 tokens: several whole sequences a tile, so that few of its rows are idle. The scores of a tile are
+one square of registers, block diagonal by a mask, so the backward needs nothing but its inputs, and every width is
+taken in chunks.
+
+**Streaming**: a block of rows reads the tokens of its sequence, with λ_i the row's log-sum-exp:
+
+    O_i = Σ_j exp(β S_ij − λ_i) V_j,   dS_ij = A_ij (dO_iᵀ V_j − δ_i),   δ_i = dO_iᵀ O_i
+
+In 16 bits `dO_iᵀ V_j − δ_i` is a small difference of large numbers if the tokens of a sequence are much alike, and two
+things would spoil it: O as it was rounded, and weights that were rounded for a product and do not add up to one. So O
+is divided by the sum of the rounded weights, and what rounding took from it is kept as a remainder for δ. The scores
+are symmetric, so one block of rows owns its rows of both gradients: S, dO_i V_jᵀ and its mirror V_i dO_jᵀ, and the two
+sums are five products a pair of tiles, without a second kernel or atomics.
+
+With `values` None V is z, and dZ is the sum of both gradients.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.arguments import SymmetricAttentionArguments, SymmetricAttentionBackwardArguments
-from cdt_fast.kernels.blocks import LONGEST
-from cdt_fast.kernels.symmetric_attention_packed import packed_backward, packed_forward
-from cdt_fast.kernels.symmetric_attention_streaming import streaming_backward, streaming_forward
+from cdt_fast.kernels._common import (
+    LN_2,
+    LOG2_E,
+    load_rows,
+    rows_of_sequences,
+    softmax_tile,
+    store_rows,
+    tile_scores,
+)
 
 
-def symmetric_attention_forward(attention: SymmetricAttentionArguments) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The output `[B, T, k]`, the rows' log-sum-exp `[B, T]`, and what else is kept for a backward, if anything."""
-    if attention.z.shape[1] <= LONGEST:
-        return *packed_forward(attention), None
-    return streaming_forward(attention)
+def _packed(rows: int, columns: int, num_warps: int, num_stages: int) -> dict[str, int]:
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps, "num_stages": num_stages}
 
 
-def symmetric_attention_backward(attention: SymmetricAttentionBackwardArguments) -> tuple[Tensor | None, Tensor | None]:
+def _streaming(rows: int, keys: int, num_warps: int, num_stages: int) -> dict[str, int]:
+    return {"ROWS": rows, "KEYS": keys, "num_warps": num_warps, "num_stages": num_stages}
+
+
+# By the tokens of a sequence. With four warps 16-bit tiles of 64 rows spill, with eight they do not; 128 rows spill on
+# consumer cards. Without wgmma 32 columns at a time spill 8 to 16 bytes in the forward, and 16 columns do with dz.
+PACKED_BLOCKS = {
+    "consumer": {64: _packed(64, 16, 8, 2)},
+    "ampere": {64: _packed(64, 16, 8, 2)},
+    "hopper": {64: _packed(64, 64, 8, 3)},
+    "float32": {32: _packed(32, 64, 4, 2), 64: _packed(64, 16, 4, 2)},
+}
+PACKED_BACKWARD_BLOCKS = {
+    **PACKED_BLOCKS,
+    "consumer": {64: _packed(64, 32, 8, 3)},
+    "ampere": {64: _packed(64, 32, 8, 2)},
+}
+# By the greater width, of z or of the values. No two warps compute the same products, except with 256 columns, where
+# what avoids it spills or does not fit.
+STREAMING_BLOCKS = {
+    "consumer": {128: _streaming(128, 64, 8, 2), 256: _streaming(64, 64, 8, 1)},
+    "ampere": {128: _streaming(128, 64, 8, 3), 256: _streaming(64, 64, 8, 2)},
+    "hopper": {128: _streaming(128, 64, 8, 3), 256: _streaming(64, 64, 8, 2)},
+    "float32": {64: _streaming(64, 32, 4, 2), 256: _streaming(32, 32, 4, 1)},
+}
+# At width 256 a single stage makes the consumer cards spill; two take 100,736 bytes of their 101,376. On Hopper eight
+# warps with 64 rows of 128 columns compute twice, and one wgmma after the other.
+STREAMING_BACKWARD_BLOCKS = {
+    "consumer": {64: _streaming(64, 16, 4, 1), 128: _streaming(32, 32, 4, 2), 256: _streaming(32, 32, 8, 2)},
+    "ampere": {64: _streaming(64, 32, 4, 3), 128: _streaming(64, 64, 8, 2), 256: _streaming(32, 64, 8, 1)},
+    "hopper": {64: _streaming(128, 64, 8, 2), 128: _streaming(128, 32, 8, 2), 256: _streaming(32, 64, 8, 2)},
+    "float32": {64: _streaming(32, 64, 8, 1), 128: _streaming(16, 32, 4, 1), 256: _streaming(16, 16, 4, 1)},
+}
+
+
+@triton.jit
+def _tile_of_sequences(sequences, tokens, per_tile, lengths, BLOCK: tl.constexpr):
+    """`rows_of_sequences` of this program's tile, of `per_tile` whole sequences."""
+    start = tl.program_id(0) * per_tile
+    return rows_of_sequences(start, tl.minimum(start + per_tile, sequences), tokens, lengths, BLOCK)
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
+def packed_forward_kernel(
+    z,  # [sequences, tokens, WIDTH]
+    values,  # [sequences, tokens, VALUE_WIDTH]
+    output,  # [sequences, tokens, VALUE_WIDTH]
+    log_sum_exp,  # [sequences, tokens] float32
+    lengths,  # [sequences] or None
+    sequences,
+    tokens,
+    per_tile,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ENERGY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    first, row, exists, counts, visible = _tile_of_sequences(sequences, tokens, per_tile, lengths, ROWS)
+    z += first * WIDTH
+    values += first * VALUE_WIDTH
+    output += first * VALUE_WIDTH
+    scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, ENERGY, PRECISION)
+    attention, log_sum = softmax_tile(scores, visible)
+    tl.store(log_sum_exp + first + row, log_sum * LN_2, mask=exists)
+    for start in range(0, VALUE_WIDTH, COLUMNS):
+        chunk = load_rows(values, row, counts, start, VALUE_WIDTH, COLUMNS)
+        result = tl.dot(attention.to(chunk.dtype), chunk, input_precision=PRECISION)
+        store_rows(output, row, exists, start, result, VALUE_WIDTH, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens", "per_tile"])
+def packed_backward_kernel(
+    z,  # [sequences, tokens, WIDTH]
+    values,  # [sequences, tokens, VALUE_WIDTH]
+    grad_output,  # [sequences, tokens, VALUE_WIDTH]
+    grad_z,  # [sequences, tokens, WIDTH] or None
+    grad_values,  # [sequences, tokens, VALUE_WIDTH] or None
+    lengths,  # [sequences] or None
+    sequences,
+    tokens,
+    per_tile,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ENERGY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TIED: tl.constexpr,
+):
+    first, row, exists, counts, visible = _tile_of_sequences(sequences, tokens, per_tile, lengths, ROWS)
+    z += first * WIDTH
+    values += first * VALUE_WIDTH
+    grad_output += first * VALUE_WIDTH
+    scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, ENERGY, PRECISION)
+    attention, _ = softmax_tile(scores, visible)
+    # Rounded here, and transposed where it is used: whole, it spills beside values of 1024 columns.
+    low = attention.to(grad_output.dtype.element_ty)
+
+    if grad_z is not None:
+        grad_attention = tl.zeros((ROWS, ROWS), tl.float32)
+        for start in range(0, VALUE_WIDTH, COLUMNS):
+            upstream = load_rows(grad_output, row, counts, start, VALUE_WIDTH, COLUMNS)
+            chunk = load_rows(values, row, counts, start, VALUE_WIDTH, COLUMNS)
+            grad_attention = tl.dot(upstream, tl.trans(chunk), grad_attention, input_precision=PRECISION)
+        grad_scores = attention * (grad_attention - tl.sum(attention * grad_attention, 1)[:, None])
+        mirrored = tl.trans(grad_scores)
+        symmetric = grad_scores + mirrored
+        if ENERGY:
+            place = tl.arange(0, ROWS)
+            symmetric -= tl.where(place[:, None] == place[None, :], tl.sum(mirrored, 1)[:, None], 0.0)
+        symmetric = (symmetric * scale).to(z.dtype.element_ty)
+        for start in range(0, WIDTH, COLUMNS):
+            chunk = load_rows(z, row, counts, start, WIDTH, COLUMNS)
+            gradient = tl.dot(symmetric.to(chunk.dtype), chunk, input_precision=PRECISION)
+            if TIED:
+                upstream = load_rows(grad_output, row, counts, start, WIDTH, COLUMNS)
+                gradient += tl.dot(tl.trans(low), upstream, input_precision=PRECISION)
+            store_rows(grad_z + first * WIDTH, row, exists, start, gradient, WIDTH, COLUMNS)
+
+    if grad_values is not None:
+        for start in range(0, VALUE_WIDTH, COLUMNS):
+            upstream = load_rows(grad_output, row, counts, start, VALUE_WIDTH, COLUMNS)
+            gradient = tl.dot(tl.trans(low), upstream, input_precision=PRECISION)
+            store_rows(grad_values + first * VALUE_WIDTH, row, exists, start, gradient, VALUE_WIDTH, COLUMNS)
+
+
+def packed_forward(
+    z: Tensor, values: Tensor | None, lengths: Tensor | None, scale: float, energy: bool, blocks: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The output `[B, T, k]` and the rows' log-sum-exp `[B, T]` of contiguous tensors; T is at most 64."""
+    values = z if values is None else values
+    sequences, tokens, width = z.shape
+    output = torch.empty_like(values)
+    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
+    per_tile = blocks["ROWS"] // max(1, tokens)
+    if sequences and tokens:
+        packed_forward_kernel[(triton.cdiv(sequences, per_tile),)](
+            *(z, values, output, log_sum_exp, lengths),
+            *(sequences, tokens, per_tile),
+            scale,
+            WIDTH=width,
+            VALUE_WIDTH=values.shape[-1],
+            ENERGY=energy,
+            **blocks,
+        )
+    return output, log_sum_exp
+
+
+def packed_backward(
+    grad_output: Tensor,
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+    blocks: Mapping[str, Any],
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of z and of the values, those that are needed."""
-    if attention.z.shape[1] <= LONGEST:
-        return packed_backward(attention)
-    return streaming_backward(attention)
+    grad_z = torch.empty_like(z) if needs_z else None
+    grad_values = torch.empty_like(values) if needs_values and values is not None else None
+    tied, values = values is None, z if values is None else values
+    sequences, tokens, width = z.shape
+    per_tile = blocks["ROWS"] // max(1, tokens)
+    if sequences and tokens:
+        packed_backward_kernel[(triton.cdiv(sequences, per_tile),)](
+            *(z, values, grad_output, grad_z, grad_values, lengths),
+            *(sequences, tokens, per_tile),
+            scale,
+            WIDTH=width,
+            VALUE_WIDTH=values.shape[-1],
+            ENERGY=energy,
+            TIED=tied,
+            **blocks,
+        )
+    return grad_z, grad_values
+
+
+@triton.jit
+def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
+    """This block's positions `[ROWS]` in its sequence, the sequence's first row (int64) and how many tokens count."""
+    sequence = tl.program_id(0) // blocks_per_sequence
+    position = (tl.program_id(0) % blocks_per_sequence) * ROWS + tl.arange(0, ROWS)
+    length = tokens
+    if lengths is not None:
+        # Clamped before it is narrowed: a length may be of 64 bits.
+        length = tl.maximum(tl.minimum(tl.load(lengths + sequence), tokens), 0).to(tl.int32)
+    return position, sequence.to(tl.int64) * tokens, length
+
+
+# No device function takes a None that it would hand back: Triton 3.6 knows None as an argument of a kernel alone.
+@triton.jit
+def from_row(pointer, first, WIDTH: tl.constexpr):
+    """The pointer moved to row `first` of `[rows, WIDTH]`: inside a sequence 32 bits are enough."""
+    return pointer + first * WIDTH
+
+
+@triton.jit
+def load_norms(norms, row, mask):
+    """‖z‖² of the rows, `[rows]`."""
+    return tl.load(norms + row, mask=mask, other=0.0)
+
+
+@triton.jit
+def weigh(scores, log_sum):
+    """`exp(scores − log_sum)`: the difference first, as log2 e would round a large score and a large sum apart."""
+    return tl.exp2((scores - log_sum) * LOG2_E)
+
+
+@triton.jit
+def pair_scores(own, other, own_norm, norms, key, mask, scale, PRECISION: tl.constexpr):
+    """β S_ij and β S_ji of two tiles of z, both laid out `[own, other]`; `norms` is None without `energy`."""
+    scores = tl.dot(own, tl.trans(other), input_precision=PRECISION)
+    mirrored = scores
+    if norms is not None:
+        scores -= 0.5 * load_norms(norms, key, mask)[None, :]
+        mirrored -= 0.5 * own_norm[:, None]
+    return scores * scale, mirrored * scale
+
+
+@triton.jit(do_not_specialize=["blocks_per_sequence"])
+def streaming_forward_kernel(
+    z,  # [sequences, tokens, WIDTH]
+    values,  # [sequences, tokens, VALUE_WIDTH], or None where TIED
+    norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
+    output,  # [sequences, tokens, VALUE_WIDTH]
+    remainder,  # [sequences, tokens, VALUE_WIDTH] or None
+    log_sum_exp,  # [sequences, tokens] float32
+    lengths,  # [sequences] or None
+    tokens,
+    blocks_per_sequence,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TIED: tl.constexpr,
+):
+    position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
+    z = from_row(z, first, WIDTH)
+    if values is not None:
+        values = from_row(values, first, VALUE_WIDTH)
+    counts = position < length
+    own = load_rows(z, position, counts, 0, WIDTH, BLOCK_WIDTH)
+    own_norm = tl.zeros((ROWS,), tl.float32)
+    if norms is not None:
+        norms = from_row(norms, first, 1)
+        own_norm = load_norms(norms, position, counts)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    rounded_total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, BLOCK_VALUE_WIDTH), tl.float32)
+    for start in range(0, length, KEYS):
+        key = start + tl.arange(0, KEYS)
+        other = load_rows(z, key, key < length, 0, WIDTH, BLOCK_WIDTH)
+        scores, _ = pair_scores(own, other, own_norm, norms, key, key < length, scale, PRECISION)
+        scores = tl.where((key < length)[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = weigh(scores, new_peak[:, None])
+        shrinking = weigh(peak, new_peak)
+        total = total * shrinking + tl.sum(weights, 1)
+        chunk = other if TIED else load_rows(values, key, key < length, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        weights = weights.to(chunk.dtype)
+        rounded_total = rounded_total * shrinking + tl.sum(weights.to(tl.float32), 1)
+        result = tl.dot(weights, chunk, result * shrinking[:, None], input_precision=PRECISION)
+        peak = new_peak
+    result = tl.where(counts[:, None], result / rounded_total[:, None], 0.0)
+    output = from_row(output, first, VALUE_WIDTH)
+    store_rows(output, position, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+    if remainder is not None:
+        result -= result.to(output.dtype.element_ty).to(tl.float32)
+        remainder = from_row(remainder, first, VALUE_WIDTH)
+        store_rows(remainder, position, position < tokens, 0, result, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+    log_sum = tl.where(counts, peak + tl.log2(total) * LN_2, float("inf"))
+    tl.store(from_row(log_sum_exp, first, 1) + position, log_sum, mask=position < tokens)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def row_dots_kernel(
+    left,  # [rows, WIDTH]
+    right,  # [rows, WIDTH]
+    remainder,  # [rows, WIDTH], added to right, or None
+    output,  # [rows] float32
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    one = load_rows(left, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
+    other = load_rows(right, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
+    if remainder is not None:
+        other += load_rows(remainder, row, row < rows, 0, WIDTH, BLOCK_WIDTH).to(tl.float32)
+    tl.store(output + row, tl.sum(one * other, 1), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["blocks_per_sequence"])
+def streaming_backward_kernel(
+    z,  # [sequences, tokens, WIDTH]
+    values,  # [sequences, tokens, VALUE_WIDTH], or None where TIED
+    norms,  # [sequences, tokens] float32, ‖z‖² with `energy`, else None
+    grad_output,  # [sequences, tokens, VALUE_WIDTH]
+    log_sum_exp,  # [sequences, tokens] float32
+    delta,  # [sequences, tokens] float32, Σ dO ∘ O, read with grad_z
+    grad_z,  # [sequences, tokens, WIDTH] or None
+    grad_values,  # [sequences, tokens, VALUE_WIDTH] or None
+    lengths,  # [sequences] or None
+    tokens,
+    blocks_per_sequence,
+    scale,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TIED: tl.constexpr,
+):
+    position, first, length = block_of_rows(tokens, blocks_per_sequence, lengths, ROWS)
+    z, grad_output = from_row(z, first, WIDTH), from_row(grad_output, first, VALUE_WIDTH)
+    if values is not None:
+        values = from_row(values, first, VALUE_WIDTH)
+    log_sum_exp = from_row(log_sum_exp, first, 1)
+    counts = position < length
+    own = load_rows(z, position, counts, 0, WIDTH, BLOCK_WIDTH)
+    own_norm = tl.zeros((ROWS,), tl.float32)
+    if norms is not None:
+        norms = from_row(norms, first, 1)
+        own_norm = load_norms(norms, position, counts)
+    own_log_sum = tl.load(log_sum_exp + position, mask=counts, other=float("inf"))
+    if grad_z is not None:
+        delta = from_row(delta, first, 1)
+        own_delta = tl.load(delta + position, mask=counts, other=0.0)
+        own_upstream = load_rows(grad_output, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        own_values = own if TIED else load_rows(values, position, counts, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        z_sum = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
+        mirrored_sum = tl.zeros((ROWS,), tl.float32)
+    if grad_values is not None:
+        value_sum = tl.zeros((ROWS, BLOCK_VALUE_WIDTH), tl.float32)
+    for start in range(0, length, KEYS):
+        key = start + tl.arange(0, KEYS)
+        exists = key < length
+        other = load_rows(z, key, exists, 0, WIDTH, BLOCK_WIDTH)
+        upstream = load_rows(grad_output, key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+        log_sum = tl.load(log_sum_exp + key, mask=exists, other=float("inf"))
+        scores, mirrored = pair_scores(own, other, own_norm, norms, key, exists, scale, PRECISION)
+        mirrored_weights = weigh(mirrored, log_sum[None, :])
+        if grad_z is not None:
+            # The mirrored half first: the other way round sm_90 spills.
+            grad_mirrored = tl.dot(own_values, tl.trans(upstream), input_precision=PRECISION)
+            other_delta = tl.load(delta + key, mask=exists, other=0.0)
+            grad_mirrored = mirrored_weights * (grad_mirrored - other_delta[None, :])
+            weights = tl.where(exists[None, :], weigh(scores, own_log_sum[:, None]), 0.0)
+            chunk = other if TIED else load_rows(values, key, exists, 0, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+            grad_weights = tl.dot(own_upstream, tl.trans(chunk), input_precision=PRECISION)
+            grad_scores = weights * (grad_weights - own_delta[:, None]) + grad_mirrored
+            z_sum = tl.dot((grad_scores * scale).to(other.dtype), other, z_sum, input_precision=PRECISION)
+            if norms is not None:
+                mirrored_sum += tl.sum(grad_mirrored, 1)
+            if TIED:
+                z_sum = tl.dot(mirrored_weights.to(upstream.dtype), upstream, z_sum, input_precision=PRECISION)
+        if grad_values is not None:
+            value_sum = tl.dot(mirrored_weights.to(upstream.dtype), upstream, value_sum, input_precision=PRECISION)
+    if grad_z is not None:
+        if norms is not None:
+            z_sum -= (scale * mirrored_sum)[:, None] * own.to(tl.float32)
+        z_sum = tl.where(counts[:, None], z_sum, 0.0)
+        grad_z = from_row(grad_z, first, WIDTH)
+        store_rows(grad_z, position, position < tokens, 0, z_sum, WIDTH, BLOCK_WIDTH)
+    if grad_values is not None:
+        value_sum = tl.where(counts[:, None], value_sum, 0.0)
+        grad_values = from_row(grad_values, first, VALUE_WIDTH)
+        store_rows(grad_values, position, position < tokens, 0, value_sum, VALUE_WIDTH, BLOCK_VALUE_WIDTH)
+
+
+def streaming_forward(
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    energy: bool,
+    keep_remainder: bool,
+    blocks: Mapping[str, Any],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output `[B, T, k]`, the rows' log-sum-exp `[B, T]`, and the remainder of the output if it is kept.
+
+    The tensors are contiguous; the widths d and k are at most 256.
+    """
+    sequences, tokens, width = z.shape
+    value_width = width if values is None else values.shape[-1]
+    output = torch.empty_like(z if values is None else values)
+    remainder = torch.empty_like(output) if keep_remainder else None
+    log_sum_exp = z.new_empty(z.shape[:-1], dtype=torch.float32)
+    blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
+    norms = row_dots(z, z) if energy else None
+    if sequences and tokens:
+        streaming_forward_kernel[(sequences * blocks_per_sequence,)](
+            *(z, values, norms, output, remainder, log_sum_exp, lengths),
+            *(tokens, blocks_per_sequence),
+            scale,
+            WIDTH=width,
+            VALUE_WIDTH=value_width,
+            BLOCK_WIDTH=_block_width(width),
+            BLOCK_VALUE_WIDTH=_block_width(value_width),
+            TIED=values is None,
+            **blocks,
+        )
+    return output, log_sum_exp, remainder
+
+
+def streaming_backward(
+    grad_output: Tensor,
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    remainder: Tensor | None,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+    blocks: Mapping[str, Any],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of z and of the values, those that are needed.
+
+    Without a remainder, the error of the output's rounding reaches the gradient of z.
+    """
+    sequences, tokens, width = z.shape
+    value_width = width if values is None else values.shape[-1]
+    grad_z = torch.empty_like(z) if needs_z else None
+    grad_values = torch.empty_like(values) if needs_values and values is not None else None
+    blocks_per_sequence = triton.cdiv(tokens, blocks["ROWS"])
+    norms = row_dots(z, z) if energy else None
+    delta = row_dots(grad_output, output, remainder) if needs_z else None
+    if sequences and tokens:
+        streaming_backward_kernel[(sequences * blocks_per_sequence,)](
+            *(z, values, norms, grad_output, log_sum_exp, delta, grad_z, grad_values, lengths),
+            *(tokens, blocks_per_sequence),
+            scale,
+            WIDTH=width,
+            VALUE_WIDTH=value_width,
+            BLOCK_WIDTH=_block_width(width),
+            BLOCK_VALUE_WIDTH=_block_width(value_width),
+            TIED=values is None,
+            **blocks,
+        )
+    return grad_z, grad_values
+
+
+def row_dots(left: Tensor, right: Tensor, remainder: Tensor | None = None) -> Tensor:
+    """`Σ left ∘ (right + remainder)` over the last dimension, `[..., width]` (contiguous) → `[...]` float32."""
+    rows, width = left.shape[:-1].numel(), left.shape[-1]
+    output = left.new_empty(left.shape[:-1], dtype=torch.float32)
+    held = _block_width(width)
+    height = max(1, 2048 // held)
+    if rows:
+        row_dots_kernel[(triton.cdiv(rows, height),)](
+            *(left, right, remainder, output, rows),
+            WIDTH=width,
+            BLOCK_WIDTH=held,
+            ROWS=height,
+            num_warps=4,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+    return output
+
+
+def _block_width(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))

@@ -17,30 +17,64 @@ Without codes they are H = (1/c) X D, which nobody forms: with V = Z − X in th
 # The checker takes a `@triton.jit` function that is called in another for one that never returns.
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdt_fast.kernels.arguments import UnrolledLayerArguments, UnrolledLayerBackwardArguments, UnrolledLayerGradients
-from cdt_fast.kernels.blocks import (
-    UNROLLED_LAYER,
-    UNROLLED_LAYER_BACKWARD,
-    UNROLLED_LAYER_BACKWARD_LEAN,
-    UNROLLED_LAYER_LEAN,
-    Blocks,
-)
-from cdt_fast.kernels.cards import card_of
-from cdt_fast.kernels.launch import Launch, block_width, ceil_div, is_aligned, whole_tiles
-from cdt_fast.kernels.tiles import (
+from cdt_fast.kernels._common import (
     block_share,
     load_rows,
-    nonlinearity,
     rows_of_sequences,
     softmax_tile,
     store_rows,
     tile_scores,
 )
+from cdt_fast.kernels.lista_step import apply_nonlinearity
+
+
+def _blocks(rows: int, atoms: int, columns: int, num_warps: int, num_stages: int) -> dict[str, int]:
+    return {"ROWS": rows, "ATOMS": atoms, "COLUMNS": columns, "num_warps": num_warps, "num_stages": num_stages}
+
+
+# By the greater width, of the signal or of the next projection. Tiles of 128 rows spill, and tiles of float32 leave no
+# shared memory for the dictionary: float32 is for torch's own products.
+BLOCKS = {
+    "consumer": {128: _blocks(64, 32, 32, 4, 2), 256: _blocks(64, 32, 64, 8, 2)},
+    "ampere": {64: _blocks(64, 64, 32, 4, 2), 256: _blocks(64, 64, 64, 8, 2)},
+    "hopper": {64: _blocks(64, 64, 32, 4, 3), 256: _blocks(64, 64, 32, 8, 2)},
+}
+# With one dictionary, without lengths and with aligned rows there is room for more atoms, and on Hopper two blocks of
+# four warps share a multiprocessor.
+LEAN_BLOCKS = {
+    **BLOCKS,
+    "consumer": {128: _blocks(64, 32, 32, 4, 2), 256: _blocks(64, 64, 32, 8, 2)},
+    "hopper": {64: _blocks(64, 64, 32, 4, 3), 256: _blocks(64, 32, 64, 4, 3)},
+}
+BACKWARD_BLOCKS = {
+    "consumer": _blocks(64, 32, 32, 8, 2),
+    "ampere": _blocks(64, 64, 32, 8, 2),
+    "hopper": _blocks(64, 64, 32, 8, 2),
+}
+LEAN_BACKWARD_BLOCKS = {
+    **BACKWARD_BLOCKS,
+    "consumer": _blocks(64, 64, 32, 8, 2),
+    "hopper": _blocks(64, 32, 32, 4, 3),
+}
+
+
+class Gradients(NamedTuple):
+    """The gradients before the dictionaries' products; None if not needed."""
+
+    update: Tensor  # dU, like the codes, for the dictionary's gradient
+    residual: Tensor | None  # (1/c)(X − A Z), like the signal, for the dictionary's gradient
+    next_projection: Tensor | None  # the whole dZ⁺, with the loss's part in it
+    signal: Tensor
+    projection: Tensor | None
+    codes: Tensor | None
 
 
 @triton.jit
@@ -149,7 +183,7 @@ def unrolled_forward_kernel(
             update = tl.dot(attention, chunk, update, input_precision=PRECISION)
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
         update = tl.dot(whole_residual, atoms, update, input_precision=PRECISION)
-        following = nonlinearity(update, threshold, NONLINEARITY).to(next_codes.dtype.element_ty)
+        following = apply_nonlinearity(update, threshold, NONLINEARITY).to(next_codes.dtype.element_ty)
         tl.store(h_next + offset, following, mask=exists[:, None] & inside)
         if next_dictionary is not None:
             atoms = load_atoms(next_dictionary, start, CODE_WIDTH, NEXT_WIDTH, BLOCK_NEXT_WIDTH, ATOMS)
@@ -308,129 +342,125 @@ def unrolled_backward_kernel(
             )
 
 
-def _forward_work(launch: Launch) -> float:
-    """The scores and A Z, then of every atom A H, the update and the next projection."""
-    given, sizes, rows = launch.arguments, launch.constants, launch.blocks.rows
-    small = 2 * rows * whole_tiles(sizes["WIDTH"], launch.blocks.columns)
-    large = rows * (given["codes"] is not None) + sizes["BLOCK_WIDTH"] + sizes["BLOCK_NEXT_WIDTH"]
-    return 2.0 * launch.grid[0] * rows * (small + large * whole_tiles(sizes["CODE_WIDTH"], launch.blocks.atoms))
+def _share(sequences: int, tokens: int, processors: int, blocks: Mapping[str, Any]) -> int:
+    """In how many programs every block gets as many whole sequences as any other, or one fewer.
 
-
-def _backward_work(launch: Launch) -> float:
-    """dZ⁺ D⁺, dU Dᵀ and dU Hᵀ, the scores, A Z, dR Zᵀ, both parts of dZ, Aᵀ dR of dX, and Aᵀ dU."""
-    sizes, rows = launch.constants, launch.blocks.rows
-    there = {name: value is not None for name, value in launch.arguments.items()}
-    columns = whole_tiles(sizes["WIDTH"], launch.blocks.columns)
-    small = rows * columns * (1 + there["residual"] + 3 * there["grad_projection"] + there["grad_signal"])
-    large = sizes["BLOCK_WIDTH"] + rows * (there["grad_projection"] * there["codes"] + there["grad_codes"])
-    large += sizes["BLOCK_NEXT_WIDTH"] * (there["grad_next_projection"] or there["target"])
-    return 2.0 * launch.grid[0] * rows * (small + large * whole_tiles(sizes["CODE_WIDTH"], launch.blocks.atoms))
-
-
-def _shared_out(sequences: int, tokens: int, blocks: Blocks, tensor: Tensor, programs: int | None) -> dict[str, int]:
-    """The arguments by which every block gets as many whole sequences as any other, or one fewer.
-
-    In so many blocks that the last wave of them is full: a multiprocessor holds one of eight warps, by its registers.
+    The last wave of them is full: a multiprocessor holds one block of eight warps, by its registers.
     """
-    if programs is None:
-        wave = card_of(tensor).processors * max(1, 8 // blocks.warps)
-        programs = whole_tiles(ceil_div(sequences, blocks.rows // max(1, tokens)), wave)
-    return {"sequences": sequences, "tokens": tokens, "programs": min(programs, sequences) if tokens else 0}
+    if not tokens:
+        return 0
+    wave = processors * max(1, 8 // blocks["num_warps"])
+    programs = triton.cdiv(sequences, blocks["ROWS"] // tokens)
+    return min(triton.cdiv(programs, wave) * wave, sequences)
 
 
-def _constants(layer: UnrolledLayerArguments, next_width: int) -> dict[str, int]:
-    width, code_width = layer.dictionary.shape
-    return {
-        "CODE_WIDTH": code_width,
-        "WIDTH": width,
-        "BLOCK_WIDTH": block_width(width),
-        "NEXT_WIDTH": next_width,
-        "BLOCK_NEXT_WIDTH": block_width(next_width),
-    }
-
-
-def unrolled_forward(
-    layer: UnrolledLayerArguments, blocks: Blocks | None = None, programs: int | None = None
+def forward(
+    codes: Tensor | None,
+    signal: Tensor,
+    dictionary: Tensor,
+    projection: Tensor,
+    next_dictionary: Tensor | None,
+    target: Tensor | None,
+    lengths: Tensor | None,
+    step: float,
+    threshold: float,
+    scale: float,
+    nonlinearity: str,
+    processors: int,
+    blocks: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, the squared error of each block's sequences, float32.
 
-    All tensors are contiguous and, but for the target, of one dtype; T is at most `LONGEST`, n and k at most `WIDEST`.
+    All tensors are contiguous and, but for the target, of one dtype; T is at most 64, n and k at most 256.
     """
-    signal, next_dictionary = layer.signal, layer.next_dictionary
-    (sequences, tokens, width), code_width = signal.shape, layer.dictionary.shape[1]
+    (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
-    lean = next_dictionary is None and layer.lengths is None and is_aligned(signal, layer.dictionary)
-    blocks = blocks or (UNROLLED_LAYER_LEAN if lean else UNROLLED_LAYER).blocks(signal, max(width, next_width))
-    share = _shared_out(sequences, tokens, blocks, signal, programs)
+    programs = _share(sequences, tokens, processors, blocks)
     next_codes = signal.new_empty((sequences, tokens, code_width))
     next_projection = signal.new_empty((sequences, tokens, next_width))
-    errors = None if layer.target is None else signal.new_empty((share["programs"],), dtype=torch.float32)
-    Launch(
-        unrolled_forward_kernel,
-        (share["programs"],),
-        blocks,
-        {
-            "next_codes": next_codes,
-            "next_projection": next_projection,
-            "residual": next_projection if next_width == width else torch.empty_like(signal),
-            "errors": errors,
-            **share,
-        },
-        _constants(layer, next_width),
-        layer,
-        work=_forward_work,
-    ).run()
+    residual = next_projection if next_width == width else torch.empty_like(signal)
+    errors = None if target is None else signal.new_empty((programs,), dtype=torch.float32)
+    if programs:
+        unrolled_forward_kernel[(programs,)](
+            *(codes, signal, projection, dictionary, next_dictionary, target),
+            *(next_codes, next_projection, residual, errors, lengths),
+            *(sequences, tokens, programs),
+            *(step, threshold, scale),
+            CODE_WIDTH=code_width,
+            WIDTH=width,
+            BLOCK_WIDTH=_block_width(width),
+            NEXT_WIDTH=next_width,
+            BLOCK_NEXT_WIDTH=_block_width(next_width),
+            NONLINEARITY=nonlinearity,
+            **blocks,
+        )
     return next_codes, next_projection, errors
 
 
-def unrolled_backward(
-    layer: UnrolledLayerBackwardArguments, blocks: Blocks | None = None, programs: int | None = None
-) -> UnrolledLayerGradients:
-    """The gradients of `unrolled_forward`, of what is needed; what stands for the signal otherwise means nothing.
+def backward(
+    codes: Tensor | None,
+    signal: Tensor,
+    dictionary: Tensor,
+    projection: Tensor,
+    next_dictionary: Tensor | None,
+    target: Tensor | None,
+    lengths: Tensor | None,
+    next_codes: Tensor,
+    next_projection: Tensor | None,
+    grad_next_codes: Tensor | None,
+    grad_next_projection: Tensor | None,
+    grad_error: Tensor | None,
+    step: float,
+    scale: float,
+    nonlinearity: str,
+    needs_codes: bool,
+    needs_signal: bool,
+    needs_dictionary: bool,
+    needs_projection: bool,
+    processors: int,
+    blocks: Mapping[str, Any],
+) -> Gradients:
+    """The gradients of `forward` that are needed; `signal` means nothing if it is not.
 
-    Its `projection` is there, and its dictionaries are contiguous and of the dtype of the codes.
+    All tensors are contiguous and, but for the target and the gradient of the error, of one dtype.
     """
-    signal, next_codes, next_dictionary = layer.signal, layer.next_codes, layer.next_dictionary
-    lean = next_dictionary is None and layer.lengths is None
-    blocks = blocks or (UNROLLED_LAYER_BACKWARD_LEAN if lean else UNROLLED_LAYER_BACKWARD).blocks(signal)
-    sequences, tokens, width = signal.shape
+    (sequences, tokens, width), code_width = signal.shape, dictionary.shape[1]
     next_width = width if next_dictionary is None else next_dictionary.shape[0]
-    target = None if layer.grad_error is None else layer.target
-    whole = layer.grad_next_projection
-    if target is not None:
-        whole = signal.new_empty((sequences, tokens, next_width))
-    grad_projection = torch.empty_like(signal) if layer.needs_projection else None
+    target = None if grad_error is None else target
+    next_projection = None if target is None else next_projection
+    whole = None if target is None else signal.new_empty((sequences, tokens, next_width))
+    grad_projection = torch.empty_like(signal) if needs_projection else None
     grad_residual = grad_projection
-    if layer.needs_signal or grad_residual is None:
+    if needs_signal or grad_residual is None:
         grad_residual = torch.empty_like(signal)
-    apart = layer.codes is None and layer.needs_signal
-    gradients = UnrolledLayerGradients(
+    apart = codes is None and needs_signal
+    gradients = Gradients(
         update=torch.empty_like(next_codes),
-        residual=torch.empty_like(signal) if layer.needs_dictionary else None,
-        next_projection=whole,
+        residual=torch.empty_like(signal) if needs_dictionary else None,
+        next_projection=grad_next_projection if whole is None else whole,
         signal=torch.empty_like(signal) if apart else grad_residual,
         projection=grad_projection,
-        codes=torch.empty_like(next_codes) if layer.needs_codes else None,
+        codes=torch.empty_like(next_codes) if needs_codes else None,
     )
-    share = _shared_out(sequences, tokens, blocks, signal, programs)
-    Launch(
-        unrolled_backward_kernel,
-        (share["programs"],),
-        blocks,
-        {
-            "next_projection": None if target is None else layer.next_projection,
-            "target": target,
-            "grad_update": gradients.update,
-            "whole_grad_next_projection": None if target is None else whole,
-            "residual": gradients.residual,
-            "grad_residual": grad_residual,
-            "grad_signal": gradients.signal if apart else None,
-            "grad_projection": gradients.projection,
-            "grad_codes": gradients.codes,
-            **share,
-        },
-        _constants(layer, next_width),
-        layer,
-        work=_backward_work,
-    ).run()
+    programs = _share(sequences, tokens, processors, blocks)
+    if programs:
+        unrolled_backward_kernel[(programs,)](
+            *(codes, signal, projection, dictionary, next_codes, next_projection, next_dictionary, target),
+            *(grad_next_codes, grad_next_projection, grad_error, lengths),
+            *(gradients.update, whole, gradients.residual, grad_residual),
+            *(gradients.signal if apart else None, gradients.projection, gradients.codes),
+            *(sequences, tokens, programs),
+            *(step, scale),
+            CODE_WIDTH=code_width,
+            WIDTH=width,
+            BLOCK_WIDTH=_block_width(width),
+            NEXT_WIDTH=next_width,
+            BLOCK_NEXT_WIDTH=_block_width(next_width),
+            NONLINEARITY=nonlinearity,
+            **blocks,
+        )
     return gradients
+
+
+def _block_width(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))

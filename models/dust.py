@@ -13,15 +13,15 @@ from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm, tight_cosines
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
-from cdt_fast.ops.shared.checks import (
+from cdt_fast.ops.common import (
     LayerNonlinearity,
     check_factor,
     check_shape,
     check_tensor,
     check_together,
     compute_dtype,
+    weights_of_depths,
 )
-from cdt_fast.ops.shared.depths import weights_of_depths
 
 READOUTS = ("own", "next", "shared")
 INITIAL_CODES = ("analysis", "zero")
@@ -193,7 +193,7 @@ class DUST(PretrainedModel):
                 mixed = ops.symmetric_attention(_normalized(estimate, units).to(dtype), scale=self.scale)
                 mixed = torch.lerp(mixed, signal, step)
             read = dictionaries[min(level, self.layers - 1)] if self.readout == "next" else self.readout_dictionary
-            _, reconstruction = ops.unrolled_layer(
+            layer = ops.unrolled_layer(
                 None,
                 mixed,
                 dictionaries[level - 1],
@@ -203,7 +203,7 @@ class DUST(PretrainedModel):
                 projection=mixed,  # its own projection, of which attention changes nothing: the mixing is done
                 next_dictionary=read,
             )
-            return _restored(reconstruction, units)
+            return _restored(layer.projection, units)
 
         return refine
 
@@ -318,7 +318,7 @@ class DUST(PretrainedModel):
         for level in range(1, depth + 1):
             dictionary, cast = dictionaries[level - 1]
             handed_on = projected_on[level - 1][1] is cast
-            codes, reconstruction, *error = ops.unrolled_layer(
+            codes, reconstruction, error = ops.unrolled_layer(
                 codes,
                 noisy,
                 dictionary,
@@ -331,7 +331,7 @@ class DUST(PretrainedModel):
                 target=clean,
                 casts=(cast, projected_on[level][1]),
             )
-            yield reconstruction, error[0] if error else None
+            yield reconstruction, error
 
 
 def _of_each_layer(name: str, given: Any, layers: int, non_negative: bool = False) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
-from cdt_fast.ops.shared.checks import (
+from cdt_fast.ops.common import (
     check_factor,
     check_lengths,
     check_shape,

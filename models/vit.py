@@ -21,7 +21,7 @@ from cdt_fast.files import read_json
 from cdt_fast.models.hub import local_folder
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.models.transformers_weights import load_complete
-from cdt_fast.ops.shared.checks import check_shape, check_tensor, check_together
+from cdt_fast.ops.common import check_shape, check_tensor, check_together
 
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
 

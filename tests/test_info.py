@@ -10,7 +10,7 @@ import torch
 
 import cdt_fast
 from cdt_fast import info
-from cdt_fast.kernels import cards
+from cdt_fast.ops import common
 
 
 def test_info_says_what_is_here(call: Callable[..., Any], tmp_path: Path) -> None:
@@ -31,15 +31,15 @@ def test_info_says_what_is_here(call: Callable[..., Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (cards.GpuSpec(90, 232_448, 132), "blocks for hopper cards, 227 KiB"),
-        (cards.GpuSpec(100, 232_448, 148), "blocks for blackwell cards, 227 KiB"),
-        (cards.GpuSpec(120, 101_376, 132), "blocks for consumer cards, 99 KiB"),
+        (common.GpuSpec(90, 232_448, 132), "blocks for hopper cards, 227 KiB"),
+        (common.GpuSpec(100, 232_448, 148), "blocks for hopper cards, 227 KiB"),
+        (common.GpuSpec(120, 101_376, 132), "blocks for consumer cards, 99 KiB"),
     ],
 )
-def test_info_says_whose_blocks_a_gpu_takes(spec: cards.GpuSpec, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(cards, "interpreting", lambda: False)
-    monkeypatch.setattr(cards, "unsupported_reason", lambda device, dtype: None)
-    monkeypatch.setattr(cards, "spec_of", lambda device: spec)
+def test_info_says_whose_blocks_a_gpu_takes(spec: common.GpuSpec, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(common, "interpreting", lambda: False)
+    monkeypatch.setattr(common, "unsupported_reason", lambda device, dtype: None)
+    monkeypatch.setattr(common, "spec_of", lambda device: spec)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert info.explain().startswith(f"triton ({words} of shared memory")

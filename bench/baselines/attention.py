@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cdt_fast.bench.baselines.support import compiled, imported, require_gpu
-from cdt_fast.ops.shared.checks import padding_mask
+from cdt_fast.ops.common import padding_mask
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 
 Attend = Callable[..., Tensor]

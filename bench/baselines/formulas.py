@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from cdt_fast.models import DUST, TextUT
+from cdt_fast.ops.common import LayerNonlinearity, shrink_reference
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
-from cdt_fast.ops.shared.checks import LayerNonlinearity
-from cdt_fast.ops.soft_threshold.reference import shrink_reference
 from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
 
 

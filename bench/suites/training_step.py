@@ -15,7 +15,7 @@ from cdt_fast.bench.case import Unavailable
 from cdt_fast.bench.suites.trained import Formula, Trained, Weights
 from cdt_fast.constraints.duals import DualAction
 from cdt_fast.constraints.presets import Coupling, ObjectiveName
-from cdt_fast.ops.shared.products import cpu_has_bf16_products
+from cdt_fast.ops.common import cpu_has_bf16_products
 from cdt_fast.training import optimizer as training
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
 

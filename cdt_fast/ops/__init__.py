@@ -4,11 +4,11 @@ Each op works in any float dtype, on any strides, under autograd and autocast. I
 that the tests believe, is the function of the same name with `_reference` in the op's own module.
 """
 
+from cdt_fast.ops.common import use_backend
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss
 from cdt_fast.ops.lista_step import lista_step
 from cdt_fast.ops.residual_linear import residual_linear
-from cdt_fast.ops.shared.backend import use_backend
 from cdt_fast.ops.soft_threshold import soft_threshold
 from cdt_fast.ops.symmetric_attention import symmetric_attention
 from cdt_fast.ops.unrolled_layer import unrolled_layer

@@ -19,7 +19,7 @@ from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, find_parts
-from cdt_fast.ops.shared.backend import explain
+from cdt_fast.ops.common import explain
 from cdt_fast.sequence.perturbation import Perturbation, perturbed, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
 

@@ -15,8 +15,8 @@ from cdt_fast.constraints.descent import DescentConstraints
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
-from cdt_fast.ops.shared.backend import explain
-from cdt_fast.ops.unrolled_layer.composed import fused_unsupported_reason
+from cdt_fast.ops.common import explain
+from cdt_fast.ops.unrolled_layer import fused_unsupported_reason
 from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.execution import to_device
 from cdt_fast.training.factory import build_constraints, check_trained_depths

@@ -32,8 +32,7 @@ from cdt_fast.models.layer_losses.parts import CLASSIFIER, LANGUAGE_MODEL, Model
 from cdt_fast.models.layer_losses.patch import Patch, state_of
 from cdt_fast.models.layer_losses.targets import IGNORED, check_count, targets_of
 from cdt_fast.ops import layerwise_cross_entropy
-from cdt_fast.ops.shared.checks import in_autocast
-from cdt_fast.ops.shared.depths import weights_of_depths
+from cdt_fast.ops.common import in_autocast, weights_of_depths
 
 MARK = "_cdt_fast_layer_losses"
 

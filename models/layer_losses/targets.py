@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.ops.shared.checks import describe
+from cdt_fast.ops.common import describe
 
 IGNORED = -100
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cdt_fast import ops
-from cdt_fast.kernels import cards
-from cdt_fast.kernels.cards import CARDS
+from cdt_fast.ops import common
+from cdt_fast.ops.common import CARDS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,12 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     card = config.getoption("--emulate", None)
     if card is not None:
-        if cards.interpreting():
+        if common.interpreting():
             raise pytest.UsageError("--emulate compiles the kernels, and TRITON_INTERPRET is set: unset it")
         from .emulator import install
 
         install(CARDS[card])
-    elif cards.interpreting():
+    elif common.interpreting():
         from .interpreter import patch_the_language_once
 
         patch_the_language_once()
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _kernels_can_run() -> None:
-    reason = cards.unavailable_reason()
+    reason = common.unavailable_reason()
     if reason is not None:
         pytest.skip(f"{reason}; TRITON_INTERPRET=1 or --emulate runs the kernels on the CPU")
 
@@ -62,13 +62,13 @@ def emulated(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def device(emulated: bool) -> torch.device:
     """Where the kernels run here."""
-    return torch.device("cpu" if emulated or cards.interpreting() else "cuda")
+    return torch.device("cpu" if emulated or common.interpreting() else "cuda")
 
 
 @pytest.fixture(autouse=True)
 def _triton() -> Iterator[None]:
     """Every op runs on its kernels or raises; a comparison with plain torch asks for that itself."""
-    if cards.unavailable_reason() is not None:
+    if common.unavailable_reason() is not None:
         yield
         return
     with ops.use_backend("triton"):
@@ -85,6 +85,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`dtype`: the dtypes that the kernels take here; the interpreter cannot multiply bfloat16."""
     if "dtype" in metafunc.fixturenames:
         dtypes = [torch.float32, torch.float16]
-        if cards.unavailable_reason() is None and not cards.interpreting():
+        if common.unavailable_reason() is None and not common.interpreting():
             dtypes.append(torch.bfloat16)
         metafunc.parametrize("dtype", dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdt_fast.kernels.cards import dot_precision
+from cdt_fast.ops.common import dot_precision
 
 TF32_EPSILON = 2.0**-10
 

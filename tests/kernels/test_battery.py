@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
-from cdt_fast.kernels import cards
+from cdt_fast.ops import common
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 from tests.ops.battery import (
@@ -108,7 +108,7 @@ def test_options(op: str, options: dict[str, Any], device: torch.device, dtype: 
 
 @pytest.mark.parametrize("name", ["symmetric_attention", "lista_step", "residual_linear with a bias"])
 def test_products_in_tf32(name: str, device: torch.device, emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if cards.interpreting():
+    if common.interpreting():
         pytest.skip("the interpreter has no TF32")
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     assert_as_precise_as_torch(drawn(name, "several in a tile"), torch.float32, device, draws=2, products=2.0**-10)

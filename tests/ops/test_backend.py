@@ -12,46 +12,42 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.errors import InputError
-from cdt_fast.kernels import cards
-from cdt_fast.kernels.aot.case import float32_products
-from cdt_fast.kernels.blocks import Blocks
-from cdt_fast.kernels.launch import KernelError, Launch
-from cdt_fast.ops.shared import backend
+from cdt_fast.ops import common
 
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    before = backend._setting
+    before = common._setting
     yield
-    backend._setting = before
+    common._setting = before
 
 
 def test_a_call_sets_it_for_the_whole_process() -> None:
     ops.use_backend("torch")
-    assert backend._setting == "torch"
-    assert backend.explain() == "torch (chosen by use_backend)"
+    assert common._setting == "torch"
+    assert common.explain() == "torch (chosen by use_backend)"
     ops.use_backend("auto")
-    assert backend._setting == "auto"
+    assert common._setting == "auto"
 
 
 def test_blocks_nest_and_restore() -> None:
     ops.use_backend("auto")
     with ops.use_backend("torch"):
-        assert backend._setting == "torch"
+        assert common._setting == "torch"
         with ops.use_backend("auto"):
-            assert backend._setting == "auto"
+            assert common._setting == "auto"
             with ops.use_backend("auto"):
                 pass
-            assert backend._setting == "auto"
-        assert backend._setting == "torch"
-    assert backend._setting == "auto"
+            assert common._setting == "auto"
+        assert common._setting == "torch"
+    assert common._setting == "auto"
 
 
 def test_a_block_restores_what_was_set_globally_and_after_an_error() -> None:
     ops.use_backend("torch")
     with pytest.raises(ZeroDivisionError), ops.use_backend("auto"):
         raise ZeroDivisionError
-    assert backend._setting == "torch"
+    assert common._setting == "torch"
 
 
 def test_the_ops_compute_within_every_block() -> None:
@@ -67,60 +63,61 @@ def test_unknown_names_are_refused_and_change_nothing(name: Any) -> None:
     ops.use_backend("torch")
     with pytest.raises(InputError, match=r"backend must be one of 'auto', 'triton', 'torch', got "):
         ops.use_backend(name)
-    assert backend._setting == "torch"
+    assert common._setting == "torch"
 
 
 def test_triton_is_refused_with_the_reason_where_no_kernel_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "unavailable_reason", lambda: "the moon is in the way")
+    monkeypatch.setattr(common, "unavailable_reason", lambda: "the moon is in the way")
     ops.use_backend("auto")
     with pytest.raises(
         InputError, match=r"'triton' cannot be used here: the moon is in the way. 'auto' and 'torch' can"
     ):
         ops.use_backend("triton")
-    assert backend._setting == "auto"
-    assert backend.explain() == "torch (the moon is in the way)"
+    assert common._setting == "auto"
+    assert common.explain() == "torch (the moon is in the way)"
 
 
 def test_triton_is_taken_where_kernels_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(cards, "interpreting", lambda: True)
+    monkeypatch.setattr(common, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(common, "interpreting", lambda: True)
     with ops.use_backend("triton"):
-        assert backend._setting == "triton"
-        assert backend.explain() == "triton (in its interpreter, on the CPU)"
+        assert common._setting == "triton"
+        assert common.explain() == "triton (in its interpreter, on the CPU)"
     ops.use_backend("auto")
-    assert backend.explain().startswith("triton")
+    assert common.explain().startswith("triton")
 
 
 def test_a_kernel_is_refused_with_the_first_reason_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(cards, "interpreting", lambda: True)
+    monkeypatch.setattr(common, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(common, "interpreting", lambda: True)
     tensor = torch.zeros(2, 3)
     with ops.use_backend("triton"):
-        assert backend.choose_backend("an_op", tensor) == "triton"
+        assert common.choose_backend("an_op", tensor) == "triton"
         for tensors in ((tensor.double(),), (tensor, tensor.double())):
             with pytest.raises(InputError, match=r"cannot run an_op here: .* not in float64"):
-                backend.choose_backend("an_op", *tensors)
+                common.choose_backend("an_op", *tensors)
         with pytest.raises(InputError, match="the tensors are on meta and the kernels run on cpu"):
-            backend.choose_backend("an_op", tensor.to("meta"))
+            common.choose_backend("an_op", tensor.to("meta"))
     with ops.use_backend("auto"):
-        assert backend.choose_backend("an_op", tensor.double()) == "torch"
+        assert common.choose_backend("an_op", tensor.double()) == "torch"
     with ops.use_backend("torch"):
-        assert backend.choose_backend("an_op", tensor) == "torch"
+        assert common.choose_backend("an_op", tensor) == "torch"
 
 
 def test_float32_is_multiplied_by_kernels_only_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(cards, "unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(cards, "interpreting", lambda: False)
+    monkeypatch.setattr(common, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(common, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(common, "interpreting", lambda: False)
     tensor = torch.zeros(2, 3)
     for tf32 in (True, False):
-        with float32_products(tf32), ops.use_backend("auto"):
-            products = backend.choose_backend("an_op", tensor, multiplies=True)
+        monkeypatch.setattr(common, "dot_precision", lambda _, tf32=tf32: "tf32" if tf32 else "ieee")
+        with ops.use_backend("auto"):
+            products = common.choose_backend("an_op", tensor, multiplies=True)
             assert products == ("triton" if tf32 else "torch")
-            assert backend.choose_backend("an_op", tensor) == "triton"
-            assert backend.choose_backend("an_op", tensor.bfloat16(), multiplies=True) == "triton"
+            assert common.choose_backend("an_op", tensor) == "triton"
+            assert common.choose_backend("an_op", tensor.bfloat16(), multiplies=True) == "triton"
             with ops.use_backend("triton"):
-                assert backend.choose_backend("an_op", tensor, multiplies=True) == "triton"
+                assert common.choose_backend("an_op", tensor, multiplies=True) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -131,44 +128,27 @@ def test_a_missing_or_old_triton_is_named(
     found: str | None, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("triton")
-    monkeypatch.setattr(cards.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(triton, "__version__", version)
-    assert reason in str(cards._unavailable_reason.__wrapped__())
+    assert reason in str(common._unavailable_reason.__wrapped__())
 
 
 def test_this_machine_gives_a_reason_or_none() -> None:
-    reason = cards.unavailable_reason()
+    reason = common.unavailable_reason()
     assert reason is None or reason
     if reason is not None:
         with pytest.raises(InputError, match="triton"):
             ops.use_backend("triton")
 
 
-class _Refused:
-    """In the place of a kernel that does not compile."""
-
-    __name__ = "packed_backward_kernel"
-    arg_names = ("z",)
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(**arguments: Any) -> None:
-            raise self._error
-
-        return launch
-
-
-def test_what_the_compiler_refuses_names_kernel_and_card() -> None:
-    triton_errors = pytest.importorskip("triton.runtime.errors")
-    refused = (triton_errors.OutOfResources(300_000, 101_376, "shared memory"), RuntimeError("PassManager::run failed"))
-    for error in refused:
-        with pytest.raises(KernelError, match=r"^packed_backward_kernel does not run on .*: (out of|PassManager)"):
-            Launch(_Refused(error), (1,), Blocks(), {"z": torch.zeros(1)}, {}).run()
-    for error in (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), TypeError("z")):
-        with pytest.raises(type(error), match=str(error)[-5:]):
-            Launch(_Refused(error), (1,), Blocks(), {"z": torch.zeros(1)}, {}).run()
+@pytest.mark.parametrize("message", ["an illegal memory access was encountered", "unexpected keyword"])
+def test_only_what_the_compiler_refuses_disables_a_kernel(message: str) -> None:
+    pytest.importorskip("triton")
+    try:
+        raise RuntimeError(message)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=message):
+            common.disable_kernel("an_op", error)
 
 
 @pytest.fixture
@@ -178,22 +158,24 @@ def kernels_of_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
 
     calls: list[str] = []
 
-    def forward(attention: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(z: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         calls.append("forward")
-        scores = attention.z @ attention.z.mT
-        return scores.softmax(-1) @ attention.z, scores.logsumexp(-1), torch.zeros_like(attention.z)
+        scores = z @ z.mT
+        return scores.softmax(-1) @ z, scores.logsumexp(-1)
 
-    def backward(attention: Any) -> Any:
+    def backward(*_: Any) -> Any:
         calls.append("backward")
-        raise KernelError("packed_backward_kernel does not run on a card: out of resource")
+        raise RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 101376")
 
-    monkeypatch.setattr(kernels, "symmetric_attention_forward", forward)
-    monkeypatch.setattr(kernels, "symmetric_attention_backward", backward)
-    monkeypatch.setattr(cards, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(cards, "unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(cards, "without_tensor_cores", lambda _: False)
+    monkeypatch.setattr(kernels, "packed_forward", forward)
+    monkeypatch.setattr(kernels, "packed_backward", backward)
+    monkeypatch.setattr(common, "spec_of", lambda _: common.SMALLEST)
+    monkeypatch.setattr(common, "interpreting", lambda: False)
+    monkeypatch.setattr(common, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(common, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(common, "without_tensor_cores", lambda _: False)
     yield calls
-    backend._given_up.clear()
+    common._disabled.clear()
 
 
 def _attention_and_gradient(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +188,7 @@ def test_plain_torch_takes_over_with_one_warning(kernels_of_attention: list[str]
     with ops.use_backend("torch"):
         expected = _attention_and_gradient(z)
     with ops.use_backend("auto"):
-        with pytest.warns(RuntimeWarning, match="symmetric_attention is computed by plain torch .*packed_backward_ker"):
+        with pytest.warns(RuntimeWarning, match="symmetric_attention runs on plain torch .* out of resource"):
             found = _attention_and_gradient(z)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -219,6 +201,6 @@ def test_plain_torch_takes_over_with_one_warning(kernels_of_attention: list[str]
 
 def test_asked_for_triton_there_is_no_other_way(kernels_of_attention: list[str]) -> None:
     z = torch.randn(2, 5, 4).requires_grad_()
-    with ops.use_backend("triton"), pytest.raises(KernelError, match="packed_backward_kernel does not run on a card"):
+    with ops.use_backend("triton"), pytest.raises(RuntimeError, match="out of resource"):
         _attention_and_gradient(z)
-    assert not backend._given_up
+    assert not common._disabled

@@ -11,8 +11,7 @@ import torch
 from accelerate.utils import DynamoBackend
 
 from cdt_fast.errors import InputError
-from cdt_fast.kernels import cards
-from cdt_fast.ops.shared import backend
+from cdt_fast.ops import common
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.tasks import TASKS
 from cdt_fast.training.execution import resolve_execution
@@ -91,9 +90,9 @@ def test_the_first_line_says_which_kernels_run_and_why(
 def test_without_kernels_the_first_line_says_why(
     tiny_config: Callable[..., VideoSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards, "unavailable_reason", lambda: "the moon is in the way")
+    monkeypatch.setattr(common, "unavailable_reason", lambda: "the moon is in the way")
     settings = tiny_config(device="auto")
     execution = resolve_execution(settings, accelerator(), task_of(settings))
     line = execution.describe(VideoWorkload(settings, load_data(settings), torch.device("cpu")))
-    assert f"ops on {backend.explain()}" in line
+    assert f"ops on {common.explain()}" in line
     assert "the moon is in the way" in line

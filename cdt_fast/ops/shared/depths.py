@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
-from cdt_fast.ops.shared.checks import check_shape, check_tensor, describe
+from cdt_fast.ops.common import check_shape, check_tensor, describe
 
 
 def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout: str) -> None:

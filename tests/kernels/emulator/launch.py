@@ -15,7 +15,8 @@ from triton.runtime.errors import OutOfResources
 
 from cdt_fast.kernels import cards
 from cdt_fast.kernels.aot.compile import Driver
-from cdt_fast.kernels.cards import GpuSpec
+from cdt_fast.ops import common
+from cdt_fast.ops.common import KERNEL_DTYPES, GpuSpec
 
 from .instructions import translate
 from .machine import Step, Threads
@@ -87,14 +88,15 @@ def install(card: GpuSpec) -> None:
     def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
             return f"the tensors are on {device} and the kernels are emulated on the CPU"
-        if dtype not in cards.DTYPES:
+        if dtype not in KERNEL_DTYPES:
             return f"the kernels compute in float32, float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
         return None
 
     CompiledKernel._init_handles = prepare
-    cards._unavailable_reason = lambda: None  # type: ignore[assignment]
-    cards.unsupported_reason = unsupported_reason
-    cards.spec_of = lambda device: card  # type: ignore[assignment]
+    for module in (common, cards):
+        module._unavailable_reason = lambda: None  # type: ignore[assignment]
+        module.unsupported_reason = unsupported_reason
+        module.spec_of = lambda device: card  # type: ignore[assignment]
 
 
 def _launcher(kernel: Kernel, types: list[Any], shared_size: int) -> Any:

@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: tiles of sequences, masked loads, softmax."""
+"""Device functions that the attention and the unrolled layer share: tiles of sequences, masked loads, softmax."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ def block_share(sequences, programs):
     program = tl.program_id(0).to(tl.int64)
     begin, end = program * sequences // programs, (program + 1) * sequences // programs
     return begin.to(tl.int32), end.to(tl.int32)
-
-
-@triton.jit
-def sequence_rows(tile, sequences, tokens, per_tile, lengths, BLOCK: tl.constexpr):
-    """`rows_of_sequences` of the tile of that number, of `per_tile` whole sequences."""
-    start = tile * per_tile
-    return rows_of_sequences(start, tl.minimum(start + per_tile, sequences), tokens, lengths, BLOCK)
 
 
 @triton.jit
@@ -78,19 +71,6 @@ def softmax_tile(scores, visible):
 
 
 @triton.jit
-def nonlinearity(value, threshold, NONLINEARITY: tl.constexpr):
-    """φ, written so that NaN, for which every comparison is false, stays NaN."""
-    if NONLINEARITY == "relu":
-        value = tl.where(value <= 0, 0.0, value)
-    elif NONLINEARITY == "soft_threshold":
-        shrunk = tl.where(value > 0, value - threshold, value + threshold)
-        value = tl.where(tl.abs(value) <= threshold, 0.0, shrunk)
-    elif NONLINEARITY == "hard_threshold":
-        value = tl.where(tl.abs(value) <= threshold, 0.0, value)
-    return value
-
-
-@triton.jit
 def tile_scores(
     z,
     row,
@@ -112,34 +92,3 @@ def tile_scores(
         place = tl.arange(0, ROWS)
         scores -= 0.5 * tl.sum(tl.where(place[:, None] == place[None, :], scores, 0.0), 0)[None, :]
     return scores * (scale * LOG2_E)
-
-
-@triton.jit
-def block_of_rows(tokens, blocks_per_sequence, lengths, ROWS: tl.constexpr):
-    """This block's positions `[ROWS]` in its sequence, the sequence's first row (int64) and how many tokens count."""
-    sequence = tl.program_id(0) // blocks_per_sequence
-    position = (tl.program_id(0) % blocks_per_sequence) * ROWS + tl.arange(0, ROWS)
-    length = tokens
-    if lengths is not None:
-        # Clamped before it is narrowed: a length may be of 64 bits.
-        length = tl.maximum(tl.minimum(tl.load(lengths + sequence), tokens), 0).to(tl.int32)
-    return position, sequence.to(tl.int64) * tokens, length
-
-
-# No device function takes a None that it would hand back: Triton 3.6 knows None as an argument of a kernel alone.
-@triton.jit
-def from_row(pointer, first, WIDTH: tl.constexpr):
-    """The pointer moved to row `first` of `[rows, WIDTH]`: inside a sequence 32 bits are enough."""
-    return pointer + first * WIDTH
-
-
-@triton.jit
-def load_norms(norms, row, mask):
-    """‖z‖² of the rows, `[rows]`."""
-    return tl.load(norms + row, mask=mask, other=0.0)
-
-
-@triton.jit
-def weigh(scores, log_sum):
-    """`exp(scores − log_sum)`: the difference first, as log2 e would round a large score and a large sum apart."""
-    return tl.exp2((scores - log_sum) * LOG2_E)

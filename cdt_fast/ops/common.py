@@ -1,0 +1,749 @@
+"""What the ops share: GPUs and block shapes, the choice of a backend, argument checks, padding, shrinkage, products."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cdt_fast.checks import InputError, check_choice, check_non_negative, check_number
+
+Backend = Literal["torch", "triton"]
+Setting = Literal["auto", "triton", "torch"]
+Reduction = Literal["mean", "sum"]
+LayerNonlinearity = Literal["soft_threshold", "hard_threshold", "relu"]
+# "identity" also stands for S_0 and T_0: an output of zero then says nothing about its gradient.
+Nonlinearity = Literal["soft_threshold", "hard_threshold", "relu", "identity"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+OLDEST_TRITON = (3, 4)
+OLDEST_CAPABILITY = (8, 0)
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class LayerwiseLosses(NamedTuple):
+    """The losses of all depths, and their weighted sum."""
+
+    total: Tensor  # []
+    per_depth: Tensor  # [depths]
+
+
+LONGEST = 64  # tokens of a sequence that one tile of a kernel can hold
+WIDEST = 256  # columns of a token that one tile of a kernel can hold
+
+
+# GPUs
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """The limits of a GPU that decide block shapes."""
+
+    capability: int  # compute capability times ten: 86 for an RTX 3090
+    shared_memory: int  # bytes that one block can ask for
+    processors: int  # streaming multiprocessors
+
+    @property
+    def family(self) -> str:
+        """The column of the block tables: "ampere" (A100: 163 KiB), "hopper" (data center cards from H100 on: 227 KiB),
+        or "consumer" (99 KiB), whose blocks fit every GPU."""
+        if self.shared_memory >= 200 * 1024 and 90 <= self.capability < 120:
+            return "hopper"
+        return "ampere" if self.shared_memory >= 160 * 1024 and self.capability < 90 else "consumer"
+
+
+CARDS = {
+    "A100": GpuSpec(80, 166_912, 108),
+    "RTX 3090": GpuSpec(86, 101_376, 82),
+    "RTX 4090": GpuSpec(89, 101_376, 128),
+    "H200": GpuSpec(90, 232_448, 132),
+    "B200": GpuSpec(100, 232_448, 148),
+    "B300": GpuSpec(103, 232_448, 148),
+    "RTX 5090": GpuSpec(120, 101_376, 170),
+}
+SMALLEST = CARDS["RTX 3090"]
+Blocks = Mapping[str, int]
+# Block shapes by GPU family for 16 bits and by "float32"; of a nested mapping the first size that is large enough.
+BlockTable = Mapping[str, Blocks | Mapping[int, Blocks]]
+
+
+def _constant(function: Function) -> Function:
+    """`torch.compiler.assume_constant_result`, without importing the compiler and Triton with it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
+def interpreting() -> bool:
+    """Whether kernels run on the CPU in Triton's interpreter (`TRITON_INTERPRET=1` when Triton was first imported)."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@_constant
+def unavailable_reason() -> str | None:
+    """Why no kernel can run on this machine, or None if kernels can run."""
+    return _unavailable_reason()
+
+
+@functools.cache
+def _unavailable_reason() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    import triton
+
+    version = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
+    if version < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return f"Triton {triton.__version__} is too old: {oldest} or newer is needed"
+    if interpreting():
+        import numpy
+
+        # The interpreter converts arrays of one element to a number, which NumPy refuses since 2.4.
+        if version < (3, 7) and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+            return (
+                f"Triton {triton.__version__}'s interpreter needs NumPy below 2.4, and {numpy.__version__} is installed"
+            )
+        return None
+    if torch.version.hip is not None:
+        return "the kernels are written for NVIDIA GPUs, and this torch is built for AMD's"
+    return None if torch.cuda.is_available() else "torch finds no CUDA GPU"
+
+
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernel can run on tensors of this device and dtype, or None if kernels can run."""
+    reason = unavailable_reason()
+    if reason is not None:
+        return reason
+    expected = "cpu" if interpreting() else "cuda"
+    if device.type != expected:
+        return f"the tensors are on {device} and the kernels run on {expected}"
+    if dtype not in KERNEL_DTYPES:
+        return f"the kernels compute in float32, float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if interpreting():
+        # Products of bfloat16 tiles were off by 1e10 there, silently.
+        return "Triton's interpreter computes bfloat16 products wrongly" if dtype == torch.bfloat16 else None
+    return _too_small_reason(device)
+
+
+@_constant
+def _too_small_reason(device: torch.device) -> str | None:
+    return _refusal(device)
+
+
+@functools.cache
+def _refusal(device: torch.device) -> str | None:
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 is needed"
+    memory = spec_of(device).shared_memory
+    if memory < SMALLEST.shared_memory:
+        return f"{name} has {memory // 1024} KiB of shared memory a block; {SMALLEST.shared_memory // 1024} are needed"
+    return None
+
+
+@functools.cache
+def spec_of(device: torch.device) -> GpuSpec:
+    """The limits of the GPU `device`."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    return GpuSpec(capability, properties.shared_memory_per_block_optin, properties.multi_processor_count)
+
+
+def card_of(tensor: Tensor) -> GpuSpec:
+    """The GPU that the tensor is on; in Triton's interpreter an RTX 3090, whose blocks are the smallest."""
+    return SMALLEST if interpreting() else spec_of(tensor.device)
+
+
+def blocks_for(table: BlockTable, tensor: Tensor, size: int = 0, multiplies: bool = True) -> dict[str, Any]:
+    """The block shape and launch options of a kernel for tensors like `tensor`, on the GPU that it is on.
+
+    Raises:
+        ValueError: no block holds `size`.
+    """
+    row: Any = table[card_of(tensor).family if tensor.element_size() == 2 else "float32"]
+    if not isinstance(next(iter(row)), str):
+        row = next((blocks for largest, blocks in row.items() if size <= largest), None)
+        if row is None:
+            raise ValueError(f"no block of this kernel holds {size}")
+    # Triton's default for fusing products and sums differs between versions.
+    precision = {"PRECISION": dot_precision(tensor.dtype)} if multiplies else {}
+    return {"enable_fp_fusion": True, **precision, **row}
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """`input_precision` of a product of tiles: TF32 for float32 if torch's own setting allows it, else IEEE."""
+    if dtype != torch.float32:
+        return "ieee"
+    # torch 2.9 has a setting of its own for it, and refuses the older question once that one has been set.
+    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    allowed = torch.backends.cuda.matmul.allow_tf32 if setting is None else setting == "tf32"
+    return "tf32" if allowed else "ieee"
+
+
+@_constant
+def without_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether the kernels would multiply numbers of this dtype one by one: float32, if torch's setting forbids TF32."""
+    return dtype == torch.float32 and dot_precision(dtype) == "ieee" and not interpreting()
+
+
+# Backend
+
+_setting: Setting = "auto"
+_disabled: set[str] = set()  # ops of which a kernel did not run on the card
+_COMPILER_ERRORS = re.compile(
+    r"PassManager::run failed|PTX codegen error|failed to translate|out of resource"
+    r"|no kernel image|device kernel image is invalid|too many resources requested"
+)
+
+
+class use_backend:
+    """Choose the implementation of every op: `ops.use_backend("torch")`, or `with ops.use_backend("torch"): …`.
+
+    The call sets it for the whole process; leaving a `with` block restores what was set before.
+
+    Args:
+        backend: "auto" (a Triton kernel where one fits and is the faster one, else torch), "torch", or "triton" (an
+            error where no kernel can run).
+
+    Raises:
+        InputError: an unknown name, or "triton" where no kernel can run; the message says why.
+    """
+
+    def __init__(self, backend: Setting) -> None:
+        global _setting
+        check_choice("backend", backend, get_args(Setting))
+        reason = unavailable_reason()
+        if backend == "triton" and reason is not None:
+            raise InputError(f"backend 'triton' cannot be used here: {reason}. 'auto' and 'torch' can")
+        self._previous: Setting = _setting
+        _setting = backend
+
+    def __enter__(self) -> use_backend:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        global _setting
+        _setting = self._previous
+
+
+def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backend:
+    """Decide whether `op` runs its Triton kernels on these tensors, or plain torch.
+
+    With `multiplies`, the kernels multiply matrices: cuBLAS is faster without tensor cores, so only "triton" chooses
+    them there.
+    """
+    if _setting == "torch" or (_setting == "auto" and op in _disabled):
+        return "torch"
+    for tensor in tensors:
+        reason = unsupported_reason(tensor.device, tensor.dtype)
+        if reason is None:
+            continue
+        if _setting == "triton":
+            raise InputError(f"backend 'triton' cannot run {op} here: {reason}. 'auto' and 'torch' can")
+        return "torch"
+    if _setting == "auto" and multiplies and any(without_tensor_cores(tensor.dtype) for tensor in tensors):
+        return "torch"
+    return "triton"
+
+
+def disable_kernel(op: str, error: Exception) -> None:
+    """Have plain torch replace the kernels of `op` from now on, with one warning, if the compiler refused one.
+
+    Call it where `error` is being handled: any other error, and every error under "triton", is raised again.
+    """
+    if _setting == "triton" or interpreting() or not _from_the_compiler(error):
+        raise
+    if op not in _disabled:
+        _disabled.add(op)
+        reason = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+        warnings.warn(
+            f"{op} runs on plain torch from now on: its kernel failed: {reason}", RuntimeWarning, stacklevel=2
+        )
+
+
+def _from_the_compiler(error: Exception) -> bool:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime import errors
+
+    kinds = tuple(getattr(errors, name) for name in ("OutOfResources", "PTXASError") if hasattr(errors, name))
+    return isinstance(error, (CompilationError, *kinds)) or _COMPILER_ERRORS.search(str(error)) is not None
+
+
+def explain() -> str:
+    """Which implementation runs now, and why, in one line."""
+    if _setting == "torch":
+        return "torch (chosen by use_backend)"
+    reason = unavailable_reason()
+    if reason is not None:
+        return f"torch ({reason})"
+    if interpreting():
+        return "triton (in its interpreter, on the CPU)"
+    device = torch.device("cuda", torch.cuda.current_device())
+    refused = unsupported_reason(device, torch.float32)
+    if refused is not None:
+        return f"torch ({refused})"
+    card = spec_of(device)
+    without = "; products of float32 on torch, as TF32 is off" if without_tensor_cores(torch.float32) else ""
+    return f"triton (blocks for {card.family} cards, {card.shared_memory // 1024} KiB of shared memory{without})"
+
+
+# How an op is called
+
+
+def is_plain_eager(*tensors: Tensor | None) -> bool:
+    """Whether only autograd observes the call: no compiler, no dispatch mode, no subclass of Tensor.
+
+    An op then skips torch's dispatcher, which takes several times as long as the rest of a call.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and _functorch.peek_interpreter_stack() is None
+        and all(type(tensor) in _PLAIN and tensor.device.type != "meta" for tensor in tensors if tensor is not None)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@torch.compiler.assume_constant_result
+def _inside_transform() -> bool:
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def refuse_transforms(op: str, *tensors: Tensor | None) -> None:
+    """Raise InputError if a tensor takes part in a transform of torch.func or carries a forward-mode tangent."""
+    if _inside_transform() and any(_is_transformed(tensor) for tensor in tensors if tensor is not None):
+        raise InputError(
+            f"{op} has no derivative in forward mode or inside a transform of torch.func: differentiate it by autograd "
+            f"(loss.backward()), or use its formula, {op}_reference"
+        )
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling() or _functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def caller(direct: Any, operator: Any, *tensors: Tensor | None) -> Callable[..., Any]:
+    """How to run an op on these tensors: its autograd function or, without a gradient, its forward; else its operator.
+
+    Args:
+        direct: the `torch.autograd.Function` that calls the implementation without torch's dispatcher.
+        operator: the same as an operator of `torch.library`.
+        tensors: what may require a gradient.
+    """
+    if not is_plain_eager(*tensors):
+        return operator
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if tensor is not None):
+        return direct.apply
+    return direct.forward
+
+
+def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define the operator `torch.ops.cdt_fast.<name>` with the shapes that `fake` makes of tensors without values."""
+    operator = torch.library.custom_op(f"cdt_fast::{name}", function, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    return operator
+
+
+def once_differentiable(op: str) -> Callable[[Function], Function]:
+    """Decorate a backward: a second derivative is an InputError that names the op."""
+
+    def decorate(backward: Function) -> Function:
+        @functools.wraps(backward)
+        def call(ctx: Any, *grads: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            saved = ctx.saved_tensors
+            values = {**vars(ctx), "needs_input_grad": ctx.needs_input_grad}
+            structure: list[Any] = []
+
+            def compute(*tensors: Any) -> tuple[Any, ...]:
+                state = SimpleNamespace(**values, saved_tensors=tensors[len(grads) :])
+                flat, spec = tree_flatten(backward(state, *tensors[: len(grads)]))
+                structure.append(spec)
+                return tuple(flat)
+
+            return tree_unflatten(_Once.apply(op, compute, *grads, *saved), structure[0])  # type: ignore[arg-type]
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+class _Once(torch.autograd.Function):
+    """A computation without a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, compute: Callable[..., Any], *tensors: Any) -> Any:
+        ctx.op = op
+        return compute(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise InputError(f"{ctx.op} can be differentiated once; for a second derivative use its reference formula")
+
+
+def in_autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on for the device of the tensor."""
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Turn autocast off for the device of the tensor."""
+    return torch.autocast(tensor.device.type, enabled=False) if in_autocast(tensor) else contextlib.nullcontext()
+
+
+def outside_autocast(function: Function) -> Function:
+    """Decorate an implementation: autocast is off, and the device of its first argument is the current one."""
+
+    @functools.wraps(function)
+    def call(first: Any, *arguments: Any) -> Any:
+        tensor = first if isinstance(first, Tensor) else first[0]
+        if tensor.is_cuda:
+            with torch.cuda.device(tensor.device), without_autocast(tensor):
+                return function(first, *arguments)
+        if in_autocast(tensor):
+            with without_autocast(tensor):
+                return function(first, *arguments)
+        return function(first, *arguments)
+
+    return call  # type: ignore[return-value]
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that products run in: autocast's if it is on, else that of `tensor`."""
+    if tensor.dtype != torch.float64 and in_autocast(tensor):
+        return torch.get_autocast_dtype(tensor.device.type)
+    return tensor.dtype
+
+
+# Argument checks
+
+
+def describe(value: Any) -> str:
+    """Describe a value for an error message."""
+    if isinstance(value, Tensor):
+        layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{layout} on {value.device}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
+    """Require a dense floating-point tensor of at least `rank` dimensions; `layout` is its shape, in words."""
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    if not dense or not value.is_floating_point() or value.dim() < rank:
+        raise InputError(f"{name} must be a dense floating-point tensor {layout}, got {describe(value)}")
+
+
+def check_shape(name: str, value: Tensor, shape: tuple[int, ...], layout: str) -> None:
+    """Require the shape `shape`; `layout` explains it."""
+    if tuple(value.shape) != shape:
+        raise InputError(f"{name} must have shape {shape} ({layout}), got {tuple(value.shape)}")
+
+
+def check_together(**tensors: Tensor | None) -> None:
+    """Require one device, and outside of autocast one dtype, for all the tensors given."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first_name, first = next(iter(given.items()))
+    for name, tensor in given.items():
+        if tensor.device != first.device:
+            raise InputError(f"{name} is on {tensor.device} but {first_name} is on {first.device}: move one of them")
+        if tensor.dtype != first.dtype and not in_autocast(first):
+            raise InputError(
+                f"{name} is {tensor.dtype} but {first_name} is {first.dtype}: convert one of them, or use autocast"
+            )
+
+
+def check_factor(name: str, value: Any, *, non_negative: bool = False, dtype: torch.dtype = torch.float64) -> float:
+    """Require a finite real number: a Python or NumPy number, or a tensor of one element on the CPU.
+
+    If `dtype` is narrower than float64, the op multiplies by a float32: float32 must hold the number.
+    """
+    if isinstance(value, Tensor):
+        # A tensor on the device would have to be waited for, and its gradient would be lost silently.
+        if value.numel() != 1 or value.device.type != "cpu" or value.requires_grad:
+            raise InputError(f"{name} must be a number, got a tensor: {describe(value)}")
+        value = value.item()
+    factor = check_non_negative(name, value) if non_negative else check_number(name, value)
+    if dtype != torch.float64 and abs(factor) > torch.finfo(torch.float32).max:
+        raise InputError(f"{name} must be a number that float32 holds, got {factor!r}")
+    return factor
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Require True or False, Python's or NumPy's."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise InputError(f"{name} must be True or False, got {describe(value)}")
+    return bool(value)
+
+
+def check_lista_arguments(
+    codes: Tensor | None, signal: Tensor, dictionary: Tensor, nonlinearity: Any, rank: int = 1
+) -> None:
+    """Check what `lista_step` (rank 1) and `unrolled_layer` (rank 2, codes may be None) have in common."""
+    tokens = "[..., T, " if rank == 2 else "[..., "
+    if codes is not None or rank == 1:
+        check_tensor("codes", codes, rank, f"{tokens}m]")
+    check_tensor("signal", signal, rank, f"{tokens}n]")
+    check_tensor("dictionary", dictionary, 2, "[n, m]")
+    if codes is None:
+        check_shape("dictionary", dictionary, (signal.shape[-1], dictionary.shape[1]), "width of signal by any width")
+    else:
+        check_shape("dictionary", dictionary, (signal.shape[-1], codes.shape[-1]), "width of signal by width of codes")
+        check_shape(
+            "signal", signal, (*codes.shape[:-1], signal.shape[-1]), "the tokens of codes by the signal's width"
+        )
+    check_together(codes=codes, signal=signal, dictionary=dictionary)
+    check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
+
+
+def check_lengths(lengths: Tensor | None, tokens: Tensor) -> None:
+    """Require None, or an integer tensor of shape `tokens.shape[:-2]` on the device of `tokens` `[..., T, width]`."""
+    if lengths is None:
+        return
+    integers = (torch.int16, torch.int32, torch.int64, torch.uint8, torch.int8)
+    if not isinstance(lengths, Tensor) or lengths.dtype not in integers:
+        raise InputError(f"lengths must be an integer tensor with one length a sequence, got {describe(lengths)}")
+    check_shape("lengths", lengths, tuple(tokens.shape[:-2]), "one length a sequence")
+    if lengths.device != tokens.device:
+        raise InputError(f"lengths is on {lengths.device} but the tokens are on {tokens.device}: move one of them")
+
+
+def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout: str) -> None:
+    """Require a list of at least one floating-point tensor, all of `shape` or, with None, of that of the first."""
+    if not isinstance(tensors, Sequence) or not tensors:
+        raise InputError(f"{name} must be a list of one tensor a depth, got {describe(tensors)}")
+    for depth, tensor in enumerate(tensors):
+        # The usual case first: writing the names takes as long as a small product.
+        if (
+            isinstance(tensor, Tensor)
+            and tensor.is_floating_point()
+            and tensor.dim()
+            and tensor.shape == (tensors[0].shape if shape is None else shape)
+        ):
+            continue
+        check_tensor(f"{name}[{depth}]", tensor, 1, "[..., n]" if shape is not None else "[..., d]")
+        check_shape(f"{name}[{depth}]", tensor, tuple(tensors[0].shape) if shape is None else shape, layout)
+
+
+def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: int) -> Tensor | None:
+    """The weights of the depths as a tensor `[depths]`, or None without weights."""
+    if depth_weights is None:
+        return None
+    try:
+        # Numbers in float64: `as_tensor` would round a list of them to float32.
+        dtype = depth_weights.dtype if isinstance(depth_weights, Tensor) else torch.float64
+        weights = torch.as_tensor(depth_weights, dtype=dtype)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InputError(f"depth_weights must be {depths} numbers, got {describe(depth_weights)}") from error
+    check_shape("depth_weights", weights, (depths,), "one weight a depth")
+    return weights
+
+
+def zero_weight_mask(factors: Tensor) -> list[bool]:
+    """Which of the factors are known to be zero; on a GPU none is known, as the host does not wait for it."""
+    return (factors == 0).tolist() if factors.device.type == "cpu" else [False] * len(factors)
+
+
+def detach_zero_weighted(tensors: Sequence[Tensor], weights: Tensor | None) -> list[Tensor]:
+    """The same list with the depths whose weight is known to be zero detached, so that they get no gradient at all.
+
+    Under torch.compile the weights have no values yet; there such a depth gets a gradient of zeros.
+    """
+    if weights is None or torch.compiler.is_compiling():
+        return list(tensors)
+    return [
+        tensor.detach() if zero else tensor for tensor, zero in zip(tensors, zero_weight_mask(weights), strict=True)
+    ]
+
+
+# Tokens and padding
+
+
+def rows_of(tokens: Tensor) -> Tensor:
+    """`[..., width]` → `[rows, width]`, also where the width is 0 (and `reshape(-1, 0)` is ambiguous)."""
+    return tokens.reshape(tokens.shape[:-1].numel(), tokens.shape[-1])
+
+
+def sequences(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[..., T, width]` → contiguous `[B, T, width]` of `dtype`, also where a size is 0 (and -1 is ambiguous)."""
+    if tokens.dim() == 3 and tokens.dtype == dtype and tokens.is_contiguous():
+        return tokens
+    *leading, count, width = tokens.shape
+    return tokens.to(dtype).reshape(torch.Size(leading).numel(), count, width).contiguous()
+
+
+def length_of_each(lengths: Tensor | None) -> Tensor | None:
+    """`[...]` → contiguous `[B]` of at least int32: fewer bits may not hold the number of tokens to compare with."""
+    if lengths is None:
+        return None
+    return lengths.to(torch.promote_types(lengths.dtype, torch.int32)).reshape(-1).contiguous()
+
+
+def padding_mask(lengths: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """`[..., T]`, true at the tokens of `tokens` `[..., T, width]` that are padding, or None without lengths."""
+    if lengths is None:
+        return None
+    return torch.arange(tokens.shape[-2], device=tokens.device) >= lengths.unsqueeze(-1)
+
+
+def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
+    """`tokens` with zeros at the padding, so that whatever stands there (NaN too) reaches no result and no gradient."""
+    if padding is None:
+        return tokens
+    if tokens.device.type == "cpu" and is_plain_eager(tokens):
+        # A broadcast mask is looked up number by number, at five times the cost of a copy.
+        rows = tokens.reshape(padding.numel(), tokens.shape[-1])
+        return rows.index_fill(0, padding.flatten().nonzero().squeeze(1), 0.0).view(tokens.shape)
+    return tokens.masked_fill(padding.unsqueeze(-1), 0.0)
+
+
+def clear_padding_(tokens: Tensor, padding: Tensor | None) -> Tensor:
+    """`without_padding` in place, for a contiguous gradient that 0 · NaN may have reached."""
+    if padding is None:
+        return tokens
+    if tokens.device.type == "cpu":  # as above
+        rows = tokens.view(padding.numel(), tokens.shape[-1])
+        rows.index_fill_(0, padding.flatten().nonzero().squeeze(1), 0.0)
+        return tokens
+    return tokens.masked_fill_(padding.unsqueeze(-1), 0.0)
+
+
+# Shrinkage
+
+
+def effective_nonlinearity(nonlinearity: Nonlinearity, threshold: float) -> Nonlinearity:
+    """The nonlinearity that runs: "identity" for `S_0` and `T_0`."""
+    return "identity" if nonlinearity in ("soft_threshold", "hard_threshold") and threshold == 0.0 else nonlinearity
+
+
+def shrink_reference(x: Tensor, threshold: float | Tensor, nonlinearity: str) -> Tensor:
+    """The formula of a layer's nonlinearity: `S_θ`, `T_θ(x) = x [|x| > θ]`, ReLU, or nothing at all."""
+    if nonlinearity == "soft_threshold":
+        shrunk = torch.sign(x) * torch.relu(torch.abs(x) - threshold)
+        # torch differentiates sign and |x| at 0 to 0; S_0 is the identity, whose gradient there is 1.
+        return torch.where((x == 0) & (threshold == 0), x, shrunk)
+    if nonlinearity == "hard_threshold":
+        return torch.where(torch.abs(x) <= threshold, 0.0, x) if threshold else x
+    return torch.relu(x) if nonlinearity == "relu" else x
+
+
+def shrink_(x: Tensor, threshold: float, nonlinearity: Nonlinearity) -> Tensor:
+    """Apply an effective nonlinearity in place."""
+    if nonlinearity == "relu":
+        return x.relu_()
+    if nonlinearity == "hard_threshold":
+        return x.masked_fill_(x.abs() <= threshold, 0.0)
+    return x if nonlinearity == "identity" else torch.ops.aten.softshrink.out(x, held(threshold, x.dtype), out=x)
+
+
+def shrink_backward(
+    grad_output: Tensor, output: Tensor, nonlinearity: Nonlinearity, out: Tensor | None = None
+) -> Tensor:
+    """The gradient through `shrink_`, from the output alone: it passes where output ≠ 0.
+
+    The result is in new contiguous memory, or in `out`, which may be `grad_output` itself.
+    """
+    grad_input = torch.empty_like(output) if out is None else out
+    if nonlinearity == "identity":
+        return grad_input.copy_(grad_output)
+    # One kernel of torch's: the output of each nonlinearity is zero exactly where its gradient is.
+    return torch.ops.aten.softshrink_backward.grad_input(grad_output, output, 0.0, grad_input=grad_input)
+
+
+def held(threshold: float, dtype: torch.dtype) -> float:
+    """The threshold, or the largest number of the dtype, which shrinks everything to zero as well: torch takes no
+    larger one."""
+    return min(threshold, torch.finfo(dtype).max)
+
+
+# Products
+
+# Bytes of a float32 product of narrower factors that is computed before it is added to a sum.
+PRODUCT_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
+
+
+def cpu_has_bf16_products() -> bool:
+    """Whether the processor has instructions that multiply bfloat16 matrices."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """`left right`, `[B, n, m]` from `[B, n, k]` and `[B, k, m]`, in `dtype`, which is at least theirs.
+
+    It is not rounded to their dtype in between. On a GPU tensor cores multiply narrow factors as they are.
+    """
+    if left.dtype == dtype or left.device.type == "cpu":
+        return torch.bmm(left.to(dtype), right.to(dtype), out=out)
+    return torch.bmm(left, right, out_dtype=dtype) if out is None else torch.bmm(left, right, out_dtype=dtype, out=out)
+
+
+def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`, in `dtype`: the gradient of a weight.
+
+    It is summed in at least float32 and, where cuBLAS can, written in float32 without rounding to 16 bits in between.
+    """
+    if left.device.type != "cpu" and left.element_size() == 2 and dtype == torch.float32:
+        return torch.mm(left.mT, right, out_dtype=dtype)
+    return torch.mm(left.mT, right).to(dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
+    """`total += factor · leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least float32."""
+    if total.dtype == right.dtype or _adds_in_float32(right.device, right.dtype):
+        wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
+        torch.addmm(total, left.mT, right, alpha=factor, out=total, **wider)
+        return
+    size = max(1, budget(PRODUCT_BYTES, right) // max(1, right.shape[1] * total.dtype.itemsize))
+    for part, columns in zip(total.split(size), left.split(size, 1), strict=True):
+        # A CPU has no product of narrow factors with a float32 result: there it is rounded once.
+        on_cpu = right.device.type == "cpu"
+        found = torch.mm(columns.mT, right) if on_cpu else torch.mm(columns.mT, right, out_dtype=total.dtype)
+        part.add_(found, alpha=factor)
+
+
+@functools.cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds a product of narrow factors to a float32 sum in one call, in its place: tried once."""
+    if device.type != "cuda":
+        return device.type == "meta"
+    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, ones.mT, ones, alpha=0.5, out=total, out_dtype=torch.float32)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return bool((total == 9.0).all())
+
+
+def budget(of_bytes: Mapping[str, int], tensor: Tensor) -> int:
+    """The bytes for the device of the tensor, of those for "cpu" and "cuda"."""
+    return of_bytes["cpu" if tensor.device.type == "cpu" else "cuda"]
+
+
+def compress(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
+    """The gradients that are needed, which is what an operator returns."""
+    return [gradient for gradient, need in zip(gradients, needs, strict=True) if need and gradient is not None]
+
+
+def scatter(gradients: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[Tensor | None]:
+    """The counterpart of `compress`: None where no gradient is needed."""
+    found = iter(gradients)
+    return (next(found) if need else None for need in needs)

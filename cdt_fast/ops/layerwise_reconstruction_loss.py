@@ -1,0 +1,322 @@
+"""The reconstruction loss at every depth (docs/maths.md §7): `ℓ_l = mean over tokens of ‖s − x̂_l‖²`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from cdt_fast.checks import InputError, check_choice
+from cdt_fast.ops.common import (
+    LayerwiseLosses,
+    Reduction,
+    blocks_for,
+    budget,
+    caller,
+    check_depths,
+    check_lengths,
+    check_tensor,
+    choose_backend,
+    compress,
+    define,
+    detach_zero_weighted,
+    disable_kernel,
+    is_plain_eager,
+    once_differentiable,
+    outside_autocast,
+    padding_mask,
+    refuse_transforms,
+    rows_of,
+    scatter,
+    weights_of_depths,
+    zero_weight_mask,
+)
+
+__all__ = ["layerwise_reconstruction_loss", "layerwise_reconstruction_loss_reference"]
+
+# Numbers that plain torch takes at a time. With fewer the calls of torch cost most, with more the memory does; on a GPU
+# without the kernel the launches cost most.
+NUMBERS_A_BLOCK = {"cpu": 2**19, "cuda": 2**25}
+# torch's codes for a reduction.
+_NO_REDUCTION, _SUM = 0, 2
+
+
+def layerwise_reconstruction_loss(
+    reconstructions: Sequence[Tensor],
+    target: Tensor,
+    *,
+    depth_weights: Tensor | Sequence[float] | None = None,
+    lengths: Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> LayerwiseLosses:
+    """Squared error of every depth, summed over the width and averaged over the tokens, and their weighted sum.
+
+    The errors are formed and summed in at least float32, whatever the dtype of the reconstructions.
+
+    Args:
+        reconstructions: L+1 tensors x̂_l, each `[..., n]`, depth 0 first. They are never stacked.
+        target: s, `[..., n]`.
+        depth_weights: `w`, L+1 numbers (negative and zero are welcome; a depth with weight 0 gets no gradient where
+            the weights are numbers or a tensor on the CPU, else a gradient of zeros, as under torch.compile). A tensor
+            that requires a gradient gets one.
+        lengths: for `[..., T, n]`: `[...]` integers, the number of tokens that count in each sequence.
+        reduction: "sum" leaves out the division by the number of tokens.
+
+    Returns:
+        `(total, per_depth)`, a named tuple. `per_depth` is `[L+1]`, in units of the squared signal summed over the
+        width. With weights: `total = Σ_l w_l ℓ_l` is differentiable and `per_depth` is detached. Without: `per_depth`
+        is differentiable and `total` is its plain sum.
+
+    Raises:
+        InputError: no reconstruction, no token that counts, a wrong shape, dtype, device or number of weights, or a
+            second derivative. On a GPU `lengths` are not waited for: where they leave no token the loss is NaN.
+    """
+    rank = 1 if lengths is None else 2
+    check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
+    check_depths("reconstructions", reconstructions, tuple(target.shape), "as target")
+    for depth, reconstruction in enumerate(reconstructions):
+        if reconstruction.device != target.device:
+            raise InputError(f"reconstructions[{depth}] is on {reconstruction.device} but target is on {target.device}")
+    check_lengths(lengths, target)
+    check_choice("reduction", reduction, get_args(Reduction))
+    refuse_transforms("layerwise_reconstruction_loss", target, *reconstructions)
+    weights = weights_of_depths(depth_weights, len(reconstructions))
+    if not target.shape[:-1].numel():
+        raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
+    depths = detach_zero_weighted(reconstructions, weights)
+    # The tensors may differ in dtype: the kernel has to be able to load each.
+    backend = choose_backend("layerwise_reconstruction_loss", *reconstructions, target)
+    call = caller(_ReconstructionLoss, None, target, *depths)
+    arguments = target, padding_mask(lengths, target), reduction, backend
+    per_depth = _operator(depths, *arguments) if call is None else call(*arguments, *depths)
+    if weights is None:
+        return LayerwiseLosses(per_depth.sum() if len(per_depth) > 1 else per_depth.squeeze(0), per_depth)
+    weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
+    return LayerwiseLosses((weights * per_depth).sum(), per_depth.detach())
+
+
+def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], target: Tensor) -> Tensor:
+    """The losses `[L+1]`, in any dtype, differentiated by torch."""
+    return torch.stack([(target - reconstruction).square().sum(-1).mean() for reconstruction in reconstructions])
+
+
+@outside_autocast
+def _losses(
+    target: Tensor, padding: Tensor | None, reduction: Reduction, backend: str, *reconstructions: Tensor
+) -> Tensor:
+    """The losses `[depths]`, in the widest of the dtypes and at least float32."""
+    tokens = _tokens(target, padding)
+    errors = None
+    if backend == "triton":
+        from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
+
+        try:
+            blocks = blocks_for(kernels.BLOCKS, target, multiplies=False)
+            errors = kernels.forward(*_contiguous(reconstructions, target, padding), blocks)
+        except Exception as error:
+            disable_kernel("layerwise_reconstruction_loss", error)
+    if errors is None:
+        errors = squared_errors(reconstructions, target, padding)
+    errors = errors.to(_widest(reconstructions))
+    return errors if reduction == "sum" else errors.div_(tokens)
+
+
+@outside_autocast
+def _gradients(
+    grad: Tensor,  # [depths], of the losses
+    target: Tensor,
+    padding: Tensor | None,
+    reconstructions: list[Tensor],
+    reduction: Reduction,
+    needs: list[bool],
+    needs_target: bool,
+    backend: str,
+) -> list[Tensor]:
+    """The gradients of the depths that are needed, and after them that of the target if it is needed."""
+    factors = 2.0 * grad
+    if reduction == "mean":
+        factors /= _tokens(target, padding)
+    if backend == "triton":
+        from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
+
+        try:
+            blocks = blocks_for(kernels.BLOCKS, target, multiplies=False)
+            tensors = _contiguous(reconstructions, target, padding)
+            return kernels.backward(*tensors, factors.float(), needs, needs_target, blocks)
+        except Exception as error:
+            disable_kernel("layerwise_reconstruction_loss", error)
+    zeros = zero_weight_mask(factors)
+    known = [None if zero else factor for factor, zero in zip(factors.unbind(), zeros, strict=True)]
+    return _gradients_in_torch(reconstructions, target, padding, known, needs, needs_target)
+
+
+def _contiguous(
+    reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    depths = [depth.contiguous() for depth in reconstructions]
+    return depths, target.contiguous(), None if padding is None else padding.contiguous()
+
+
+def _tokens(target: Tensor, padding: Tensor | None) -> Tensor | int:
+    """How many tokens count; on a GPU, if they depend on the lengths, a tensor: the host does not wait for it."""
+    if padding is None:
+        return target.shape[:-1].numel()
+    tokens = (~padding).sum()
+    if tokens.device.type == "cpu" and not tokens:
+        raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
+    return tokens
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The widest of the dtypes, at least float32."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+
+
+# Plain torch. A pass over a tensor that no longer fits the caches costs more than its arithmetic: so some rows are
+# squared and summed, or differentiated and rounded, before the next are, and a target is cast once for all depths.
+
+
+def squared_errors(reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
+    """`Σ ‖x̂_l − s‖²` over the tokens that count, `[depths]`, in the widest dtype of the depths, at least float32."""
+
+    def squares(_: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
+        torch.ops.aten.mse_loss.out(depth, target, _NO_REDUCTION, out=out)
+
+    zero = target.new_zeros((), dtype=_widest(reconstructions))
+    sums = [[zero] for _ in reconstructions]
+    for _, number, block in _blocks(reconstructions, target, padding, dict.fromkeys(range(len(sums))), squares):
+        sums[number].append(block.sum(dtype=zero.dtype))
+    return torch.stack([torch.stack(parts).sum() for parts in sums])
+
+
+def _gradients_in_torch(
+    reconstructions: Sequence[Tensor],
+    target: Tensor,
+    padding: Tensor | None,
+    factors: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    needs_target: bool,
+) -> list[Tensor]:
+    """`f_l (x̂_l − s)` of the depths that are needed and, if it is, the gradient of the target: minus their sum.
+
+    A factor f_l is None if it is known to be zero.
+    """
+    # The sum over the depths in one place, rounded once to the dtype of the target.
+    wide = _widest([*reconstructions, target])
+    total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if needs_target else None
+    rows_of_total = None if total is None else rows_of(total)
+    gradients: list[Tensor] = []
+    halves: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor | None] = {}
+    for number, (depth, factor, needed) in enumerate(zip(reconstructions, factors, needs, strict=True)):
+        if needed:
+            make = torch.zeros_like if factor is None else torch.empty_like
+            gradients.append(make(depth, memory_format=torch.contiguous_format))
+        if factor is not None and (needed or needs_target):
+            # torch's gradient of a square has the 2 that is in the factors already.
+            halves[number] = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
+            outputs[number] = rows_of(gradients[-1]) if needed else None
+
+    def gradient(number: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
+        torch.ops.aten.mse_loss_backward.grad_input(halves[number], depth, target, _SUM, grad_input=out)
+
+    for rows, number, block in _blocks(reconstructions, target, padding, outputs, gradient):
+        if rows_of_total is not None:
+            rows_of_total[rows] -= block
+        output = outputs[number]
+        if output is not None and output.dtype != block.dtype:
+            output[rows] = block
+    return gradients if total is None else [*gradients, total.to(target.dtype)]
+
+
+def _blocks(
+    reconstructions: Sequence[Tensor],
+    target: Tensor,
+    padding: Tensor | None,
+    outputs: Mapping[int, Tensor | None],
+    operation: Callable[[int, Tensor, Tensor, Tensor], None],
+) -> Iterator[tuple[slice, int, Tensor]]:
+    """Rows, a depth, and what `operation` makes of it there in at least float32; zero at padding, whatever is there.
+
+    `outputs` has the depths, and for each `[rows, n]` that the result is written to where it is of its dtype, or None:
+    into memory that the next one overwrites. `operation` is called with the number of a depth, some of its rows, those
+    of the target in the same dtype, and where to write; that may be where the depth's rows are.
+    """
+    depths = {number: rows_of(reconstructions[number]) for number in outputs}
+    dtypes = {number: torch.promote_types(depth.dtype, torch.float32) for number, depth in depths.items()}
+    target = rows_of(target)
+    count, width = target.shape
+    hidden = None if padding is None else padding.reshape(count, 1)
+    height = max(1, min(count, budget(NUMBERS_A_BLOCK, target) // max(1, width)))
+    shared = {dtype: target.new_empty(height, width, dtype=dtype) for dtype in set(dtypes.values())}
+    for start in range(0, count, height):
+        rows = slice(start, min(count, start + height))
+        targets = {dtype: target[rows].to(dtype) for dtype in shared}
+        for number, output in outputs.items():
+            depth, dtype = depths[number][rows], dtypes[number]
+            block = shared[dtype][: rows.stop - start] if output is None or output.dtype != dtype else output[rows]
+            operation(number, depth if depth.dtype == dtype else block.copy_(depth), targets[dtype], block)
+            if hidden is not None:
+                block.masked_fill_(hidden[rows], 0.0)
+            yield rows, number, block
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    target, padding, ctx.reduction, ctx.backend, *reconstructions = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(target, padding, *reconstructions)
+
+
+def _found(ctx: Any, grad: Tensor, needs: list[bool], needs_target: bool) -> tuple[Tensor | None, list[Any]]:
+    """The gradients of the target and of the depths."""
+    target, padding, *depths = ctx.saved_tensors
+    call = _gradients if is_plain_eager(grad, target, *depths) else _gradients_operator
+    found = call(grad, target, padding, depths, ctx.reduction, needs, needs_target, ctx.backend)
+    *of_depths, of_target = scatter(found, [*needs, needs_target])
+    return of_target, of_depths
+
+
+class _ReconstructionLoss(torch.autograd.Function):
+    forward = staticmethod(_losses)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    @once_differentiable("layerwise_reconstruction_loss")
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        needs_target, _, _, _, *needs = ctx.needs_input_grad
+        of_target, of_depths = (None, [None] * len(needs)) if grad is None else _found(ctx, grad, needs, needs_target)
+        return of_target, None, None, None, *of_depths
+
+
+# An operator takes the depths as a list, whose elements `torch.autograd.Function` would not see.
+
+
+@once_differentiable("layerwise_reconstruction_loss")
+def _operator_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    needs, needs_target, *_ = ctx.needs_input_grad
+    of_target, of_depths = (None, [None] * len(needs)) if grad is None else _found(ctx, grad, needs, needs_target)
+    return of_depths, of_target, None, None, None
+
+
+_operator = define(
+    "layerwise_reconstruction_loss",
+    "(Tensor[] reconstructions, Tensor target, Tensor? padding, str reduction, str backend) -> Tensor",
+    lambda reconstructions, *others: _losses(*others, *reconstructions),
+    lambda reconstructions, target, *others: target.new_empty(len(reconstructions), dtype=_widest(reconstructions)),
+)
+_operator.register_autograd(
+    _operator_backward,
+    setup_context=lambda ctx, inputs, output: _setup_context(ctx, (*inputs[1:], *inputs[0]), output),
+)
+_gradients_operator = define(
+    "layerwise_reconstruction_loss_backward",
+    "(Tensor grad, Tensor target, Tensor? padding, Tensor[] reconstructions, str reduction, bool[] needs, "
+    "bool needs_target, str backend) -> Tensor[]",
+    _gradients,
+    lambda grad, target, padding, depths, reduction, needs, needs_target, backend: [
+        tensor.new_empty(tensor.shape) for tensor in compress([*depths, target], [*needs, needs_target])
+    ],
+)

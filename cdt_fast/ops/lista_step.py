@@ -1,0 +1,234 @@
+"""The LISTA half-step: one gradient step on the dictionary's fit, then shrinkage (docs/maths.md §7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast.ops.common import (
+    WIDEST,
+    LayerNonlinearity,
+    Nonlinearity,
+    blocks_for,
+    caller,
+    check_factor,
+    check_lista_arguments,
+    choose_backend,
+    compress,
+    compute_dtype,
+    define,
+    disable_kernel,
+    effective_nonlinearity,
+    is_plain_eager,
+    once_differentiable,
+    outside_autocast,
+    product_over_rows,
+    refuse_transforms,
+    rows_of,
+    scatter,
+    shrink_,
+    shrink_backward,
+    shrink_reference,
+)
+
+__all__ = ["lista_step", "lista_step_reference"]
+
+
+def lista_step(
+    codes: Tensor,
+    signal: Tensor,
+    dictionary: Tensor,
+    *,
+    step: float,
+    threshold: float,
+    nonlinearity: LayerNonlinearity = "soft_threshold",
+) -> Tensor:
+    """One LISTA (or ISTA) step `S_θ(H + (1/c)(X − H Dᵀ) D)`.
+
+    With `1/c ≤ 1/‖D‖₂²` and θ = λ₁/c it never raises `½‖X − H Dᵀ‖² + λ₁‖H‖₁`.
+
+    Args:
+        codes: H, `[..., m]`.
+        signal: X, `[..., n]`, with the leading dimensions of `codes`. Up to n = 256 a kernel does the whole step.
+        dictionary: D, `[n, m]`.
+        step: 1/c ≥ 0.
+        threshold: θ ≥ 0; "relu" does not use it.
+        nonlinearity: "soft_threshold", or in its place "hard_threshold" for `v [|v| > θ]` or "relu" for `max(v, 0)`.
+
+    Returns:
+        The next codes, `[..., m]`, in the dtype of the arguments (under autocast: autocast's dtype, to which the codes
+        and the signal are rounded too; the gradient of the dictionary is still summed in its own).
+
+    Raises:
+        InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
+    """
+    check_lista_arguments(codes, signal, dictionary, nonlinearity)
+    refuse_transforms("lista_step", codes, signal, dictionary)
+    dtype = compute_dtype(codes)
+    step = check_factor("step", step, non_negative=True, dtype=dtype)
+    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
+    rows = rows_of(codes).to(dtype)
+    next_codes, _ = caller(_ListaStep, _operator, codes, signal, dictionary)(
+        rows,
+        rows_of(signal).to(dtype),
+        dictionary,
+        step,
+        threshold,
+        effective_nonlinearity(nonlinearity, threshold),
+        dictionary.requires_grad and torch.is_grad_enabled(),
+        choose_backend("lista_step", rows, multiplies=True),
+    )
+    return next_codes.view(codes.shape)
+
+
+def lista_step_reference(
+    codes: Tensor,
+    signal: Tensor,
+    dictionary: Tensor,
+    *,
+    step: float,
+    threshold: float,
+    nonlinearity: str = "soft_threshold",
+) -> Tensor:
+    """`S_θ(H + (1/c)(X − H Dᵀ) D)`, in any dtype, differentiated by torch."""
+    return shrink_reference(codes + step * (signal - codes @ dictionary.mT) @ dictionary, threshold, nonlinearity)
+
+
+@outside_autocast
+def _forward(
+    codes: Tensor,  # [rows, m]
+    signal: Tensor,  # [rows, n]
+    dictionary: Tensor,  # [n, m], maybe of a wider dtype
+    step: float,
+    threshold: float,
+    nonlinearity: Nonlinearity,
+    keep_residual: bool,  # for the gradient of the dictionary
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The next codes `[rows, m]` and the residual `[rows, n]`, or `[0, n]` if it is not kept."""
+    dictionary = dictionary.to(codes.dtype)
+    if backend == "triton":
+        try:
+            if signal.shape[1] <= WIDEST:
+                from cdt_fast.kernels import lista_step as kernels
+
+                blocks = blocks_for(kernels.BLOCKS, codes)
+                return kernels.forward(codes, signal, dictionary, step, threshold, nonlinearity, keep_residual, blocks)
+            from cdt_fast.kernels import residual_linear
+
+            # Wider residuals do not fit a block: cuBLAS forms the residual, and a kernel does the rest.
+            residual = torch.addmm(signal, codes, dictionary.mT, alpha=-1)
+            blocks = blocks_for(residual_linear.BLOCKS, codes)
+            next_codes = residual_linear.forward(residual, dictionary, codes, step, threshold, nonlinearity, blocks)
+            return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
+        except Exception as error:
+            disable_kernel("lista_step", error)
+    residual = torch.addmm(signal, codes, dictionary.mT, alpha=-1)
+    next_codes = shrink_(torch.addmm(codes, residual, dictionary, alpha=step), threshold, nonlinearity)
+    return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
+
+
+def _forward_fake(
+    codes: Tensor, signal: Tensor, dictionary: Tensor, step: Any, threshold: Any, name: Any, keeps: bool, backend: Any
+) -> tuple[Tensor, Tensor]:
+    return codes.new_empty(codes.shape), codes.new_empty((signal.shape[0] if keeps else 0, signal.shape[1]))
+
+
+@outside_autocast
+def _gradients(
+    grad_output: Tensor,  # dH⁺, [rows, m]
+    output: Tensor,  # H⁺, [rows, m]
+    dictionary: Tensor,
+    codes: Tensor | None,  # H, for the gradient of the dictionary
+    residual: Tensor | None,  # X − H Dᵀ, likewise
+    step: float,
+    nonlinearity: Nonlinearity,
+    needs_codes: bool,
+    needs_signal: bool,
+    needs_dictionary: bool,
+    backend: str,
+) -> list[Tensor]:
+    """The gradients that are needed, of the codes, the signal and the dictionary."""
+    atoms = dictionary.to(output.dtype)
+    grad_codes = grad_dictionary = None
+    fused = backend == "triton" and atoms.shape[0] <= WIDEST
+    if fused:
+        from cdt_fast.kernels import lista_step as kernels
+
+        try:
+            grad_codes, grad_residual, grad_update = kernels.backward(
+                *(grad_output, output, atoms, step, nonlinearity, needs_codes, needs_dictionary),
+                blocks_for(kernels.BLOCKS, output),
+            )
+        except Exception as error:
+            disable_kernel("lista_step", error)
+            fused = False
+    if not fused:
+        grad_update = shrink_backward(grad_output, output, nonlinearity)
+        grad_residual = torch.mm(grad_update, atoms.mT).mul_(step)
+    if needs_dictionary:
+        assert codes is not None
+        assert residual is not None
+        # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
+        wide = torch.promote_types(dictionary.dtype, torch.float32)
+        grad_dictionary = product_over_rows(residual, grad_update, wide).mul_(step)
+        grad_dictionary.sub_(product_over_rows(grad_residual, codes, wide))
+        grad_dictionary = grad_dictionary.to(dictionary.dtype)
+    if needs_codes and not fused:
+        # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
+        grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
+    return compress((grad_codes, grad_residual, grad_dictionary), (needs_codes, needs_signal, needs_dictionary))
+
+
+def _gradients_fake(grad_output: Tensor, output: Tensor, dictionary: Tensor, *others: Any) -> list[Tensor]:
+    *_, needs_codes, needs_signal, needs_dictionary, _ = others
+    return [
+        *([output.new_empty(output.shape)] if needs_codes else []),
+        *([output.new_empty((output.shape[0], dictionary.shape[0]))] if needs_signal else []),
+        *([dictionary.new_empty(dictionary.shape)] if needs_dictionary else []),
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    codes, _, dictionary, ctx.step, _, ctx.nonlinearity, keeps, ctx.backend = inputs
+    next_codes, residual = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(residual)
+    # The codes before and the residual are kept for the dictionary's gradient alone.
+    ctx.save_for_backward(next_codes, dictionary, codes if keeps else None, residual if keeps else None)
+
+
+@once_differentiable("lista_step")
+def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
+    if grad_output is None:
+        return (None,) * 8
+    next_codes, dictionary, codes, residual = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    call = _gradients if is_plain_eager(grad_output, next_codes) else _gradients_operator
+    found = call(grad_output, next_codes, dictionary, codes, residual, ctx.step, ctx.nonlinearity, *needs, ctx.backend)
+    return *scatter(found, needs), None, None, None, None, None
+
+
+class _ListaStep(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+
+_operator = define(
+    "lista_step",
+    "(Tensor codes, Tensor signal, Tensor dictionary, float step, float threshold, str nonlinearity, "
+    "bool keep_residual, str backend) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+_operator.register_autograd(_backward, setup_context=_setup_context)
+_gradients_operator = define(
+    "lista_step_backward",
+    "(Tensor grad_output, Tensor output, Tensor dictionary, Tensor? codes, Tensor? residual, float step, "
+    "str nonlinearity, bool needs_codes, bool needs_signal, bool needs_dictionary, str backend) -> Tensor[]",
+    _gradients,
+    _gradients_fake,
+)

@@ -1,0 +1,222 @@
+"""A linear map, added to a residual and put through a nonlinearity: `φ(residual + α x W)` (docs/maths.md §6)."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from cdt_fast.checks import InputError, check_choice
+from cdt_fast.ops.common import (
+    Nonlinearity,
+    blocks_for,
+    caller,
+    check_factor,
+    check_shape,
+    check_tensor,
+    check_together,
+    choose_backend,
+    compress,
+    compute_dtype,
+    define,
+    disable_kernel,
+    effective_nonlinearity,
+    is_plain_eager,
+    once_differentiable,
+    outside_autocast,
+    product_over_rows,
+    refuse_transforms,
+    rows_of,
+    scatter,
+    shrink_,
+    shrink_backward,
+    shrink_reference,
+)
+
+__all__ = ["residual_linear", "residual_linear_reference"]
+
+
+def residual_linear(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    *,
+    alpha: float = 1.0,
+    nonlinearity: Nonlinearity = "relu",
+    threshold: float = 0.0,
+) -> Tensor:
+    """A linear map whose result is added to a residual, then a nonlinearity: `φ(residual + α x W)`.
+
+    The second half of a text UT layer is one, `ReLU(R + Y⁺ W_f)`, and so is that of a LISTA step,
+    `S_θ(H + (1/c)(X − H Dᵀ) D)`. The products sum in at least float32.
+
+    Args:
+        x: `[..., n]`.
+        weight: W, `[n, m]`; any strides, so that a transposed weight costs no copy.
+        residual: `[..., m]` with the leading dimensions of `x`, or `[m]`: a learned bias.
+        alpha: α, the factor of the product.
+        nonlinearity: "relu" for `max(v, 0)`, "soft_threshold" for `S_θ`, "hard_threshold" for `v [|v| > θ]`,
+            "identity" for none.
+        threshold: θ ≥ 0 of the thresholds; the others do not use it.
+
+    Returns:
+        `[..., m]` in the dtype of the arguments (under autocast: autocast's dtype; the gradients of `weight` and of a
+        bias are still summed over the tokens in their own dtype).
+
+    Raises:
+        InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
+
+    Source: "A Constrained Optimization Perspective of Unrolled Transformers", the feed-forward half-step.
+    """
+    check_tensor("x", x, 1, "[..., n]")
+    check_tensor("weight", weight, 2, "[n, m]")
+    check_tensor("residual", residual, 1, "[..., m] or [m]")
+    check_shape("weight", weight, (x.shape[-1], weight.shape[-1]), "width of x by any width")
+    shapes = (weight.shape[1],), (*x.shape[:-1], weight.shape[1])
+    if tuple(residual.shape) not in shapes:
+        raise InputError(f"residual must have shape {shapes[0]} or {shapes[1]}, got {tuple(residual.shape)}")
+    check_together(x=x, weight=weight, residual=residual)
+    check_choice("nonlinearity", nonlinearity, get_args(Nonlinearity))
+    refuse_transforms("residual_linear", x, weight, residual)
+    dtype = compute_dtype(x)
+    alpha = check_factor("alpha", alpha, dtype=dtype)
+    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
+    rows = rows_of(x).to(dtype)
+    output = caller(_ResidualLinear, _operator, x, weight, residual)(
+        rows,
+        weight,
+        residual if residual.dim() == 1 else rows_of(residual),
+        alpha,
+        threshold,
+        effective_nonlinearity(nonlinearity, threshold),
+        choose_backend("residual_linear", rows, multiplies=True),
+    )
+    return output.view(*x.shape[:-1], weight.shape[1])
+
+
+def residual_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    *,
+    alpha: float = 1.0,
+    nonlinearity: str = "relu",
+    threshold: float = 0.0,
+) -> Tensor:
+    """`φ(residual + α x W)`, in any dtype, differentiated by torch."""
+    return shrink_reference(residual + alpha * (x @ weight), threshold, nonlinearity)
+
+
+@outside_autocast
+def _forward(
+    x: Tensor,  # [rows, n]
+    weight: Tensor,  # [n, m], maybe of a wider dtype
+    residual: Tensor,  # [rows, m] or [m], likewise
+    alpha: float,
+    threshold: float,
+    nonlinearity: Nonlinearity,
+    backend: str,
+) -> Tensor:
+    """`[rows, m]`, contiguous, in the dtype of x."""
+    weight = weight.to(x.dtype)
+    if backend == "triton":
+        from cdt_fast.kernels import residual_linear as kernels
+
+        try:
+            blocks = blocks_for(kernels.BLOCKS, x)
+            return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
+        except Exception as error:
+            disable_kernel("residual_linear", error)
+    return shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)
+
+
+def _forward_fake(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+@outside_autocast
+def _gradients(
+    grad_output: Tensor,  # [rows, m]
+    output: Tensor | None,  # [rows, m]; None for "identity"
+    x: Tensor | None,  # [rows, n], for the gradient of the weight
+    weight: Tensor | None,  # [n, m], for the gradient of x
+    weight_dtype: torch.dtype,
+    alpha: float,
+    nonlinearity: Nonlinearity,
+    needs_residual: bool,
+) -> list[Tensor]:
+    """The gradients of x (given `weight`), of the weight (given `x`) and of the residual's rows, in plain torch."""
+    gradients = []
+    grad_update = grad_output if output is None else shrink_backward(grad_output, output, nonlinearity)
+    if weight is not None:
+        gradients.append(torch.mm(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha))
+    if x is not None:
+        gradients.append(product_over_rows(x, grad_update, weight_dtype).mul_(alpha))
+    if needs_residual:
+        gradients.append(grad_output.clone(memory_format=torch.contiguous_format) if output is None else grad_update)
+    return gradients
+
+
+def _gradients_fake(
+    grad_output: Tensor,
+    output: Tensor | None,
+    x: Tensor | None,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+    *others: Any,
+) -> list[Tensor]:
+    rows, columns = grad_output.shape
+    shapes = (
+        None if weight is None else grad_output.new_empty((rows, weight.shape[0])),
+        None if x is None else grad_output.new_empty((x.shape[1], columns), dtype=dtype),
+        grad_output.new_empty((rows, columns)),
+    )
+    return compress(shapes, (weight is not None, x is not None, others[-1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, residual, ctx.alpha, _, ctx.nonlinearity, _ = inputs
+    ctx.set_materialize_grads(False)
+    needs_x, needs_weight, _ = ctx.needs_input_grad[:3]
+    # What no needed gradient reads is not kept: it may be the largest tensor of the layer.
+    ctx.save_for_backward(
+        None if ctx.nonlinearity == "identity" else output, x if needs_weight else None, weight if needs_x else None
+    )
+    ctx.weight_dtype, ctx.residual_dtype, ctx.residual_is_bias = weight.dtype, residual.dtype, residual.dim() == 1
+
+
+@once_differentiable("residual_linear")
+def _backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
+    if grad_output is None:
+        return (None,) * 7
+    needs = ctx.needs_input_grad[:3]
+    saved = ctx.saved_tensors
+    call = _gradients if is_plain_eager(grad_output, *saved) else _gradients_operator
+    found = call(grad_output, *saved, ctx.weight_dtype, ctx.alpha, ctx.nonlinearity, needs[2])
+    if needs[2]:
+        rows, dtype = found[-1], ctx.residual_dtype
+        found[-1] = rows.sum(0, dtype=dtype) if ctx.residual_is_bias else rows.to(dtype)
+    return *scatter(found, needs), None, None, None, None
+
+
+class _ResidualLinear(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+
+_operator = define(
+    "residual_linear",
+    "(Tensor x, Tensor weight, Tensor residual, float alpha, float threshold, str nonlinearity, str backend) -> Tensor",
+    _forward,
+    _forward_fake,
+)
+_operator.register_autograd(_backward, setup_context=_setup_context)
+_gradients_operator = define(
+    "residual_linear_backward",
+    "(Tensor grad_output, Tensor? output, Tensor? x, Tensor? weight, ScalarType weight_dtype, float alpha, "
+    "str nonlinearity, bool needs_residual) -> Tensor[]",
+    _gradients,
+    _gradients_fake,
+)

@@ -1,0 +1,450 @@
+"""Symmetric softmax attention: one projection serves queries, keys and, unless given, values (docs/maths.md §5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdt_fast.ops.common import (
+    LONGEST,
+    WIDEST,
+    blocks_for,
+    budget,
+    caller,
+    check_factor,
+    check_flag,
+    check_lengths,
+    check_shape,
+    check_tensor,
+    check_together,
+    choose_backend,
+    clear_padding_,
+    compute_dtype,
+    define,
+    disable_kernel,
+    is_plain_eager,
+    length_of_each,
+    once_differentiable,
+    outside_autocast,
+    padding_mask,
+    refuse_transforms,
+    scatter,
+    sequences,
+    wide_product,
+    without_padding,
+)
+
+__all__ = ["symmetric_attention", "symmetric_attention_reference"]
+
+# On a CPU the attention of a call is kept for its backward if it has no more bytes: computing it again takes longer.
+KEPT_BYTES = 64 * 2**20
+# Plain torch forms this many bytes of scores at a time: memory then grows with T and not with T². On a CPU a quarter of
+# it would leave products of so few rows (256 of 4,096 tokens) that they take a fifth to a third longer; without a
+# kernel many small products would leave a GPU idle.
+PANEL_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
+# Tokens of fewer bytes are multiplied twice faster than a matrix and its transpose are added.
+BYTES_OF_A_SUM = 256
+
+
+def symmetric_attention(
+    z: Tensor,
+    values: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    lengths: Tensor | None = None,
+    energy: bool = False,
+) -> Tensor:
+    """Attention whose queries and keys are the same projection: `softmax_rows(scale · z zᵀ) · values`.
+
+    The scores are symmetric, so that the backward needs five products where attention with separate queries, keys
+    and values needs seven. Scores and softmax are computed in at least float32.
+
+    Args:
+        z: `[..., T, d]`, one projection of the tokens; any float dtype, any strides.
+        values: `[..., T, k]`, default `z` itself.
+        scale: β, the factor of the scores.
+        lengths: `[...]` integers, the number of tokens that count in each sequence. Padding takes part in no row, its
+            own rows are zero, and no gradient reaches it.
+        energy: use the scores `scale · (z_iᵀ z_j − ½‖z_j‖²)`. With them a step never raises the energy
+            `−Σ_{i<j} exp(−½‖z_i − z_j‖²) + ½ Σ‖z_i‖²` (for scale 1), whatever the norms of the tokens.
+
+    Returns:
+        `[..., T, k]` in the dtype of `values` (under autocast: autocast's dtype).
+
+    Raises:
+        InputError: an argument has the wrong rank, shape, dtype or device.
+
+    Source: "A Constrained Optimization Perspective of Unrolled Transformers", the attention half-step.
+    """
+    check_tensor("z", z, 2, "[..., T, d]")
+    if values is not None:
+        check_tensor("values", values, 2, "[..., T, k]")
+        check_shape("values", values, (*z.shape[:-1], values.shape[-1]), "the tokens of z by any width")
+    check_together(z=z, values=values)
+    check_lengths(lengths, z)
+    refuse_transforms("symmetric_attention", z, values)
+    if values is z:
+        values = None  # one gradient for the tied projection, not two to be added
+    dtype = compute_dtype(z)
+    tokens = sequences(z, dtype)
+    # No tile holds the rows of a long sequence of wide tokens: a kernel would form their scores anew for each chunk of
+    # the result, in 2.8 to 5.2 times the FLOP of the library's products.
+    backend = choose_backend("symmetric_attention", tokens, multiplies=True)
+    if tokens.shape[1] > LONGEST and max(z.shape[-1], 0 if values is None else values.shape[-1]) > WIDEST:
+        backend = "torch"
+    output, *_ = caller(_SymmetricAttention, _operator, z, values)(
+        tokens,
+        None if values is None else sequences(values, dtype),
+        length_of_each(lengths),
+        check_factor("scale", scale, dtype=dtype),
+        check_flag("energy", energy),
+        torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad)),
+        backend,
+    )
+    return output.view(*z.shape[:-1], output.shape[-1])
+
+
+def symmetric_attention_reference(
+    z: Tensor,
+    values: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    lengths: Tensor | None = None,
+    energy: bool = False,
+) -> Tensor:
+    """The formula of `symmetric_attention`, in any dtype, differentiated by torch."""
+    padding = padding_mask(lengths, z)
+    z = without_padding(z, padding)
+    values = z if values is None else without_padding(values, padding)
+    scores = z @ z.mT
+    if energy:
+        scores = scores - 0.5 * z.square().sum(-1).unsqueeze(-2)
+    scores = scale * scores
+    if padding is not None:
+        scores = scores.masked_fill(padding.unsqueeze(-2), float("-inf"))
+    attention = torch.softmax(scores, -1)
+    if padding is not None:
+        attention = attention.masked_fill(padding.unsqueeze(-1), 0.0)
+    return attention @ values
+
+
+@outside_autocast
+def _forward(
+    z: Tensor,  # [B, T, d], contiguous
+    values: Tensor | None,  # V, [B, T, k], contiguous; None: z
+    lengths: Tensor | None,  # [B], the tokens that count
+    scale: float,
+    energy: bool,
+    keeps: bool,  # what the gradient can use
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the log-sum-exp of the rows, and what else a backward can use.
+
+    The log-sum-exp `[B, T]` is the kernels', and else empty. With them the last is what rounding took from the output,
+    if it is kept; in plain torch it is the attention, if it is kept; else it is empty.
+    """
+    if backend == "triton":
+        from cdt_fast.kernels import symmetric_attention as kernels
+
+        try:
+            if z.shape[1] <= LONGEST:
+                blocks = blocks_for(kernels.PACKED_BLOCKS, z, z.shape[1])
+                output, log_sum_exp = kernels.packed_forward(z, values, lengths, scale, energy, blocks)
+                return output, log_sum_exp, output.new_empty(0)
+            blocks = blocks_for(kernels.STREAMING_BLOCKS, z, _widest(z, values))
+            remains = keeps and z.element_size() == 2
+            output, log_sum_exp, kept = kernels.streaming_forward(z, values, lengths, scale, energy, remains, blocks)
+            return output, log_sum_exp, output.new_empty(0) if kept is None else kept
+        except Exception as error:
+            disable_kernel("symmetric_attention", error)
+    kept = _memory_to_keep(z, values, keeps)
+    output = torch.empty_like(z if values is None else values)
+    padding = padding_mask(lengths, z)
+    z = without_padding(z, padding)
+    values = z if values is None else without_padding(values, padding)
+    for batch, rows in _panels(z, kept.dtype):
+        weights = attention_matrix(
+            z[batch],
+            scale,
+            None if padding is None else padding[batch],
+            rows=rows,
+            energy=energy,
+            out=_panel(kept, batch, rows) if kept.dim() > 1 else None,
+        )
+        torch.bmm(weights.to(values.dtype), values[batch], out=_panel(output, batch, rows))
+    return output, z.new_empty(0, dtype=kept.dtype), kept
+
+
+def _forward_fake(
+    z: Tensor, values: Tensor | None, lengths: Any, scale: Any, energy: Any, keeps: bool, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    output, on_triton = torch.empty_like(z if values is None else values), backend == "triton"
+    log_sum_exp = z.new_empty(z.shape[:-1] if on_triton else (0,), dtype=torch.promote_types(z.dtype, torch.float32))
+    if not on_triton:
+        return output, log_sum_exp, _memory_to_keep(z, values, keeps)
+    remains = keeps and z.element_size() == 2 and z.shape[1] > LONGEST
+    return output, log_sum_exp, output.new_empty(output.shape if remains else (0,))
+
+
+@outside_autocast
+def _gradients(
+    grad_output: Tensor,  # [B, T, k], contiguous
+    z: Tensor,
+    values: Tensor | None,
+    lengths: Tensor | None,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    kept: Tensor,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+    backend: str,
+) -> list[Tensor]:
+    """The gradients that are needed, of z first; without values all of it is in that of z."""
+    if log_sum_exp.numel() and backend == "triton":
+        from cdt_fast.kernels import symmetric_attention as kernels
+
+        needs = needs_z, needs_values
+        try:
+            if z.shape[1] <= LONGEST:
+                table = kernels.PACKED_BACKWARD_BLOCKS if needs_z else kernels.PACKED_BLOCKS
+                blocks = blocks_for(table, z, z.shape[1])
+                found = kernels.packed_backward(grad_output, z, values, lengths, scale, energy, *needs, blocks)
+            else:
+                blocks = blocks_for(kernels.STREAMING_BACKWARD_BLOCKS, z, _widest(z, values))
+                remainder = kept if kept.dim() > 1 else None
+                found = kernels.streaming_backward(
+                    *(grad_output, z, values, lengths, output, log_sum_exp, remainder),
+                    *(scale, energy, *needs, blocks),
+                )
+            return [gradient for gradient in found if gradient is not None]
+        except Exception as error:
+            disable_kernel("symmetric_attention", error)
+    if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
+        kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
+    padding = padding_mask(lengths, z)
+    grad_output, z = without_padding(grad_output, padding), without_padding(z, padding)
+    values = None if values is None else without_padding(values, padding)
+    gradients = _gradients_in_torch(grad_output, z, values, padding, output, kept, scale, energy, needs_z, needs_values)
+    return [clear_padding_(gradient, padding) for gradient in gradients]
+
+
+def _gradients_fake(grad_output: Tensor, z: Tensor, values: Tensor | None, *others: Any) -> list[Tensor]:
+    *_, needs_z, needs_values, _ = others
+    gradients = [torch.empty_like(z)] if needs_z else []
+    return [*gradients, torch.empty_like(values)] if needs_values and values is not None else gradients
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    z, values, lengths, ctx.scale, ctx.energy, _, ctx.backend = inputs
+    result, log_sum_exp, kept = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(log_sum_exp, kept)
+    ctx.save_for_backward(z, values, lengths, result, log_sum_exp, kept)
+
+
+@once_differentiable("symmetric_attention")
+def _backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]:
+    if grad_output is None:
+        return (None,) * 7
+    needs = ctx.needs_input_grad[:2]
+    saved = ctx.saved_tensors
+    call = _gradients if is_plain_eager(grad_output, saved[0]) else _gradients_operator
+    found = call(grad_output.contiguous(), *saved, ctx.scale, ctx.energy, *needs, ctx.backend)
+    return *scatter(found, needs), None, None, None, None, None
+
+
+class _SymmetricAttention(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+
+_operator = define(
+    "symmetric_attention",
+    "(Tensor z, Tensor? values, Tensor? lengths, float scale, bool energy, bool keeps, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+_operator.register_autograd(_backward, setup_context=_setup_context)
+_gradients_operator = define(
+    "symmetric_attention_backward",
+    "(Tensor grad_output, Tensor z, Tensor? values, Tensor? lengths, Tensor output, Tensor log_sum_exp, Tensor kept, "
+    "float scale, bool energy, bool needs_z, bool needs_values, str backend) -> Tensor[]",
+    _gradients,
+    _gradients_fake,
+)
+
+
+def _widest(z: Tensor, values: Tensor | None) -> int:
+    return max(z.shape[-1], 0 if values is None else values.shape[-1])
+
+
+# Plain torch, a panel of scores at a time
+
+
+def _panels(z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice]]:
+    """Sequences, and rows of them, whose scores fit a panel: several whole sequences, or rows of a single one."""
+    batch, tokens = z.shape[:2]
+    of_a_row = max(1, tokens * dtype.itemsize)
+    most = budget(PANEL_BYTES, z)
+    rows = max(1, min(tokens, most // of_a_row))
+    sequences_a_panel = max(1, most // (of_a_row * tokens)) if rows == tokens else 1
+    for first in range(0, batch, sequences_a_panel):
+        for start in range(0, tokens, rows):
+            yield slice(first, first + sequences_a_panel), slice(start, start + rows)
+
+
+def _panel(tensor: Tensor, batch: slice, rows: slice) -> Tensor:
+    """Rows of some sequences. Those of a single one have the strides of a tensor of their own: torch copies a factor
+    whose batches lie farther apart than they are large, also where there is only one."""
+    if tensor[batch].shape[0] == 1:
+        return tensor[batch.start, rows].unsqueeze(0)
+    return tensor[batch, rows]
+
+
+def _memory_to_keep(z: Tensor, values: Tensor | None, keeps: bool) -> Tensor:
+    """Memory for the attention `[B, T, T]`, if a backward on a CPU may use it; else an empty tensor.
+
+    The attention is kept if it fits `KEPT_BYTES` or is no larger than input and output.
+    """
+    shape, dtype = (*z.shape[:-1], z.shape[1]), torch.promote_types(z.dtype, torch.float32)
+    of_tokens = z.shape[0] * z.shape[1] * (z.shape[-1] + (z if values is None else values).shape[-1]) * z.element_size()
+    fits = math.prod(shape) * dtype.itemsize <= max(KEPT_BYTES, of_tokens)
+    return z.new_empty(shape if keeps and z.device.type == "cpu" and fits else (0,), dtype=dtype)
+
+
+def _gradients_in_torch(
+    grad_output: Tensor,
+    z: Tensor,
+    values: Tensor | None,
+    padding: Tensor | None,
+    output: Tensor,
+    kept: Tensor,
+    scale: float,
+    energy: bool,
+    needs_z: bool,
+    needs_values: bool,
+) -> list[Tensor]:
+    """A panel at a time: `dZ_r += β dS_r z`, `dZ += β dS_rᵀ z_r`, `dV += A_rᵀ dO_r`; with the scores five products in
+    all, where the first two are one."""
+    dtype, tied = kept.dtype, values is None
+    values = z if values is None else values
+    # Sums over the panels of a sequence in at least float32; where a panel holds whole sequences there is no sum.
+    whole = all(rows.stop >= z.shape[1] for _, rows in _panels(z, dtype))
+    sums = z.dtype if whole else torch.promote_types(z.dtype, torch.float32)
+    make = torch.empty_like if whole else torch.zeros_like
+    grad_z = make(z, dtype=sums, memory_format=torch.contiguous_format) if needs_z else None
+    grad_values = None
+    if needs_values and not tied:
+        grad_values = make(values, dtype=sums, memory_format=torch.contiguous_format)
+    # `bmm` and not `@`, which would copy a transposed factor in 16 bits first: at four times the cost of the product.
+    for batch, rows in _panels(z, dtype):
+        here, upstream = z[batch], _panel(grad_output, batch, rows)
+        if kept.dim() > 1:
+            weights = _panel(kept, batch, rows)
+        else:
+            masked = None if padding is None else padding[batch]
+            weights = attention_matrix(here, scale, masked, rows=rows, energy=energy)
+        mixed = weights.to(values.dtype).mT
+        if grad_z is not None:
+            grad_weights = grad_of_attention(upstream, values[batch], _panel(output, batch, rows), dtype)
+            grad_scores = softmax_backward_(grad_weights, weights)
+            of_here = grad_z[batch]
+            if whole:
+                grad_of_both_factors(grad_scores, here, scale, out=of_here)
+                if tied:
+                    of_here.baddbmm_(mixed, upstream)
+            else:
+                narrow = grad_scores.to(z.dtype)
+                grad_z[batch, rows].add_(torch.bmm(narrow, here), alpha=scale)
+                of_here.add_(torch.bmm(narrow.mT, here[:, rows]), alpha=scale)
+                if tied:
+                    of_here += torch.bmm(mixed, upstream)
+            if energy:
+                of_here -= (scale * grad_scores.sum(-2).unsqueeze(-1) * here).to(sums)
+        if grad_values is not None:
+            if whole:
+                torch.bmm(mixed, upstream, out=grad_values[batch])
+            else:
+                grad_values[batch] += torch.bmm(mixed, upstream)
+    return [gradient.to(z.dtype) for gradient in (grad_z, grad_values) if gradient is not None]
+
+
+def attention_matrix(
+    z: Tensor,
+    scale: float,
+    padding: Tensor | None,
+    *,
+    rows: slice = slice(None),
+    energy: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`softmax_rows(scale · z zᵀ)`, `[B, rows, T]`, in `out` if it is given; zero in the rows and columns of padding.
+
+    `z` is `[B, T, d]`, finite at the padding, `[B, T]`; scores and softmax are in at least float32. With `energy` the
+    scores are `scale · (z_iᵀ z_j − ½‖z_j‖²)`.
+    """
+    if out is None:
+        wide = torch.promote_types(z.dtype, torch.float32)
+        out = z.new_empty((z.shape[0], z[:, rows].shape[1], z.shape[1]), dtype=wide)
+    _scores_into(out, z, scale, padding, rows, energy)
+    # Over the scores: what is read again must not leave the caches for memory that is written once.
+    attention = torch.softmax(out, -1, out=out)
+    return attention if padding is None else attention.masked_fill_(padding[..., rows].unsqueeze(-1), 0.0)
+
+
+def _scores_into(out: Tensor, z: Tensor, scale: float, padding: Tensor | None, rows: slice, energy: bool) -> None:
+    if z.device.type == "cpu":
+        z = z.to(out.dtype)
+    # A factor of the tokens costs less than one of the scores; but 16 bits would round it.
+    early = scale if z.dtype == out.dtype else 1.0
+    some = z[:, rows]
+    wide_product(some if early == 1.0 else some * early, z.mT, out.dtype, out=out)
+    if scale != early:
+        out *= scale
+    if energy:
+        out -= (0.5 * scale) * z.to(out.dtype).square().sum(-1).unsqueeze(-2)
+    if padding is not None:
+        out.masked_fill_(padding.unsqueeze(-2), float("-inf"))
+
+
+def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dO Vᵀ`, `[B, rows, T]`, less any number a row, to which `softmax_backward_` is blind: from dO, V and O.
+
+    In bfloat16 on a CPU the number is about `dOᵀ O`, the mean that the softmax's gradient subtracts: the product would
+    lose in rounding what remains of it where the values of a sequence are much alike.
+    """
+    if given.dtype != torch.bfloat16 or given.device.type != "cpu":
+        return wide_product(given, values.mT, dtype)
+    mean = (given * output).sum(-1, keepdim=True)
+    return torch.baddbmm(mean, given, values.mT, beta=-1)
+
+
+def softmax_backward_(grad_attention: Tensor, attention: Tensor) -> Tensor:
+    """The gradient of the scores, from that of `softmax_rows(scores)`: `A ∘ (dA − rowsum(A ∘ dA))`.
+
+    In the dtype of the attention; where that is `grad_attention`'s, it is written over it.
+    """
+    found = grad_attention.to(attention.dtype)
+    return torch.ops.aten._softmax_backward_data.out(found, attention, -1, attention.dtype, grad_input=found)
+
+
+def grad_of_both_factors(grad_scores: Tensor, z: Tensor, scale: float, out: Tensor) -> None:
+    """`β (dS + dSᵀ) z`, as one product where that costs more than the sum of a matrix and its transpose."""
+    alpha = scale or 1.0  # torch's product of bfloat16 returns before it writes where alpha is zero
+    if z.shape[-1] * z.element_size() >= BYTES_OF_A_SUM:
+        both = (grad_scores + grad_scores.mT).to(z.dtype)
+        torch.baddbmm(out, both, z, beta=0, alpha=alpha, out=out)
+    else:
+        narrow = grad_scores.to(z.dtype)
+        torch.baddbmm(out, narrow, z, beta=0, alpha=alpha, out=out)
+        out.baddbmm_(narrow.mT, z, alpha=alpha)
+    if not scale:
+        out.mul_(scale)

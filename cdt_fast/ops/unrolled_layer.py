@@ -1,0 +1,661 @@
+"""The unrolled layer: attention, LISTA residual, shrinkage and the next projection (docs/maths.md §7)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdt_fast.checks import InputError
+from cdt_fast.ops.common import (
+    LONGEST,
+    WIDEST,
+    LayerNonlinearity,
+    Nonlinearity,
+    add_product,
+    blocks_for,
+    caller,
+    card_of,
+    check_factor,
+    check_lengths,
+    check_lista_arguments,
+    check_shape,
+    check_tensor,
+    check_together,
+    choose_backend,
+    clear_padding_,
+    compress,
+    compute_dtype,
+    define,
+    disable_kernel,
+    effective_nonlinearity,
+    is_plain_eager,
+    length_of_each,
+    once_differentiable,
+    outside_autocast,
+    padding_mask,
+    product_over_rows,
+    refuse_transforms,
+    rows_of,
+    scatter,
+    sequences,
+    shrink_,
+    shrink_backward,
+    shrink_reference,
+    without_autocast,
+    without_padding,
+)
+from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss, squared_errors
+from cdt_fast.ops.residual_linear import residual_linear
+from cdt_fast.ops.symmetric_attention import (
+    attention_matrix,
+    grad_of_both_factors,
+    softmax_backward_,
+    symmetric_attention,
+    symmetric_attention_reference,
+)
+
+__all__ = ["UnrolledLayer", "unrolled_layer", "unrolled_layer_reference"]
+
+# Beyond this many bytes plain torch does not hold the scores of all sequences at once.
+HELD_SCORE_BYTES = 64 * 2**20
+
+
+class UnrolledLayer(NamedTuple):
+    """What a layer returns."""
+
+    codes: Tensor  # H⁺, [..., T, m]
+    projection: Tensor  # Z⁺, [..., T, k]
+    error: Tensor | None  # [], the squared error of Z⁺; None without a target
+
+
+def unrolled_layer(
+    codes: Tensor | None,
+    signal: Tensor,
+    dictionary: Tensor,
+    *,
+    step: float,
+    threshold: float,
+    scale: float = 1.0,
+    nonlinearity: LayerNonlinearity = "soft_threshold",
+    projection: Tensor | None = None,
+    lengths: Tensor | None = None,
+    next_dictionary: Tensor | None = None,
+    target: Tensor | None = None,
+    casts: tuple[Tensor, Tensor | None] | None = None,
+) -> UnrolledLayer:
+    """One layer of DUST (or of UT for video), and the projection of its codes that the next layer starts from.
+
+        Z = H Dᵀ,   A = softmax_rows(β Z Zᵀ),   H⁺ = S_θ(A H + (1/c)(X − A Z) D),   Z⁺ = H⁺ D⁺ᵀ
+
+    The identity `D (A H) = A Z` makes one projection serve as attention feature, as ingredient of the residual and,
+    at the same time, as the reconstruction `x̂ = Z` that the loss reads. Hand `Z⁺` to the next layer as `projection`,
+    and a layer costs two large products forward and four backward, where the written-out layer costs four and eight.
+
+    Args:
+        codes: H, `[..., T, m]`; None: `(1/c) X D`, the first codes of a network, which are then never formed: that
+            saves two large products forward and three backward.
+        signal: X, `[..., T, n]`.
+        dictionary: D, `[n, m]`.
+        step: 1/c ≥ 0; with `c ≥ ‖D‖₂²` the LISTA half-step never raises its objective.
+        threshold: θ = λ₁/c ≥ 0; "relu" does not use it.
+        scale: β, the factor of the attention scores.
+        nonlinearity: "soft_threshold", or in its place "hard_threshold" for `v [|v| > θ]` or "relu" for `max(v, 0)`.
+        projection: Z = `codes @ dictionary.T`, `[..., T, n]`, where the caller has it already; it is not checked. Its
+            gradient flows to the tensor given.
+        lengths: `[...]` integers, the number of tokens that count in each sequence; results are zero at padding.
+        next_dictionary: D⁺, `[k, m]`, default `dictionary`.
+        target: S, `[..., T, k]` in any dtype, what `Z⁺` is to reconstruct. It gets no gradient.
+        casts: `dictionary` and `next_dictionary` in the dtype of the products, contiguous, where the caller has them
+            already (a network casts each once, not in every layer); they are not checked, and get no gradient.
+
+    Returns:
+        A named tuple: the next codes `[..., T, m]` and their projection `[..., T, k]`, in the dtype of the arguments
+        (under autocast: autocast's dtype), and the squared error `Σ‖Z⁺ − S‖²` over all tokens that count, one number in
+        at least float32, whose gradient joins that of `Z⁺` inside the layer's own backward; None without a target.
+
+    Raises:
+        InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
+    """
+    check_lista_arguments(codes, signal, dictionary, nonlinearity, rank=2)
+    dtype = compute_dtype(signal)
+    step = check_factor("step", step, non_negative=True, dtype=dtype)
+    if projection is not None:
+        check_tensor("projection", projection, 2, "[..., T, n]")
+        check_shape("projection", projection, tuple(signal.shape), "as signal")
+    if next_dictionary is dictionary:
+        next_dictionary = None  # one gradient for the tied dictionary, not two to be added
+    code_width = dictionary.shape[1]
+    if next_dictionary is not None:
+        check_tensor("next_dictionary", next_dictionary, 2, "[k, m]")
+        check_shape("next_dictionary", next_dictionary, (next_dictionary.shape[0], code_width), "any by m")
+    next_shape = (*signal.shape[:-1], (dictionary if next_dictionary is None else next_dictionary).shape[0])
+    if target is not None:
+        check_tensor("target", target, 2, "[..., T, k]")
+        check_shape("target", target, next_shape, "the tokens of signal by the width of the next projection")
+        if target.device != signal.device:
+            raise InputError(f"target is on {target.device} but signal is on {signal.device}: move one of them")
+    check_together(codes=codes, signal=signal, projection=projection, next_dictionary=next_dictionary)
+    check_lengths(lengths, signal)
+    refuse_transforms("unrolled_layer", codes, signal, dictionary, projection, next_dictionary)
+    if codes is None and projection is None:
+        counted = without_padding(signal, padding_mask(lengths, signal))
+        projection = counted @ (step * dictionary @ dictionary.mT)
+    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
+    rows = sequences(signal, dtype)
+    scale = check_factor("scale", scale, dtype=dtype)
+    codes_given = None if codes is None else sequences(codes, dtype)
+    projection = None if projection is None else sequences(projection, dtype)
+    target = None if target is None else sequences(target.detach(), target.dtype)
+    lengths = length_of_each(lengths)
+    nonlinearity_used = effective_nonlinearity(nonlinearity, threshold)
+    backend = choose_backend("unrolled_layer", rows, multiplies=True)
+    tensors = rows, codes_given, dictionary, projection, next_dictionary
+    numbers = step, threshold, scale, nonlinearity_used
+    if _runs_as_one(rows, next_dictionary, backend):
+        if casts is None and dictionary.dtype != dtype:  # once, for both directions
+            casts = _cast(dictionary, dtype), None if next_dictionary is None else _cast(next_dictionary, dtype)
+        low, next_low = (None, None) if casts is None else (casts[0], None if next_dictionary is None else casts[1])
+        call = caller(_UnrolledLayer, _operator, *tensors)
+        next_codes, next_projection, _, error = call(*tensors, target, lengths, low, next_low, *numbers, backend)
+    else:
+        next_codes, next_projection, error = _layer_of_ops(*tensors, target, lengths, *numbers)
+    return UnrolledLayer(
+        next_codes.view(*signal.shape[:-1], code_width),
+        next_projection.view(next_shape),
+        None if target is None else error,
+    )
+
+
+def unrolled_layer_reference(
+    codes: Tensor | None,
+    signal: Tensor,
+    dictionary: Tensor,
+    *,
+    step: float,
+    threshold: float,
+    scale: float = 1.0,
+    nonlinearity: str = "soft_threshold",
+    lengths: Tensor | None = None,
+    next_dictionary: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The layer written out, without the identity: four large products, in any dtype, differentiated by torch."""
+    if codes is None:
+        codes = step * signal @ dictionary
+    padding = padding_mask(lengths, codes)
+    codes, signal = without_padding(codes, padding), without_padding(signal, padding)
+    mixed = symmetric_attention_reference(codes @ dictionary.mT, codes, scale=scale, lengths=lengths)
+    residual = signal - mixed @ dictionary.mT
+    next_codes = shrink_reference(mixed + step * residual @ dictionary, threshold, nonlinearity)
+    return next_codes, next_codes @ (dictionary if next_dictionary is None else next_dictionary).mT
+
+
+def _cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    return matrix.detach().to(dtype, memory_format=torch.contiguous_format)
+
+
+def _runs_as_one(signal: Tensor, next_dictionary: Tensor | None, backend: str) -> bool:
+    """Whether a tile of the kernel holds the layer, or plain torch holds all its scores."""
+    batch, tokens, width = signal.shape
+    if backend == "torch":
+        return batch * tokens**2 * max(4, signal.element_size()) <= HELD_SCORE_BYTES
+    widest = width if next_dictionary is None else max(width, next_dictionary.shape[0])
+    return fused_unsupported_reason(tokens, widest, signal.dtype) is None
+
+
+def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> str | None:
+    """Why no kernel holds the whole layer in its tiles, or None if one does.
+
+    `tokens` are those of a sequence; `widest` is the greater width, of the signal or of the next projection.
+    """
+    if dtype.itemsize != 2:
+        return "tiles of float32 leave no shared memory for the dictionary"
+    if tokens > LONGEST:
+        return f"a tile holds sequences of up to {LONGEST} tokens, got {tokens}"
+    return f"a tile holds patches of up to {WIDEST} pixels, got {widest}" if widest > WIDEST else None
+
+
+def _layer_of_ops(
+    signal: Tensor,
+    codes: Tensor | None,
+    dictionary: Tensor,
+    projection: Tensor | None,
+    next_dictionary: Tensor | None,
+    target: Tensor | None,
+    lengths: Tensor | None,
+    step: float,
+    threshold: float,
+    scale: float,
+    nonlinearity: Nonlinearity,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The layer made of other ops, for sizes that do not run as one; H⁺, Z⁺ and the squared error, if any."""
+    dtype, padding = signal.dtype, padding_mask(lengths, signal)
+    dictionary = dictionary.to(dtype)
+    following = dictionary if next_dictionary is None else next_dictionary.to(dtype)
+    with without_autocast(signal):
+        residual = without_padding(signal, padding)
+        if projection is None:
+            assert codes is not None  # without codes the caller has computed a projection
+            projection = without_padding(codes, padding) @ dictionary.mT
+        alone = residual.shape[-2] == 1  # the attention of a single token is 1
+        if codes is None:
+            mixed = residual.new_zeros(dictionary.shape[1])
+            if alone:
+                residual = torch.lerp(without_padding(projection, padding), residual, 2.0)
+            else:
+                values = residual - without_padding(projection, padding)
+                residual = residual + symmetric_attention(projection, values, scale=scale, lengths=lengths)
+        elif alone:
+            mixed, residual = without_padding(codes, padding), residual - without_padding(projection, padding)
+        else:
+            mixed = symmetric_attention(projection, codes, scale=scale, lengths=lengths)
+            residual = residual - symmetric_attention(projection, scale=scale, lengths=lengths)
+        next_codes = residual_linear(
+            residual, dictionary, mixed, alpha=step, nonlinearity=nonlinearity, threshold=threshold
+        )
+        next_projection = next_codes @ following.mT
+    if target is None:
+        return next_codes, next_projection, None
+    tokens = next_codes.shape[:-1].numel()
+    if not tokens:
+        return next_codes, next_projection, next_projection.sum(dtype=torch.promote_types(dtype, torch.float32))
+    target = without_padding(target, padding)
+    if target.dtype == torch.float64 and dtype != torch.float64:
+        target = target.float()  # no kernel reads float64, and the error is not summed in it
+    losses = layerwise_reconstruction_loss([next_projection], target)
+    return next_codes, next_projection, losses.per_depth[0] * tokens
+
+
+# The layer as one operator
+
+
+@outside_autocast
+def _forward(
+    signal: Tensor,  # X, [B, T, n], contiguous
+    codes: Tensor | None,  # H, [B, T, m], contiguous; None: step · X D
+    dictionary: Tensor,  # D, [n, m], maybe of a wider dtype
+    projection: Tensor | None,  # Z = H Dᵀ, [B, T, n], contiguous; None: it is computed
+    next_dictionary: Tensor | None,  # D⁺, [k, m]; None: D
+    target: Tensor | None,  # S, [B, T, k], for the squared error of Z⁺
+    lengths: Tensor | None,  # [B], the tokens that count
+    low: Tensor | None,  # D in the dtype of the tokens, contiguous, if it is there already
+    next_low: Tensor | None,  # D⁺ likewise
+    step: float,
+    threshold: float,
+    scale: float,
+    nonlinearity: Nonlinearity,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
+    given = projection is not None
+    dictionary, next_dictionary = _of_tokens(dictionary, next_dictionary, low, next_low, signal.dtype, backend)
+    if projection is None:
+        assert codes is not None  # without codes the caller has computed a projection
+        tokens = without_padding(codes, padding_mask(lengths, signal))
+        projection = _product_of_tokens(tokens, dictionary.mT)
+    found = None
+    tensors = codes, signal, dictionary, projection, next_dictionary, target, lengths
+    if backend == "triton":
+        from cdt_fast.kernels import unrolled_layer as kernels
+
+        lean = next_dictionary is None and lengths is None and _is_aligned(signal) and _is_aligned(dictionary)
+        widest = max(signal.shape[2], (dictionary if next_dictionary is None else next_dictionary).shape[0])
+        blocks = blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
+        try:
+            found = kernels.forward(*tensors, step, threshold, scale, nonlinearity, card_of(signal).processors, blocks)
+        except Exception as error:
+            disable_kernel("unrolled_layer", error)
+    next_codes, next_projection, errors = found or _forward_in_torch(*tensors, step, threshold, scale, nonlinearity)
+    wide = torch.promote_types(signal.dtype, torch.float32)
+    return (
+        next_codes,
+        next_projection,
+        signal.new_empty(0) if given else projection,
+        signal.new_zeros((), dtype=wide) if errors is None else errors.sum(),
+    )
+
+
+def _forward_fake(
+    signal: Tensor, codes: Any, dictionary: Tensor, projection: Any, next_dictionary: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    next_width = (dictionary if next_dictionary is None else next_dictionary).shape[0]
+    return (
+        signal.new_empty((*signal.shape[:-1], dictionary.shape[1])),
+        signal.new_empty((*signal.shape[:-1], next_width)),
+        torch.empty_like(signal) if projection is None else signal.new_empty(0),
+        signal.new_empty((), dtype=torch.promote_types(signal.dtype, torch.float32)),
+    )
+
+
+@outside_autocast
+def _gradients(
+    signal: Tensor,
+    codes: Tensor | None,
+    dictionary: Tensor,
+    projection: Tensor,
+    next_dictionary: Tensor | None,
+    target: Tensor | None,
+    lengths: Tensor | None,
+    low: Tensor | None,
+    next_low: Tensor | None,
+    next_codes: Tensor,  # H⁺
+    next_projection: Tensor | None,  # Z⁺, read with a target
+    grad_next_codes: Tensor | None,  # None for zeros, as the two that follow
+    grad_next_projection: Tensor | None,
+    grad_error: Tensor | None,  # []
+    step: float,
+    scale: float,
+    nonlinearity: Nonlinearity,
+    projection_given: bool,  # if it was not, its gradient goes on to codes and dictionary
+    needs_signal: bool,
+    needs_codes: bool,
+    needs_dictionary: bool,
+    needs_projection: bool,
+    needs_next_dictionary: bool,
+    backend: str,
+) -> list[Tensor]:
+    """The gradients that are needed, in the order of the arguments."""
+    wide, next_wide, tied = dictionary, next_dictionary, next_dictionary is None
+    dictionary, next_dictionary = _of_tokens(dictionary, next_dictionary, low, next_low, signal.dtype, backend)
+    tensors = codes, signal, dictionary, projection, next_dictionary, target, lengths, next_codes, next_projection
+    upstream = grad_next_codes, grad_next_projection, grad_error
+    projects = needs_projection if projection_given else needs_codes or needs_dictionary
+    needs = needs_codes, needs_signal, needs_dictionary, projects
+    parts = None
+    if backend == "triton":
+        from cdt_fast.kernels import unrolled_layer as kernels
+
+        lean = tied and lengths is None
+        blocks = blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
+        processors = card_of(signal).processors
+        try:
+            parts = kernels.backward(*tensors, *upstream, step, scale, nonlinearity, *needs, processors, blocks)
+        except Exception as error:
+            disable_kernel("unrolled_layer", error)
+    update, residual, grad_next, grad_signal, grad_projection, grad_codes = parts or _backward_in_torch(
+        *tensors, *upstream, step, scale, nonlinearity, *needs
+    )
+    padding = padding_mask(lengths, signal)
+    grad_dictionary = grad_next_dictionary = None
+    if needs_dictionary:
+        assert residual is not None
+        grad_dictionary = product_over_rows(rows_of(residual), rows_of(update), wide.dtype)
+    if needs_dictionary if tied else needs_next_dictionary:
+        if grad_next is not None:
+            rows = rows_of(without_padding(grad_next, padding))
+            if tied and grad_dictionary is not None:
+                _add_product(grad_dictionary, rows, rows_of(next_codes))
+            else:
+                dtype = wide.dtype if next_wide is None else next_wide.dtype
+                grad_next_dictionary = product_over_rows(rows, rows_of(next_codes), dtype)
+        elif next_wide is not None:
+            grad_next_dictionary = next_wide.new_zeros(next_wide.shape)  # a loss of known weight zero
+    if not projection_given and grad_projection is not None:
+        rows = rows_of(grad_projection)
+        if grad_codes is not None:
+            rows_of(grad_codes).addmm_(rows, dictionary)
+        if grad_dictionary is not None:
+            assert codes is not None
+            _add_product(grad_dictionary, rows, rows_of(without_padding(codes, padding)))
+    gradients = grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary
+    return compress(gradients, (needs_signal, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary))
+
+
+def _gradients_fake(*arguments: Any) -> list[Tensor]:
+    tensors, needs = arguments[:5], arguments[18:23]
+    # Contiguous, whatever the strides of a dictionary.
+    return [tensor.new_empty(tensor.shape) for tensor in compress(tensors, needs)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.step, _, ctx.scale, ctx.nonlinearity, ctx.backend = inputs
+    signal, codes, dictionary, given, next_dictionary, target, *others = tensors
+    next_codes, next_projection, computed, error = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(computed, *([error] if target is None else []))
+    ctx.projection_given = given is not None
+    ctx.save_for_backward(
+        *(signal, codes, dictionary, computed if given is None else given, next_dictionary, target, *others),
+        *(next_codes, None if target is None else next_projection),
+    )
+
+
+@once_differentiable("unrolled_layer")
+def _backward(
+    ctx: Any, grad_codes: Tensor | None, grad_projection: Tensor | None, _: None, grad_error: Tensor | None
+) -> tuple[Any, ...]:
+    if grad_codes is None and grad_projection is None and grad_error is None:
+        return (None,) * 14
+    *needs, needs_next = ctx.needs_input_grad[:5]
+    # The codes alone do not depend on the next dictionary.
+    needs.append(needs_next and (grad_projection is not None or grad_error is not None))
+    saved = ctx.saved_tensors
+    call = _gradients if is_plain_eager(grad_codes, grad_projection, grad_error, *saved[:5]) else _gradients_operator
+    found = call(
+        *saved,
+        None if grad_codes is None else grad_codes.contiguous(),
+        None if grad_projection is None else grad_projection.contiguous(),
+        grad_error,
+        *(ctx.step, ctx.scale, ctx.nonlinearity, ctx.projection_given, *needs, ctx.backend),
+    )
+    return *scatter(found, needs), *[None] * 9
+
+
+class _UnrolledLayer(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+
+_TENSORS = (
+    "Tensor signal, Tensor? codes, Tensor dictionary, Tensor? projection, Tensor? next_dictionary, Tensor? target, "
+    "Tensor? lengths, Tensor? low, Tensor? next_low"
+)
+_operator = define(
+    "unrolled_layer",
+    f"({_TENSORS}, float step, float threshold, float scale, str nonlinearity, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+_operator.register_autograd(_backward, setup_context=_setup_context)
+_gradients_operator = define(
+    "unrolled_layer_backward",
+    f"({_TENSORS}, Tensor next_codes, Tensor? next_projection, Tensor? grad_next_codes, Tensor? grad_next_projection, "
+    "Tensor? grad_error, float step, float scale, str nonlinearity, bool projection_given, bool needs_signal, "
+    "bool needs_codes, bool needs_dictionary, bool needs_projection, bool needs_next_dictionary, str backend) "
+    "-> Tensor[]",
+    _gradients,
+    _gradients_fake,
+)
+
+
+def _of_tokens(
+    dictionary: Tensor,
+    next_dictionary: Tensor | None,
+    low: Tensor | None,
+    next_low: Tensor | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Both dictionaries in the dtype of the tokens, for a kernel contiguous."""
+    if low is not None:
+        return low, next_low
+    dictionary, following = dictionary.to(dtype), None if next_dictionary is None else next_dictionary.to(dtype)
+    if backend == "triton":
+        dictionary, following = dictionary.contiguous(), None if following is None else following.contiguous()
+    return dictionary, following
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether rows of a contiguous tensor start on multiples of 16 bytes: else loads are narrow, and the compiler
+    passes what they load through more shared memory."""
+    return (
+        tensor.storage_offset() * tensor.element_size() % 16 == 0 and tensor.shape[-1] * tensor.element_size() % 16 == 0
+    )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += leftᵀ right`, in one launch if the total is wide enough to be summed in."""
+    if total.element_size() < 4:
+        total += product_over_rows(left, right, total.dtype)
+    else:
+        add_product(total, left, right)
+
+
+# Plain torch, with the scores of all sequences at once
+
+
+def _forward_in_torch(
+    codes: Tensor | None,
+    signal: Tensor,
+    dictionary: Tensor,
+    projection: Tensor,
+    next_dictionary: Tensor | None,
+    target: Tensor | None,
+    lengths: Tensor | None,
+    step: float,
+    threshold: float,
+    scale: float,
+    nonlinearity: Nonlinearity,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, its squared error `[1]`."""
+    padding = padding_mask(lengths, signal)
+    signal, projection, values = _signal_projection_values(codes, signal, projection, padding)
+    codes = None if codes is None else without_padding(codes, padding)
+    attention = None  # of a single token it is 1
+    if signal.shape[1] > 1:
+        attention = attention_matrix(projection, scale, padding).to(signal.dtype)
+    residual = _residual(signal, attention, values)
+    if codes is None:
+        next_codes = _product_of_tokens(residual.mul_(step), dictionary)
+    elif attention is None:
+        next_codes = _product_of_tokens(residual.mul_(step), dictionary, codes)
+    else:
+        next_codes = _product_of_tokens(residual, dictionary).baddbmm_(attention, codes, beta=step)
+    shrink_(next_codes, threshold, nonlinearity)
+    next_projection = _product_of_tokens(next_codes, (dictionary if next_dictionary is None else next_dictionary).mT)
+    errors = None if target is None else squared_errors([next_projection], target, padding)
+    return next_codes, next_projection, errors
+
+
+def _backward_in_torch(
+    codes: Tensor | None,
+    signal: Tensor,
+    dictionary: Tensor,
+    projection: Tensor,
+    next_dictionary: Tensor | None,
+    target: Tensor | None,
+    lengths: Tensor | None,
+    next_codes: Tensor,
+    next_projection: Tensor | None,
+    grad_next_codes: Tensor | None,
+    grad_next_projection: Tensor | None,
+    grad_error: Tensor | None,
+    step: float,
+    scale: float,
+    nonlinearity: Nonlinearity,
+    needs_codes: bool,
+    needs_signal: bool,
+    needs_dictionary: bool,
+    needs_projection: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """dU, (1/c)(X − A Z), the whole dZ⁺, dX, dZ and dH; those that are not needed may be None.
+
+    The attention matrix and the residual are computed again (products of width T and n, not m), and the gradient mask
+    is `next codes ≠ 0`. Sums into `[tokens, m]` run in place, inside the products where possible: on a CPU a fresh
+    tensor of that size can cost as much as a product.
+    """
+    padding = padding_mask(lengths, signal)
+    grad_next = _whole_grad(signal.dtype, next_projection, target, grad_next_projection, grad_error, padding)
+    signal, projection, values = _signal_projection_values(codes, signal, projection, padding)
+    codes = None if codes is None else without_padding(codes, padding)
+    following = dictionary if next_dictionary is None else next_dictionary
+    if grad_next is None and grad_next_codes is None:
+        grad_next = signal.new_zeros((*signal.shape[:-1], following.shape[0]))
+    if grad_next_codes is not None:
+        grad_next_codes = without_padding(grad_next_codes, padding)
+    if grad_next is not None:
+        grad_update = _product_of_tokens(grad_next, following, grad_next_codes)
+    else:
+        assert grad_next_codes is not None  # with neither the zeros above stand for both
+        # In memory of its own, which what follows writes over.
+        grad_update = grad_next_codes.clone() if padding is None else grad_next_codes
+    shrink_backward(grad_update, next_codes, nonlinearity, out=grad_update)
+
+    grad_residual = _product_of_tokens(grad_update, dictionary.mT).mul_(step)
+    if signal.shape[1] == 1:
+        return (
+            grad_update,
+            _residual(signal, None, values).mul_(step) if needs_dictionary else None,
+            grad_next,
+            2 * grad_residual if codes is None and needs_signal else grad_residual,
+            -grad_residual if needs_projection else None,
+            grad_update if needs_codes else None,
+        )
+    attention = attention_matrix(projection, scale, padding)
+    attention_low = attention.to(signal.dtype)
+    residual = grad_projection = None
+    if needs_dictionary:
+        residual = _residual(signal, attention_low, values).mul_(step)
+    if needs_projection:
+        grad_projection = torch.zeros_like(projection, memory_format=torch.contiguous_format)
+        if scale:  # else nothing comes from the scores, whose gradient may overflow float16: 0 · ∞ = NaN
+            if codes is None:
+                grad_attention = (grad_residual @ values.mT).neg_()
+            else:
+                grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_residual, values.mT, alpha=-1)
+            grad_scores = softmax_backward_(grad_attention, attention)
+            grad_of_both_factors(grad_scores, projection, scale, out=grad_projection)
+        clear_padding_(grad_projection.baddbmm_(attention_low.mT, grad_residual, alpha=-1), padding)
+    grad_codes = clear_padding_(attention_low.mT @ grad_update, padding) if needs_codes else None
+    grad_signal = grad_residual
+    if codes is None and needs_signal:
+        grad_signal = clear_padding_(torch.baddbmm(grad_residual, attention_low.mT, grad_residual), padding)
+    return grad_update, residual, grad_next, grad_signal, grad_projection, grad_codes
+
+
+def _residual(signal: Tensor, attention: Tensor | None, values: Tensor) -> Tensor:
+    """X − A V; without an attention A is 1."""
+    return signal - values if attention is None else torch.baddbmm(signal, attention, values, alpha=-1)
+
+
+def _signal_projection_values(
+    codes: Tensor | None, signal: Tensor, projection: Tensor, padding: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """X, Z and what the attention weighs in the residual: Z, or without codes Z − X."""
+    signal, projection = without_padding(signal, padding), without_padding(projection, padding)
+    return signal, projection, projection if codes is not None else projection - signal
+
+
+def _whole_grad(
+    dtype: torch.dtype,
+    next_projection: Tensor | None,
+    target: Tensor | None,
+    arrived: Tensor | None,
+    grad_error: Tensor | None,
+    padding: Tensor | None,
+) -> Tensor | None:
+    """The whole dZ⁺ `[B, T, k]`: what has arrived, and the loss's part `2 dε (Z⁺ − S)`."""
+    if arrived is not None:
+        arrived = without_padding(arrived, padding)
+    # A loss that does not count gives no gradient, also where it is infinite: 0 · ∞ = NaN. On a GPU the host would have
+    # to wait to look at its weight.
+    on_cpu = grad_error is not None and grad_error.device.type == "cpu"
+    if grad_error is None or target is None or next_projection is None or (on_cpu and grad_error == 0):
+        return arrived
+    error = next_projection.to(grad_error.dtype, copy=True)
+    error.sub_(without_padding(target, padding)).mul_(2 * grad_error)
+    if not on_cpu:
+        error.masked_fill_(grad_error == 0, 0.0)
+    if arrived is not None:
+        error += arrived
+    return error.to(dtype)
+
+
+def _product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
+    """`tokens matrix`, or `tokens matrix + added`, for tokens `[B, T, width]`."""
+    rows = rows_of(tokens)
+    rows = torch.mm(rows, matrix) if added is None else torch.addmm(rows_of(added), rows, matrix)
+    return rows.view(*tokens.shape[:-1], matrix.shape[1])
