@@ -110,11 +110,11 @@ def test_options(op: str, options: dict[str, Any], device: torch.device, dtype: 
 def test_products_in_tf32(name: str, device: torch.device, emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if common.interpreting():
         pytest.skip("the interpreter has no TF32")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    monkeypatch.setattr(common, "dot_precision", lambda dtype: "tf32" if dtype == torch.float32 else "ieee")
     assert_as_precise_as_torch(drawn(name, "several in a tile"), torch.float32, device, draws=2, products=2.0**-10)
     case = next(drawn(name, "several in a tile")).to(device, torch.float32)
     found = call(case)[0]
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
+    monkeypatch.setattr(common, "dot_precision", lambda dtype: "ieee")
     # Ten bits of a factor, and not the 23 of a float32.
     assert 1e-5 < (found - call(case)[0]).abs().max() < 1e-1
 
