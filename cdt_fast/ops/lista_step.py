@@ -78,7 +78,8 @@ def lista_step(
         threshold,
         effective_nonlinearity(nonlinearity, threshold),
         dictionary.requires_grad and torch.is_grad_enabled(),
-        choose_backend("lista_step", rows, multiplies=True),
+        # Wider residuals do not fit a block of the kernel.
+        choose_backend("lista_step", rows, multiplies=True) if signal.shape[-1] <= WIDEST else "torch",
     )
     return next_codes.view(codes.shape)
 
@@ -110,19 +111,11 @@ def _forward(
     """The next codes `[rows, m]` and the residual `[rows, n]`, or `[0, n]` if it is not kept."""
     dictionary = dictionary.to(codes.dtype)
     if backend == "triton":
+        from cdt_fast.kernels import lista_step as kernels
+
         try:
-            if signal.shape[1] <= WIDEST:
-                from cdt_fast.kernels import lista_step as kernels
-
-                blocks = blocks_for(kernels.BLOCKS, codes)
-                return kernels.forward(codes, signal, dictionary, step, threshold, nonlinearity, keep_residual, blocks)
-            from cdt_fast.kernels import residual_linear
-
-            # Wider residuals do not fit a block: cuBLAS forms the residual, and a kernel does the rest.
-            residual = torch.addmm(signal, codes, dictionary.mT, alpha=-1)
-            blocks = blocks_for(residual_linear.BLOCKS, codes)
-            next_codes = residual_linear.forward(residual, dictionary, codes, step, threshold, nonlinearity, blocks)
-            return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
+            blocks = blocks_for(kernels.BLOCKS, codes)
+            return kernels.forward(codes, signal, dictionary, step, threshold, nonlinearity, keep_residual, blocks)
         except Exception as error:
             disable_kernel("lista_step", error)
     residual = torch.addmm(signal, codes, dictionary.mT, alpha=-1)
@@ -153,7 +146,7 @@ def _gradients(
     """The gradients that are needed, of the codes, the signal and the dictionary."""
     atoms = dictionary.to(output.dtype)
     grad_codes = grad_dictionary = None
-    fused = backend == "triton" and atoms.shape[0] <= WIDEST
+    fused = backend == "triton"
     if fused:
         from cdt_fast.kernels import lista_step as kernels
 
