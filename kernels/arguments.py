@@ -170,18 +170,11 @@ class UnrolledLayerGradients(NamedTuple):
 
 
 class SweepArguments(NamedTuple):
-    """Rows of the logits of a chunk of the layerwise cross-entropy, and what a sweep over them reads and writes.
-
-    With `of_last` they are an inner depth's, whose loss has a share of the KL from the last depth's distribution.
-    """
+    """Rows of the logits of a chunk of the layerwise cross-entropy, and what a sweep over them reads and writes."""
 
     logits: Tensor  # [rows, V], overwritten
     targets: Tensor  # [rows] int64
     log_sums: Tensor  # [rows], written with the losses, else read
     losses: Tensor | None = None  # [rows], written
-    classes: Tensor | None = None  # [rows] int64, written with the losses: the largest logit's
     scales: Tensor | None = None  # [rows], what the gradients are multiplied by; None: by one
     out: Tensor | None = None  # [rows, V], where the gradient goes, which may be `logits`; None: nowhere
-    of_last: Tensor | None = None  # [rows, V], the logits of the last depth at the same tokens, read
-    log_sums_of_last: Tensor | None = None  # [rows], read where there are neither losses nor `to_last`
-    to_last: Tensor | None = None  # [rows, V] in at least float32; with `out` the gradient over `of_last` is added

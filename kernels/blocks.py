@@ -220,15 +220,6 @@ _OF_ONE_ROW = {
 LAYERWISE_CROSS_ENTROPY = BlockTable(
     "columns warps stages", dict.fromkeys(("consumer", "ampere", "hopper"), _OF_ONE_ROW)
 )
-# Beside the last depth's row, and with the class of the largest logit, more values a column are alive.
-_OF_TWO_ROWS = {
-    **{columns: (columns, max(1, columns // 256), 2) for columns in (128, 256, 512, 1024)},
-    ANY_SIZE: (2048, 8, 2),
-}
-LAYERWISE_CROSS_ENTROPY_KL = BlockTable(
-    "columns warps stages", dict.fromkeys(("consumer", "ampere", "hopper"), _OF_TWO_ROWS)
-)
-
 # Elements of one depth: 16 bytes a thread and load in bfloat16; a card with more bandwidth to fill takes more warps.
 LAYERWISE_RECONSTRUCTION_LOSS = BlockTable(
     "columns warps stages",

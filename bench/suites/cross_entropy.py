@@ -188,7 +188,7 @@ def fused(depths: Depths, work: str) -> Step:
         options: dict[str, Any] = {} if work == UNKNOWN else {"depth_weights": weights}
         if work == SAMPLED:
             options |= {"inner_fraction": FRACTION, "generator": torch.Generator(depths.targets.device).manual_seed(2)}
-        total, losses, *_ = ops.layerwise_cross_entropy(depths.hidden, depths.head, depths.targets, **options)
+        total, losses = ops.layerwise_cross_entropy(depths.hidden, depths.head, depths.targets, **options)
         outputs, upstream = (losses, weights) if work == UNKNOWN else (total, None)
         return [losses.detach(), *torch.autograd.grad(outputs, leaves, upstream)]
 

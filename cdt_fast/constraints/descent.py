@@ -426,29 +426,6 @@ class DescentConstraints:
             merit += self._duals.slack_cost / 2 * torch.where(group.active & (group.violation > 0), squared, 0.0).sum()
         return float(merit)
 
-    def check_inner_kl(self, inner_kl: float) -> None:
-        """Refuse a KL to the last depth in the training losses of depths that a constraint judges.
-
-        Held-out losses are cross-entropies: the same bound would mean one thing in training and another in `report`.
-        The last depth, which has no KL, may be bounded.
-
-        Args:
-            inner_kl: as in `attach_layer_losses`.
-
-        Raises:
-            InputError: it is not 0, and the loss of a depth before the last is bounded, or bounds the next.
-        """
-        own = self._coupling.constants["exists"]
-        judged = own | self._bounds.constants["bound_exists"]
-        judged[:-1] |= own[1:] & ~self._coupling.constants["uses_reference"][1:]
-        if inner_kl and judged[:-1].any():
-            raise InputError(
-                f"inner_kl is {inner_kl:g}, and the constraints judge the losses of depths before the last "
-                f"({', '.join(str(depth) for depth in judged[:-1].nonzero().flatten().tolist())} of those read), which "
-                "are then no cross-entropies in training and are in validation: with inner_kl bound the last depth "
-                "alone (rate None, no reference), or train without constraints"
-            )
-
     def _groups(self, vector: Tensor) -> tuple[Tensor, ...]:
         """The entries of each group of constraints, (L+1,) each, live."""
         return vector.split(self.layers + 1)

@@ -47,7 +47,7 @@ class DescentCallback(_Callback):
 
     Args:
         constraints: a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before.
-        taps, inner_fraction, inner_kl: as `with_descent` has them.
+        taps, inner_fraction: as `with_descent` has them.
         model: the name of the transformers model inside of the LightningModule.
 
     Raises:
@@ -62,13 +62,12 @@ class DescentCallback(_Callback):
         *,
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
-        inner_kl: float = 0.0,
         model: str = "model",
     ) -> None:
         require("lightning.pytorch", "lightning", "DescentCallback")
         super().__init__()
         self._given = constraints
-        self._reads: dict[str, Any] = {"taps": taps, "inner_fraction": inner_fraction, "inner_kl": inner_kl}
+        self._reads: dict[str, Any] = {"taps": taps, "inner_fraction": inner_fraction}
         self._model_name = model
         self._constraints: DescentConstraints | None = None
         self._layer_losses: LayerLosses | None = None

@@ -21,8 +21,7 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
     """`given`, or the constraints made of it where it is a dictionary of options, which may name a `preset`.
 
     Raises:
-        InputError: it is neither, names an option that there is not, has not one loss a depth that is read,
-            or judges one that is not the same in training and evaluation.
+        InputError: it is neither, names an option that there is not, or has not one loss a depth that is read.
     """
     if not layer_losses.num_constraints:
         raise InputError(f"taps must hold two depths or more for descent constraints, got {list(layer_losses.taps)}")
@@ -37,7 +36,6 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
             f"constraints has layers = {given.layers}; expected {layer_losses.num_constraints}, as losses are "
             f"read at {layer_losses.num_constraints + 1} depths ({', '.join(map(str, layer_losses.taps))})"
         )
-    given.check_inner_kl(layer_losses.inner_kl)
     return given
 
 

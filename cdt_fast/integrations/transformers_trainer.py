@@ -36,13 +36,11 @@ STATE_FILE = "descent_constraints.safetensors"
 def with_descent(trainer_class: Any) -> Any:
     """A subclass of a Trainer of transformers, or of TRL's SFTTrainer, that trains under descent constraints.
 
-    It takes four more keyword arguments, all others as before:
+    It takes three more keyword arguments, all others as before:
 
         constraints   a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before
         taps          the depths to read, as for `attach_layer_losses`; None: all
         inner_fraction  the share of the tokens that the inner depths are estimated from, as there
-        inner_kl      the share of the KL to the last depth in the training losses of those before it, as there; the
-                      constraints then judge none of these
 
     and has two more attributes, `constraints` and `layer_losses` (the handle of `attach_layer_losses`).
 
@@ -98,13 +96,12 @@ class _DescentTrainer(Trainer):
         constraints: DescentConstraints | Mapping[str, Any],
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
-        inner_kl: float = 0.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._check_supported()
         # Now that TRL has put its own forward in the place of the model's: that one passes on what is not for it.
-        self._reads = {"taps": taps, "inner_fraction": inner_fraction, "inner_kl": inner_kl}
+        self._reads = {"taps": taps, "inner_fraction": inner_fraction}
         self.layer_losses = attach_layer_losses(self.model, **self._reads)
         self.constraints = constraints_for(constraints, self.layer_losses).to(self.args.device)
         self._at_first = self.constraints.state_dict()

@@ -27,7 +27,6 @@ from cdt_fast.sequence.tokenizers import (
     load_tokenizer,
     pretrained_library,
 )
-from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Summary, Table
 
@@ -71,8 +70,6 @@ class LanguageTask(SequenceTask):
             rank = chosen.lora_rank
             model = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM"))
         network = _network(model, tokenizer, chosen)
-        if settings.constrained:
-            build_constraints(settings, data, "cpu", network.layers).check_inner_kl(chosen.inner_kl)
         train, validation, test = (
             encoded_instructions(getattr(data, part), tokenizer, max_tokens, part)
             for part in ("train", "validation", "test")
@@ -196,6 +193,4 @@ def _load(settings: LanguageModelSettings) -> Any:
 
 
 def _network(model: Any, tokenizer: Any, settings: LanguageModelSettings) -> PretrainedNetwork:
-    return PretrainedNetwork(
-        model, tokenizer, settings.taps, inner_fraction=settings.inner_fraction, inner_kl=settings.inner_kl
-    )
+    return PretrainedNetwork(model, tokenizer, settings.taps, inner_fraction=settings.inner_fraction)

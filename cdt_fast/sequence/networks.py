@@ -131,8 +131,7 @@ class PretrainedNetwork(Network):
         parts = find_parts(model)
         self.base: Any = parts.model
         last, self._is_language_model = len(parts.layers), parts.kind == LANGUAGE_MODEL
-        # Logits of all tokens are asked for where they are used, and there alone.
-        self.handle = attach_layer_losses(model, taps, keep_logits=not self._is_language_model, **options)
+        self.handle = attach_layer_losses(model, taps, **options)
         if self._is_language_model and not self.handle.shifts_labels:
             raise InputError(
                 f"{type(self.base).__name__}: takes the label of a token as its own target, and the labels of "

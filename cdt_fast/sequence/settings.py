@@ -127,9 +127,6 @@ class LanguageModelSettings(Section):
     inner_fraction: Annotated[float, Field(gt=0, le=1)] = setting(
         1.0, "share of the tokens that the inner depths are read at in training"
     )
-    inner_kl: Annotated[float, Field(ge=0, le=1)] = setting(
-        0.0, "share of the KL to the last depth in the training losses of the depths before it (1: KL alone)"
-    )
     lora_rank: Positive | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)")
     vocabulary_size: Annotated[int, Field(ge=258)] = setting(
         4096, "most tokens, byte pairs learned from the training texts (258: bytes alone)", _LLAMA

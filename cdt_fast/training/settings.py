@@ -55,6 +55,7 @@ GONE: dict[str, tuple[Any, ...]] = {
     "exit_scale": (1.0,),
     "prompts": (0,),
     "exit_agreements": ([],),
+    "inner_kl": (0.0,),
 }
 _INSTEAD = {
     "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",

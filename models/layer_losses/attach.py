@@ -18,10 +18,8 @@ def attach_layer_losses(
     taps: Sequence[int] | None = None,
     *,
     inner_fraction: float = 1.0,
-    keep_logits: bool | None = None,
     generator: torch.Generator | None = None,
     inner_pooling: InnerPooling = "own",
-    inner_kl: float = 0.0,
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
@@ -29,7 +27,8 @@ def attach_layer_losses(
     depth (in nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens
     (language model: its labels are shifted by one where its own loss shifts them) that it is a mean over, those whose
     label is not −100; where there is none of them the losses are 0. Every depth is read through the model's own final
-    norm, pooling and head; dropout of the readout draws anew at each depth.
+    norm, pooling and head; dropout of the readout draws anew at each depth. A language model in training mode forms no
+    logits of all tokens, and returns none.
 
     With weights, `loss` is `Σ_l w_l ℓ_l`, in one fused pass, and `layer_losses` is detached; without, `loss` is the
     model's own, that of the last layer, and `layer_losses` is differentiable. Where the forward is given
@@ -52,15 +51,10 @@ def attach_layer_losses(
             None: all L+1. Depths that are not read keep no state.
         inner_fraction: in training, the share of a language model's tokens that the depths before the last are
             estimated from, drawn anew in each forward, without bias. For a language model alone.
-        keep_logits: whether a language model with labels returns its logits. None: except in training, where they
-            are not computed. Those of a classifier always are.
         generator: of that draw. None: torch's own, whose state trainers save and restore.
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
             first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
             each: what `cdt-fast train text` takes (docs/results_text.md). For a classifier alone.
-        inner_kl: in training, the share α of the KL from the last depth's distribution, which gets no gradient from it,
-            in the loss of a token at the depths before: `(1 − α) CE + α KL(q ‖ p)`. In evaluation every loss is the
-            cross-entropy.
 
     Returns:
         A handle: its `weights` are set before each forward, and its `remove` undoes everything.
@@ -85,5 +79,4 @@ def attach_layer_losses(
     pooling = check_choice("inner_pooling", inner_pooling, get_args(InnerPooling))
     if pooling != "own" and parts.kind != CLASSIFIER:
         raise InputError(f"inner_pooling must be 'own' for a {parts.kind}, got {pooling!r}: it reads every token")
-    share = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
-    return LayerLosses(parts, check_taps(taps, len(parts.layers)), fraction, keep_logits, generator, pooling, share)
+    return LayerLosses(parts, check_taps(taps, len(parts.layers)), fraction, generator, pooling)

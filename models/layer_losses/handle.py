@@ -65,8 +65,6 @@ class LayerLosses:
         kind: what the model is: "causal language model", which reads every token, or "classifier", one row a label.
         shifts_labels: whether the model's forward shifts `labels` by one, so that the first label of a sequence counts
             nowhere. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
-        inner_kl: as in `attach_layer_losses`.
-        keep_logits: as there; may be changed at any time.
     """
 
     def __init__(
@@ -74,18 +72,15 @@ class LayerLosses:
         parts: ModelParts,
         taps: tuple[int, ...],
         inner_fraction: float,
-        keep_logits: bool | None,
         generator: torch.Generator | None,
         inner_pooling: InnerPooling,
-        inner_kl: float,
     ) -> None:
         self.taps = taps
         self.kind, self.shifts_labels = parts.kind, parts.shifts_labels
         self._mean = inner_pooling == "mean"
         self.num_constraints = len(taps) - 1
-        self.keep_logits = keep_logits
         self._parts = parts
-        self._inner_fraction, self.inner_kl = inner_fraction, inner_kl
+        self._inner_fraction = inner_fraction
         self._generator = generator
         self._weights: Tensor | None = None
         self._pass: _Pass | None = None
@@ -237,9 +232,7 @@ class LayerLosses:
             self._pass = None
 
     def _whole_logits(self) -> bool:
-        if self._evaluating or self._parts.kind == CLASSIFIER:
-            return True
-        return _given(self.keep_logits, not self._parts.model.training)
+        return self._evaluating or self._parts.kind == CLASSIFIER or not self._parts.model.training
 
     def _rows(self, this: _Pass, output: Any, again: Callable[[], Any]) -> list[Tensor]:
         """What the head of a classifier is given for each depth and, whether it is tapped or not, the last."""
@@ -333,7 +326,7 @@ class LayerLosses:
         if weights is not None and len(features) > tapped:
             weights = torch.cat([weights, weights.new_zeros(1)])
         training = parts.model.training and not self._evaluating
-        total, sums, *_ = layerwise_cross_entropy(
+        total, sums = layerwise_cross_entropy(
             features,
             weight,
             this.targets,
@@ -343,7 +336,6 @@ class LayerLosses:
             reduction="sum",
             softcap=parts.softcap,
             inner_fraction=self._inner_fraction if training else 1.0,
-            inner_kl=self.inner_kl if training else 0.0,
             generator=self._generator,
         )
         return sums[-1] if weights is None else total, sums[:tapped]

@@ -26,15 +26,6 @@ ASCENT: dict[str, Any] = {
     "margin": 0.0,
 }
 
-# The last depth is bounded, and those before it learn from it.
-OF_RESULTS: dict[str, Any] = {
-    "rate": None,
-    "reference": None,
-    "reference_mode": "constraint",
-    "objective": "depths",
-    "bounds": {LAYERS: 3.0},
-}
-
 
 def language_model(dtype: torch.dtype = torch.float64) -> Any:
     transformers.logging.set_verbosity_error()

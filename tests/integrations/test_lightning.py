@@ -13,7 +13,6 @@ from cdt_fast.integrations import DescentCallback
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
-    OF_RESULTS,
     RATE,
     assert_same_weights,
     eager_losses,
@@ -202,12 +201,6 @@ def test_validation_is_plain_and_reports_the_depths(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["val_feasible"]) == 0.0
 
 
-def test_the_kl_to_the_last_depth_reaches_the_model(tmp_path: Path) -> None:
-    logged = [fit(tmp_path, DescentCallback(OF_RESULTS, inner_kl=share), Module())[1].logged[1] for share in (0.0, 1.0)]
-    assert all(kl < 0.1 * entropy for entropy, kl in zip(*(losses[:-1] for losses in logged), strict=True))
-    assert logged[1][-1] == pytest.approx(logged[0][-1])
-
-
 @pytest.mark.parametrize("dual_every", [1, 2])
 def test_resume_is_bit_equal(dual_every: int, tmp_path: Path) -> None:
     settings = {
@@ -247,7 +240,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, DescentCallback(ASCENT), OwnLoss())
     with pytest.raises(InputError, match="training_step must return the loss of 'model'"):
         fit(tmp_path, DescentCallback(ASCENT), BesideTheModel())
-    with pytest.raises(InputError, match=r"inner_kl is 0\.5"):
-        fit(tmp_path, DescentCallback(ASCENT, inner_kl=0.5), Module())
     with pytest.raises(InputError, match="no model before"):
         _ = DescentCallback(ASCENT).constraints

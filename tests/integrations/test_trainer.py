@@ -21,7 +21,6 @@ from cdt_fast.models.transformers_weights import load_complete
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
-    OF_RESULTS,
     RATE,
     REFERENCE,
     adapted,
@@ -232,20 +231,6 @@ def test_taps_and_inner_fraction_reach_the_model(tmp_path: Path) -> None:
     assert {"layer_loss_0", "layer_loss_2", "violation_2", "multiplier_2"} <= entry.keys()
     assert "layer_loss_1" not in entry
     assert trainer.constraints.layers == 1
-
-
-def test_the_kl_to_the_last_depth_reaches_the_model_where_constraints_do_not_judge_it(tmp_path: Path) -> None:
-    losses = []
-    for share in (0.0, 1.0):
-        trainer = trainer_for(tmp_path, OF_RESULTS, inner_kl=share, max_steps=1)
-        trainer.train()
-        losses.append(logged(trainer, "layer_loss")[0])
-    # Of an untrained model: all depths name tokens about alike, and miss the labels.
-    assert (losses[1][:-1] < 0.1 * losses[0][:-1]).all()
-    torch.testing.assert_close(losses[1][-1], losses[0][-1], rtol=1e-6, atol=0)
-    for judged in (ASCENT, {**OF_RESULTS, "bounds": {1: 3.0}}, {**OF_RESULTS, "reference": 3.0}):
-        with pytest.raises(InputError, match=r"inner_kl is 0\.5, and the constraints judge the losses"):
-            trainer_for(tmp_path, judged, inner_kl=0.5)
 
 
 def test_a_step_without_labels_is_left_out_and_a_log_without_any_is_refused(tmp_path: Path) -> None:

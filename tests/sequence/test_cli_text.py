@@ -159,12 +159,6 @@ BAD = [
     ("lm", ["INSTRUCTIONS", "--max-tokens", "20"], ["all tokens are masked", "--max-tokens"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be depths between 0 and 2"]),
     ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction", "greater than 0"]),
-    ("lm", ["INSTRUCTIONS", "--inner-kl", "2"], ["inner_kl", "less than or equal to 1"]),
-    (
-        "lm",
-        ["INSTRUCTIONS", "--inner-kl", "0.5"],
-        ["inner_kl is 0.5, and the constraints judge", "last depth alone"],
-    ),
     ("lm", ["INSTRUCTIONS", "--width", "18", "--heads", "4"], ["width must be a multiple"]),
     ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
 ]

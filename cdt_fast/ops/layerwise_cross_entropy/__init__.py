@@ -18,7 +18,7 @@ from cdt_fast.ops.layerwise_cross_entropy.reference import (
     layerwise_cross_entropy_reference as layerwise_cross_entropy_reference,
 )
 from cdt_fast.ops.shared.backend import choose_backend
-from cdt_fast.ops.shared.checks import check_flag, check_shape, check_tensor, check_together, compute_dtype, describe
+from cdt_fast.ops.shared.checks import check_shape, check_tensor, check_together, compute_dtype, describe
 from cdt_fast.ops.shared.depths import check_depths, detach_zero_weighted, weights_of_depths
 
 REDUCTIONS = ("mean", "sum")
@@ -30,17 +30,10 @@ class DepthLosses(NamedTuple):
     Attributes:
         total: `[]`, the weighted sum of the depths.
         per_depth: `[L+1]`, the losses of the depths, without weights.
-        token_losses: `[L+1, ...]`, the loss of each token; 0 where it does not count.
-        log_sum_exp: `[L+1, ...]`, of the logits, so that `token_losses − log_sum_exp` is less the target's logit where
-            nothing is smoothed or mixed; 0 where the token does not count.
-        arg_max: `[L+1, ...]` int64, the class of the largest logit; −1 where the token does not count.
     """
 
     total: Tensor
     per_depth: Tensor
-    token_losses: Tensor | None = None
-    log_sum_exp: Tensor | None = None
-    arg_max: Tensor | None = None
 
 
 def layerwise_cross_entropy(
@@ -57,9 +50,6 @@ def layerwise_cross_entropy(
     chunk_tokens: int | None = None,
     inner_fraction: float = 1.0,
     generator: torch.Generator | None = None,
-    inner_kl: float = 0.0,
-    detach_last: bool = True,
-    per_token: bool = False,
 ) -> DepthLosses:
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
 
@@ -76,11 +66,10 @@ def layerwise_cross_entropy(
             the CPU while the rest is on a GPU: then ignored tokens cost nothing there either (on the CPU they never
             do).
         bias: b, `[V]`.
-        depth_weights: `w`, L+1 numbers (negative and zero are welcome), or `[L+1, ...]`, one for each depth and token:
-            `total = Σ_l (1/N_l) Σ_n w_l[n] ℓ_l[n]`, with N_l the number of tokens that count, or 1 for a sum. A depth
-            whose weight is 0 costs its forward product alone and gets no gradient, where the weights are numbers or a
-            tensor on the CPU. Those on a GPU are not waited for: there such a depth gets a gradient of zeros, at full
-            cost. A tensor that requires a gradient gets one.
+        depth_weights: `w`, L+1 numbers (negative and zero are welcome). A depth whose weight is 0 costs its forward
+            product alone and gets no gradient, where the weights are numbers or a tensor on the CPU. Those on a GPU are
+            not waited for: there such a depth gets a gradient of zeros, at full cost. A tensor that requires a gradient
+            gets one.
         ignore_index: the target of tokens that do not count.
         reduction: "mean" over the tokens that count at a depth, or "sum".
         label_smoothing: ε in [0, 1]: the target distribution is `(1 − ε) [v = y] + ε / V`.
@@ -89,16 +78,9 @@ def layerwise_cross_entropy(
         inner_fraction: estimate every depth but the last from this fraction of the tokens, in (0, 1], drawn anew in
             each call without replacement, the same ones for all inner depths. Losses and gradients are unbiased.
         generator: of the draw; its device may be another one.
-        inner_kl: α in [0, 1]: the loss of a token at every depth but the last is `(1 − α) CE + α KL(q ‖ p)`, p the
-            distribution there and q that of the last depth. It is computed chunk by chunk beside the last depth's
-            logits, in the same sweep as the cross-entropy; no gradient of logits is kept for the backward.
-        detach_last: whether that KL has no gradient through q. False needs an `inner_fraction` of 1. Either way the KL
-            needs the same targets at all depths.
-        per_token: whether the results of each token are returned as well. They have no gradient: weights of tokens
-            make one of any weighted sum of the losses. Needs an `inner_fraction` of 1.
 
     Returns:
-        A named tuple whose first entries are `total` and `per_depth`. With weights: `total = Σ_l w_l ℓ_l` is
+        A named tuple of `total` and `per_depth`. With weights: `total = Σ_l w_l ℓ_l` is
         differentiable and `per_depth` is detached. Without: `per_depth` is differentiable and `total` is its plain sum.
 
     Raises:
@@ -110,26 +92,14 @@ def layerwise_cross_entropy(
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
     _check(hidden_states, weight, targets, bias)
-    weights = weights_of_depths(depth_weights, len(hidden_states), tuple(hidden_states[0].shape[:-1]))
+    weights = weights_of_depths(depth_weights, len(hidden_states))
     all_targets = [targets] if isinstance(targets, Tensor) else list(targets)
     if chunk_tokens is not None:
         chunk_tokens = _int64("chunk_tokens", chunk_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
-    share = check_number("inner_kl", inner_kl, "a number in [0, 1]", lambda number: 0 <= number <= 1)
-    detach_last, per_token = check_flag("detach_last", detach_last), check_flag("per_token", per_token)
-    if share and fraction < 1 and not detach_last:
-        raise InputError(f"inner_fraction must be 1 where detach_last is false, got {inner_fraction}")
-    if fraction < 1 and per_token:
-        raise InputError(f"inner_fraction must be 1 where per_token is true, got {inner_fraction}")
-    if share and len(all_targets) > 1:
-        raise InputError(f"inner_kl must be 0 where each depth has targets of its own, got {inner_kl}")
-    share = share if len(hidden_states) > 1 else 0.0
     sample = _sample(all_targets[0], fraction, generator) if len(hidden_states) > 1 else None
-    by_token = weights is not None and weights.dim() == 2 and weights.requires_grad
     hidden, dtype = detach_zero_weighted(hidden_states, weights), compute_dtype(hidden_states[0])
-    if share and not detach_last:
-        hidden[-1] = hidden_states[-1]  # whatever its own weight is
     loss = CrossEntropyArguments(
         hidden=hidden,
         weight=weight,
@@ -142,9 +112,6 @@ def layerwise_cross_entropy(
         label_smoothing=smoothing,
         softcap=None if softcap is None else check_positive("softcap", softcap),
         chunk_tokens=chunk_tokens,
-        inner_kl=share,
-        detach_last=detach_last,
-        details="all" if per_token else "losses" if by_token else "none",
         mean=check_choice("reduction", reduction, REDUCTIONS) == "mean",
         backend=choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
         fused=False,
@@ -155,18 +122,14 @@ def layerwise_cross_entropy(
     )
     fused, kept_rows = strategy(loss)
     loss = replace(loss, fused=fused, kept_rows=kept_rows)
-    total, per_depth, _, _, details = layerwise_cross_entropy_forward(loss)
+    total, per_depth, *_ = layerwise_cross_entropy_forward(loss)
     if weights is not None:
         per_depth = per_depth.detach()
     if weights is not None and weights.requires_grad:
         # The operator takes them for numbers: what is added has the value zero, and the gradient of a weight.
         weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
-        of_weights = details[0].detach() * details[1].detach().unsqueeze(1) if by_token else per_depth
-        total = total + torch.dot((weights - weights.detach()).flatten(), of_weights.flatten())
-    if not per_token:
-        return DepthLosses(total, per_depth)
-    shape = (len(hidden), *all_targets[0].shape)
-    return DepthLosses(total, per_depth, *(details[n].detach().view(shape) for n in (0, 2, 3)))
+        total = total + torch.dot(weights - weights.detach(), per_depth)
+    return DepthLosses(total, per_depth)
 
 
 def _check(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,8 +27,6 @@ FEW_ROWS = 512
 KEPT_BYTES = 128 * 2**20
 # Bytes of the gradients of the hidden states up to which to scale them takes less than a second pass of small steps.
 SCALED_BYTES = 8 * 2**20
-# Of what a forward tells of each token.
-Details = Literal["none", "losses", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +38,12 @@ class CrossEntropyArguments:
     bias: Tensor | None
     targets: list[Tensor]  # one tensor, or one a depth
     sample: Tensor | None  # the numbers of the tokens that stand for all at the inner depths
-    depth_weights: Tensor | None  # [depths], or [depths, tokens]
+    depth_weights: Tensor | None  # [depths]
     dtype: torch.dtype  # of the products; what they multiply is cast chunk by chunk, and gradients are rounded once
     ignore_index: int
     label_smoothing: float
     softcap: float | None
     chunk_tokens: int | None
-    inner_kl: float  # 0 where there is no inner depth
-    detach_last: bool
-    details: Details  # what is returned by token
     mean: bool
     backend: Backend  # of the sweep over the logits of a chunk
     fused: bool  # whether the forward computes the gradients too: all that it does not know is factors of them
@@ -85,11 +79,6 @@ class Rows:
     def of(self, tensor: Tensor) -> Tensor:
         """`[depths, count]`, from a number for each row of all depths."""
         return tensor[self.first : self.stop].view(len(self.depths), self.targets.shape[0])
-
-    def of_tokens(self, numbers: Tensor) -> Tensor:
-        """`[depths, count]`, from `[depths, tokens]` of all."""
-        numbers = numbers[self.depths.start : self.depths.stop]
-        return numbers if self.index is None else numbers.index_select(1, self.index)
 
 
 @dataclass(frozen=True)
@@ -133,11 +122,7 @@ class Chunk:
         return numbers[self.depths.start : self.depths.stop]
 
     def of_rows(self, numbers: Tensor) -> Tensor:
-        """One for each row, of one for each depth, or for each depth and token."""
-        if numbers.dim() == 2:
-            index, of_depths = self.index, self.of_depths(numbers)
-            part = of_depths[:, self.start : self.stop] if index is None else of_depths.index_select(1, index)
-            return part.contiguous().view(-1)
+        """One for each row, of one for each depth."""
         return self.of_depths(numbers).unsqueeze(1).expand(-1, self.stop - self.start).contiguous().view(-1)
 
     def apart(self) -> list[Chunk]:
@@ -214,24 +199,11 @@ def _count(loss: CrossEntropyArguments, targets: Tensor, name: str) -> Tensor | 
 
 
 def times_factors(of_depths: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """A number for each depth (and token) times the factor of the rows of that depth."""
+    """A number for each depth times the factor of the rows of that depth."""
     if len(rows) == 1:
         return of_depths
     parts = of_depths.split([len(some.depths) for some in rows])
     return torch.cat([part * some.factor for part, some in zip(parts, rows, strict=True)])
-
-
-def by_token(loss: CrossEntropyArguments, rows: Sequence[Rows], of_rows: Tensor, ignored: int) -> Tensor:
-    """`[depths, tokens]`, from a number for each row of all depths; `ignored` for tokens that do not count."""
-    found = of_rows.new_full((len(loss.hidden), loss.targets[0].numel()), ignored)
-    for some in rows:
-        # Where the targets are on a GPU ignored tokens are among them.
-        numbers, depths = some.of(of_rows).masked_fill(some.targets == loss.ignore_index, ignored), some.depths
-        if some.index is None:
-            found[depths.start : depths.stop] = numbers
-        else:
-            found[depths.start : depths.stop].index_copy_(1, some.index, numbers)
-    return found
 
 
 def plan(loss: CrossEntropyArguments, depths: range, tokens: int, kinds: Sequence[bool]) -> Iterator[tuple[range, int]]:
@@ -294,11 +266,10 @@ def _chunk_rows(loss: CrossEntropyArguments) -> int:
 def strategy(loss: CrossEntropyArguments) -> tuple[bool, int]:
     """`fused` and `kept_rows`, which are what is fastest within the budget of bytes."""
     # Whether each gradient is a factor of what the forward can find, which holds one of all depths or of one alone.
-    shared = loss.needs_weight or loss.needs_bias or (loss.inner_kl > 0 and not loss.detach_last)
+    shared = loss.needs_weight or loss.needs_bias
     scalable = loss.depth_weights is not None or len(loss.hidden) == 1 or not shared
-    by_token = loss.depth_weights is not None and loss.depth_weights.dim() == 2
     # While it is compiled the sizes may have no values yet.
-    if not loss.needs_any or loss.inner_kl or by_token or torch.compiler.is_compiling():
+    if not loss.needs_any or torch.compiler.is_compiling():
         return loss.needs_any and scalable, 0
     (vocabulary, width), rows = loss.weight.shape, number_of_rows(loss)
     most = loss.chunk_tokens or KEPT_BYTES // (vocabulary * loss.dtype.itemsize)

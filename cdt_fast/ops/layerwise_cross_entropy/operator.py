@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,10 +10,7 @@ from torch import Tensor
 
 from cdt_fast.kernels.arguments import SweepArguments
 from cdt_fast.ops.layerwise_cross_entropy.chunked import (
-    Chunk,
     CrossEntropyArguments,
-    Rows,
-    by_token,
     chunks_of,
     kept_shapes,
     number_of_rows,
@@ -49,38 +45,30 @@ class ScaleArguments:
     dtype_of_head: torch.dtype  # of what is returned
 
 
-def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """The total `[]`, the losses `[depths]`, a factor `[]`, what the backward starts from, and what is known by token.
+def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
 
     Fused, these are the gradients that are needed, of sums over the tokens. Else they are the log-sum-exp of every row,
     and the gradients of the logits of the first rows.
 
     The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
     the quotients alone would underflow.
-
-    By token `[depths, tokens]`, as far as `details` asks for it: the losses, what a weight of 1 makes of them in the
-    total `[depths]`, the log-sum-exps, the classes of the largest logits.
     """
     device, wide, shape = loss.weight.device, loss.wide, loss.hidden[0].shape
     number, rows = rows_of_depths(loss)
     loss = _as_matrices(loss)
     losses = torch.empty(number_of_rows(loss), dtype=wide, device=device)
     log_sums, kept = torch.empty_like(losses), [loss.weight.new_empty(shape) for shape in kept_shapes(loss)]
-    classes = torch.empty(losses.shape, dtype=torch.int64, device=device) if loss.details == "all" else None
     weights = torch.ones(len(loss.hidden), dtype=wide) if loss.depth_weights is None else loss.depth_weights
     on = [loss.fused and not zero for zero in zero_weight_mask(weights)]
     weights = weights.to(device, wide, non_blocking=True)
     scales = times_factors(weights, rows)
     gradients = Gradients(loss, rows, on) if loss.fused else None
-    multiply, rest = Logits(loss.weight, loss.bias), rows
-    if loss.inner_kl:
-        _beside_last(loss, rows, losses, log_sums, classes, scales, gradients, on)
-        rest = rows[1:]
-    for chunk, room in with_room(chunks_of(loss, rest, on), kept):
+    multiply = Logits(loss.weight, loss.bias)
+    for chunk, room in with_room(chunks_of(loss, rows, on), kept):
         place, x = chunk.place, chunk.states(loss)
         logits = multiply(x, room)
-        one = None if classes is None else classes[place]
-        of_rows = SweepArguments(logits, chunk.targets, log_sums[place], losses[place], one, out=room)
+        of_rows = SweepArguments(logits, chunk.targets, log_sums[place], losses[place], out=room)
         if gradients is not None and on[chunk.depths.start]:
             sweep(loss, of_rows._replace(scales=chunk.of_rows(scales), out=logits))
             gradients.add(chunk, logits, x)
@@ -92,26 +80,17 @@ def _forward(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[
         number = number if isinstance(number, int) else number.to(device, wide, non_blocking=True)
         per_depth = per_depth / number
         factor = factor / (number if isinstance(number, int) else number.clamp(min=1.0))
-    if weights.dim() == 1:
-        total = torch.dot(weights, per_depth)
-    else:
-        total = torch.stack([(some.of_tokens(scales) * some.of(losses)).sum() for some in rows]).sum()
-        total = total / number if loss.mean else total
-    details: list[Tensor] = []
-    if loss.details != "none":
-        details = [by_token(loss, rows, losses, 0), times_factors(factor.repeat(len(loss.hidden)), rows)]
-    if classes is not None:
-        details += [by_token(loss, rows, log_sums, 0), by_token(loss, rows, classes, -1)]
+    total = torch.dot(weights, per_depth)
     found: list[Tensor] = []
     if gradients is not None:
         found = gradients.found(shape, wide)
     elif loss.needs_any:
         log_sums[rows[-1].stop :] = 0.0  # the room for rows that do not count
         found = [log_sums, *kept]
-    return total, per_depth, factor, found, details
+    return total, per_depth, factor, found
 
 
-def _forward_fake(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
+def _forward_fake(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     losses = loss.weight.new_empty(len(loss.hidden), dtype=loss.wide)
     found: list[Tensor] = []
     if loss.fused:
@@ -119,11 +98,7 @@ def _forward_fake(loss: CrossEntropyArguments) -> tuple[Tensor, Tensor, Tensor, 
     elif loss.needs_any:
         found = [losses.new_empty(number_of_rows(loss))]
         found += [loss.weight.new_empty(shape, dtype=loss.dtype) for shape in kept_shapes(loss)]
-    tokens = (len(loss.hidden), loss.targets[0].numel())
-    details = [losses.new_empty(tokens), torch.empty_like(losses)] if loss.details != "none" else []
-    if loss.details == "all":
-        details += [losses.new_empty(tokens), losses.new_empty(tokens, dtype=torch.int64)]
-    return losses.new_empty(()), losses, losses.new_empty(()), found, details
+    return losses.new_empty(()), losses, losses.new_empty(()), found
 
 
 def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
@@ -133,11 +108,8 @@ def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
     loss = _as_matrices(loss)
     scales, off = times_factors(loss.factors, rows), zero_weight_mask(loss.factors)
     gradients = Gradients(loss, rows, [not zero for zero in off])
-    multiply, rest = Logits(loss.weight, loss.bias), rows
-    if loss.inner_kl:
-        _beside_last(loss, rows, None, loss.log_sums, None, scales, gradients, [not zero for zero in off])
-        rest = rows[1:]
-    for whole, room in with_room(chunks_of(loss, rest, [False] * len(off)), loss.kept):
+    multiply = Logits(loss.weight, loss.bias)
+    for whole, room in with_room(chunks_of(loss, rows, [False] * len(off)), loss.kept):
         for chunk in whole.apart() if any(off[depth] for depth in whole.depths) else [whole]:
             if off[chunk.depths.start]:
                 continue
@@ -151,56 +123,6 @@ def _backward(loss: CrossEntropyBackwardArguments) -> list[Tensor]:
                 sweep(loss, of_rows._replace(scales=chunk.of_rows(scales)))
                 gradients.add(chunk, logits, x)
     return gradients.found(shape, dtype)
-
-
-def _beside_last(
-    loss: CrossEntropyArguments,
-    rows: Sequence[Rows],
-    losses: Tensor | None,
-    log_sums: Tensor,
-    classes: Tensor | None,
-    scales: Tensor,
-    gradients: Gradients | None,
-    on: Sequence[bool],
-) -> None:
-    """The chunks of the inner depths with the KL to the last, whose logits of the same tokens are at hand.
-
-    Those of the last depth itself are among them where all depths have the same rows, and not where the inner ones are
-    estimated from a sample: then its logits there cost a product more. Without losses the log-sum-exps are read.
-    """
-    last, inner = len(loss.hidden) - 1, rows[0]
-    log_sums_of_last = None
-    if losses is None:
-        log_sums_of_last = by_token(loss, rows, log_sums, 0)[last]
-        log_sums_of_last = log_sums_of_last if inner.index is None else log_sums_of_last[inner.index]
-    of_last, of_inner = Logits(loss.weight, loss.bias), Logits(loss.weight, loss.bias)
-    for block in chunks_of(loss, [replace(inner, depths=range(1))], on):
-        chunks = [Chunk(inner, range(depth, depth + 1), block.start, block.stop) for depth in range(last + 1)]
-        x_last = chunks[last].states(loss)
-        logits_of_last = of_last(x_last)
-        to_last = None
-        if gradients is not None and not loss.detach_last:
-            to_last = of_last.room(len(block), loss.wide).zero_()
-        for depth, chunk in enumerate(chunks):
-            add = gradients if on[depth] else None
-            if depth not in inner.depths or (losses is None and add is None and depth < last):
-                continue
-            place, x = chunk.place, x_last if depth == last else chunk.states(loss)
-            logits = logits_of_last if depth == last else of_inner(x)
-            written = [None if numbers is None else numbers[place] for numbers in (losses, classes)]
-            of_rows = SweepArguments(logits, chunk.targets, log_sums[place], *written)
-            if add is not None:
-                of_rows = of_rows._replace(scales=chunk.of_rows(scales), out=logits)
-            if depth < last:
-                read = None if log_sums_of_last is None else log_sums_of_last[block.start : block.stop]
-                of_rows = of_rows._replace(of_last=logits_of_last, log_sums_of_last=read)
-                of_rows = of_rows if add is None else of_rows._replace(to_last=to_last)
-            sweep(loss, of_rows)
-            if depth == last and to_last is not None:
-                logits = logits.copy_(to_last) if add is None else torch.add(to_last, logits, out=logits)
-                add = gradients
-            if add is not None:
-                add.add(chunk, logits, x)
 
 
 def _gradients_fake(loss: CrossEntropyArguments, dtype_of_head: torch.dtype | None = None) -> list[Tensor]:
@@ -234,7 +156,7 @@ def _scale_fake(given: ScaleArguments) -> list[Tensor]:
 
 
 def _setup_context(ctx: Any, loss: CrossEntropyArguments, output: tuple[Any, ...]) -> None:
-    _, _, factor, found, _ = output
+    _, _, factor, found = output
     ctx.fused, ctx.depths = loss.fused, len(loss.hidden)
     if loss.fused:
         save(ctx, factor=factor, gradients=found, needs_hidden=loss.needs_hidden, dtype_of_head=loss.weight.dtype)
@@ -264,7 +186,7 @@ def _as_matrices(loss: Loss) -> Loss:
 layerwise_cross_entropy_forward = Operator(
     "layerwise_cross_entropy",
     CrossEntropyArguments,
-    "(Tensor, Tensor, Tensor, Tensor[], Tensor[])",
+    "(Tensor, Tensor, Tensor, Tensor[])",
     _forward,
     _forward_fake,
     _setup_context,

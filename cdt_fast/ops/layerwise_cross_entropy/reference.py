@@ -18,8 +18,6 @@ def layerwise_cross_entropy_reference(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
-    inner_kl: float = 0.0,
-    detach_last: bool = True,
 ) -> Tensor:
     """The losses of the depths `[L+1]`, or with the reduction "none" of the tokens `[L+1, ...]`, zero at ignored ones.
 
@@ -41,11 +39,6 @@ def layerwise_cross_entropy_reference(
         log_p = log_probabilities(hidden[counted])
         at_target = log_p.gather(-1, of_depth[counted].unsqueeze(-1)).squeeze(-1)
         loss = -(1 - label_smoothing) * at_target - label_smoothing * log_p.mean(-1)
-        if inner_kl and depth < len(hidden_states) - 1:
-            log_q = log_probabilities(hidden_states[-1][counted])
-            log_q = log_q.detach() if detach_last else log_q
-            kl = torch.nn.functional.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
-            loss = (1 - inner_kl) * loss + inner_kl * kl
         if reduction == "none":
             losses.append(loss.new_zeros(of_depth.shape).masked_scatter(counted, loss))
         else:

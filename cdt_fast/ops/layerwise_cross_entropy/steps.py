@@ -45,7 +45,7 @@ class Logits:
 
 
 def sweep(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
-    """From logits, which are overwritten, to losses, log-sum-exps, classes and the gradient, as far as `rows` asks."""
+    """From logits, which are overwritten, to losses, log-sum-exps and the gradient, as far as `rows` asks."""
     if loss.backend == "triton":
         from cdt_fast.kernels.layerwise_cross_entropy import cross_entropy_
 
@@ -54,7 +54,6 @@ def sweep(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
             ignore_index=loss.ignore_index,
             softcap=loss.softcap,
             smoothing=loss.label_smoothing,
-            share=loss.inner_kl,
         )
         if rows.out is not None and rows.out.data_ptr() != rows.logits.data_ptr():
             rows.out.copy_(rows.logits)
@@ -65,13 +64,11 @@ def sweep(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
     if number > count:
         parts = map(SweepArguments, *([None] * -(-number // count) if t is None else t.split(count) for t in rows))
     for part in parts:
-        if part.classes is not None:
-            torch.argmax(part.logits, 1, out=part.classes)
-        (_sweep_rows if part.of_last is None else _sweep_kl_rows)(loss, part)
+        _sweep_rows(loss, part)
 
 
 def _sweep_rows(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
-    logits, targets, log_sums, losses, _, scales, out, *_ = rows
+    logits, targets, log_sums, losses, scales, out = rows
     smoothing, vocabulary = loss.label_smoothing, logits.shape[1]
     ignored, outside, places = _places(loss, targets, vocabulary)
     v = 0 if vocabulary < FEW_COLUMNS and logits.numel() >= FEW_NUMBERS else 1  # the dimension of the vocabulary
@@ -115,62 +112,6 @@ def _sweep_rows(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
         probabilities.mul_(scales.unsqueeze(v))
     if probabilities is not out:
         out.copy_(probabilities if v else probabilities.mT)
-
-
-def _sweep_kl_rows(loss: CrossEntropyArguments, rows: SweepArguments) -> None:
-    logits, targets, log_sums, losses, _, scales, out, of_last, _, to_last = rows
-    assert of_last is not None
-    share, smoothing = loss.inner_kl, loss.label_smoothing
-    ignored, outside, places = _places(loss, targets, logits.shape[1])
-    x, slope = _capped(loss, logits)
-    last, slope_of_last = _capped(loss, of_last)
-    log_p, log_q = torch.log_softmax(x, 1), torch.log_softmax(last, 1)
-    q = log_q.exp()
-    # A class that cannot be at the last depth adds nothing, also where it cannot be at this one: no −inf − (−inf).
-    difference = torch.where(q == 0, 0.0, log_q.sub_(log_p))
-    kl = torch.linalg.vecdot(q, difference)
-    if losses is not None:
-        of_rows = share * kl
-        if share < 1:
-            wanted = (1 - smoothing) * log_p.gather(1, places.unsqueeze(1)).squeeze(1)
-            wanted = wanted + smoothing * log_p.mean(1) if smoothing else wanted
-            of_rows.sub_(wanted, alpha=1 - share)
-        if ignored is not None and outside is not None:
-            of_rows.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
-        losses.copy_(of_rows)
-        torch.sub(x.amax(1), log_p.amax(1), out=log_sums)
-    if out is None:
-        return
-    scales, silent = torch.ones_like(log_sums) if scales is None else scales, None
-    if ignored is not None and outside is not None:
-        scales = scales.masked_fill(outside, float("nan"))
-        silent = (ignored | (scales == 0)).unsqueeze(1)
-    gradient = log_p.exp_().sub_(q, alpha=share)
-    if share < 1:
-        gradient.scatter_(1, places.unsqueeze(1), -(1 - share) * (1 - smoothing), reduce="add")
-        if smoothing:
-            gradient.sub_((1 - share) * smoothing / logits.shape[1])
-    of_both = [(gradient, slope)]
-    if to_last is not None:
-        of_both.append((difference.sub_(kl.unsqueeze(1)).mul_(q).mul_(share), slope_of_last))
-    for of_logits, slopes in of_both:
-        of_logits.mul_(scales.unsqueeze(1))
-        if slopes is not None:
-            of_logits.mul_(slopes)
-        if silent is not None:
-            of_logits.masked_fill_(silent, 0.0)
-    out.copy_(gradient)
-    if to_last is not None:
-        to_last.add_(of_both[1][0])
-
-
-def _capped(loss: CrossEntropyArguments, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The logits in at least float32 within the softcap, and its slope there."""
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if loss.softcap is None:
-        return x, None
-    ratio = torch.tanh(x / loss.softcap)
-    return loss.softcap * ratio, 1.0 - ratio.square()
 
 
 def _places(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,10 +29,8 @@ def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout:
         check_shape(f"{name}[{depth}]", tensor, tuple(tensors[0].shape) if shape is None else shape, layout)
 
 
-def weights_of_depths(
-    depth_weights: Tensor | Sequence[float] | None, depths: int, tokens: tuple[int, ...] | None = None
-) -> Tensor | None:
-    """`[depths]`, or where `tokens` says how they lie maybe `[depths, tokens]`; None without weights."""
+def weights_of_depths(depth_weights: Tensor | Sequence[float] | None, depths: int) -> Tensor | None:
+    """`[depths]`; None without weights."""
     if depth_weights is None:
         return None
     try:
@@ -42,21 +39,14 @@ def weights_of_depths(
         weights = torch.as_tensor(depth_weights, dtype=dtype)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InputError(f"depth_weights must be {depths} numbers, got {describe(depth_weights)}") from error
-    if tokens and weights.dim() > 1:
-        check_shape("depth_weights", weights, (depths, *tokens), "one weight a depth and token")
-        return weights.reshape(depths, math.prod(tokens))
     check_shape("depth_weights", weights, (depths,), "one weight a depth")
     return weights
 
 
 def zero_weight_mask(factors: Tensor) -> list[bool]:
-    """Which of the factors are known to be zero; on a GPU none is, as to look at them would mean to wait for it.
-
-    Of `[depths, tokens]`: at which depths all are."""
+    """Which of the factors are known to be zero; on a GPU none is, as to look at them would mean to wait for it."""
     if factors.device.type != "cpu":
         return [False] * len(factors)
-    if factors.dim() == 2:
-        return (factors == 0).all(1).tolist()
     return [factor == 0 for factor in factors.tolist()]
 
 
