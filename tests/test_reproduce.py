@@ -28,7 +28,7 @@ RUNS = ("plain-0", "plain-1", "constrained-0", "constrained-1")
 def tiny_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The file of an experiment called tiny: two runs of six steps, two seeds each."""
     shared = copy.deepcopy(TINY)
-    shared["training"] |= {"steps": 6, "validate_every": 3, "checkpoint_every": 3}
+    shared["training"] |= {"steps": 6, "validate_every": 3}
     folder = tmp_path / "experiments"
     folder.mkdir()
     content = {
@@ -145,7 +145,7 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["film", "clip"], "NAME must be one of ablation, paper-avenue, "),
+        (["film", "clip"], "there is no experiment 'film'; known: ablation"),
         (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
         (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid _numbers value: '0,a'"),
         (["video", "clip", "--runs", "tied,deep"], "--runs must be of tied, untied, constrained, got 'deep'"),
@@ -195,8 +195,8 @@ def test_the_reference_of_a_run_is_another_one_of_its_seed(tmp_path: Path, monke
 
 
 # What the documents' tables were made with, run by run.
-_PAPER = "video clip --steps 5000 --validate-every 250 --checkpoint-every 250"
-_IMDB = "text aclImdb --preset paper-text-ut --validate-every 250 --checkpoint-every 250"
+_PAPER = "video clip --steps 5000 --validate-every 250"
+_IMDB = "text aclImdb --preset paper-text-ut --validate-every 250"
 
 
 @pytest.mark.parametrize(

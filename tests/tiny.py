@@ -51,11 +51,7 @@ TINY: dict[str, dict[str, Any]] = {
         "device": "cpu",
         "lr": 0.01,
         "schedule": "cosine",
-        "clip": 1.0,
-        "weight_decay": 0.0,
         "validate_every": 2,
-        "checkpoint_every": 3,
-        "log_every": 2,
     },
     "evaluation": {"gammas": [0.15, 0.5]},
 }

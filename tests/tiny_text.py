@@ -17,8 +17,6 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
         "device": "cpu",
         "lr": 0.01,
         "validate_every": 4,
-        "checkpoint_every": 4,
-        "log_every": 2,
     },
     "evaluation": {"gammas": [0.0, 1.0, 2.0]},
 }

@@ -18,7 +18,7 @@ BAD_INPUT = 2
 
 _GONE = "another process of this training has ended, or cannot be reached; what it said is the reason"
 _SILENT = (
-    "another process of this training has not answered for the time of --rank-timeout: it hangs, or is behind by more "
+    "another process of this training has not answered for ten minutes: it hangs, or is behind by more "
     "than that. End it, and resume the run"
 )
 _NO_MEMORY = "out of memory; a smaller --batch needs less, with a larger --accumulate for the same steps"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shlex
 import sys
@@ -49,11 +50,18 @@ def train(options: argparse.Namespace) -> None:
         tasks.resolve_reference(settings)
         from cdt_fast.training import loop  # noqa: F401 - see above
 
-        kind = "constrained" if settings.constrained else "unconstrained"
-        path = options.out or Path("runs") / f"{Path(settings.data.source).stem}-{kind}"
+        path = options.out or _free_folder(settings)
         run = RunFolder.create(path, settings) if _is_first_process() else RunFolder(path)
     options.again = f"cdt-fast train {settings.task} --resume {shlex.quote(str(run.path))}"
     _train_and_evaluate(run, settings, entry, resumed=options.resume is not None)
+
+
+def _free_folder(settings: RunSettings) -> Path:
+    """A new folder for a run, named after its source: no two runs share one."""
+    kind = "constrained" if settings.constrained else "unconstrained"
+    name = f"{Path(settings.data.source).stem}-{kind}"
+    folders = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def reproduce(options: argparse.Namespace) -> None:
@@ -62,7 +70,7 @@ def reproduce(options: argparse.Namespace) -> None:
 
     _check_single_process("reproduce")
     experiment = experiments.Experiment.load(options.name).narrowed(options.runs, options.steps, options.seeds)
-    out = Path(options.out or Path("runs") / experiment.name)
+    out = Path(options.out or Path("runs") / f"{experiment.name}-{Path(options.source[0]).stem}")
     while True:
         planned = experiments.plan(experiment, options.source, options.model, out)
         states = [run.state() for run in planned]  # all, so that a folder of another run is refused first

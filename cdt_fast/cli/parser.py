@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import cdt_fast
 from cdt_fast import experiments
 from cdt_fast.bench.__main__ import add_arguments
+from cdt_fast.checks import suggestion
 from cdt_fast.cli import commands
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
 from cdt_fast.tasks import TASKS, TaskEntry
@@ -19,15 +20,43 @@ from cdt_fast.training.settings import GONE, SECTIONS, Section, gone, kinds_of, 
 _JSON = "also write what was measured as JSON"
 
 
+# What people are used to call these options elsewhere.
+_USUAL_NAMES = {
+    **dict.fromkeys(("--learning-rate", "--learning_rate", "--eta"), "--lr"),
+    **dict.fromkeys(("--batch-size", "--batch_size", "--bs"), "--batch"),
+    **dict.fromkeys(("--num-steps", "--max-steps", "--max_steps", "--iterations", "--iters"), "--steps"),
+    **dict.fromkeys(("--num-epochs", "--num_train_epochs", "--num-train-epochs"), "--epochs"),
+    **dict.fromkeys(("--output", "--output-dir", "--output_dir", "--save-dir", "--run", "--name"), "--out"),
+    **dict.fromkeys(("--noise", "--sigma", "--noise-level"), "--gamma"),
+    **dict.fromkeys(("--num-layers", "--n-layers", "--depth", "--num_layers"), "--layers"),
+    **dict.fromkeys(("--gradient-accumulation-steps", "--grad-accum", "--accumulation"), "--accumulate"),
+    **dict.fromkeys(("--lr-scheduler", "--scheduler"), "--schedule"),
+    **dict.fromkeys(("--patch-size", "--patch_size"), "--patch"),
+    **dict.fromkeys(("--dtype", "--amp", "--bf16", "--fp16"), "--precision"),
+    **dict.fromkeys(("--alpha", "--descent-rate"), "--rate"),
+    **dict.fromkeys(("--epsilon", "--eps0", "--epsilon-0"), "--reference"),
+    **dict.fromkeys(
+        ("--val-every", "--eval-every", "--save-every", "--eval-steps", "--save-steps"), "--validate-every"
+    ),
+}
+# The settings that people change: `--help` shows these, `--help-all` the others too.
+_USUAL = {
+    *("gamma", "patch", "model", "layers", "code_size", "embedding", "taps", "max_tokens"),
+    *("text_column", "label_column", "constrained", "rate", "objective", "steps", "epochs", "batch", "lr"),
+    *("precision", "device", "seed", "gammas"),
+}
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that keeps the layout of the examples and answers a wrong call in one line."""
 
-    ending: Callable[[], str] | None = None  # of the help, where it has to be read from files first
+    ending: Callable[[], str] | None = None  # of the help, if it has to be read from files first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # No abbreviations: --warm would be one setting today and another one tomorrow.
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(*arguments, formatter_class=layout, allow_abbrev=False, **options)
+        self.unusual: dict[argparse.Action, str] = {}  # the help of what only `--help-all` shows
 
     def format_help(self) -> str:
         if self.ending is not None:
@@ -38,16 +67,40 @@ class Parser(argparse.ArgumentParser):
         # Answered here and not by the parser above, which knows neither the command nor its options.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+            option = unknown[0].partition("=")[0]
+            name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
             if name in GONE:
-                self.error(f"{unknown[0].partition('=')[0]} {gone(name)}")
+                self.error(f"{option} {gone(name)}")
             known = [option for option in self._option_string_actions if option.startswith("--")]
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+            usual = _USUAL_NAMES.get(option)
+            close = [usual] if usual in known else difflib.get_close_matches(option, known, n=1)
             self.error(f"unknown argument: {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
         return parsed, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if value in _GONE_COMMANDS:
+            raise argparse.ArgumentError(None, f"{value} {gone(value)}")
+        what = (action.metavar or action.dest).lower() if isinstance(action.metavar, str) else action.dest
+        message = f"unknown {what} {value!r}{suggestion(str(value), map(str, action.choices))}"
+        raise argparse.ArgumentError(None, message)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+_GONE_COMMANDS = ("search", "completion", "check")
+
+
+class _HelpAll(argparse.Action):
+    """`--help-all`: the help with all settings."""
+
+    def __call__(self, parser: Any, *_: Any, **__: Any) -> NoReturn:
+        for action, text in parser.unusual.items():
+            action.help = text
+        parser.print_help()
+        parser.exit()
 
 
 def build_parser() -> Parser:
@@ -140,7 +193,7 @@ def _command(shown: Any, name: str, run: Any, text: str, example: str) -> Parser
     return command
 
 
-def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) -> None:
+def _add_settings(command: Parser, name: str, task: TaskEntry) -> None:
     """What `train` takes for a task: SOURCE, where to write, and its settings, a group a section."""
     call = f"cdt-fast train {name}"
     command.epilog = "\n".join(["examples:", *(f"  {call} {example}" for example in task.examples)])
@@ -154,28 +207,31 @@ def _add_settings(command: argparse.ArgumentParser, name: str, task: TaskEntry) 
     text = f"what the settings start from: constraints, or a whole row of the paper ({', '.join(names)})"
     command.add_argument("--preset", metavar="NAME", help=text)
     command.add_argument("--config", metavar="FILE", help="settings as TOML, such as the config.toml of a run")
+    command.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all settings, and exit")
     command.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint; takes no settings")
     for section in SECTIONS:
         group = command.add_argument_group(f"[{section}]")
         values: Section = getattr(settings, section)
         for setting in type(values).model_fields:
             if setting != "source":
-                _add_setting(group, section, values, setting)
+                action, text = _add_setting(group, section, values, setting)
+                if setting not in _USUAL:
+                    action.help, command.unusual[action] = argparse.SUPPRESS, text
 
 
-def _add_setting(group: Any, section: str, values: Section, name: str) -> None:
+def _add_setting(group: Any, section: str, values: Section, name: str) -> tuple[argparse.Action, str]:
+    """Add the option of a setting; returns it with its help."""
     option, destination = f"--{name.replace('_', '-')}", f"{section}.{name}"
     field, default = type(values).model_fields[name], getattr(values, name)
     needs = needs_shown(field)
     text = f"{f'{needs}: ' if needs else ''}{field.description}".replace("%", "%%")
     if bool in kinds_of(field.annotation):
         text += {True: " (yes)", False: " (no)"}.get(default, "")
-        group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text)
-        return
+        return group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text), text
     if default is not None:
         text += f" ({','.join(map(str, default)) if isinstance(default, list) else default})"
     parts = typing.get_args(field.annotation)
     literals = [part for part in (field.annotation, *parts) if typing.get_origin(part) is typing.Literal]
     choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
     metavar = "{" + ",".join(dict.fromkeys(choices)) + "}" if len(choices) > 1 else "VALUE"
-    group.add_argument(option, dest=destination, metavar=metavar, help=text)
+    return group.add_argument(option, dest=destination, metavar=metavar, help=text), text

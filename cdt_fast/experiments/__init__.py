@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError, suggestion
 from cdt_fast.files import read_toml
 from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run, resolve_reference
 from cdt_fast.training.run_folder import RunFolder
@@ -38,7 +38,7 @@ class Experiment:
     def load(cls, name: str) -> Experiment:
         """The experiment of this name, or InputError: there is none."""
         if name not in names():
-            raise InputError(f"NAME must be one of {', '.join(names())}, got {name!r}")
+            raise InputError(f"there is no experiment {name!r}{suggestion(name, names())}")
         return cls(name=name, **read_toml(FOLDER / f"{name}.toml"))
 
     def narrowed(

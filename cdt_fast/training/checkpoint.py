@@ -33,8 +33,8 @@ _ENTRIES: dict[str, type | tuple[type, ...]] = {
 
 # Settings that do not say which run it is: places, and what may change between two resumptions.
 _NOT_OF_THE_RUN = (
-    *("source", "model", "embedding", "pretrained", "download", "device", "precision", "cuda_graph", "tensorboard"),
-    *("steps", "epochs", "validate_every", "checkpoint_every", "log_every", "rank_timeout"),
+    *("source", "model", "embedding", "pretrained", "download", "device", "precision"),
+    *("steps", "epochs", "validate_every"),
 )
 
 

@@ -55,25 +55,18 @@ def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Tas
     precision = training.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
-    asked: bool | None = getattr(training, "cuda_graph", None)
-    obstacle = _capture_obstacle(accelerator, task)
-    if asked and obstacle is not None:
-        raise InputError(f"[training] cuda_graph {obstacle}")
     torch.backends.cuda.matmul.allow_tf32 = precision == "fp32" and device.type == "cuda"
-    return Execution(device, precision, obstacle is None if asked is None else asked)
+    return Execution(device, precision, _can_capture(accelerator, task))
 
 
-def _capture_obstacle(accelerator: Accelerator, task: Task) -> str | None:
-    """Why a step cannot be captured, or None where it can."""
+def _can_capture(accelerator: Accelerator, task: Task) -> bool:
+    """Whether a step can be captured in a CUDA graph: one process, without accelerate's own casts and compilation."""
     if accelerator.device.type != "cuda":
-        return f"needs a CUDA GPU, and this training would run on {accelerator.device}"
-    if accelerator.num_processes > 1:
-        return f"captures the step of one process, got {accelerator.num_processes}; train with --no-cuda-graph"
+        return False
     plugin: Any = accelerator.state.dynamo_plugin
     compiled = plugin is not None and plugin.backend != DynamoBackend.NO
-    if compiled or accelerator.mixed_precision != "no":
-        return "works without accelerate's own mixed precision and compilation (--precision bf16 works)"
-    return None if task.fixed_shapes else "needs batches of one shape, and those of this task differ in length"
+    plain = accelerator.num_processes == 1 and accelerator.mixed_precision == "no" and not compiled
+    return plain and task.fixed_shapes
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -32,6 +32,8 @@ from cdt_fast.training.task import Task, Workload
 # Spreads the seeds of runs apart, so that no two count through the same seeds of noise.
 _SEED_SPACING = 2_654_435_761
 _SEEDS = 2**63
+LOG_EVERY = 10  # optimizer steps between lines of metrics.jsonl
+_RANK_TIMEOUT = timedelta(minutes=10)  # after which a process that waits for another ends
 
 # Fresh random weights come within a tenth of the loss of their input, or of a guess. A denoiser that more than doubles
 # the loss of its input has settings that do not fit each other, and does not recover in a training.
@@ -53,7 +55,7 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
     """
     disable_malloc_trim()
     task.check(settings)
-    waiting = InitProcessGroupKwargs(timeout=timedelta(seconds=settings.training.rank_timeout))
+    waiting = InitProcessGroupKwargs(timeout=_RANK_TIMEOUT)
     accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
     resolve_execution(settings, accelerator, task)  # before the data are read
     main = accelerator.is_main_process
@@ -103,7 +105,7 @@ class Trainer:
         on_device = graphs is not None or self.device.type == "cuda"
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer, self.schedule = build_optimizer(
-            trained, self.workload.lr, training.weight_decay, self._relative_rate, on_device=on_device
+            trained, self.workload.lr, self._relative_rate, on_device=on_device
         )
         self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
         self.constraints = build_constraints(
@@ -122,7 +124,6 @@ class Trainer:
             optimizer=self.optimizer,
             logged_sums=self._logged_sums,
             constraints=self.constraints if self._measured else None,
-            clip=training.clip,
             ranks=accelerator.num_processes,
         )
         self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
@@ -160,13 +161,10 @@ class Trainer:
         return notes
 
     def _relative_rate(self, step: int) -> float:
-        training = self.settings.training
-        if step < training.warmup_steps:
-            return (step + 1) / (training.warmup_steps + 1)
-        done = (step - training.warmup_steps) / max(1, self.workload.steps - training.warmup_steps)
-        if training.schedule == "constant":
+        schedule, done = self.settings.training.schedule, step / self.workload.steps
+        if schedule == "constant":
             return 1.0
-        return 1 - done if training.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     def run(self, progress: bool = True) -> None:
         """Train from the current step to the last; raises what `train` does."""
@@ -193,7 +191,7 @@ class Trainer:
                 self._train_step()
                 self.step += 1
                 last = self.step == self.workload.steps
-                if last or self.step % training.log_every == 0:
+                if last or self.step % LOG_EVERY == 0:
                     entry = self._log_entry(time.perf_counter() - started)
                     if shown and first is not None:
                         left = self.workload.steps - self.step
@@ -212,7 +210,7 @@ class Trainer:
                         held_out = self._summary(validation["loss"])
                         print(f"step {self.step} of {self.workload.steps}: held-out {held_out}", file=sys.stderr)
                 # A step that a signal ended is neither logged nor validated: the resumed run would have to repeat it.
-                saved = last or self.step % training.checkpoint_every == 0
+                saved = last or self.step % training.validate_every == 0
                 if saved:
                     self._save_checkpoint()
                 bar.update()

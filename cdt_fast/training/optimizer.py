@@ -17,32 +17,32 @@ from cdt_fast.constraints.duals import DualAction
 from cdt_fast.errors import InputError
 
 # Options that say how and where the update is computed, not what it is: a checkpoint's machine may have been another.
+LARGEST_GRADIENT_NORM = 1.0
 _PLACEMENT = ("foreach", "fused", "capturable")
 
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter],
     lr: float,
-    weight_decay: float,
     relative_rate: Callable[[int], float],
     *,
     on_device: bool,
 ) -> tuple[AdamW, LambdaLR]:
-    """AdamW and its schedule, which multiplies `lr` by `relative_rate` of the number of steps done.
+    """Build Adam and its schedule, which multiplies `lr` by `relative_rate` of the number of steps done.
 
     `on_device` keeps the learning rate and the count of steps on the parameters' device and updates in one fused
     kernel, so that the step can be captured in a CUDA graph: the schedule then writes the rate, as float32, into the
     tensor that the kernel reads.
 
     Raises:
-        InputError: the rate, or its product with the decay, is beyond what an update in float32 can be made with.
+        InputError: the rate is beyond what an update in float32 can be made with.
     """
-    if max(lr, lr * weight_decay) > 1e30:
-        raise InputError(f"[training] lr and weight_decay times lr must be at most 1e+30, got {lr:g}, {weight_decay:g}")
+    if lr > 1e30:
+        raise InputError(f"[training] lr must be at most 1e+30, got {lr:g}")
     if not on_device:
-        optimizer = AdamW(parameters, lr=lr, weight_decay=weight_decay)
+        optimizer = AdamW(parameters, lr=lr, weight_decay=0.0)
         return optimizer, LambdaLR(optimizer, relative_rate)
-    optimizer = AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True, capturable=True)
+    optimizer = AdamW(parameters, lr=lr, weight_decay=0.0, fused=True, capturable=True)
     # Before the rate is a tensor: the schedule keeps its own copy of it, which stays a number of the host.
     schedule = LambdaLR(optimizer, relative_rate)
     for group in optimizer.param_groups:
@@ -76,7 +76,6 @@ class TrainingStep:
     optimizer: Optimizer
     logged_sums: Tensor  # `[L+2]`, the sums of the losses and the count since the last log; added to in place
     constraints: DescentConstraints | None  # give the weights of the losses; None: unconstrained
-    clip: float | None = None  # the largest norm of the gradient
     ranks: int = 1  # processes that take part
 
     def run(
@@ -114,9 +113,8 @@ class TrainingStep:
             self.logged_sums[-1].add_(count)
             if self.constraints is not None:
                 self.constraints.accumulate(per_depth, count)
-        if self.clip is not None:
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.clip)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT_NORM)
         self.optimizer.step()
         if self.constraints is not None and action is not None:
             self.constraints.apply(action)

@@ -34,8 +34,16 @@ Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 _CONSTRAINED = "constrained=true"
+ANY = "any value"
 # Settings of earlier versions, each with the values at which it did nothing: a file that names such a value is read.
 GONE: dict[str, tuple[Any, ...]] = {
+    "checkpoint_every": (ANY,),
+    "log_every": (ANY,),
+    "rank_timeout": (ANY,),
+    "cuda_graph": (ANY,),
+    "warmup_steps": (0,),
+    "weight_decay": (0.0,),
+    "clip": (1.0,),
     "tensorboard": (True, False),
     "setup": ("denoiser",),
     "preset": ("none",),
@@ -189,19 +197,13 @@ class TrainingSettings(Section):
 
     accumulate: Positive = setting(1, "micro-batches per optimizer step")
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
-    warmup_steps: Count = setting(0, "steps over which the learning rate rises to lr")
-    clip: Annotated[float, Field(gt=0)] | None = setting(1.0, "largest gradient norm ('none' for no bound)")
-    weight_decay: NonNegative = setting(0.0, "decoupled weight decay (AdamW)")
     precision: Literal["auto", "bf16", "fp32", "ieee"] = setting(
         "auto",
         "matrix products: bf16 with float32 masters, fp32 (TF32 on a GPU) or ieee; auto: bf16 on a GPU, else fp32",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute")
     seed: Count = setting(0, "seed of data order and noise")
-    validate_every: Positive = setting(50, "optimizer steps between validations")
-    checkpoint_every: Positive = setting(50, "optimizer steps between checkpoints")
-    log_every: Positive = setting(10, "optimizer steps between lines of metrics.jsonl")
-    rank_timeout: Positive = setting(300, "of several processes: seconds after which one that waits for another ends")
+    validate_every: Positive = setting(50, "optimizer steps between validations, each with a checkpoint")
 
 
 class EvaluationSettings(Section):
@@ -450,7 +452,7 @@ class RunSettings(BaseModel):
                 if not isinstance(values, dict):
                     raise InputError(f"unknown key '{section}' outside of a section")
                 for name, idle in GONE.items():
-                    if values.get(name) in idle:
+                    if name in values and (values[name] in idle or ANY in idle):
                         del values[name]
         return preset, document
 

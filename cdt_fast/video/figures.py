@@ -127,7 +127,7 @@ def exit_flops(model: Denoiser, settings: VideoSettings, grids: int | None) -> l
 
 
 def _of_layer(
-    codes: Any, signal: Any, dictionary: Any, projection: Any, next_dictionary: Any, *_: Any, **__: Any
+    signal: Any, codes: Any, dictionary: Any, projection: Any, next_dictionary: Any, *_: Any, **__: Any
 ) -> int:
     """Of `ops.unrolled_layer`, by the shapes of its arguments: attention's scores and what they mix, and a product of
     every token with each dictionary that is read (docs/maths.md §7)."""

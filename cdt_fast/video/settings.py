@@ -31,7 +31,7 @@ _MEANT = {"level": (0.5, 255.0), "deviation": (0.0, 5.0)}
 class VideoDataSettings(Section):
     """[data]: which frames, and how they become sequences of patches."""
 
-    source: str | None = setting("demo", "video file, frame folder, .npy or a tree of them, or demo, a generated clip")
+    source: str | None = setting(None, "video file, frame folder, .npy or a tree of them, or demo, a generated clip")
     frames: Literal["crops", "resized"] = setting(
         "crops",
         "what is trained on: crops at full resolution, gray and colors, or the luma of whole frames made square",
@@ -102,9 +102,6 @@ class VideoTrainingSettings(TrainingSettings):
     steps: Positive = setting(200, "optimizer steps")
     batch: Positive = setting(1, "windows per micro-batch")
     lr: NonNegative = setting(5e-5, "learning rate of Adam")
-    cuda_graph: bool | None = setting(
-        None, "launch a step as one CUDA graph (default: on a GPU, where one process trains)"
-    )
 
 
 class VideoEvaluationSettings(EvaluationSettings):

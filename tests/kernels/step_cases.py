@@ -28,8 +28,8 @@ MODELS: dict[str, tuple[type[models.DUST], dict[str, Any]]] = {
 }
 CONSTRAINTS: dict[str, dict[str, Any] | None] = {
     "unconstrained": None,
-    "adam": {"reference": "auto", "normalize": True, "dual": "adam", "warmup_steps": 4},
-    "ascent": {"reference": 0.5, "dual": "ascent", "resilience": "decay", "dual_every": 3, "warmup_steps": 6},
+    "adam": {"reference": "auto", "normalize": True, "dual": "adam"},
+    "ascent": {"reference": 0.5, "dual": "ascent", "resilience": "decay", "dual_every": 3},
     "absolute": {"reference": 0.5, "dual": "ascent", "coupling": "absolute", "slack_cost": 5.0},
 }
 
@@ -57,7 +57,7 @@ class Steps:
         kind, options = MODELS[self.model]
         self.network = kind(PATCH, CODES, LAYERS, **options).to(device)
         self.optimizer, self.schedule = build_optimizer(
-            self.network.parameters(), 1e-3, 0.01, lambda step: 1 / (step + 1), on_device=True
+            self.network.parameters(), 1e-3, lambda step: 1 / (step + 1), on_device=True
         )
         settings = CONSTRAINTS[self.constraints]
         self.duals = None if settings is None else DescentConstraints(LAYERS, 0.5, **settings, device=device)
@@ -67,7 +67,6 @@ class Steps:
             optimizer=self.optimizer,
             logged_sums=self.logged_sums,
             constraints=self.duals,
-            clip=1.0,
         )
         self.replays = CapturedStep(self._on_buffers) if self.captured else None
         self.generator = torch.Generator(device).manual_seed(0)

@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "warmup_epochs": 2,
         "dual": "adam",
     },
-    "training": {"device": "cuda", "steps": 30, "batch": 3, "lr": 1e-3, "validate_every": 10, "checkpoint_every": 15},
+    "training": {"device": "cuda", "steps": 30, "batch": 3, "lr": 1e-3, "validate_every": 10},
 }
 
 

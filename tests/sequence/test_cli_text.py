@@ -139,7 +139,7 @@ BAD = [
     ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave a share for training"]),
     ("text", ["TABLE", "--rate", "0.1,0.2,0.3"], ["3", "2"]),
     ("text", ["TABLE", "--stpes", "3"], ["did you mean --steps?"]),
-    ("text", ["TABLE", "--cuda-graph"], ["--cuda-graph"]),
+    ("text", ["TABLE", "--cuda-graph"], ["--cuda-graph is gone"]),
     ("text", ["TABLE", "--taps", "0,2"], ["[model] taps has an effect only with model other than text-ut"]),
     (
         "text",

@@ -35,11 +35,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "steps": 27,
         "accumulate": 2,
         "validate_every": 5,
-        "checkpoint_every": 4,
-        "log_every": 7,
     },
-    "dual_every": {"steps": 27, "dual_every": 3, "dual": "ascent", "normalize": True, "reference": 1.0, "log_every": 4},
-    "plain": {"constrained": False, "steps": 12, "validate_every": 5, "checkpoint_every": 4, "log_every": 7},
+    "dual_every": {"steps": 27, "dual_every": 3, "dual": "ascent", "normalize": True, "reference": 1.0},
+    "plain": {"constrained": False, "steps": 12, "validate_every": 5},
 }
 
 
@@ -269,9 +267,7 @@ def test_a_signal_before_the_first_step_leaves_no_run(
 @pytest.mark.slow
 def test_a_killed_process_and_a_terminated_one_resume_bit_for_bit(tiny_config: Config, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint, SIGTERM in the run that resumed, and the rest in this process."""
-    config = tiny_config(
-        steps=80, accumulate=2, size=16, code_size=16, validate_every=7, checkpoint_every=3, log_every=5
-    )
+    config = tiny_config(steps=80, accumulate=2, size=16, code_size=16, validate_every=7)
     whole = RunFolder.create(tmp_path / "whole", config)
     train(whole, config, progress=False)
     run = RunFolder.create(tmp_path / "run", config)

@@ -20,7 +20,7 @@ from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_in
 
 TASKS = {"text": TINY_TEXT, "lm": TINY_LANGUAGE}
 # Shares with unequal counts, and a last micro-batch of one sample, in which one rank has nothing to do.
-UNEQUAL: dict[str, Any] = {"batch": 5, "gamma": 0.5, "warmup_epochs": 0, "checkpoint_every": 8, "validate_every": 8}
+UNEQUAL: dict[str, Any] = {"batch": 5, "gamma": 0.5, "warmup_epochs": 0, "validate_every": 8}
 
 
 def source_of(task: str, folder: Path) -> Path:

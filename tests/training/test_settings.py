@@ -334,7 +334,7 @@ def test_codes_that_start_at_zero_are_not_bounded() -> None:
         ('[model]\nmodel = "dusty"\n', ["[model] model must be 'dust', 'ut' or 'vit', got 'dusty'"]),
         ("[training]\nlr = nan\n", ["[training] lr must be a finite number, got nan"]),
         ("[training]\nlr = -0.1\n", ["[training] lr must be greater than or equal to 0, got -0.1"]),
-        ("[training]\nclip = 0\n", ["[training] clip must be greater than 0, got 0"]),
+        ("[training]\nsteps = 0\n", ["[training] steps must be greater than or equal to 1, got 0"]),
         ('[data]\nsetup = "paper"\n', ["[data] setup is gone", "--preset paper-dust, paper-ut"]),
         ("[training]\njacobian = 1.0\n", ["[training] jacobian is gone", "the git tag full (commit 1178e39)"]),
         ('[constraints]\npreset = "safe"\n', ["[constraints] preset is gone", 'preset = "…"']),

@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "unconstrained": {"constrained": False},
     "VideoUT": {"model": "ut", "coupling": "absolute"},
     "anchor": {"dual": "ascent", "resilience": "decay", "reference": 1.0, "reference_mode": "anchor"},
-    "zero start": {"initial_codes": "zero", "readout": "next", "sequence": "space", "weight_decay": 0.1},
+    "zero start": {"initial_codes": "zero", "readout": "next", "sequence": "space"},
     "accumulation": {"batch": 3, "accumulate": 2, "dual_every": 3, "schedule": "linear"},
     "warm-up": {"warmup_epochs": 9, "reference": "none"},
 }
@@ -106,7 +106,7 @@ def test_the_optimizer_of_a_gpu_keeps_its_numbers_on_the_device() -> None:
             return super().__torch_dispatch__(function, *given)
 
     parameter = torch.nn.Parameter(torch.ones(4))
-    optimizer, schedule = build_optimizer([parameter], 0.5, 0.1, lambda step: 1 / (step + 1), on_device=True)
+    optimizer, schedule = build_optimizer([parameter], 0.5, lambda step: 1 / (step + 1), on_device=True)
     (group,) = optimizer.param_groups
     rate = group["lr"]
     parameter.grad = torch.ones(4)
@@ -119,7 +119,7 @@ def test_the_optimizer_of_a_gpu_keeps_its_numbers_on_the_device() -> None:
     assert group["lr"] is rate
     assert rate.item() == 0.125
     assert all(isinstance(state["step"], Tensor) and state["step"].item() == 3 for state in optimizer.state.values())
-    expected = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], lr=0.5, weight_decay=0.1)
+    expected = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], lr=0.5, weight_decay=0.0)
     for step in range(3):
         expected.param_groups[0]["lr"] = 0.5 / (step + 1)
         expected.param_groups[0]["params"][0].grad = torch.ones(4)
