@@ -12,7 +12,7 @@ from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise, dct_denoise
-from cdt_fast.video.data import CropWindows, VideoData, Windows
+from cdt_fast.video.data import VideoData, Windows
 from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import Denoiser, device_of, dtype_of, known_deviation
 from cdt_fast.video.noise import LEVELS, noisy_batches
@@ -60,9 +60,7 @@ class VideoEvaluation(Evaluation):
 
 
 @torch.no_grad()
-def mean_depth_losses(
-    model: Denoiser, windows: Windows | CropWindows, settings: VideoSettings, sigma: float
-) -> list[float]:
+def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float) -> list[float]:
     """Mean loss of every depth `[L+1]` over all of `windows`, at the training noise."""
     device, dtype = device_of(model), dtype_of(model)
     sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cdt_fast.video.data import CropWindows, Windows
+from cdt_fast.video.data import Windows
 
 LEVELS = 255.0
 LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves
@@ -52,7 +52,7 @@ def add_noise_by_window(
 
 
 def noisy_batches(
-    windows: Windows | CropWindows,
+    windows: Windows,
     noise: float | tuple[float, float],
     sigma: float,
     device: torch.device,

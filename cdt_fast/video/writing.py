@@ -15,9 +15,8 @@ import numpy as np
 
 from cdt_fast.errors import InputError, require
 from cdt_fast.video.data import FrameSource
-from cdt_fast.video.data.display import LIMITED_RANGE, UNSPECIFIED, yuv_matrix
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE
-from cdt_fast.video.data.video_file import VideoFile, is_cover
+from cdt_fast.video.data.video_file import LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix
 
 # Containers that take H.264 and state the frame rate. Others that FFmpeg knows by their suffix (.gif, .webm, .png) take
 # other codecs; .ts and .flv do not keep every rate.
@@ -159,7 +158,7 @@ def _carried(
         return
     start = source.times[0]
     reading = source.opened()
-    opened, _ = reading.__enter__()
+    opened = reading.__enter__()
     try:
         chapters = opened.chapters()
         if chapters and container.format.name == "avi":
@@ -238,7 +237,7 @@ def _lost_tags(path: Path, source: FrameSource) -> list[str]:
     if not isinstance(source, VideoFile):
         return []
     av = require("av", "video", "writing video")
-    with source.opened() as (opened, _), av.open(str(path)) as written:
+    with source.opened() as opened, av.open(str(path)) as written:
         names = sorted(_tags(opened, source.stream(opened)) - _tags(written, written.streams.video[0]))
     return [f"the tag {name}" for name in names]
 
@@ -275,7 +274,7 @@ def _takes(form: str, source: VideoFile, index: int) -> bool:
     """Whether a container takes the first packets of a stream: its list of codecs promises more than it keeps."""
     av = require("av", "video", "carrying over sound")
     try:
-        with source.opened() as (opened, _), av.open(io.BytesIO(), "w", format=form) as trial:
+        with source.opened() as opened, av.open(io.BytesIO(), "w", format=form) as trial:
             stream = opened.streams[index]
             there = trial.add_stream_from_template(stream)
             packets = _assigned(opened.demux(stream), {index: there}, source.times[0], [])

@@ -23,8 +23,8 @@ from cdt_fast.video.baselines import (
     orthonormal_dct,
 )
 from cdt_fast.video.data import VideoData, Windows, from_patches, to_patches
+from cdt_fast.video.data.cache import DecodedClip
 from cdt_fast.video.data.splits import Part
-from cdt_fast.video.data.trees import DecodedClip
 from cdt_fast.video.evaluation import evaluate, mean_depth_losses
 from cdt_fast.video.figures import keep_frames, read_frames
 from cdt_fast.video.networks import build_network
@@ -83,8 +83,8 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
     config.update("model", {"layers": 1})
     detailed, flat = scrolling_clip(8, 32, 32), np.full((8, 32, 32), 100, np.uint8)
     clip = DecodedClip("clip", np.concatenate([flat, detailed, flat]))
-    windows = Windows([clip], [Part(0, 0, 24)], 8, 8)
-    data = VideoData(windows, windows, windows, 1 / 255, None, ("clip",), 32, "time", (), "gray levels")
+    windows = Windows([clip], [Part(0, 0, 24)], 8, 32)
+    data = VideoData(windows, windows, windows, 1 / 255, None, ("clip",), "time", (), "gray levels")
     model = build_network(config)
     keep_frames(tmp_path / "frames", model, data, config)
     frames = read_frames(tmp_path / "frames")

@@ -1,42 +1,50 @@
-"""Decoded clips on the disk: one uint8 array a clip, made once and read through the page cache.
-
-A file is a NumPy array, followed by the clip's notes as JSON and by `_TRAILER`: the number of frames, the length of the
-notes, and a checksum of all of it and of what the clip is.
-"""
+"""Decoded clips on the disk: raw bytes of one array a clip, made once and mapped, with a JSON file of what it holds."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
-import struct
-import zlib
-from collections.abc import Iterable
+from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cdt_fast.errors import InputError, printable
-from cdt_fast.files import remove_leftovers, replaced_atomically
+from cdt_fast.files import read_json, remove_leftovers, replaced_atomically, write_json
 from cdt_fast.progress import progress_bar
-from cdt_fast.video.data.crops import Crops
-from cdt_fast.video.data.frames import open_source
+from cdt_fast.video.data.clips import Clip, Split, open_source
+from cdt_fast.video.data.crops import CROPS_VERSION, cut_crops
 from cdt_fast.video.data.source import FrameSource
-from cdt_fast.video.data.trees import Clip, DecodedClip
 
-PREPROCESS_VERSION = 3  # raise it with any change that can move a pixel: caches made before are then rebuilt
+PREPROCESS_VERSION = 4  # raise it with any change that can move a pixel: caches made before are then rebuilt
 _RED, _GREEN, _BLUE = np.float32(0.299), np.float32(0.587), np.float32(0.114)
-_TRAILER = struct.Struct(">QII")  # frames, bytes of the notes, CRC-32
+
+
+class DecodedClip(NamedTuple):
+    """A clip as the networks see it.
+
+    Attributes:
+        name, split: those of its `Clip`.
+        frames: uint8 [frames, size, size], or crops [windows, crops, 3, T, side, side]; of a clip on the disk a memory
+            map, read-only.
+        frame_rate: frames a second as the clip states it, or None.
+        notes: what is wrong with frames that were decoded all the same, a line each.
+    """
+
+    name: str
+    frames: np.ndarray
+    frame_rate: Fraction | None = None
+    split: Split | None = None
+    notes: tuple[str, ...] = ()
 
 
 def default_cache_dir() -> Path:
-    """`$CDT_FAST_CACHE`, else `$XDG_CACHE_HOME/cdt_fast`, else `~/.cache/cdt_fast`."""
-    chosen = os.environ.get("CDT_FAST_CACHE")
-    if chosen:
+    """Return `$CDT_FAST_CACHE`, else `$XDG_CACHE_HOME/cdt_fast`, else `~/.cache/cdt_fast`."""
+    if chosen := os.environ.get("CDT_FAST_CACHE"):
         return Path(chosen)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "cdt_fast"
@@ -47,49 +55,51 @@ def load_clip(
     size: int = 160,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
-    crops: Crops | None = None,
+    crops_of: int | None = None,
 ) -> DecodedClip:
-    """The pre-processed frames of a clip, decoded on the first call and cached.
+    """Return the pre-processed frames of a clip, decoded on the first call and cached.
 
     A cached file belongs to the place, sizes and times of the clip's files, to `size` and to the version of the
-    pre-processing, and its checksum covers them: one that was cut short, altered or put there for another clip is made
-    again. Only its owner can read it. Temporary files that a killed process left in the cache are removed.
+    pre-processing. Only its owner can read it. Temporary files that a killed process left are removed.
 
     Args:
         clip: from `find_clips`.
         size: height and width of the result in pixels.
         cache_dir: folder of the cache; see `default_cache_dir`.
         progress: show a bar on stderr while decoding.
-        crops: cut the frames in place of resizing them; the result is `crops.rows`, of this size.
+        crops_of: cut the frames into crops of so many frames (`cut_crops`) in place of resizing them.
 
     Raises:
         InputError: the clip cannot be read, or the cache cannot be written.
     """
     source = open_source(clip.path)
     folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    key = _key(source, size, [] if crops is None else crops.identity)
-    path = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', source.path.stem)[:40]}-{key[:32]}.npy"
-    cached = _read(path, size, key)
-    if cached is None:
+    path = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', source.path.stem)[:40]}-{_key(source, size, crops_of)[:32]}.u8"
+    contents = path.with_suffix(".json")
+    found = _mapped(path, contents)
+    if found is None:
         bar = progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             remove_leftovers(folder)
+            shape, count = (size, size), 0
             with bar, replaced_atomically(path, mode=0o600) as temporary, temporary.open("wb") as file:
-                rows = (preprocess(frame, size) for frame in bar) if crops is None else crops.rows(bar, size)
-                count = _write(file, rows, size, key, source)
+                pictures = cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar)
+                for picture in pictures:
+                    file.write(picture.tobytes())
+                    shape, count = picture.shape, count + 1
+            write_json(contents, {"shape": [count, *shape], "notes": source.notes})
         except OSError as error:
             raise InputError(
                 f"{folder}: the cache cannot be written ({error.strerror}); free some room, or choose another folder "
                 "with CDT_FAST_CACHE"
             ) from error
-        frames = np.memmap(path, np.uint8, "r", offset=len(_header(count, size)), shape=(count, size, size))
-        cached = frames, tuple(source.notes)
-    return DecodedClip(clip.name, cached[0], source.frame_rate, clip.split, cached[1])
+        found = _mapped(path, contents) or (np.empty((0, *shape), np.uint8), source.notes)  # shorter than a window
+    return DecodedClip(clip.name, found[0], source.frame_rate, clip.split, tuple(found[1]))
 
 
 def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
-    """Luma of one frame, resized to a square: the one way from decoded whole frames to what a model sees.
+    """Return the luma of one frame, resized to a square: the one way from whole frames to what a model sees.
 
     Every published number rests on these pixels, so the path is pinned: a decoder's own gray conversion differs from it
     by up to four levels.
@@ -111,8 +121,8 @@ def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
     return resized[0, 0].round_().clamp_(0, 255).to(torch.uint8).numpy()
 
 
-def _key(source: FrameSource, size: int, cut: list[object]) -> str:
-    identity: list[object] = [PREPROCESS_VERSION, size, str(source.path.resolve()), *cut]
+def _key(source: FrameSource, size: int, crops_of: int | None) -> str:
+    identity: list[Any] = [PREPROCESS_VERSION, size, str(source.path.resolve()), crops_of and [crops_of, CROPS_VERSION]]
     for file in source.files:
         try:
             status = file.stat()
@@ -122,50 +132,12 @@ def _key(source: FrameSource, size: int, cut: list[object]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def _write(file: BinaryIO, frames: Iterable[np.ndarray], size: int, key: str, source: FrameSource) -> int:
-    """Write all `frames`; returns how many. The notes of `source` are whole only after the last of them."""
-    checksum = zlib.crc32(key.encode())
-    count = 0
-    file.write(_header(0, size))
-    for frame in frames:
-        data = frame.tobytes()
-        file.write(data)
-        checksum = zlib.crc32(data, checksum)
-        count += 1
-    # numpy.load maps the array and never looks at what follows it.
-    notes = json.dumps(source.notes).encode()
-    file.write(notes)
-    file.write(_TRAILER.pack(count, len(notes), _sealed(checksum, notes, count)))
-    file.seek(0)
-    file.write(_header(count, size))
-    return count
-
-
-def _header(count: int, size: int) -> bytes:
-    # The format leaves room for the first axis to grow, which is what lets the count be filled in at the end.
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (count, size, size)})
-    return header.getvalue()
-
-
-def _sealed(checksum: int, notes: bytes, count: int) -> int:
-    return zlib.crc32(notes + struct.pack(">Q", count), checksum)
-
-
-def _read(path: Path, size: int, key: str) -> tuple[np.ndarray, tuple[str, ...]] | None:
-    """The cached frames and notes, or None where there are none or they are not what was written."""
+def _mapped(path: Path, contents: Path) -> tuple[np.ndarray, list[str]] | None:
+    """Return the cached frames and notes, or None where there are none, or not all."""
     try:
-        data = np.memmap(path, np.uint8, "r")
-        end = len(data) - _TRAILER.size
-        count, note_bytes, sealed = _TRAILER.unpack(data[max(0, end) :].tobytes())
-    except (OSError, ValueError, struct.error):
+        held = read_json(contents)
+        if path.stat().st_size != np.prod(held["shape"]):
+            return None
+        return np.memmap(path, np.uint8, "r", shape=tuple(held["shape"])), held["notes"]
+    except (InputError, OSError, ValueError, TypeError, KeyError):
         return None
-    # The header is not parsed: it is known. A count that is not that of the file leads to another one.
-    header, pixels = _header(count, size), count * size * size
-    start, stop = len(header), len(header) + pixels
-    if stop + note_bytes != end or data[:start].tobytes() != header:
-        return None
-    notes = data[stop:end].tobytes()
-    if _sealed(zlib.crc32(data[start:stop].data, zlib.crc32(key.encode())), notes, count) != sealed:
-        return None
-    return data[start:stop].reshape(count, size, size), tuple(json.loads(notes))

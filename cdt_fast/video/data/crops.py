@@ -1,26 +1,23 @@
-"""Crops at full resolution: what a denoiser of whole videos is trained on.
+"""Crops at full resolution, and generated scenes: what a denoiser of whole videos is trained on.
 
-Of every `window` frames of a clip some squares are kept in red, green and blue: of a few places, which depend on the
-window's number alone, the one with most detail. A third are as they are, the others of frames made two and three
-times smaller, which have more detail and faster motion, taken along a straight path, as by a camera that pans: to a
-network that has only seen what stands still, motion is noise. A sample is one plane of one crop: the luma, or one of
-the three `opponent` planes that a color video is denoised in.
+Of every window of a clip some squares are kept in red, green and blue: of a few places, which depend on the window's
+number alone, the one with most detail. A third are as they are, the others of frames made two and three times smaller,
+which have more detail and faster motion, taken along a straight path, as by a camera that pans: to a network that has
+only seen what stands still, motion is noise. A sample is one plane of one crop: the luma, or one of the three
+`opponent` planes that a color video is denoised in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.video.data.splits import Part, WindowName
-from cdt_fast.video.data.trees import DecodedClip
-
-CROPS_VERSION = 2  # raise it with any change that can move a pixel
+CROPS_VERSION = 3  # raise it with any change that can move a pixel
+CROPS_PER_WINDOW = 12
 
 _LUMA = (0.299, 0.587, 0.114)
 # An orthonormal change of basis: white noise of red, green and blue is white noise of the same deviation in these.
@@ -30,11 +27,12 @@ _OPPONENT = (
     (1 / math.sqrt(6), -2 / math.sqrt(6), 1 / math.sqrt(6)),
 )
 _COLORS = 3
+PLANES = 1 + _COLORS  # samples of a crop: `plane_of` says which
 _PLACES_SEED = 20_260_118
-_SPEED = 4.0  # of pasted pieces, in pixels a frame
 _PLACES = 3  # that a crop is the most detailed of
 _PAN = 3.0  # of smaller crops along each axis, in their pixels a frame
 GENERATED = 0.5  # probability with which generated frames take the place of a training crop
+_SPEED = 4.0  # of pasted pieces, in pixels a frame
 _LEAVES = (60, 160)  # shapes of a generated picture
 _SMALLEST = 4.0  # the radius that half of what is cast is within a factor of 1.4 of, in pixels
 _LEAVES_PAN = 2.5  # of the camera over them along each axis, in pixels a frame
@@ -42,176 +40,102 @@ _TURN, _ZOOM = 0.02, 0.01  # of the camera, radians and a share a frame
 
 
 def to_opponent(planes: Tensor) -> Tensor:
-    """Brightness and two differences of colors `[3, ...]` of red, green and blue `[3, ...]`: orthonormal."""
+    """Return brightness and two differences of colors `[3, ...]` of red, green and blue `[3, ...]`: orthonormal."""
     return torch.einsum("ij,j...->i...", torch.tensor(_OPPONENT, dtype=torch.float64).to(planes), planes)
 
 
 def from_opponent(planes: Tensor) -> Tensor:
-    """The inverse of `to_opponent`."""
+    """Return the inverse of `to_opponent`."""
     return torch.einsum("ji,j...->i...", torch.tensor(_OPPONENT, dtype=torch.float64).to(planes), planes)
 
 
-@dataclass(frozen=True)
-class Crops:
-    """How a clip is cut: `rows` turns its frames into pictures `[side, side]`, in the order of `CropWindows`.
+def unscaled(crops: int) -> int:
+    """Return how many crops of a window, the first ones, are at full resolution."""
+    return (crops + 2) // 3
 
-    Attributes:
-        window: T, frames of a crop; the last frames of a clip that do not fill a window are left out.
-        a_window: crops of every window.
-    """
 
-    window: int
-    a_window: int = 12
-
-    @property
-    def as_they_are(self) -> int:
-        """How many crops of a window, the first ones, are at full resolution."""
-        return (self.a_window + 2) // 3
-
-    def _smaller(self, crop: int, shortest: int, side: int) -> int:
-        """By how much the frames of a crop are made smaller, as far as they are large enough for it."""
-        wanted = 1 if crop < self.as_they_are else 2 + crop % 2
-        return max(1, min(wanted, shortest // side))
-
-    @property
-    def identity(self) -> list[object]:
-        """What a cache has to know of it."""
-        return ["crops", CROPS_VERSION, self.window, self.a_window]
-
-    @property
-    def rows_a_window(self) -> int:
-        """Pictures that a window becomes."""
-        return self.a_window * _COLORS * self.window
-
-    def rows(self, frames: Iterable[np.ndarray], side: int) -> Iterator[np.ndarray]:
-        """uint8 `[side, side]`: window by window, crop by crop, color by color, frame by frame."""
-        gathered: list[np.ndarray] = []
-        number = 0
-        for frame in frames:
-            gathered.append(frame if frame.ndim == 3 else np.repeat(frame[..., np.newaxis], _COLORS, axis=2))
-            if len(gathered) == self.window:
-                yield from self._cut(np.stack(gathered), side, np.random.default_rng([_PLACES_SEED, number]))
-                gathered, number = [], number + 1
-
-    def _cut(self, block: np.ndarray, side: int, places: np.random.Generator) -> Iterator[np.ndarray]:
-        height, width = block.shape[1:3]
-        if height < side or width < side:
-            more = ((0, 0), (0, max(0, side - height)), (0, max(0, side - width)), (0, 0))
-            block = np.pad(block, more, mode="symmetric")
-            height, width = block.shape[1:3]
-        for crop in range(self.a_window):
-            factor = self._smaller(crop, min(height, width), side)
-            cut = side * factor
-            found = [
-                tuple(int(places.integers(0, length - cut + 1)) for length in (height, width)) for _ in range(_PLACES)
-            ]
-            top, left = max(found, key=lambda place: _detail(block[0, place[0] :, place[1] :][:cut, :cut]))
-            rows, columns = (np.full(len(block), start) for start in (top, left))
-            if crop >= self.as_they_are:
-                path = np.linspace(-0.5, 0.5, len(block)) * len(block) * factor
-                rows, columns = (
-                    np.clip(np.rint(start + path * places.uniform(-_PAN, _PAN)).astype(int), 0, length - cut)
-                    for start, length in ((top, height), (left, width))
-                )
-            chosen = np.stack(
-                [
-                    frame[row : row + cut, column : column + cut]
-                    for frame, row, column in zip(block, rows, columns, strict=True)
-                ]
+def cut_crops(
+    frames: Iterable[np.ndarray], window: int, side: int, crops: int = CROPS_PER_WINDOW
+) -> Iterator[np.ndarray]:
+    """Yield uint8 `[crops, 3, window, side, side]` of every `window` frames; a rest that fills none is left out."""
+    gathered: list[np.ndarray] = []
+    number = 0
+    for frame in frames:
+        gathered.append(frame if frame.ndim == 3 else np.repeat(frame[..., np.newaxis], _COLORS, axis=2))
+        if len(gathered) == window:
+            places = np.random.default_rng([_PLACES_SEED, number])
+            yield np.stack(
+                [_crop(np.stack(gathered), crop < unscaled(crops), crop, side, places) for crop in range(crops)]
             )
-            if factor > 1:
-                pooled = chosen.reshape(len(chosen), side, factor, side, factor, _COLORS).astype(np.float32)
-                chosen = np.rint(pooled.mean((2, 4))).astype(np.uint8)
-            yield from chosen.transpose(3, 0, 1, 2).reshape(-1, side, side)
+            gathered, number = [], number + 1
+
+
+def _crop(block: np.ndarray, whole: bool, crop: int, side: int, places: np.random.Generator) -> np.ndarray:
+    height, width = block.shape[1:3]
+    if height < side or width < side:
+        more = ((0, 0), (0, max(0, side - height)), (0, max(0, side - width)), (0, 0))
+        block = np.pad(block, more, mode="symmetric")
+        height, width = block.shape[1:3]
+    factor = max(1, min(1 if whole else 2 + crop % 2, min(height, width) // side))  # by which frames are made smaller
+    cut = side * factor
+    found = [tuple(int(places.integers(0, length - cut + 1)) for length in (height, width)) for _ in range(_PLACES)]
+    start = max(found, key=lambda place: _detail(block[0, place[0] : place[0] + cut, place[1] : place[1] + cut]))
+    path = np.zeros(len(block)) if whole else np.linspace(-0.5, 0.5, len(block)) * len(block) * factor
+    rows, columns = (
+        np.clip(np.rint(first + path * (0 if whole else places.uniform(-_PAN, _PAN))).astype(int), 0, length - cut)
+        for first, length in zip(start, (height, width), strict=True)
+    )
+    chosen = np.stack([frame[r : r + cut, c : c + cut] for frame, r, c in zip(block, rows, columns, strict=True)])
+    if factor > 1:
+        pooled = chosen.reshape(len(chosen), side, factor, side, factor, _COLORS).astype(np.float32)
+        chosen = np.rint(pooled.mean((2, 4))).astype(np.uint8)
+    return chosen.transpose(3, 0, 1, 2)
 
 
 def _detail(picture: np.ndarray) -> int:
-    """The sum of the differences between neighbors."""
+    """Sum the differences between neighbors."""
     green = picture[..., 1].astype(np.int64)
     return int(np.abs(np.diff(green, axis=0)).sum() + np.abs(np.diff(green, axis=1)).sum())
 
 
-class CropWindows:
-    """Windows of `window` frames of crops: of the interface of `Windows`, with values instead of bytes.
+def plane_of(crop: np.ndarray, plane: int) -> Tensor:
+    """Return float32 `[T, side, side]` in 0..255 of a crop `[3, T, side, side]`: 0 is luma, 1 to 3 are opponent planes;
+    a difference of colors is around 0."""
+    weights = torch.tensor(_LUMA if plane == 0 else _OPPONENT[plane - 1])
+    return torch.einsum("c,cthw->thw", weights, torch.from_numpy(np.array(crop, order="C")).to(torch.float32))
+
+
+def augmented(
+    crop: Callable[[], Tensor], piece: Callable[[np.random.Generator], Tensor], size: int, seed: int
+) -> Tensor:
+    """Return a training sample `[T, size, size]`: a crop moved, turned, mirrored or played backwards as its seed says.
+
+    Half are generated in the place of the crop (`moving_leaves`), and half have a piece of another crop that moves
+    across: what a clip shows in few of its frames would otherwise be wiped out.
 
     Args:
-        clips: what `Crops.rows` gave for every clip, uint8 [rows, side, side], and its name.
-        parts: the parts that windows are taken from, in frames.
-        crops: how the clips were cut.
-        size: side of a window; the crops are larger by what `augmented` moves them.
-        training: samples are luma and the three opponent planes of every crop, else the luma of those at full
-            resolution.
+        crop: returns the plane `[T, side, side]` of a crop.
+        piece: returns that of another crop, drawn with the generator that it is given.
+        size: at most the side of the crops.
+        seed: of all that is drawn.
     """
-
-    def __init__(
-        self,
-        clips: Sequence[DecodedClip],
-        parts: Sequence[Part],
-        crops: Crops,
-        size: int,
-        training: bool,
-    ) -> None:
-        self.window, self._clips, self._crops, self.size = crops.window, clips, crops, size
-        self._training = training
-        chosen, planes = (crops.a_window, 1 + _COLORS) if training else (crops.as_they_are, 1)
-        self._samples = [
-            (part.clip, first // crops.window, crop, plane)
-            for part in parts
-            for first in range(part.start, part.stop - crops.window + 1, crops.window)
-            for crop in range(chosen)
-            for plane in range(planes)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def name(self, index: int) -> WindowName:
-        """The identity of a window: its clip with the crop's number, and its first frame."""
-        clip, block, crop, _ = self._samples[index]
-        return WindowName(f"{self._clips[clip].name}, crop {crop}", block * self.window)
-
-    def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """float32 [b, T, size, size] in 0..255; a difference of colors is around 0."""
-        return torch.stack([self._planes(int(index))[:, : self.size, : self.size] for index in indices])
-
-    def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> Tensor:
-        """As `batch`, each moved, turned, mirrored or played backwards as its seed says, half of them with a piece of
-        another sample that moves across: what a clip shows in few of its frames would otherwise be wiped out. Some
-        are generated (`moving_leaves`).
-        """
-        size, chosen = self.size, []
-        for index, seed in zip(indices, seeds, strict=True):
-            draw = np.random.default_rng(seed)
-            if draw.random() < GENERATED:
-                frames, others = moving_leaves(self.window, size, draw), None
-            else:
-                frames, others = self._planes(index), 1 + _COLORS if self._training else 1
-                top, left = (int(draw.integers(0, length - size + 1)) for length in frames.shape[1:])
-                frames = frames[:, top : top + size, left : left + size].clone()
-            if draw.integers(0, 2):
-                if others is None:
-                    piece = moving_leaves(self.window, size, draw)
-                else:
-                    piece = self._planes(others * int(draw.integers(0, len(self) // others)) + index % others)
-                _paste(frames, piece, draw)
-            backwards, upside_down, turned = (bool(draw.integers(0, 2)) for _ in range(3))
-            flipped = [axis for axis, chosen_axis in ((0, backwards), (1, upside_down)) if chosen_axis]
-            frames = frames.flip(flipped)
-            chosen.append(frames.mT if turned else frames)
-        return torch.stack(chosen)
-
-    def _planes(self, index: int) -> Tensor:
-        clip, block, crop, plane = self._samples[index]
-        first = block * self._crops.rows_a_window + crop * _COLORS * self.window
-        rows = self._clips[clip].frames[first : first + _COLORS * self.window]
-        colors = torch.from_numpy(np.array(rows)).to(torch.float32)
-        colors = colors.view(_COLORS, self.window, *colors.shape[1:])
-        weights = torch.tensor(_LUMA if plane == 0 else _OPPONENT[plane - 1])
-        return torch.einsum("c,cthw->thw", weights, colors)
+    draw = np.random.default_rng(seed)
+    generated = draw.random() < GENERATED
+    frames = crop()
+    if generated:
+        frames = moving_leaves(len(frames), size, draw)
+    else:
+        top, left = (int(draw.integers(0, length - size + 1)) for length in frames.shape[1:])
+        frames = frames[:, top : top + size, left : left + size].clone()
+    if draw.integers(0, 2):
+        _paste(frames, moving_leaves(len(frames), size, draw) if generated else piece(draw), draw)
+    backwards, upside_down, turned = (bool(draw.integers(0, 2)) for _ in range(3))
+    frames = frames.flip([axis for axis, flipped in enumerate((backwards, upside_down)) if flipped])
+    return frames.mT if turned else frames
 
 
 def _paste(frames: Tensor, other: Tensor, draw: np.random.Generator) -> None:
-    """A rectangle of `other` moves across `frames` at a steady speed of up to `_SPEED` pixels a frame, in place."""
+    """Move a rectangle of `other` across `frames` at a steady speed of up to `_SPEED` pixels a frame, in place."""
     size = frames.shape[-1]
     height, width = (int(draw.integers(max(1, size // 8), max(2, 2 * size // 3))) for _ in range(2))
     speeds = draw.uniform(-_SPEED, _SPEED, 2)
@@ -227,7 +151,7 @@ def _paste(frames: Tensor, other: Tensor, draw: np.random.Generator) -> None:
 
 
 def moving_leaves(frames: int, size: int, draw: np.random.Generator) -> Tensor:
-    """float32 `[frames, size, size]` in 0..255: a picture of dead leaves on which a camera pans, and may turn or zoom.
+    """Return float32 `[frames, size, size]` in 0..255: a camera pans, and may turn or zoom, over "dead leaves".
 
     These are shapes that hide each other, whose sizes follow a power law, as in photographs; denoisers trained on them
     do nearly as well on photographs as those trained on photographs (Achddou, Gousseau and Ladjal, "Synthetic images as
@@ -252,7 +176,7 @@ def moving_leaves(frames: int, size: int, draw: np.random.Generator) -> Tensor:
 
 
 def _leaves(side: int, draw: np.random.Generator) -> np.ndarray:
-    """float32 `[side, side]` in 0..255: ellipses and rectangles, plain, shaded, striped or grainy."""
+    """Return float32 `[side, side]` in 0..255: ellipses and rectangles, plain, shaded, striped or grainy."""
     row, column = np.mgrid[:side, :side].astype(np.float32)
     grain = _grain(side, draw)
     picture = (draw.uniform(0, 255) + draw.uniform(0, 25) * grain).astype(np.float32)
@@ -276,7 +200,7 @@ def _leaves(side: int, draw: np.random.Generator) -> np.ndarray:
 
 
 def _grain(side: int, draw: np.random.Generator) -> np.ndarray:
-    """float32 `[side, side]` of mean 0 and deviation 1, whose amplitude falls with a power of the frequency."""
+    """Return float32 `[side, side]` of mean 0 and deviation 1, whose amplitude falls with a power of the frequency."""
     frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None])
     frequency[0, 0] = np.inf
     white = np.fft.rfft2(draw.standard_normal((side, side)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from pathlib import Path
-from statistics import multimode
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,18 +25,9 @@ _CLIP_FORMATS = ("TIFF", "WEBP", "AVIF")
 _SUBFILE_TYPE, _DESCRIPTION, _SAMPLE_FORMAT = 254, 270, 339  # tags of TIFF
 _SMALLER_COPY, _MASK, _SIGNED = 1, 4, 2  # bits of the first, a value of the last
 _SRGB_GAMMA = 1 / 2.2
-# Formats of dates and times by their number of digits.
-_TIME_FORMATS = {
-    20: "%Y%m%d%H%M%S%f",
-    17: "%Y%m%d%H%M%S%f",
-    14: "%Y%m%d%H%M%S",
-    12: "%H%M%S%f",
-    9: "%H%M%S%f",
-    8: "%Y%m%d",
-    6: "%H%M%S",
-}
-
-_Result = TypeVar("_Result")
+# Dates and times of day by their number of digits.
+_TIME_FORMATS = {20: "%Y%m%d%H%M%S%f", 17: "%Y%m%d%H%M%S%f", 14: "%Y%m%d%H%M%S", 12: "%H%M%S%f", 9: "%H%M%S%f"}
+_TIME_FORMATS |= {8: "%Y%m%d", 6: "%H%M%S"}
 
 
 class Pictures(FrameSource):
@@ -68,32 +59,27 @@ class Pictures(FrameSource):
         colored = any(self._has_color(file) for file in self.files)
         starts = list(accumulate(self._durations, initial=Fraction(0)))
         self._seen.clear()
-        self.times = []
-        count = 0
+        self.times, count = [], 0
         for file in self.files:
             for label, frame in self._each(file, lambda image, file=file: self._pixels(image, file, colored)):
                 if self.frame_rate is not None:
                     self.times.append(starts[count])
                 yield label, frame
                 count += 1
-        self.notes = [
-            f"{self.path}: {what} ({names[0]}; {len(names)} of {count} pictures)" for what, names in self._seen.items()
-        ]
+        notes = [f"{what} ({names[0]}; {len(names)} of {count} pictures)" for what, names in self._seen.items()]
         if self.path.is_dir():
-            others = other_images(self.path)
-            if others:
-                self.notes.append(
-                    f"{self.path}: other picture formats are skipped ({others[0].name}; {len(others)} files)"
-                )
-            self.notes += [f"{self.path}: {sign}" for sign in naming_signs(self.files)]
+            if others := other_images(self.path):
+                notes.append(f"other picture formats are skipped ({others[0].name}; {len(others)} files)")
+            notes += naming_signs(self.files)
+        self.notes = [f"{self.path}: {note}" for note in notes]
 
     def _has_color(self, file: Path) -> bool:
         with suppress(InputError):  # reading the frames raises it again, in its turn
             return any(color for _, color in self._each(file, lambda image: image.mode not in _GRAY_MODES))
         return False
 
-    def _each(self, file: Path, read: Callable[[Any], _Result]) -> Iterator[tuple[str, _Result]]:
-        """Call `read` on each picture of a file; yields what to call it in a message, and the result."""
+    def _each(self, file: Path, read: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+        """Call `read` on each picture of a file; yield what to call it in a message, and the result."""
         pillow = require("PIL.Image", "video", "reading pictures")
         try:
             with pillow.open(file) as image:
@@ -120,7 +106,8 @@ class Pictures(FrameSource):
         # Phones add previews and maps of depth to a photo, which is then an MPO.
         for index in range(1 if image.format == "MPO" else count):
             image.seek(index)
-            if not _subfile_type(image) & (_SMALLER_COPY | _MASK):
+            kind = image.tag_v2.get(_SUBFILE_TYPE, 0) if image.format == "TIFF" else 0
+            if not kind & (_SMALLER_COPY | _MASK):
                 frames += 1
                 yield index
         if frames < count:
@@ -154,7 +141,7 @@ class Pictures(FrameSource):
 
 
 def holds_pictures(path: Path) -> bool:
-    """Whether a file has a format whose clips Pillow reads and FFmpeg does not."""
+    """Tell whether a file has a format whose clips Pillow reads and FFmpeg does not."""
     pillow = require("PIL.Image", "video", "reading pictures")
     if path.suffix.lower() in (".tif", ".tiff", ".webp"):
         return True  # though it cannot be read: Pillow's message is then the better one
@@ -167,15 +154,11 @@ def holds_pictures(path: Path) -> bool:
 
 
 def _duration(image: Any) -> Fraction:
-    """Seconds for which an animation shows its picture, 0 where the file does not say."""
+    """Return the seconds for which an animation shows its picture, 0 where the file does not say."""
     if image.format == "TIFF":
         return Fraction(0)
     image.load()
     return Fraction(round(image.info.get("duration", 0)), 1000)
-
-
-def _subfile_type(image: Any) -> int:
-    return image.tag_v2.get(_SUBFILE_TYPE, 0) if image.format == "TIFF" else 0
 
 
 def _require_one_sequence(image: Any, file: Path, count: int, alone: bool) -> None:
@@ -185,8 +168,7 @@ def _require_one_sequence(image: Any, file: Path, count: int, alone: bool) -> No
         return
     pattern = r'\b(images|channels|slices|frames|Size[CZT])="?([0-9]+)'
     stated = {name: int(number) for name, number in re.findall(pattern, text)}
-    if stated.get("images", 0) > count:
-        # ImageJ writes the pages of more than 4 GiB without an entry for each.
+    if stated.get("images", 0) > count:  # ImageJ writes the pages of more than 4 GiB without an entry for each
         raise InputError(
             f"{file}: states {stated['images']} pictures, of which {count} can be read; save them as a sequence of "
             "files, or in several TIFFs"
@@ -207,21 +189,18 @@ def naming_signs(files: list[Path]) -> list[str]:
 
     The number of a file is made of its first runs of digits, as many as it takes to tell all files apart.
     """
-    patterns: dict[str, list[Path]] = {}
+    by_pattern: dict[str, list[Path]] = {}
     for file in files:
-        patterns.setdefault(re.sub("[0-9]+", "0", file.stem.casefold()), []).append(file)
-    files = max(patterns.values(), key=len)
+        by_pattern.setdefault(re.sub("[0-9]+", "0", file.stem.casefold()), []).append(file)
+    files = max(by_pattern.values(), key=len)
     runs = [re.findall("[0-9]+", file.stem) for file in files]
     widths = [max(2, *map(len, column)) for column in zip(*runs, strict=True)]
     rows = [tuple(run.zfill(width) for run, width in zip(row, widths, strict=True)) for row in runs]
     used = next((end for end in range(1, len(widths) + 1) if len({row[:end] for row in rows}) == len(files)), None)
-    pair: tuple[Path, Path] | None = None  # of two sequences
+    mixed = [group[0] for group in by_pattern.values()] if len(by_pattern) > 1 else []  # files of two sequences
     signs: list[str] = []
-    if len(patterns) > 1:
-        first, other, *_ = patterns.values()
-        pair = first[0], other[0]
-    elif used is None and len(files) > 1:
-        pair = next((files[at], files[at + 1]) for at in range(len(files) - 1) if rows[at] == rows[at + 1])
+    if used is None and len(files) > 1 and not mixed:
+        mixed = next([files[at], files[at + 1]] for at in range(len(files) - 1) if rows[at] == rows[at + 1])
     if used is not None:
         numbers = ["".join(row[:used]) for row in rows]
         missing = _missing([int(number) for number in numbers])
@@ -230,7 +209,7 @@ def naming_signs(files: list[Path]) -> list[str]:
         if times is not None and len(by_time := _missing(times)) < len(missing):
             missing, restarts = by_time, []  # seconds go from 59 to 0
         if restarts:
-            pair = pair or (files[restarts[0]], files[restarts[0] + 1])
+            mixed = mixed or files[restarts[0] : restarts[0] + 2]
         elif missing:
             number, at = sum(missing.values()), min(missing)
             frames = "1 frame is" if number == 1 else f"{number} frames are"
@@ -238,10 +217,10 @@ def naming_signs(files: list[Path]) -> list[str]:
                 f"{frames} missing between the {len(files)} that it holds, by the numbers in their names: "
                 f"{files[at + 1].name} follows {files[at].name}"
             )
-    if pair:
+    if mixed:
         signs.append(
             "the file names are not one sequence; it may hold two sequences, or pictures and their masks: "
-            f"{pair[0].name}, {pair[1].name}"
+            f"{mixed[0].name}, {mixed[1].name}"
         )
     return signs
 
@@ -249,8 +228,8 @@ def naming_signs(files: list[Path]) -> list[str]:
 def _missing(numbers: list[int]) -> dict[int, int]:
     """Count the numbers that are missing after each index, if most numbers are the same step apart."""
     steps = [later - earlier for earlier, later in pairwise(numbers)]
-    usual = min(multimode(steps), default=0)
-    if 2 * steps.count(usual) <= len(steps):
+    usual, times = max(Counter(steps).items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
+    if 2 * times <= len(steps):
         return {}
     return {at: round(step / usual) - 1 for at, step in enumerate(steps) if round(step / usual) > 1}
 
@@ -260,14 +239,6 @@ def _as_times(numbers: list[str]) -> list[int] | None:
     for length, form in _TIME_FORMATS.items():
         if len(numbers[0]) >= length and len({number[:-length] for number in numbers}) == 1:
             with suppress(ValueError):
-                return [_microseconds(number[-length:], form) for number in numbers]
+                moments = [datetime.strptime(number[-length:], form) for number in numbers]
+                return [(moment - datetime.min) // timedelta(microseconds=1) for moment in moments]
     return None
-
-
-def _microseconds(digits: str, form: str) -> int:
-    if form.endswith("%f"):
-        digits = digits.ljust(20 if "%Y" in form else 12, "0")
-    moment = datetime.strptime(digits, form)
-    if moment.strftime(form) != digits:  # strptime takes fewer digits, too
-        raise ValueError(digits)
-    return (moment - datetime.min) // timedelta(microseconds=1)

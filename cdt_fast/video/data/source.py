@@ -1,4 +1,4 @@
-"""What every kind of clip offers: its frames in order, checked while they pass."""
+"""What every kind of clip offers, its frames in order, checked while they pass; and clips that are arrays."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from cdt_fast.errors import InputError
+from cdt_fast.files import shown
 
 MINIMUM_FRAMES = 2
 DEFAULT_FRAME_RATE = Fraction(25)  # where a source states none, as folders of frames and arrays
+_MAX_UNPACKED_BYTES = 2 << 30
+_EXPECTED_ARRAY = "expected uint8, or floats within [0, 1], of shape [frames, h, w] or [frames, h, w, 3]"
 
 
 class FrameSource(ABC):
@@ -42,23 +45,22 @@ class FrameSource(ABC):
 
     @abstractmethod
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Each frame in order, with what to call it in a message ("frame 3" or "frame 003.png")."""
+        """Yield each frame in order, with what to call it in a message ("frame 3" or "frame 003.png")."""
 
     def frames(self) -> Iterator[np.ndarray]:
-        """The frames in order: uint8 [h, w, 3] RGB or, from gray sources, [h, w].
+        """Yield the frames in order: uint8 [h, w, 3] RGB or, from gray sources, [h, w].
 
         Raises:
             InputError: a frame cannot be read, has another size than the first, or there are fewer than two frames.
         """
-        count = 0
-        first_size: tuple[int, int] | None = None
+        count, first = 0, (0, 0)
         for label, frame in self._read():
             size = (frame.shape[1], frame.shape[0])
-            first_size = first_size or size
-            if size != first_size:
+            first = size if count == 0 else first
+            if size != first:
                 raise InputError(
                     f"{self.path}: {label} is {size[0]}x{size[1]} pixels and the first frame is "
-                    f"{first_size[0]}x{first_size[1]}; all frames of a clip must have one size"
+                    f"{first[0]}x{first[1]}; all frames of a clip must have one size"
                 )
             count += 1
             yield frame
@@ -66,11 +68,66 @@ class FrameSource(ABC):
 
 
 def require_frames(path: Path, count: int) -> None:
-    """Refuse a clip of fewer than two frames.
-
-    Raises:
-        InputError: there are fewer than `MINIMUM_FRAMES`.
-    """
+    """Raise InputError for a clip of fewer than two frames."""
     if count < MINIMUM_FRAMES:
         frames = "no frames" if count == 0 else "only one frame"
         raise InputError(f"{path}: {frames} found; a clip needs at least {MINIMUM_FRAMES} frames")
+
+
+class FrameArray(FrameSource):
+    """A .npy file, or a .npz file with one array (or one called "frames").
+
+    Raises:
+        InputError: the file cannot be read or its dtype or shape is not that of a clip.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        array = self._load()
+        if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
+            raise InputError(f"{path}: the array has dtype {array.dtype}; {_EXPECTED_ARRAY}")
+        channels = array.ndim == 4 and array.shape[3] in (1, 3)
+        if not (array.ndim == 3 or channels) or 0 in array.shape[1:]:
+            raise InputError(f"{path}: the array has shape {list(array.shape)}; {_EXPECTED_ARRAY}")
+        require_frames(path, array.shape[0])
+
+    def _read(self) -> Iterator[tuple[str, np.ndarray]]:
+        for index, frame in enumerate(self._load()):
+            frame = frame[..., 0] if frame.shape[2:] == (1,) else frame
+            if frame.dtype != np.uint8:
+                least, most = frame.min(), frame.max()
+                if not (least >= 0 and most <= 1):  # NaN is neither
+                    raise InputError(
+                        f"{self.path}: frame {index} has values in [{least:g}, {most:g}]; {_EXPECTED_ARRAY}"
+                    )
+                frame = np.rint(frame.astype(np.float64) * 255).astype(np.uint8)
+            yield f"frame {index}", frame
+
+    def _load(self) -> np.ndarray:
+        try:
+            loaded = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return loaded
+            with loaded:
+                array = self._member(loaded)
+        except InputError:
+            raise
+        # NumPy reports broken files by SyntaxError, TypeError, MemoryError and what unpacks the member reports, too.
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"{self.path}: cannot be read as a NumPy array ({reason}); {_EXPECTED_ARRAY}") from error
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"{self.path}: holds something else than an array; {_EXPECTED_ARRAY}")
+        return array
+
+    def _member(self, archive: Any) -> Any:
+        names = archive.files
+        if "frames" not in names and len(names) != 1:
+            raise InputError(f"{self.path}: expected one array, or one called 'frames'; the arrays are: {shown(names)}")
+        size = max(entry.file_size for entry in archive.zip.infolist())
+        if size > _MAX_UNPACKED_BYTES:
+            raise InputError(
+                f"{self.path}: unpacks to {size / (1 << 30):.1f} GiB, which would fill the memory; save the array as "
+                ".npy, which is read a frame at a time"
+            )
+        return archive["frames" if "frames" in names else names[0]]

@@ -1,4 +1,4 @@
-"""A video file, decoded with PyAV from its first packet to its last.
+"""A video file, decoded with PyAV from its first packet to its last, and shown as the file says.
 
 Nothing is sought and no header is believed: seeking by timestamp fails on some surveillance data sets, and header
 frame counts are wrong in others (682 written, 341 there). What could be decoded of a damaged file comes with notes.
@@ -6,117 +6,86 @@ frame counts are wrong in others (682 written, 341 there). What could be decoded
 
 from __future__ import annotations
 
-import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from cdt_fast.errors import InputError, require
-from cdt_fast.video.data.display import Display
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 
 _EXPECTED = "expected a video, a folder of frames, or a .npy or .npz file"
-
 _READ_BYTES = 1 << 18
-_MOST_ZERO_BYTES = 128 << 20  # more than the black frame of 8K that is the largest packet of nothing else
-_TS_PACKET_BYTES = (188, 192, 204)
 # Of the times from frame to frame that are about equal where a camera keeps its rate, and of the stated duration.
 _EVEN_SHARE = 0.9
 _JUMP_SECONDS = 1  # the clock of joined files starts anew; less is disorder in one file
 _PICTURE_CODECS = frozenset({"mjpeg", "png", "bmp", "gif", "tiff", "webp"})
 
-_ISO_FIRST_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"styp", b"pnot"})
-_ISO_NEEDED_BOXES = frozenset({b"moov", b"moof", b"mdat"})
-_EBML_HEADER = b"\x1a\x45\xdf\xa3"
-_MATROSKA_SEGMENT = b"\x18\x53\x80\x67"
-_RIFF_UNKNOWN_SIZE = 0xFFFFFFFF
-
-
-class _Input:
-    """The file that FFmpeg reads; it is stopped where nothing but zeros comes, which it would search to the end.
-
-    Attributes:
-        name: by its suffix FFmpeg knows some formats.
-        zeros: bytes of zeros since the last packet, in whole blocks; set to 0 with each.
-    """
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.name = str(path.absolute())
-        self.zeros = 0
-        self._path, self._file = path, file
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, size: int) -> bytes:
-        block = self._file.read(size)
-        self.zeros = 0 if block.strip(b"\0") else self.zeros + len(block)
-        if self.zeros > _MOST_ZERO_BYTES:
-            raise InputError(
-                f"{self._path}: the video is damaged: {_MOST_ZERO_BYTES >> 20} MiB up to byte {self._file.tell()} are "
-                "zeros, as in a file that was never written whole; copy or download it again"
-            )
-        return block
+# Code points of ITU-T H.273, which are FFmpeg's numbers. These mean the same of primaries, transfer and matrix.
+UNSPECIFIED = 2
+LIMITED_RANGE = 1
+_UNTAGGED = frozenset({0, UNSPECIFIED, 3})  # 0 and 3 are reserved; of a matrix, 0 is RGB
+_BT709, _BT601 = 1, 5
+_CONVERTIBLE = frozenset({1, 4, 5, 6, 7, 9})  # matrices that FFmpeg's scaler knows
+_HDR = {16: "PQ", 18: "HLG"}
+# Frame metadata that is applied here or by the decoder, or does not concern showing the frame.
+_UNSEEN = frozenset(
+    (
+        "DISPLAYMATRIX",
+        "FILM_GRAIN_PARAMS",
+        "GOP_TIMECODE",
+        "MOTION_VECTORS",
+        "PANSCAN",
+        "SEI_UNREGISTERED",
+        "VIDEO_HINT",
+    )
+)
 
 
 class VideoFile(FrameSource):
     """Anything FFmpeg can decode that has a video stream.
 
     Raises:
-        InputError: the file is empty, cut short, not a video, or has no video stream.
+        InputError: the file is empty, not a video, or has no video stream.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._require_whole()
-        with self.opened() as (container, _):
+        with self.opened() as container:
             stream = self.stream(container)
             rate = stream.average_rate or stream.guessed_rate
             self.frame_rate = Fraction(rate) if rate else None
-        self._jumped = Fraction(0)  # seconds that later times lie further on, after the clock started anew
-
-    def _require_whole(self) -> None:
-        try:
-            held, declared = self.path.stat().st_size, declared_bytes(self.path)
-        except OSError as error:
-            raise InputError(f"{self.path}: the file cannot be read ({error.strerror})") from error
-        if held == 0:
-            raise InputError(f"{self.path}: the file is empty; {_EXPECTED}")
-        if declared > held:
-            raise InputError(
-                f"{self.path}: the video is cut short: it holds {held} of {declared} bytes; copy or download it again"
-            )
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[Any, _Input]]:
-        """The file as FFmpeg's container, and what FFmpeg reads it through."""
+    def opened(self) -> Iterator[Any]:
+        """Open the file as FFmpeg's container."""
         av = require("av", "video", "reading a video file")
         try:
             with self.path.open("rb") as file:
-                source = _Input(self.path, file)
+                if not file.peek(1):
+                    raise InputError(f"{self.path}: the file is empty; {_EXPECTED}")
                 # Without a protocol to open others by, a playlist reads neither a neighboring file nor an address.
                 options = {"protocol_whitelist": "none"}
                 with av.open(
-                    source, options=options, metadata_errors="surrogateescape", buffer_size=_READ_BYTES
+                    file, options=options, metadata_errors="surrogateescape", buffer_size=_READ_BYTES
                 ) as container:
-                    yield container, source
+                    yield container
         except InputError:
             raise
         except (av.error.FFmpegError, OSError, ValueError) as error:
             raise InputError(f"{self.path}: cannot be read as a video ({_reason(error)}); {_EXPECTED}") from error
 
     def stream(self, container: Any) -> Any:
-        """The video among the streams of an opened file: FFmpeg's choice, never a cover picture.
+        """Return the video among the streams of an opened file: FFmpeg's choice, never a cover picture.
 
         Raises:
             InputError: there is none that can be decoded.
         """
-        # FFmpeg shows text files as the video of a terminal that types them.
-        if container.format.name == "tty":
+        if container.format.name == "tty":  # FFmpeg shows text files as the video of a terminal that types them
             raise InputError(f"{self.path}: is a text file, not a video; {_EXPECTED}")
         videos = [stream for stream in container.streams.video if not is_cover(stream)]
         if not videos and container.streams.video:
@@ -131,17 +100,17 @@ class VideoFile(FrameSource):
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         av = require("av", "video", "reading a video file")
-        count = damaged_packets = damaged_frames = 0
-        display = Display(self.path)
-        self.times, self.lost, self._jumped = [], display.lost, Fraction(0)
-        with self.opened() as (container, source):
+        self.times, self.tags, self.lost = [], {}, {}
+        self._first: tuple[Any, ...] | None = None
+        self._jumped = Fraction(0)  # seconds that later times lie further on, after the clock started anew
+        interlaced = damaged_packets = damaged_frames = 0
+        due: list[Fraction] = []  # times of the packets that are to be shown
+        others_end = Fraction(0)
+        with self.opened() as container:
             stream = self.stream(container)
             stream.thread_type = "AUTO"
-            due: list[Fraction] = []
-            others_end = Fraction(0)
             try:
                 for packet in container.demux():
-                    source.zeros = 0
                     if packet.stream is not stream:
                         if packet.pts is not None:
                             others_end = max(others_end, (packet.pts + (packet.duration or 0)) * packet.time_base)
@@ -149,40 +118,20 @@ class VideoFile(FrameSource):
                     damaged_packets += packet.is_corrupt
                     if packet.pts is not None and not packet.is_discard:
                         due.append(packet.pts * packet.time_base)
-                    for frame in _decoded(packet, lenient=count == 0):
+                    for frame in _decoded(packet, lenient=not self.times):
                         damaged_frames += frame.is_corrupt
+                        interlaced += frame.interlaced_frame
                         self.times.append(self._time(frame, stream))
-                        pixels = display.shown(frame, stream)
-                        self.tags = display.tags
-                        yield f"frame {count}", pixels
-                        count += 1
+                        yield f"frame {len(self.times) - 1}", self._shown(frame, stream)
             except av.error.FFmpegError as error:
                 raise InputError(
-                    f"{self.path}: the video is damaged or cut short: decoding fails after {count} frames "
+                    f"{self.path}: the video is damaged or cut short: decoding fails after {len(self.times)} frames "
                     f"({_reason(error)}); copy or download it again"
                 ) from error
-            missing, marked = _missing(self.times), max(damaged_packets, damaged_frames)
-            stated, empty = stream.frames, missing
-            if container.format.name == "avi" and self.times:
-                empty += round(self.times[0] * (self.frame_rate or 0))  # it delays its first frame by empty ones
-            if "mp4" in container.format.name.split(","):
-                # The count includes pictures that an edit list hides, and those that need others from before the start.
-                entries = [entry for entry in stream.index_entries if not entry.is_discard]
-                start = due[:1] if entries and entries[0].is_keyframe else self.times[:1]
-                stated = len(entries) - sum(time < start[0] for time in due if start)
-            ends, duration = self._ends(stream, others_end, (container.duration or 0) / av.time_base)
-            signs = {
-                f"the decoder marks {marked} of {count} frames as damaged": marked > 0,
-                f"it holds {count} of the {stated} frames that it states": stated > count + empty,
-                f"it ends after {ends:.3g} of the {duration:.3g} s that it states": not stated
-                and ends < _EVEN_SHARE * duration,
-                f"{missing} frames are missing between the {count} that it holds, by their times": missing > 0,
-                "it begins or ends within a packet": container.format.name == "mpegts"
-                and all(self.path.stat().st_size % size for size in _TS_PACKET_BYTES),
-            }
-        self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign, seen in signs.items() if seen]
-        if display.interlaced:
-            part = "" if display.interlaced == count else f" in {display.interlaced} of {count} frames"
+            signs = list(self._signs(container, stream, due, others_end, max(damaged_packets, damaged_frames)))
+        self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign in signs]
+        if interlaced:
+            part = "" if interlaced == len(self.times) else f" in {interlaced} of {len(self.times)} frames"
             self.notes.append(
                 f"{self.path}: is interlaced{part}: deinterlace it first, for example with ffmpeg -vf bwdif"
             )
@@ -200,17 +149,110 @@ class VideoFile(FrameSource):
             return following
         return time
 
-    def _ends(self, stream: Any, others_end: Fraction, of_file: float) -> tuple[float, float]:
-        """When the file ends and when it states that it does, in seconds of one clock."""
-        last, steps = self.times[-1] if self.times else Fraction(0), max(1, len(self.times) - 1)
-        ends = float(max(last + (last - self.times[0]) / steps if self.times else last, others_end))
-        if stream.duration is None:
-            return ends, of_file
-        return ends - float((stream.start_time or 0) * stream.time_base), float(stream.duration * stream.time_base)
+    def _signs(
+        self, container: Any, stream: Any, due: list[Fraction], others_end: Fraction, marked: int
+    ) -> Iterator[str]:
+        """Yield what speaks for damage, now that all frames have been read."""
+        times, count = self.times, len(self.times)
+        if marked:
+            yield f"the decoder marks {marked} of {count} frames as damaged"
+        missing = _missing(times)
+        stated, empty = stream.frames, missing
+        if container.format.name == "avi" and times:
+            empty += round(times[0] * (self.frame_rate or 0))  # it delays its first frame by empty ones
+        if "mp4" in container.format.name.split(","):
+            # The count includes pictures that an edit list hides, and those that need others from before the start.
+            entries = [entry for entry in stream.index_entries if not entry.is_discard]
+            start = due[:1] if entries and entries[0].is_keyframe else times[:1]
+            stated = len(entries) - sum(time < start[0] for time in due if start)
+        if stated > count + empty:
+            yield f"it holds {count} of the {stated} frames that it states"
+        if not stated and times:
+            ends = max(times[-1] + (times[-1] - times[0]) / max(1, count - 1), others_end)
+            duration = Fraction(container.duration or 0, 10**6)
+            if stream.duration is not None:
+                ends -= (stream.start_time or 0) * stream.time_base
+                duration = stream.duration * stream.time_base
+            if ends < _EVEN_SHARE * duration:
+                yield f"it ends after {float(ends):.3g} of the {float(duration):.3g} s that it states"
+        if missing:
+            yield f"{missing} frames are missing between the {count} that it holds, by their times"
+
+    def _shown(self, frame: Any, stream: Any) -> np.ndarray:
+        """Return the pixels of a decoded frame, uint8 `[h, w, 3]` RGB or `[h, w]` gray, upright.
+
+        What the pixels do not carry goes into `tags`, for an encoder, as the first frame has it, or into `lost`.
+
+        Raises:
+            InputError: FFmpeg cannot convert their colors.
+        """
+        tags = {name: _tag(getattr(frame, name)) for name in ("color_primaries", "color_trc")}
+        if _is_yuv(frame.format):
+            tags |= {"colorspace": _tag(frame.colorspace), "color_range": frame.color_range}
+            frame.colorspace = yuv_matrix(frame.colorspace, frame.height, frame.width)
+            if frame.colorspace not in _CONVERTIBLE:
+                raise InputError(
+                    f"{self.path}: its colors have matrix {frame.colorspace} of ITU-T H.273, which FFmpeg does not "
+                    "convert to RGB; expected BT.601, BT.709, BT.2020 with non-constant luminance, or RGB"
+                )
+        pixels = self._pixels(frame, stream)
+        a, b, c, d = self._matrix(frame)
+        shape = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
+        if abs(b) > abs(a):
+            pixels, a, d, shape = pixels.swapaxes(0, 1), c, b, shape and 1 / shape
+        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
+        state = (a, b, c, d, tags["color_primaries"], tags["color_trc"], stream.codec_context.sample_aspect_ratio)
+        if self._first is None:
+            self._first = state
+            self.tags = tags if shape is None else {**tags, "sample_aspect_ratio": shape}
+        elif state != self._first:
+            self.lost["changes of color tags, pixel shape or orientation in the middle"] = None
+        return np.ascontiguousarray(pixels)
+
+    def _pixels(self, frame: Any, stream: Any) -> np.ndarray:
+        components = frame.format.components
+        bits = max(component.bits for component in components)
+        if bits > 8:
+            hdr = f", with the color tags of HDR ({_HDR[frame.color_trc]})" if frame.color_trc in _HDR else ""
+            self.lost[f"{bits} bits a color (8 are written{hdr})"] = None
+        if frame.format.name.startswith("gray"):
+            return frame.to_ndarray(format="gray")
+        if stream.metadata.get("alpha_mode") == "1":  # of WebM: FFmpeg's own decoders leave it out
+            self.lost["transparency"] = None
+        if not frame.format.has_palette and not any(component.is_alpha for component in components):
+            return frame.to_ndarray(format="rgb24")
+        pixels = frame.to_ndarray(format="rgba")
+        if pixels[..., 3].min() < 255:
+            self.lost["transparency"] = None
+        return pixels[..., :3]
+
+    def _matrix(self, frame: Any) -> tuple[float, float, float, float]:
+        """Return the display matrix: a pixel further right is shown further by (a, b), one further down by (c, d)."""
+        try:
+            data = {entry.type.name: entry for entry in frame.side_data}
+        except ValueError:  # of a type that FFmpeg has and PyAV has not; it reads the angle all the same
+            self.lost["frame metadata that PyAV cannot read"] = None
+            angle = np.deg2rad(frame.rotation)
+            return np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
+        for name in sorted(data.keys() - _UNSEEN):
+            self.lost["closed captions" if name == "A53_CC" else name.lower().replace("_", " ")] = None
+        if "DISPLAYMATRIX" not in data:
+            return 1, 0, 0, 1
+        a, b, _, c, d = np.frombuffer(data["DISPLAYMATRIX"], np.int32)[:5].tolist()
+        if min(abs(a), abs(b)) > 0.02 * max(abs(a), abs(b)):
+            self.lost["the part of its turn that is no multiple of 90 degrees"] = None
+        return a, b, c, d
+
+
+def yuv_matrix(tag: int, height: int, width: int) -> int:
+    """Return the matrix between RGB and YUV: the tagged one or, as players guess, BT.709 for HD and BT.601 below."""
+    if tag not in _UNTAGGED:
+        return tag
+    return _BT709 if max(height, width) >= 1280 or min(height, width) > 576 else _BT601
 
 
 def is_cover(stream: Any) -> bool:
-    """Whether a stream holds a cover picture, or thumbnails of chapters."""
+    """Tell whether a stream holds a cover picture, or thumbnails of chapters."""
     return bool(stream.disposition & type(stream.disposition).attached_pic)
 
 
@@ -226,7 +268,7 @@ def _decoded(packet: Any, lenient: bool) -> list[Any]:
 
 
 def _missing(times: list[Fraction]) -> int:
-    """How many frames fit into the gaps of a clip whose frames otherwise come at one rate."""
+    """Count the frames that fit into the gaps of a clip whose frames otherwise come at one rate."""
     steps = sorted(later - earlier for earlier, later in pairwise(times))
     usual = steps[len(steps) // 2] if steps else 0
     even = sum(0.5 * usual < step < 1.5 * usual for step in steps)
@@ -235,92 +277,14 @@ def _missing(times: list[Fraction]) -> int:
     return sum(round(step / usual) - 1 for step in steps if step >= 1.5 * usual)
 
 
-def _pixels(frame: Any) -> np.ndarray:
-    """As it is to be shown: turned by what the file says of its orientation, in quarters of a turn."""
-    pixels = frame.to_ndarray(format="gray" if frame.format.name.startswith("gray") else "rgb24")
-    quarters = round(frame.rotation / 90) % 4
-    return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
-
-
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def declared_bytes(path: Path) -> int:
-    """Bytes that the file needs to have for its picture data to be whole; its own size where it does not say.
-
-    Frame counts and durations in headers are often wrong in whole files, so they prove nothing. The sizes of the parts
-    that hold the pictures are what a player walks by: MP4 and QuickTime boxes with pictures or their index, AVI `movi`
-    lists, the Matroska segment. A part that ends past the end of the file is missing bytes: the one certain sign that
-    it was cut short.
-    """
-    actual = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(12)
-        if start[4:8] in _ISO_FIRST_BOXES:
-            end = _iso_end(file, actual)
-        elif start[:4] == b"RIFF" and start[8:12] == b"AVI ":
-            end = _avi_end(file, actual)
-        elif start[:4] == _EBML_HEADER:
-            end = _matroska_end(file)
-        else:
-            end = 0
-    return max(end, actual)
+def _tag(value: int) -> int:
+    return UNSPECIFIED if value in _UNTAGGED else value
 
 
-def _iso_end(file: BinaryIO, actual: int) -> int:
-    position = 0
-    end = 0
-    while position + 16 <= actual:
-        file.seek(position)
-        size, kind, large = struct.unpack(">I4sQ", file.read(16))
-        if size == 1:
-            size = large
-        if size < 8:
-            break
-        position += size
-        if kind in _ISO_NEEDED_BOXES:
-            end = position
-    return end
-
-
-def _avi_end(file: BinaryIO, actual: int) -> int:
-    position = 0
-    end = 0
-    while position + 12 <= actual:
-        file.seek(position)
-        kind, size, form = struct.unpack("<4sI4s", file.read(12))
-        if kind == b"RIFF":
-            # Files above 1 GB are a row of RIFF chunks, each with its own list of pictures.
-            position += 12
-            continue
-        if size == _RIFF_UNKNOWN_SIZE:
-            break
-        if kind == b"LIST" and form == b"movi":
-            end = position + 8 + size
-        position += 8 + size + size % 2
-    return end
-
-
-def _matroska_end(file: BinaryIO) -> int:
-    file.seek(len(_EBML_HEADER))
-    header_size = _ebml_number(file)
-    if header_size is None:
-        return 0
-    file.seek(header_size, os.SEEK_CUR)
-    if file.read(4) != _MATROSKA_SEGMENT:
-        return 0
-    size = _ebml_number(file)
-    return 0 if size is None else file.tell() + size
-
-
-def _ebml_number(file: BinaryIO) -> int | None:
-    """A variable-length size: the leading zero bits of the first byte count the bytes that follow. None: unknown."""
-    first = file.read(1)
-    if not first or first[0] == 0:
-        return None
-    following = 8 - first[0].bit_length()
-    mask = (1 << (7 - following)) - 1
-    value = int.from_bytes(bytes([first[0] & mask]) + file.read(following), "big")
-    unknown = (1 << (7 * (following + 1))) - 1
-    return None if value == unknown else value
+def _is_yuv(pixels: Any) -> bool:
+    # The others are gray, with or without transparency, have a palette, or are XYZ, which FFmpeg converts by itself.
+    return len(pixels.components) > 2 and not pixels.is_rgb and not pixels.name.startswith("xyz")

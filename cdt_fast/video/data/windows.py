@@ -7,68 +7,104 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cdt_fast.errors import InputError, printable
-from cdt_fast.video.data.cache import load_clip
-from cdt_fast.video.data.crops import Crops, CropWindows
+from cdt_fast.video.data.cache import DecodedClip, load_clip
+from cdt_fast.video.data.clips import find_clips
+from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, plane_of, unscaled
 from cdt_fast.video.data.demo import DEMO_FRAME_RATE, demo_clip
-from cdt_fast.video.data.splits import ClipLength, Part, WindowName, split_clips
-from cdt_fast.video.data.trees import DecodedClip, find_clips
+from cdt_fast.video.data.splits import ClipLength, Part, split_clips
 
-_LEVELS = 256
-_FRAMES_A_BLOCK = 64
+_MAX_LEVEL = 255
 _NOTES_SHOWN = 10
 _ROOM = 8  # pixels by which crops are larger than what is trained on
 _DEMO_SIDE = 320  # of the generated clip where crops are taken of it
 
 
+class WindowName(NamedTuple):
+    """Which window this is, the same in every run: its clip, and its first frame counted from the clip's start."""
+
+    clip: str
+    first_frame: int
+
+
 class Windows:
-    """Windows of `window` consecutive frames, each within one part of one clip.
+    """Windows of `window` consecutive frames, each within one part of one clip: whole frames, or planes of crops.
 
     Args:
         clips: those that parts are of.
         parts: the parts that windows are taken from.
-        window: T, frames a window.
-        stride: frames from the start of a window to the start of the next.
+        window: T, frames of a window.
+        size: side of a window; crops are larger by what `augmented` moves them.
+        training: samples of crops are all planes of every crop, else the luma of those at full resolution.
+        stride: frames from the start of a window to that of the next; None: `window`.
     """
 
-    def __init__(self, clips: Sequence[DecodedClip], parts: Sequence[Part], window: int, stride: int) -> None:
-        self.window, self.size = window, clips[0].frames.shape[-1]
-        self._clips = clips
-        self._starts = [
-            (part.clip, first) for part in parts for first in range(part.start, part.stop - window + 1, stride)
+    def __init__(
+        self,
+        clips: Sequence[DecodedClip],
+        parts: Sequence[Part],
+        window: int,
+        size: int,
+        training: bool = False,
+        stride: int | None = None,
+    ) -> None:
+        self.window, self.size, self._clips = window, size, clips
+        shape = clips[parts[0].clip].frames.shape
+        self._cropped, crops = len(shape) > 3, shape[1] if len(shape) > 3 else 1
+        self._planes = PLANES if training and self._cropped else 1
+        self._samples = [
+            (part.clip, first, crop, plane)
+            for part in parts
+            for first in range(part.start, part.stop - window + 1, stride or window)
+            for crop in range(crops if training else unscaled(crops))
+            for plane in range(self._planes)
         ]
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._samples)
 
     def name(self, index: int) -> WindowName:
-        """The identity of a window: 0 ≤ index < len, or from the end with a negative index."""
-        clip, first = self._starts[index]
-        return WindowName(self._clips[clip].name, first)
+        """Return the identity of a window: its clip, with the number of a crop, and its first frame."""
+        clip, first, crop, _ = self._samples[index]
+        name = self._clips[clip].name
+        return WindowName(f"{name}, crop {crop}" if self._cropped else name, first)
 
-    def batch(self, indices: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """A copy of the windows with these indices.
-
-        Returns:
-            uint8 [b, T, size, size], 0..255.
+    def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Return a copy of windows `[b, T, size, size]` in 0..255: uint8, or float32 of crops, whose differences of
+        colors are around 0.
 
         Raises:
             IndexError: there is no such window.
         """
-        chosen = [self._starts[int(index)] for index in indices]
-        result = np.empty((len(chosen), self.window, self.size, self.size), dtype=np.uint8)
-        for row, (clip, first) in zip(result, chosen, strict=True):
-            row[:] = self._clips[clip].frames[first : first + self.window]
-        return torch.from_numpy(result)
+        found = [self._frames(int(index))[:, : self.size, : self.size] for index in indices]
+        return torch.stack(found) if found else torch.empty(0, self.window, self.size, self.size, dtype=torch.uint8)
 
-    def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> torch.Tensor:
-        """As `batch`: whole frames are trained on as they are."""
-        return self.batch(indices)
+    def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> Tensor:
+        """Return training samples as `batch` does; those of crops vary with their seed (`crops.augmented`)."""
+        if not self._cropped:
+            return self.batch(indices)
+
+        def sample(index: int, seed: int) -> Tensor:
+            def piece(draw: np.random.Generator) -> Tensor:  # of the same plane of any crop
+                other = int(draw.integers(0, len(self) // self._planes))
+                return self._frames(self._planes * other + index % self._planes)
+
+            return augmented(lambda: self._frames(index), piece, self.size, seed)
+
+        return torch.stack([sample(index, seed) for index, seed in zip(indices, seeds, strict=True)])
+
+    def _frames(self, index: int) -> Tensor:
+        clip, first, crop, plane = self._samples[index]
+        frames = self._clips[clip].frames
+        if self._cropped:
+            return plane_of(frames[first // self.window, crop], plane)
+        return torch.from_numpy(np.array(frames[first : first + self.window]))
 
 
 @dataclass(frozen=True)
@@ -80,29 +116,27 @@ class VideoData:
         sigma: the unit of noise levels, in [0, 1].
         frame_rate: frames a second, None where the clips do not state one and the same.
         clips: names of all clips, in order.
-        size: height and width of a frame in pixels.
         method: "clip" when the splits are of whole clips, "time" when each clip is divided.
         notes: what was left out, and what may be damaged, a line each.
         unit: what `sigma` is, in words.
     """
 
-    train: Windows | CropWindows
-    validation: Windows | CropWindows
-    test: Windows | CropWindows
+    train: Windows
+    validation: Windows
+    test: Windows
     sigma: float
     frame_rate: Fraction | None
     clips: tuple[str, ...]
-    size: int
     method: str
     notes: tuple[str, ...]
     unit: str
 
     def describe(self) -> str:
-        """What was loaded, for a person, in a few lines."""
+        """Say what was loaded, in a few lines."""
         rate = "unknown" if self.frame_rate is None else f"{float(self.frame_rate):.4g} a second"
         number = f"{len(self.clips)} clip{'' if len(self.clips) == 1 else 's'}"
         lines = [
-            f"{number}, split by {self.method}; frames {self.size}x{self.size}, rate {rate}",
+            f"{number}, split by {self.method}; frames {self.train.size}x{self.train.size}, rate {rate}",
             f"windows of {self.train.window} frames: {len(self.train)} training, {len(self.validation)} validation, "
             f"{len(self.test)} test",
             f"noise in units of {self.sigma:.6f} ({self.unit}, frames in [0, 1])",
@@ -130,11 +164,10 @@ def load_video(
             "./demo").
         window: T, frames a window.
         size: height and width of a frame in pixels.
-        stride: frames between the starts of training windows; by default `window`, so that they do not overlap.
-            Validation and test windows never overlap, nor do those of crops.
-        crops: windows are crops at full resolution (`CropWindows`), not whole frames made square.
-        by_time: divide each clip by time, however many there are.
+        stride: frames between the starts of training windows, None: `window`; all others never overlap.
+        crops: windows are crops at full resolution, not whole frames made square.
         unit: what `sigma` is: a gray level of 0..255, or the standard deviation of the training frames.
+        by_time: divide each clip by time, however many there are.
         cache_dir: where decoded clips are kept; see `cache.default_cache_dir`.
         progress: show a bar on stderr while decoding.
 
@@ -142,60 +175,51 @@ def load_video(
         InputError: a setting is not usable, a clip cannot be read, there are too few frames for the windows, or the
             training frames are one flat gray.
     """
-    stride = window if stride is None else stride
-    for name, value in (("window", window), ("size", size), ("stride", stride)):
+    for name, value in (("window", window), ("size", size), ("stride", window if stride is None else stride)):
         if not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value}; expected a whole number, at least 1")
-    if crops and stride != window:
+    if crops and stride not in (None, window):
         raise InputError(f"stride is {stride}, and windows of crops do not overlap: it can only be {window}")
-    cut = Crops(window) if crops else None
-    side = size if cut is None else size + _ROOM
+    side = size + _ROOM if crops else size
     if source == "demo":
-        drawn = demo_clip(size=size if cut is None else max(_DEMO_SIDE, side))
-        frames = drawn if cut is None else np.stack(list(cut.rows(drawn, side)))
-        clips = [DecodedClip("demo", frames, DEMO_FRAME_RATE)]
+        frames = demo_clip(size=max(_DEMO_SIDE, side) if crops else size)
+        clips = [
+            DecodedClip("demo", np.stack(list(cut_crops(frames, window, side))) if crops else frames, DEMO_FRAME_RATE)
+        ]
     else:
-        clips = [load_clip(clip, side, cache_dir, progress, cut) for clip in find_clips(source)]
-    rows_a_frame = 1 if cut is None else cut.rows_a_window // window
-    lengths = [ClipLength(clip.name, len(clip.frames) // rows_a_frame, clip.split) for clip in clips]
-    splits = split_clips(lengths, window, by_time)
+        clips = [load_clip(clip, side, cache_dir, progress, window if crops else None) for clip in find_clips(source)]
+    rows = window if crops else 1  # frames of a clip in a row of its array
+    splits = split_clips(
+        [ClipLength(clip.name, rows * len(clip.frames), clip.split) for clip in clips], window, by_time
+    )
+    deviation = _standard_deviation(clips, splits.train, rows)
     rates = {clip.frame_rate for clip in clips}
-
-    def windows(parts: Sequence[Part], training: bool) -> Windows | CropWindows:
-        if cut is not None:
-            return CropWindows(clips, parts, cut, size, training)
-        return Windows(clips, parts, window, stride if training else window)
-
-    deviation = _standard_deviation(clips, splits.train, rows_a_frame)
     return VideoData(
-        train=windows(splits.train, training=True),
-        validation=windows(splits.validation, training=False),
-        test=windows(splits.test, training=False),
-        sigma=deviation if unit == "deviation" else 1 / (_LEVELS - 1),
+        train=Windows(clips, splits.train, window, size, True, stride),
+        validation=Windows(clips, splits.validation, window, size),
+        test=Windows(clips, splits.test, window, size),
+        sigma=deviation if unit == "deviation" else 1 / _MAX_LEVEL,
         frame_rate=rates.pop() if len(rates) == 1 else None,
         clips=tuple(clip.name for clip in clips),
-        size=size,
         method=splits.method,
         notes=(*splits.notes, *(note for clip in clips for note in clip.notes)),
         unit="a gray level" if unit == "level" else "standard deviation of the training frames",
     )
 
 
-def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part], rows_a_frame: int) -> float:
+def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part], rows: int) -> float:
     # A count of each gray level makes the sums whole numbers: exact, and the same whatever the order of frames.
-    counts = np.zeros(_LEVELS, dtype=np.int64)
+    counts = np.zeros(_MAX_LEVEL + 1, dtype=np.int64)
     for part in parts:
-        first, stop = part.start * rows_a_frame, part.stop * rows_a_frame
-        for start in range(first, stop, _FRAMES_A_BLOCK):
-            block = clips[part.clip].frames[start : min(start + _FRAMES_A_BLOCK, stop)]
-            counts += np.bincount(block.reshape(-1), minlength=_LEVELS)
-    number = int(counts.sum())
-    total = sum(level * int(count) for level, count in enumerate(counts))
-    squares = sum(level * level * int(count) for level, count in enumerate(counts))
+        for row in clips[part.clip].frames[part.start // rows : part.stop // rows]:
+            counts += np.bincount(row.reshape(-1), minlength=len(counts))
+    number, total, squares = (
+        sum(level**power * int(count) for level, count in enumerate(counts)) for power in range(3)
+    )
     variance = Fraction(number * squares - total * total, number * number)
     if variance == 0:
         raise InputError(
             f"{clips[parts[0].clip].name}: all training frames are one flat gray, level {total // number}; there is "
             "nothing to learn to denoise"
         )
-    return math.sqrt(variance) / (_LEVELS - 1)
+    return math.sqrt(variance) / _MAX_LEVEL

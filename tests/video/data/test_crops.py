@@ -4,17 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
-from cdt_fast.video.data import CropWindows, from_opponent, load_video, to_opponent
-from cdt_fast.video.data.crops import Crops, moving_leaves
+from cdt_fast.video.data import Windows, from_opponent, load_video, to_opponent
+from cdt_fast.video.data.cache import DecodedClip
+from cdt_fast.video.data.crops import cut_crops, moving_leaves
 from cdt_fast.video.data.splits import Part
-from cdt_fast.video.data.trees import DecodedClip
 from tests.tiny import scrolling_clip
 
 
 def colored(count: int, height: int, width: int) -> np.ndarray:
     gray = scrolling_clip(count, height, width)
     return np.stack([gray, gray[:, ::-1], 255 - gray], axis=-1)
+
+
+def cropped(frames: np.ndarray, name: str = "clip") -> DecodedClip:
+    return DecodedClip(name, np.stack(list(cut_crops(frames, 4, 24, crops=2))))
 
 
 def test_a_change_of_colors_keeps_white_noise_and_has_an_inverse() -> None:
@@ -27,21 +30,16 @@ def test_a_change_of_colors_keeps_white_noise_and_has_an_inverse() -> None:
 
 def test_full_crops_stand_still_and_the_others_are_means_of_larger_ones_along_a_path() -> None:
     frames = colored(11, 60, 70)
-    crops = Crops(window=5, a_window=4)
-    rows = np.stack(list(crops.rows(iter(frames), 16)))
-    assert rows.shape == (2 * crops.rows_a_window, 16, 16)  # the eleventh frame fills no window
+    windows = list(cut_crops(frames, 5, 16, crops=4))
+    assert [window.shape for window in windows] == [(4, 3, 5, 16, 16)] * 2  # the eleventh frame fills no window
     moved = []
-    for window in range(2):
-        block = frames[5 * window : 5 * window + 5]
-        for crop, factor in enumerate((1, 1, 2, 3)):
-            first = window * crops.rows_a_window + crop * 15
-            found = rows[first : first + 15].reshape(3, 5, 16, 16)
-            path = np.array([place_of(found[:, time], block[time], factor) for time in range(5)])
+    for number, window in enumerate(windows):
+        for crop, factor in zip(window, (1, 1, 2, 3), strict=True):
+            path = np.array([place_of(crop[:, time], frames[5 * number + time], factor) for time in range(5)])
             steps = np.diff(path, axis=0)
             assert ((steps >= 0).all(0) | (steps <= 0).all(0)).all()  # straight on, or stopped at the border
             assert np.abs(steps).max() <= 3 * factor * 5 / 4 + 1
-            if factor == 1:
-                assert not steps.any()
+            assert factor > 1 or not steps.any()
             moved.append(steps.any())
     assert sum(moved) >= 2
 
@@ -49,38 +47,24 @@ def test_full_crops_stand_still_and_the_others_are_means_of_larger_ones_along_a_
 def place_of(crop: np.ndarray, frame: np.ndarray, factor: int) -> tuple[int, int]:
     """Where in a frame [h, w, 3] a crop [3, side, side] is from, made smaller by `factor`."""
     side = crop.shape[-1]
-    matching = [
-        (top, left)
-        for top in range(len(frame) + 1 - side * factor)
-        for left in range(frame.shape[1] + 1 - side * factor)
-        if np.abs(
-            frame[top : top + side * factor, left : left + side * factor]
-            .reshape(side, factor, side, factor, 3)
-            .mean((1, 3))
-            .transpose(2, 0, 1)
-            - crop
-        ).max()
-        <= 0.51
-    ]
-    assert len(matching) == 1
-    return matching[0]
+    cuts = np.lib.stride_tricks.sliding_window_view(frame, (side * factor, side * factor), axis=(0, 1))
+    small = cuts.reshape(*cuts.shape[:3], side, factor, side, factor).mean((4, 6))
+    [place] = np.argwhere((np.abs(small - crop) <= 0.51).all((2, 3, 4)))
+    return tuple(place)
 
 
 def test_frames_smaller_than_a_crop_are_continued_by_their_mirror_image() -> None:
     frames = colored(4, 5, 9)
-    rows = np.stack(list(Crops(window=4, a_window=2).rows(iter(frames), 8)))
-    found = rows[:4]
-    assert np.array_equal(found[:, :5], frames[:, :, :8, 0]) or found.shape == (4, 8, 8)
-    assert np.array_equal(found[:, 5:8], found[:, 4:1:-1])
+    [window] = cut_crops(frames, 4, 8, crops=2)
+    left = next(left for left in (0, 1) if np.array_equal(window[0, 0, :, :5], frames[:, :, left : left + 8, 0]))
+    assert np.array_equal(window[0, 0, :, 5:8], frames[:, 4:1:-1, left : left + 8, 0])
 
 
 def test_samples_are_luma_and_colors_and_the_same_seed_gives_the_same_sample() -> None:
-    frames = colored(8, 40, 40)
-    crops = Crops(window=4, a_window=2)
-    rows = np.stack(list(crops.rows(iter(frames), 24)))
-    train = CropWindows([DecodedClip("clip", rows)], [Part(0, 0, 8)], crops, 16, training=True)
+    clip = cropped(colored(8, 40, 40))
+    train = Windows([clip], [Part(0, 0, 8)], 4, 16, training=True)
     assert len(train) == 2 * 2 * 4
-    colors = torch.from_numpy(rows[: 3 * 4].astype(np.float32)).view(3, 4, 24, 24)[..., :16, :16]
+    colors = torch.from_numpy(clip.frames[0, 0].astype(np.float32))[..., :16, :16]
     luma = 0.299 * colors[0] + 0.587 * colors[1] + 0.114 * colors[2]
     found = train.batch(range(4))
     torch.testing.assert_close(found[0], luma, rtol=0, atol=1e-4)
@@ -88,44 +72,26 @@ def test_samples_are_luma_and_colors_and_the_same_seed_gives_the_same_sample() -
     once, again, other = (train.augmented([3], [seed]) for seed in (7, 7, 8))
     assert torch.equal(once, again)
     assert not torch.equal(once, other)
-    held_out = CropWindows([DecodedClip("clip", rows)], [Part(0, 4, 8)], crops, 16, training=False)
+    held_out = Windows([clip], [Part(0, 4, 8)], 4, 16)
     assert len(held_out) == 1
     assert held_out.name(0) == ("clip, crop 0", 4)
 
 
 def test_no_frame_is_in_two_parts_and_levels_are_gray_levels(tmp_path) -> None:
-    np.save(tmp_path / "clip.npy", colored(60, 40, 40)[..., 0])
-    data = load_video(
-        tmp_path / "clip.npy", window=4, size=16, crops=True, unit="level", cache_dir=tmp_path / "c", progress=False
-    )
+    np.save(tmp_path / "0.npy", colored(3, 40, 40))  # too short for a window
+    np.save(tmp_path / "1.npy", colored(60, 40, 40))
+    data = load_video(tmp_path, window=4, size=16, crops=True, unit="level", cache_dir=tmp_path / "c", progress=False)
     assert data.sigma == 1 / 255
     starts = [{part.name(index).first_frame for index in range(len(part))} for part in (data.train, data.test)]
     assert not starts[0] & starts[1]
     assert data.train.batch([0]).shape == (1, 4, 16, 16)
-    with pytest.raises(InputError, match="crops do not overlap"):
-        load_video(tmp_path / "clip.npy", window=4, size=16, stride=2, crops=True, progress=False)
-
-
-def test_each_of_many_clips_is_divided_by_time_where_that_is_asked_for(tmp_path) -> None:
-    for name in "abc":
-        np.save(tmp_path / f"{name}.npy", scrolling_clip(40, 16, 16))
-    options = {"window": 4, "size": 16, "progress": False, "cache_dir": tmp_path / "cache"}
-    assert load_video(tmp_path, **options).method == "clip"
-    data = load_video(tmp_path, by_time=True, **options)
-    assert data.method == "time"
-    assert {data.test.name(index).clip for index in range(len(data.test))} == {"a.npy", "b.npy", "c.npy"}
 
 
 def test_pieces_that_move_across_are_of_the_same_plane_and_at_a_steady_speed(monkeypatch) -> None:
     """A clip of plain gray whose colors are all zero stays so; a bright one beside a dark one shows in half of all."""
     monkeypatch.setattr("cdt_fast.video.data.crops.GENERATED", 0.0)
-    dark, bright = np.full((8, 30, 30), 50, np.uint8), np.full((8, 30, 30), 200, np.uint8)
-    crops = Crops(window=4, a_window=2)
-    clips = [
-        DecodedClip(str(level), np.stack(list(crops.rows(iter(level_frames), 24))))
-        for level, level_frames in enumerate((dark, bright))
-    ]
-    train = CropWindows(clips, [Part(0, 0, 8), Part(1, 0, 8)], crops, 16, training=True)
+    clips = [cropped(np.full((8, 30, 30), level, np.uint8), str(level)) for level in (50, 200)]
+    train = Windows(clips, [Part(0, 0, 8), Part(1, 0, 8)], 4, 16, training=True)
     found = torch.stack([train.augmented([0], [seed])[0] for seed in range(200)])
     bright_share = ((found - 200).abs() < 1).flatten(1).any(1).double().mean().item()
     assert 0.15 < bright_share < 0.35  # half of all get a piece, and half of the samples are bright
@@ -134,9 +100,7 @@ def test_pieces_that_move_across_are_of_the_same_plane_and_at_a_steady_speed(mon
 
 
 def test_generated_crops_are_half_and_depend_on_the_seed_alone(monkeypatch) -> None:
-    crops = Crops(window=4, a_window=2)
-    flat = np.stack(list(crops.rows(iter(np.full((8, 30, 30), 50, np.uint8)), 24)))
-    train = CropWindows([DecodedClip("flat", flat)], [Part(0, 0, 8)], crops, 16, training=True)
+    train = Windows([cropped(np.full((8, 30, 30), 50, np.uint8))], [Part(0, 0, 8)], 4, 16, training=True)
     drawn = torch.stack([train.augmented([0], [seed])[0] for seed in range(200)])
     assert 0.4 < (drawn.flatten(1).std(1) > 1).double().mean().item() < 0.6
     measured = train.batch([0])
@@ -150,11 +114,8 @@ def test_generated_crops_are_half_and_depend_on_the_seed_alone(monkeypatch) -> N
 def test_leaves_move_and_are_gray_levels() -> None:
     seen = [moving_leaves(6, 24, np.random.default_rng(seed)) for seed in range(12)]
     for frames in seen:
-        assert frames.shape == (6, 24, 24)
-        assert frames.dtype == torch.float32
-        assert frames.min() >= 0
-        assert frames.max() <= 255
+        assert (frames.shape, frames.dtype) == ((6, 24, 24), torch.float32)
+        assert 0 <= frames.min() <= frames.max() <= 255
         assert frames.std() > 1
     assert torch.equal(seen[3], moving_leaves(6, 24, np.random.default_rng(3)))
-    still = [bool((frames[0] - frames[-1]).abs().max() < 1e-3) for frames in seen]
-    assert 0 <= sum(still) < 6
+    assert sum(bool((frames[0] - frames[-1]).abs().max() < 1e-3) for frames in seen) < 6

@@ -22,114 +22,69 @@ def lengths(*frames: int, split: str | None = None) -> list[ClipLength]:
     return [ClipLength(f"clip{index}", number, split) for index, number in enumerate(frames)]  # type: ignore[arg-type]
 
 
-def ranges(parts) -> list[tuple[int, int, int]]:
-    return [(part.clip, part.start, part.stop) for part in parts]
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     clips=st.lists(st.tuples(st.integers(2, 400), st.sampled_from([None, "train", "test"])), min_size=1, max_size=25),
     window=st.integers(1, 60),
+    by_time=st.booleans(),
 )
-def test_splits_never_share_frames(clips, window):
+def test_splits_never_share_frames(clips, window, by_time):
     described = [ClipLength(f"clip{index}", *clip) for index, clip in enumerate(clips)]
     try:
-        splits = split_clips(described, window)
+        splits = split_clips(described, window, by_time)
     except InputError:
         assume(False)
         return
-    marked = {split for _, split in clips} >= {"train", "test"}
     for parts in (splits.train, splits.validation, splits.test):
         assert parts
         assert all(part.stop - part.start >= window for part in parts)
         assert all(0 <= part.start < part.stop <= described[part.clip].frames for part in parts)
-    for part in splits.train + splits.validation:
-        assert described[part.clip].split != "test"
-    if marked:
+    assert all(described[part.clip].split != "test" for part in splits.train + splits.validation)
+    if "test" in {split for _, split in clips}:
         assert all(described[part.clip].split == "test" for part in splits.test)
-    ordered = sorted(splits.train + splits.validation + splits.test, key=lambda part: (part.clip, part.start))
+    ordered = sorted(splits.train + splits.validation + splits.test)
     for first, second in itertools.pairwise(ordered):
         if first.clip == second.clip:
             assert splits.method == "time"
             assert second.start - first.stop == window
-    used = {part.clip for part in ordered}
     short = {index for index, clip in enumerate(described) if clip.frames < window}
-    assert used == set(range(len(described))) - short
+    assert {part.clip for part in ordered} == set(range(len(described))) - short
     assert len(splits.notes) == len(short)
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    frames=st.lists(st.integers(2, 60), min_size=1, max_size=5),
-    marks=st.sampled_from([(None,), ("train", "test"), ("train", "train", "test")]),
-    window=st.integers(2, 70),
+@pytest.mark.parametrize(
+    ("clips", "window", "expected"),
+    [
+        (lengths(1394), 20, ([(0, 0, 1100)], [(0, 1120, 1240)], [(0, 1260, 1380)])),
+        (lengths(50), 10, ([(0, 0, 10)], [(0, 20, 30)], [(0, 40, 50)])),
+        (
+            lengths(50, 100),
+            10,
+            ([(0, 0, 10), (1, 0, 60)], [(0, 20, 30), (1, 70, 80)], [(0, 40, 50), (1, 90, 100)]),
+        ),
+        (lengths(30, 30, 30), 10, ([(0, 0, 30)], [(1, 0, 30)], [(2, 0, 30)])),
+        (
+            lengths(*[30] * 25),
+            10,
+            ([(n, 0, 30) for n in range(21)], [(21, 0, 30), (22, 0, 30)], [(23, 0, 30), (24, 0, 30)]),
+        ),
+        (
+            lengths(*[30] * 3, split="train") + lengths(40, 50, split="test"),
+            10,
+            ([(0, 0, 30), (1, 0, 30)], [(2, 0, 30)], [(3, 0, 40), (4, 0, 50)]),
+        ),
+        (
+            lengths(75, split="train") + lengths(33, split="test"),
+            10,
+            ([(0, 0, 50)], [(0, 60, 70)], [(1, 0, 33)]),
+        ),
+        (lengths(*[30] * 3, split="train"), 10, ([(0, 0, 30)], [(1, 0, 30)], [(2, 0, 30)])),
+    ],
 )
-def test_the_largest_window_in_the_message_is_the_largest(frames, marks, window):
-    described = [ClipLength(f"clip{i}", n, marks[i % len(marks)]) for i, n in enumerate(frames)]
-
-    def works(candidate: int) -> bool:
-        try:
-            split_clips(described, candidate)
-        except InputError:
-            return False
-        return True
-
-    assume(not works(window))
-    best = max((candidate for candidate in range(1, window) if works(candidate)), default=0)
-    with pytest.raises(InputError) as caught:
-        split_clips(described, window)
-    expected = f"the largest window that works is {best}" if best else "no window is short enough"
-    assert str(caught.value).endswith(expected)
-
-
-def test_one_clip_is_divided_by_time():
-    splits = split_clips(lengths(1394), 20)
-    assert splits.method == "time"
-    assert ranges(splits.train) == [(0, 0, 55 * 20)]
-    assert ranges(splits.validation) == [(0, 56 * 20, 62 * 20)]
-    assert ranges(splits.test) == [(0, 63 * 20, 69 * 20)]
-
-
-def test_the_shortest_clip_that_can_be_divided():
-    splits = split_clips(lengths(50), 10)
-    assert [ranges(parts) for parts in (splits.train, splits.validation, splits.test)] == [
-        [(0, 0, 10)],
-        [(0, 20, 30)],
-        [(0, 40, 50)],
-    ]
-
-
-def test_two_clips_are_each_divided_by_time():
-    splits = split_clips(lengths(50, 100), 10)
-    assert ranges(splits.test) == [(0, 40, 50), (1, 90, 100)]
-
-
-def test_several_clips_are_divided_by_clip():
-    splits = split_clips(lengths(*[30] * 25), 10)
-    assert splits.method == "clip"
-    assert [part.clip for part in splits.train] == list(range(21))
-    assert [part.clip for part in splits.validation] == [21, 22]
-    assert [part.clip for part in splits.test] == [23, 24]
-    assert [part.clip for part in split_clips(lengths(30, 30, 30), 10).validation] == [1]
-
-
-def test_marked_test_clips_are_the_test_set():
-    clips = lengths(*[30] * 12, split="train") + lengths(40, 50, split="test")
-    splits = split_clips(clips, 10)
-    assert [part.clip for part in splits.train] == list(range(11))
-    assert [part.clip for part in splits.validation] == [11]
-    assert ranges(splits.test) == [(12, 0, 40), (13, 0, 50)]
-
-
-def test_a_single_marked_training_clip_gives_validation_by_time():
-    splits = split_clips([*lengths(75, split="train"), *lengths(33, split="test")], 10)
-    assert ranges(splits.train) == [(0, 0, 50)]
-    assert ranges(splits.validation) == [(0, 60, 70)]
-    assert ranges(splits.test) == [(1, 0, 33)]
-
-
-def test_training_clips_alone_are_split_as_if_unmarked():
-    assert split_clips(lengths(*[30] * 5, split="train"), 10) == split_clips(lengths(*[30] * 5), 10)
+def test_clips_are_divided_by_clip_or_by_time(clips, window, expected):
+    splits = split_clips(clips, window)
+    assert (splits.train, splits.validation, splits.test) == expected
+    assert splits.method == ("clip" if all(start == 0 for _, start, _ in splits.validation) else "time")
 
 
 def test_short_clips_are_left_out_with_a_note():
@@ -141,20 +96,14 @@ def test_short_clips_are_left_out_with_a_note():
 @pytest.mark.parametrize(
     ("clips", "window", "facts"),
     [
-        (lengths(49), 10, ["clip0", "49 frames", "5 windows of 10, 50 frames", "largest window that works is 9"]),
-        (lengths(12), 20, ["clip0", "12 frames", "20", "largest window that works is 2"]),
-        (lengths(3), 2, ["clip0", "3 frames", "no window is short enough"]),
-        (lengths(15, 18), 20, ["clip1", "18 frames", "largest window that works is 3"]),
+        (lengths(49), 10, ["clip0", "49 frames", "5 windows of 10, 50 frames", "at most 9"]),
+        (lengths(15, 18), 20, ["clip1", "longest training clip has 18 frames", "window of 20"]),
         (
-            [*lengths(25, split="train"), *lengths(90, split="test")],
+            lengths(25, split="train") + lengths(90, split="test"),
             10,
-            ["clip0", "25 frames", "3 windows of 10, 30 frames", "largest window that works is 8"],
+            ["clip0", "25 frames", "3 windows of 10, 30 frames", "at most 8"],
         ),
-        (
-            [*lengths(90, 90, split="train"), *lengths(7, split="test")],
-            10,
-            ["clip0", "test clip(s)", "7 frames", "largest window that works is 7"],
-        ),
+        (lengths(90, 90, split="train") + lengths(7, split="test"), 10, ["clip0", "test clip", "7 frames"]),
         (lengths(90, split="test"), 10, ["no training clips"]),
     ],
 )
@@ -197,31 +146,21 @@ def test_windows_hold_the_frames_they_name(tmp_path, load):
             assert np.array_equal(batch[0], by_name[clip][first : first + 5])
     expected = [(f"{clip}.npy", first) for clip, count in enumerate((4, 3, 6, 2)) for first in range(0, 5 * count, 5)]
     assert names == expected
-
-
-def test_a_batch_follows_its_indices(tmp_path, load):
-    save_clips(tmp_path / "set", 40, 10, 10)
-    train = load(tmp_path / "set", window=5, size=16).train
-    batch = train.batch(torch.tensor([3, 0, 3]))
-    assert torch.equal(batch, torch.cat([train.batch([3]), train.batch([0]), train.batch([3])]))
+    batch = data.train.batch(torch.tensor([3, 0, 3]))
+    assert torch.equal(batch, torch.cat([data.train.batch([3]), data.train.batch([0]), data.train.batch([3])]))
     batch.zero_()
-    assert train.batch([3]).any()
-    assert train.batch([]).shape == (0, 5, 16, 16)
+    assert data.train.batch([3]).any()
+    assert torch.equal(data.train.augmented([3], [9]), data.train.batch([3]))  # whole frames are trained on as they are
     with pytest.raises(IndexError):
-        train.batch([len(train)])
-
-
-def test_stride_is_for_training_windows_only(tmp_path, load):
-    save_clips(tmp_path / "set", 23, 20, 20)
-    data = load(tmp_path / "set", window=5, size=16, stride=2)
-    assert [data.train.name(i).first_frame for i in range(len(data.train))] == list(range(0, 19, 2))
-    assert [data.test.name(i).first_frame for i in range(len(data.test))] == [0, 5, 10, 15]
-    assert len(data.validation) == 4
+        data.train.batch([len(data.train)])
+    closer = load(tmp_path / "set", window=5, size=16, stride=2)
+    assert [closer.train.name(index)[1] for index in range(10)] == list(range(0, 19, 2))
+    assert [len(part) for part in (closer.validation, closer.test)] == [len(data.validation), len(data.test)]
 
 
 def test_sigma_is_of_the_training_frames_alone(tmp_path, load):
     clips = save_clips(tmp_path / "set", 70, 10, 10)
-    data = load(tmp_path / "set", window=5, size=16, stride=1)
+    data = load(tmp_path / "set", window=5, size=16)
     assert data.sigma == pytest.approx((clips[0] / 255.0).std(), rel=1e-12)
     [clip] = save_clips(tmp_path / "one", 100)
     single = load(tmp_path / "one" / "0.npy", window=10, size=16)
@@ -233,13 +172,16 @@ def test_flat_training_frames_are_refused(tmp_path, load, refused):
     refused(Path("flat.npy"), "flat gray", "level 7", by=lambda: load(tmp_path / "flat.npy", window=5, size=16))
 
 
-def test_a_marked_tree(tmp_path, load):
+def test_a_marked_tree_and_clips_that_are_divided_by_time_on_request(tmp_path, load):
     save_clips(tmp_path / "set" / "training", 20, 20)
     save_clips(tmp_path / "set" / "testing", 20)
     data = load(tmp_path / "set", window=5, size=16)
-    assert data.train.name(0) == ("training/0.npy", 0)
-    assert data.validation.name(0) == ("training/1.npy", 0)
-    assert data.test.name(0) == ("testing/0.npy", 0)
+    names = [part.name(0) for part in (data.train, data.validation, data.test)]
+    assert names == [("training/0.npy", 0), ("training/1.npy", 0), ("testing/0.npy", 0)]
+    save_clips(tmp_path / "flat", 40, 40, 40)
+    data = load(tmp_path / "flat", window=4, size=16, by_time=True)
+    assert data.method == "time"
+    assert {data.test.name(index).clip for index in range(len(data.test))} == {"0.npy", "1.npy", "2.npy"}
 
 
 def test_frame_rate_is_given_when_clips_agree(tmp_path, load, write_video):
@@ -248,14 +190,6 @@ def test_frame_rate_is_given_when_clips_agree(tmp_path, load, write_video):
         write_video(tmp_path / "mixed" / f"{name}.avi", rate=rate + (name == "c"))
     assert load(tmp_path / "same", window=3, size=16).frame_rate == Fraction(10)
     assert load(tmp_path / "mixed", window=3, size=16).frame_rate is None
-
-
-def test_describe_says_what_was_left_out(tmp_path, load):
-    save_clips(tmp_path / "set", 20, 20, 20, 3)
-    text = load(tmp_path / "set", window=5, size=16).describe()
-    assert "4 clips, split by clip; frames 16x16, rate unknown" in text
-    assert "windows of 5 frames: 4 training, 4 validation, 4 test" in text
-    assert "3.npy: left out, its 3 frames are less than a window of 5" in text
 
 
 def test_the_word_demo_is_the_generated_clip(tmp_path, monkeypatch, refused):
@@ -281,6 +215,9 @@ def test_describe_counts_the_notes_of_many_clips_and_spells_out_control_characte
     save_clips(tmp_path / "set", *[20] * 3, *[3] * 15)
     (tmp_path / "set" / "3.npy").rename(tmp_path / "set" / "\x1b[2J.npy")
     text = load(tmp_path / "set", window=5, size=16).describe()
+    assert "18 clips, split by clip; frames 16x16, rate unknown" in text
+    assert "windows of 5 frames: 4 training, 4 validation, 4 test" in text
+    assert "left out, its 3 frames are less than a window of 5" in text
     assert text.count("left out") == 10
     assert text.endswith("\nand 5 more notes")
     assert "\x1b" not in text

@@ -9,7 +9,7 @@ import pytest
 
 from cdt_fast.errors import InputError
 from cdt_fast.listing import natural_key
-from cdt_fast.video.data.trees import find_clips
+from cdt_fast.video.data.clips import find_clips
 
 
 def make(root: Path, *files: str) -> None:

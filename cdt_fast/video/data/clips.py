@@ -1,0 +1,135 @@
+"""Find the clips of a data set, whichever of the usual folder trees it comes in, and open them.
+
+Known trees: CUHK Avenue as distributed (`training_videos/`, `testing_videos/`) and as frames
+(`training/frames/NN/`), UCSD pedestrians (`Train/TrainNNN/`, `Test/TestNNN/`), ShanghaiTech (`training/videos/`,
+`testing/frames/`); and any folder of videos, of frame folders or of arrays. Folders wrapped around these are opened.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from cdt_fast.errors import InputError
+from cdt_fast.listing import ARRAY_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, entries, images, other_images
+from cdt_fast.video.data.pictures import Pictures, holds_pictures
+from cdt_fast.video.data.source import FrameArray, FrameSource
+from cdt_fast.video.data.video_file import VideoFile
+
+Split = Literal["train", "test"]
+
+_SPLIT_FOLDERS: dict[str, Split] = {
+    **dict.fromkeys(("train", "training", "training_videos"), "train"),
+    **dict.fromkeys(("test", "testing", "testing_videos"), "test"),
+}
+# ShanghaiTech keeps its masks beside these two, and people extract `frames` beside the original `videos`.
+_CLIP_FOLDERS = ("videos", "frames")
+_MAX_WRAPPERS = 4
+
+
+class Clip(NamedTuple):
+    """One clip of a data set.
+
+    Attributes:
+        name: path below the folder that was asked for, unique within it, for example "training_videos/01.avi".
+        path: a video, an array file or a folder of frames.
+        split: "train" or "test" where the tree says so, otherwise None.
+    """
+
+    name: str
+    path: Path
+    split: Split | None = None
+
+
+def open_source(path: str | os.PathLike[str]) -> FrameSource:
+    """Open the clip at `path`: a video file, a folder of pictures, a TIFF of several pages, or a .npy or .npz array.
+
+    Opening checks what a look at the header shows; the rest is checked while `frames()` reads. A video is always
+    decoded from the start, in order.
+
+    Raises:
+        InputError: the path is missing or is not a clip; the message says what was found.
+        MissingExtra: a video or picture is to be read and the `video` extra is not installed.
+    """
+    place = Path(path)
+    if place.is_dir():
+        return Pictures(place)
+    if not place.exists():
+        raise InputError(f"{place}: no such file or folder")
+    if not place.is_file():
+        raise InputError(f"{place}: is neither a file nor a folder")
+    if place.suffix.lower() in ARRAY_SUFFIXES:
+        return FrameArray(place)
+    return Pictures(place) if holds_pictures(place) else VideoFile(place)
+
+
+def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
+    """Find the clips at `path`, in natural order, training clips first.
+
+    A file, or a folder of pictures, is one clip. Hidden files, backups (`*~`), annotations (`*_gt`, `ground_truth*`,
+    `testing_vol`, `.mat`) and every other kind of file are passed over. Nothing is decoded.
+
+    Raises:
+        InputError: the path is missing, holds no clips, or holds several data sets of which one must be chosen.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise InputError(f"{root}: no such file or folder")
+    clips = _clips_below(root, root, 0, {root.resolve()}) if root.is_dir() else [_clip(root, root)]
+    if not clips:
+        others = "".join(f"; {other.name} is not supported" for other in other_images(root)[:1])
+        raise InputError(
+            f"{root}: no clips found; expected videos, .npy or .npz arrays, folders of frames "
+            f"({', '.join(sorted(IMAGE_SUFFIXES))}), or a tree of Avenue, UCSD or ShanghaiTech{others}"
+        )
+    return clips
+
+
+def _clips_below(folder: Path, root: Path, depth: int, seen: set[Path]) -> list[Clip]:
+    """Find the clips of `folder`; `seen` are the folders that were opened so far, which a link may lead to again."""
+    subfolders = [path for path in entries(folder) if path.is_dir()]
+    marked = [
+        _clip(source, root, split)
+        for part in subfolders
+        if (split := _SPLIT_FOLDERS.get(part.name.casefold()))
+        for source in _sources(_clip_folder(part))
+    ]
+    if marked:
+        return sorted(marked, key=lambda clip: clip.split != "train")
+    sources = _sources(folder)
+    if images(folder):
+        if sources:
+            raise InputError(
+                f"{folder}: holds both pictures and clips ({sources[0].name}); give the frames of one clip a folder "
+                "of their own"
+            )
+        return [_clip(folder, root)]
+    if sources or depth == _MAX_WRAPPERS:
+        return [_clip(source, root) for source in sources]
+    unseen = {part.resolve(): part for part in sorted(subfolders, key=Path.is_symlink, reverse=True)}
+    unseen = {place: part for place, part in unseen.items() if place not in seen}
+    seen |= unseen.keys()
+    data_sets = [(part, found) for part in unseen.values() if (found := _clips_below(part, root, depth + 1, seen))]
+    if len(data_sets) > 1:
+        choices = ", ".join(sorted(str(part) for part, _ in data_sets))
+        raise InputError(f"{folder}: holds {len(data_sets)} data sets; give one of them: {choices}")
+    return data_sets[0][1] if data_sets else []
+
+
+def _clip_folder(part: Path) -> Path:
+    inner = {path.name.casefold(): path for path in entries(part) if path.is_dir()}
+    return next((inner[name] for name in _CLIP_FOLDERS if name in inner), part)
+
+
+def _sources(folder: Path) -> list[Path]:
+    """List the videos, arrays and folders of frames directly in `folder`."""
+    return [
+        path
+        for path in entries(folder)
+        if (bool(images(path)) if path.is_dir() else path.suffix.lower() in VIDEO_SUFFIXES | ARRAY_SUFFIXES)
+    ]
+
+
+def _clip(path: Path, root: Path, split: Split | None = None) -> Clip:
+    return Clip(root.resolve().name if path == root else path.relative_to(root).as_posix(), path, split)
