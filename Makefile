@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all emulate bench gpu gpu-triage gpu-tests gpu-bench gpu-install gpu-carry kernels-report lint docs clean
+.PHONY: demo test test-all emulate bench gpu gpu-triage gpu-tests gpu-bench gpu-install gpu-carry kernels-report lint clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -97,11 +97,6 @@ lint: .venv/linters
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# The API reference, from the docstrings.
-docs: .venv/pdoc
-	rm -rf build/docs
-	$(BIN)/python docs/reference.py build/docs
-
 clean:
 	rm -rf .venv build cdt_fast.egg-info
 
@@ -118,6 +113,3 @@ clean:
 	$(PIP) --no-build-isolation --editable '.[lint]'
 	touch $@
 
-.venv/pdoc: .venv/installed
-	$(PIP) --no-build-isolation --editable '.[docs]'
-	touch $@

@@ -1,4 +1,4 @@
-"""DUST: the deep unrolled sparse transformer for sequences of image patches (docs/maths.md §7)."""
+"""DUST: the deep unrolled sparse transformer for sequences of image patches (docs/ops.md §4)."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class DUST(PretrainedModel):
             Z = E,  H = E D:    H⁺ = S_θ(A E D + (1/c)(X − A E) D) = S_θ(V D),    V = A E + (1/c)(X − A E),    x̂ = H⁺ Dᵀ
 
         The codes H read as E where `D Dᵀ = I`, as a tight frame starts. So what was read may be changed between layers:
-        overlapping patches are made to agree (docs/maths.md §7).
+        overlapping patches are made to agree (docs/ops.md §4).
 
         Args:
             level: l, from 1 to L.

@@ -1,4 +1,4 @@
-"""UT for text: the unrolled transformer of Yang, Huang and Wipf as a classifier of texts (docs/maths.md §6)."""
+"""UT for text: the unrolled transformer of Yang, Huang and Wipf as a classifier of texts (docs/ops.md §3)."""
 
 from __future__ import annotations
 

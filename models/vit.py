@@ -1,4 +1,4 @@
-"""A vision transformer as a denoiser of frames: every layer's output is read as an image (docs/maths.md §9)."""
+"""A vision transformer as a denoiser of frames: every layer's output is read as an image (docs/constraints.md §4)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     min F(ℓ)   s.t.   g_l = ℓ_l − r_l ℓ_{l−1} ≤ 0  (l = 1..L),   g_0 = ℓ_0 − ε₀ ≤ 0,          r_l = 1 − α_l
     Lagrangian   F(ℓ) + Σ_l λ_l g_l = Σ_l w_l ℓ_l + constant
 
-One step of training (docs/maths.md §3):
+One step of training (docs/constraints.md §2):
 
     weights = constraints.weights()                        # known before the forward
     total, per_depth = model.layer_losses(noisy, clean, depth_weights=weights)
@@ -55,7 +55,7 @@ _COUNTERS = ("steps", "window_steps", "unstepped_records")
 class DescentConstraints:
     """The multipliers of the constraints on the losses of L+1 depths, and the rule that moves them.
 
-    What is minimized is the objective F (docs/maths.md §2):
+    What is minimized is the objective F (docs/constraints.md §1):
 
         objective    F                        its weights
         "last"       ℓ_L                      (0, …, 0, 1)
@@ -73,7 +73,7 @@ class DescentConstraints:
     under "chain" and "detach", and λ_0 = 0. Without a reference λ_0 stays 0. λ and the slacks u start at 0.
 
     One dual update, from the losses recorded since the last one. All of it reads the state from before the step
-    (as the primal step does: it used the λ from before), then all of it is written (docs/maths.md §4):
+    (as the primal step does: it used the λ from before), then all of it is written (docs/constraints.md §3):
 
         ĝ = g,  or g_l / |ℓ_{l−1}| with normalize=True
         e = ĝ − u  under "slack", else ĝ;        κ = 1/β  under "decay", else 0;        β = slack_cost

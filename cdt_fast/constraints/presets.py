@@ -36,7 +36,7 @@ Preset = Literal[
 REFERENCE_MEASUREMENTS = 20
 
 # rate, margin: every layer lowers the loss, in training by a little more than is asked for. Where each has to remove a
-# tenth, the last layers of a pretrained encoder learn their texts by heart (docs/results_text.md).
+# tenth, the last layers of a pretrained encoder learn their texts by heart (docs/results.md).
 
 # dual_lr=None: what Adam moves a multiplier by, whatever the violation, where the last loss is the objective, and what
 # all else has. Where it is large, the first third of a training, in which every bound is missed, shapes the network for
@@ -179,9 +179,9 @@ PAPER_ROWS = {
 PRESETS: dict[str, Mapping[str, Any]] = {
     # Of a denoiser all depths are wanted.
     "video": {"objective": "log", "margin": 0.01},
-    # A hundred steps: slow multipliers gain nothing at the last depth, and exits lose (docs/results_video.md).
+    # A hundred steps: slow multipliers gain nothing at the last depth, and exits lose (docs/results.md).
     "text": {"reference": 0.9, "dual_lr": 0.05},
-    # A rate of 0.02 is as good at the last depth, worse at exits, and not met either (docs/results_lm.md).
+    # A rate of 0.02 is as good at the last depth, worse at exits, and not met either (docs/results.md).
     "lm": {"rate": 0.05, "dual_lr": 0.05},
     # For a new problem: no depth is ever pushed up, relative violations, no dual momentum.
     "safe": {

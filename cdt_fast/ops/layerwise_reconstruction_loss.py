@@ -1,4 +1,4 @@
-"""The reconstruction loss at every depth (docs/maths.md §7): `ℓ_l = mean over tokens of ‖s − x̂_l‖²`."""
+"""The reconstruction loss at every depth (docs/ops.md §4): `ℓ_l = mean over tokens of ‖s − x̂_l‖²`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LISTA half-step: one gradient step on the dictionary's fit, then shrinkage (docs/maths.md §7)."""
+"""The LISTA half-step: one gradient step on the dictionary's fit, then shrinkage (docs/ops.md §4)."""
 
 from __future__ import annotations
 

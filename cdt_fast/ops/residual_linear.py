@@ -1,4 +1,4 @@
-"""A linear map, added to a residual and put through a nonlinearity: `φ(residual + α x W)` (docs/maths.md §6)."""
+"""A linear map, added to a residual and put through a nonlinearity: `φ(residual + α x W)` (docs/ops.md §3)."""
 
 from __future__ import annotations
 

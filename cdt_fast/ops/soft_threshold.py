@@ -1,4 +1,4 @@
-"""Shrinkage (docs/maths.md §7)."""
+"""Shrinkage (docs/ops.md §4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symmetric softmax attention: one projection serves queries, keys and, unless given, values (docs/maths.md §5)."""
+"""Symmetric softmax attention: one projection serves queries, keys and, unless given, values (docs/ops.md §2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unrolled layer: attention, LISTA residual, shrinkage and the next projection (docs/maths.md §7)."""
+"""The unrolled layer: attention, LISTA residual, shrinkage and the next projection (docs/ops.md §4)."""
 
 from __future__ import annotations
 

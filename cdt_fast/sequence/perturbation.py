@@ -1,4 +1,4 @@
-"""Gaussian noise on word embeddings, `e + γ std(e) ε` (docs/maths.md §8), drawn by place.
+"""Gaussian noise on word embeddings, `e + γ std(e) ε` (docs/ops.md §5), drawn by place.
 
 A generator hands out its numbers in an order: a text that is padded to another length would get other noise. Here each
 number is a hash of (seed, text, token, component), by the output function of SplitMix64 (Steele, Lea, Flood 2014): the

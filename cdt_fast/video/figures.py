@@ -130,7 +130,7 @@ def _of_layer(
     signal: Any, codes: Any, dictionary: Any, projection: Any, next_dictionary: Any, *_: Any, **__: Any
 ) -> int:
     """Of `ops.unrolled_layer`, by the shapes of its arguments: attention's scores and what they mix, and a product of
-    every token with each dictionary that is read (docs/maths.md §7)."""
+    every token with each dictionary that is read (docs/ops.md §4)."""
     sequences, times, pixels = signal
     atoms = dictionary[-1]
     read = (dictionary if next_dictionary is None else next_dictionary)[0] + pixels * (1 + (projection is None))

@@ -54,7 +54,7 @@ def attach_layer_losses(
         generator: of that draw. None: torch's own, whose state trainers save and restore.
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
             first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
-            each: what `cdt-fast train text` takes (docs/results_text.md). For a classifier alone.
+            each: what `cdt-fast train text` takes (docs/results.md). For a classifier alone.
 
     Returns:
         A handle: its `weights` are set before each forward, and its `remove` undoes everything.

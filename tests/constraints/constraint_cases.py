@@ -67,7 +67,7 @@ def random_losses() -> Iterator[tuple[Tensor, int]]:
         yield 1 + torch.rand(4, dtype=torch.float64, generator=generator), count
 
 
-# The toy problem of docs/maths.md §4: bounds of 1000 on three constraint functions + 1000, the objective last.
+# The toy problem of docs/constraints.md §3: bounds of 1000 on three constraint functions + 1000, the objective last.
 
 
 def run_toy(constraints: DescentConstraints, steps: int, *, feasible: bool = False) -> tuple[Tensor, Tensor]:

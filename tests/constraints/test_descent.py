@@ -52,7 +52,7 @@ def set_multipliers(constraints: DescentConstraints, values: list[float]) -> Non
 def lagrangian(
     losses: Tensor, multipliers: Tensor, rates: list[float], reference: float | None, coupling: str, mode: str
 ) -> Tensor:
-    """docs/maths.md §3 with its variants, written out term by term."""
+    """docs/constraints.md §2 with its variants, written out term by term."""
     total = losses[-1]
     if reference is not None and mode == "constraint":
         total = total + multipliers[0] * (losses[0] - reference)

@@ -1,4 +1,4 @@
-"""Cross-entropy at every depth against one head (docs/maths.md §8): `ℓ_l = (1/N) Σ_n CE(h_l[n] Wᵀ + b, y_n)`."""
+"""Cross-entropy at every depth against one head (docs/ops.md §5): `ℓ_l = (1/N) Σ_n CE(h_l[n] Wᵀ + b, y_n)`."""
 
 from __future__ import annotations
 

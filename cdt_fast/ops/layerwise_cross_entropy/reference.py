@@ -1,4 +1,4 @@
-"""The formula of the layerwise cross-entropy, which the tests believe (docs/maths.md §8)."""
+"""The formula of the layerwise cross-entropy, which the tests believe (docs/ops.md §5)."""
 
 from __future__ import annotations
 
