@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest

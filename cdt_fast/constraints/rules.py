@@ -1,7 +1,7 @@
 """The rules that move the multipliers: ascent and Adam.
 
-Each proposes from λ, the error e and the decay κλ (docs/constraints.md §3), and is at rest where e = κλ. A rule is a pure
-function of tensors: `DualVariables` projects its proposal and commits it, with the rule's state.
+Each proposes from λ, the error e and the decay κλ (docs/constraints.md §3), and is at rest where e = κλ. A rule is a
+pure function of tensors: `DualVariables` projects its proposal and commits it, with the rule's state.
 """
 
 from __future__ import annotations

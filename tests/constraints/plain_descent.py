@@ -1,6 +1,6 @@
 """The descent constraints written down plainly, in float64 and loops over layers: what `DescentConstraints` is held to.
 
-Made from what its docstrings say and docs/constraints.md, not from its code: no tensors, no groups, no state but named lists.
+Made from what its docstrings say and docs/constraints.md, not from its code: no tensors, no groups, no state but lists.
 """
 
 from __future__ import annotations
