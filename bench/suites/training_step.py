@@ -57,7 +57,7 @@ class TrainingStep:
         # As in the loop: on a GPU every step updates as a captured one does.
         on_device = graphs is not None or device.type != "cpu"
         self._optimizer, _ = training.build_optimizer(
-            self._model.parameters(), 1e-4, 0.01, lambda step: 1.0, on_device=on_device
+            self._model.parameters(), 1e-4, lambda step: 1.0, on_device=on_device
         )
         self._constraints = constraints_under_way(work.layers, device, form) if reads == CONSTRAINED else None
         self._duals = copy.deepcopy(None if self._constraints is None else self._constraints.state_dict())
