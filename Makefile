@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all emulate bench gpu gpu-triage gpu-tests gpu-bench gpu-install gpu-carry kernels-report lint clean
+.PHONY: demo test test-all emulate bench kernels-report gpu gpu-triage gpu-tests gpu-bench lint clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -24,7 +24,7 @@ test-all: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/kernels
 	$(PYTEST) -m emulated --emulate H200 tests/kernels
 
-# All tests of the kernels that need no GPU, compiled for a card and emulated.
+# All tests of the kernels, compiled for a card and emulated.
 CARD ?= RTX 3090
 emulate: .venv/installed
 	$(PYTEST) --emulate "$(CARD)" tests/kernels
@@ -33,64 +33,30 @@ bench: .venv/installed
 	$(BIN)/cdt-fast bench --out bench/results
 	$(BIN)/python -m cdt_fast.bench.document
 
-# Compiles every kernel for every card, without a GPU, and then counts what the steps launch (docs/ledger.md); the status
-# is that of the compilation's checks. The summary is docs/kernels.md, every figure is in build/kernels.csv. What is in build/kernels.json, from an earlier run of the same
-# kernels, is not compiled again.
+# Compiles the kernels for every card and counts what a training step launches, without a GPU: the tables of docs/gpus.md.
 kernels-report: .venv/installed
-	mkdir -p build
-	$(BIN)/python -m cdt_fast.kernels.aot --without-divisibility --json build/kernels.json --csv build/kernels.csv \
-		--markdown docs/kernels.md
-	$(BIN)/python -m cdt_fast.bench.ledger --json build/ledger.json --markdown docs/ledger.md
+	$(BIN)/python -m cdt_fast.bench.tools.compile_kernels --write
+	$(BIN)/python -m cdt_fast.bench.tools.ledger --write
 
-# On a machine with an NVIDIA GPU, with the torch and Triton that are there and without network: docs/gpu.md. Besides
-# these pytest is needed; what else is missing is left out, with the reason. Three calls, none longer than ten minutes,
-# which may be made one by one; what each finds goes into the folder that OUT names (bench/results).
-GPU := PYTHONPATH="$(CURDIR)/build/site$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+# On a machine with an NVIDIA GPU: docs/gpus.md. Nothing is installed; .venv is used if it is there, else PYTHON with the
+# torch, Triton and pytest that it has. Three calls of less than ten minutes each, which may be made one by one.
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
-	status=0; for target in gpu-triage gpu-tests gpu-bench; do $(MAKE) $$target || status=$$?; done; exit $$status
+	$(MAKE) --keep-going gpu-triage gpu-tests gpu-bench
 
-# Is it right, how fast is it, what bounds it, which blocks are the fastest: what has been found is saved at once.
-gpu-triage: gpu-install
-	$(GPU) -m cdt_fast.bench.triage
+gpu-triage:
+	$(GPU_PYTHON) -m cdt_fast.bench.tools.triage
 
-# The tests of the kernels, compiled: some 1,800 specializations, which take one core a quarter of an hour or more. With
-# pytest-xdist they are compiled side by side, a worker for every two cores; none of pyproject's options, which need
-# pytest-benchmark.
-gpu-tests: gpu-install
-	OMP_NUM_THREADS=2 $(PYTHON) -m pytest -o addopts= -ra -p no:cacheprovider --confcutdir=tests/kernels \
-		$$($(PYTHON) -c 'import importlib.util as u; print("--numprocesses=auto" if u.find_spec("xdist") else "")') \
+gpu-tests:
+	OMP_NUM_THREADS=2 timeout 590 $(GPU_PYTHON) -m pytest -o addopts= -ra -p no:cacheprovider --confcutdir=tests/kernels \
+		$$($(GPU_PYTHON) -c 'import importlib.util as u; print("--numprocesses=auto" * bool(u.find_spec("xdist")))') \
 		tests/kernels
 
-# Less than nine minutes: each suite for so many seconds at most. A case's figures are added to its suite's results file
-# as soon as they are there, first those of the ways that need no compiler; cases that were not reached keep what an
-# earlier run found. They are measured in GPU_CASE alone, a part of a case's name: then `make gpu-bench
-# GPU_CASE=float32`.
+# Every case is saved as soon as it is measured. Another part of the cases' names: `make gpu-bench GPU_CASE=float32`.
 GPU_CASE ?= bfloat16
-GPU_SECONDS ?= step:180 attention:110 cross_entropy:90 ops:60
-gpu-bench: gpu-install
-	status=0; \
-	for part in $(GPU_SECONDS); do \
-		timeout --signal=INT --kill-after=15 $${part#*:} env $(GPU) -m cdt_fast.bench --device cuda --case '$(GPU_CASE)' \
-			--out "$${OUT:-bench/results}" --suite $${part%:*} || case $$? in 124|130) ;; *) status=1 ;; esac; \
-	done; \
-	exit $$status
-
-gpu-install:
-	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
-	rm -rf build/site
-	set -- build/carry/*.whl; [ ! -e "$$1" ] || \
-		$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --target build/site "$$@"
-
-# Peers for such a machine (Python 3.12, x86-64), in a folder that git ignores: taken along, the targets above find them.
-# No Triton cache: its keys hash Triton's own library and its files hold absolute paths, so none made elsewhere is sure
-# to be found.
-CARRY_MIB := 60
-gpu-carry:
-	rm -rf build/carry
-	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-		--dest build/carry liger-kernel==0.8.5 cut-cross-entropy==25.1.1
-	du -sm build/carry | { read -r size folder; echo "$$folder: $$size of $(CARRY_MIB) MiB"; [ $$size -le $(CARRY_MIB) ]; }
+gpu-bench:
+	timeout --signal=INT 590 $(GPU_PYTHON) -m cdt_fast.bench --device cuda --case '$(GPU_CASE)' \
+		--suite step cross_entropy attention ops --out "$${OUT:-bench/results}" || [ $$? = 130 ] || [ $$? = 124 ]
 
 lint: .venv/linters
 	$(BIN)/ruff check

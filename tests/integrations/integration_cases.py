@@ -19,7 +19,7 @@ ASCENT: dict[str, Any] = {
     "reference_mode": "constraint",
     "rate": RATE,
     "reference": REFERENCE,
-    "betas": None,
+    "dual": "ascent",
     "dual_lr": DUAL_LR,
     "resilience": None,
     "normalize": False,

@@ -13,8 +13,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
+from cdt_fast.bench.tools.compile_kernels import Driver
 from cdt_fast.kernels import cards
-from cdt_fast.kernels.aot.compile import Driver
 from cdt_fast.ops import common
 from cdt_fast.ops.common import KERNEL_DTYPES, GpuSpec
 

@@ -1,0 +1,313 @@
+"""Compile the kernels for GPUs that are not here: `python -m cdt_fast.bench.tools.compile_kernels`.
+
+The ops run on meta tensors, which have shapes and no memory. The launches that they would make on a card are recorded,
+and each specialization is compiled for that card with the installed Triton. The exit status is 1 if one does not
+compile, needs more shared memory than the card has, or spills more than four registers in 16 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from cdt_fast import ops
+from cdt_fast.files import write_text
+from cdt_fast.kernels import cards
+from cdt_fast.models import DUST
+from cdt_fast.ops import common
+from cdt_fast.ops.common import CARDS, KERNEL_DTYPES, GpuSpec
+from cdt_fast.tables import as_markdown
+
+# An RTX 4090 takes the machine code of an RTX 3090, a B300 that of a B200.
+REPORTED = [name for name in CARDS if name not in ("RTX 4090", "B300")]
+# The dtype, and the precision of float32 products.
+MODES = {
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float16": (torch.float16, "ieee"),
+    "TF32": (torch.float32, "tf32"),
+    "float32": (torch.float32, "ieee"),
+}
+DOCUMENT = Path("docs/gpus.md")
+HARMLESS_SPILL = 16  # bytes a thread: four registers
+RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
+LOADS = re.compile(
+    r"ld\.global(?:\.[\w:]+?)*?(?:\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)|cp\.async\.c.*\], 0x(?P<bytes>[0-9a-f]+)"
+)
+# Library products, and which argument is the left factor.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "mv": 0}
+
+
+# Recording
+
+
+class Launch(NamedTuple):
+    kernel: Any  # the `@triton.jit` function
+    arguments: Mapping[str, Any]  # by the kernel's parameters, constants included
+    options: Mapping[str, Any]  # num_warps, num_stages, …
+
+
+class OperatorsOnMeta(TorchDispatchMode):
+    """Run the implementation of our operators on meta tensors, where torch would ask for their shapes alone."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace != "cdt_fast":
+            return self.library_call(function, args, kwargs or {})
+        with self:
+            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+            return torch.library.get_kernel(function, "CUDA").call_boxed(keys, *args, **(kwargs or {}))
+
+    def library_call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation of torch's own."""
+        place = PRODUCTS.get(function.overloadpacket.__name__)
+        dtype = next((one for one in args if isinstance(one, torch.dtype)), None)
+        if place is None or dtype is None:
+            return function(*args, **kwargs)
+        left, right = args[place : place + 2]  # torch has no shapes for products with an out_dtype
+        out = kwargs.get("out")
+        return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=dtype) if out is None else out
+
+
+@contextlib.contextmanager
+def recording(card: GpuSpec, mode: OperatorsOnMeta | None = None, precision: str = "tf32") -> Iterator[list[Launch]]:
+    """Collect what the ops would launch for meta tensors on `card`, and launch nothing; `mode` runs torch's own
+    operations, `precision` is that of float32 products."""
+    launches: list[Launch] = []
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        options = {name: given.pop(name) for name in list(given) if name not in kernel.arg_names}
+        bound = kernel.signature.bind(*args, **given)
+        bound.apply_defaults()
+        launches.append(Launch(kernel, bound.arguments, options))
+
+    answers = {
+        "unsupported_reason": lambda device, dtype: None if dtype in KERNEL_DTYPES else f"not for {dtype}",
+        "_unavailable_reason": lambda: None,
+        "spec_of": lambda device: card,
+        "dot_precision": lambda dtype: precision if dtype == torch.float32 else "ieee",
+    }
+    with (
+        mock.patch.object(JITFunction, "run", note),
+        mock.patch.multiple(common, **answers),
+        mock.patch.multiple(cards, **answers),
+        ops.use_backend("triton"),
+        mode or OperatorsOnMeta(),
+    ):
+        yield launches
+
+
+def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Calls of the ops, forward and backward, that reach every kernel as a default training does; in bfloat16 also with
+    each flag that changes the code."""
+
+    def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+    def differentiated(function: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], object]:
+        def run() -> None:
+            outputs = function(*args, **options)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            outputs = [one for one in outputs if one is not None and one.requires_grad]
+            torch.autograd.backward(outputs, [torch.empty_like(one) for one in outputs])
+
+        return run
+
+    every, short = dtype == torch.bfloat16, dtype.itemsize == 2
+    lengths, targets = torch.empty(2, 3200, dtype=torch.int64, device="meta")
+    weights, numbers = torch.empty(6, device="meta"), {"step": 0.1, "threshold": 0.1}
+    attend = ops.symmetric_attention
+    for batch, tokens, width in ((3200, 20, 256), (512, 64, 64), (64, 1024, 64), (64, 1024, 128), (64, 1024, 256)):
+        z = tensor(batch, tokens, width)
+        yield differentiated(attend, z)
+        if every and width == 256:
+            yield differentiated(attend, z, tensor(batch, tokens, width))
+            yield differentiated(attend, z, lengths=lengths[:batch])
+            yield differentiated(attend, z, energy=True)
+    for width in (256, 64):
+        step = tensor(64_000, 1024), tensor(64_000, width), tensor(width, 1024)
+        for nonlinearity in ("soft_threshold", "relu") if every else ("soft_threshold",):
+            yield differentiated(ops.lista_step, *step, **numbers, nonlinearity=nonlinearity)
+    yield differentiated(ops.residual_linear, tensor(16_000, 768), tensor(768, 768), tensor(16_000, 768))
+    for vocabulary in (128_256, 50_257, 10) if every else (128_256,):
+        depths = [tensor(3200, 64) for _ in range(3)], tensor(vocabulary, 64), targets
+        yield differentiated(lambda *depths: ops.layerwise_cross_entropy(*depths)[1], *depths)
+        for flags in ({}, {"softcap": 30.0, "label_smoothing": 0.1})[: 1 + every]:
+            yield differentiated(ops.layerwise_cross_entropy, *depths, depth_weights=weights[:3], **flags)
+    depths = [tensor(64_000, 256) for _ in range(6)]
+    yield differentiated(ops.layerwise_reconstruction_loss, depths, depths[0].detach(), depth_weights=weights)
+    # Under autocast the target stays in float32. 225 pixels: rows that are not aligned.
+    for width, target_dtype in ((256, dtype), (256, torch.float32), (64, torch.float32), (225, dtype)) if short else ():
+        projection, dictionary = tensor(3200, 20, width), tensor(width, 1024)
+        signal, target = projection.detach(), torch.empty(3200, 20, width, dtype=target_dtype, device="meta")
+        given: dict[str, Any] = {**numbers, "projection": projection, "target": target}
+        many = every and width == 256
+        for flags in ({}, {"lengths": lengths}, {"next_dictionary": tensor(width, 1024)})[: 3 if many else 1]:
+            for codes in (tensor(3200, 20, 1024), None):
+                yield differentiated(ops.unrolled_layer, codes, signal, dictionary, **given, **flags)
+        model = DUST(width, 1024, 2).to("meta", dtype)
+        yield differentiated(model.layer_losses, signal, target, weights[:3])
+
+
+# Compiling
+
+
+class Driver:
+    """What Triton asks a driver for before it compiles for a card."""
+
+    def __init__(self, card: GpuSpec) -> None:
+        self.card = card
+
+    def get_current_device(self) -> int:
+        # No device has so high a number: nothing compiled here is taken for what the first device can run.
+        return self.card.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.card.capability, 32)
+
+
+class Compiled(NamedTuple):
+    """What the compiler made of a specialization."""
+
+    kernel: str
+    mode: str
+    registers: int = 0  # of a thread
+    spilled: int = 0  # bytes of local memory of a thread
+    shared: int = 0  # bytes of shared memory of a block
+    load_bits: int = 0  # that a thread reads at once from global memory, in most of its loads
+    error: str = ""  # the compiler's message if it failed
+
+    def faults(self, card: GpuSpec) -> list[str]:
+        """Describe what is wrong with it on the card."""
+        faults = [f"does not compile: {self.error}"] if self.error else []
+        if self.spilled > HARMLESS_SPILL and MODES[self.mode][0].itemsize == 2:
+            faults.append(f"spills {self.spilled} bytes a thread")
+        if self.shared > card.shared_memory:
+            faults.append(f"needs {self.shared:,} bytes of shared memory, the card has {card.shared_memory:,}")
+        return faults
+
+
+@contextlib.contextmanager
+def compiling_for(card: GpuSpec) -> Iterator[None]:
+    """Let Triton believe that `card` is there."""
+    with mock.patch.dict(vars(driver)):
+        driver.set_active(Driver(card))  # type: ignore[arg-type]
+        yield
+
+
+def compiled(launch: Launch) -> Any:
+    """The kernel that the launch would run, from Triton's cache if it is there; one object for each specialization."""
+    return launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.options)
+
+
+def measured(kernel: Any, name: str, mode: str) -> Compiled:
+    """Read the machine code of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (found,) = RESOURCES.findall(printed)
+    registers, stack, local = map(int, found)
+    loaded: Counter[int] = Counter()  # bits in the code, by the width of a load
+    for load in LOADS.finditer(kernel.asm["ptx"]):
+        width = 8 * int(load["bytes"], 16) if load["bytes"] else int(load["bits"]) * int(load["count"] or 1)
+        loaded[width] += width
+    widest = max(loaded, key=loaded.__getitem__, default=0)
+    return Compiled(name, mode, registers, stack + local, kernel.metadata.shared, widest)
+
+
+def measure_card(card: GpuSpec, modes: Sequence[str], part: str) -> list[Compiled]:
+    """The code of every specialization on a card, of the kernels whose name contains `part`."""
+    found: list[Compiled] = []
+    for mode in modes:
+        dtype, precision = MODES[mode]
+        with recording(card, precision=precision) as launches:
+            for call in calls(dtype):
+                call()
+        kernels: dict[Any, str] = {}
+        with compiling_for(card):
+            for launch in (one for one in launches if part in one.kernel.__name__):
+                name = launch.kernel.__name__.removesuffix("_kernel")
+                try:
+                    kernels[compiled(launch)] = name
+                except Exception as error:  # Triton raises its own types, MLIR RuntimeError, ptxas others
+                    found.append(Compiled(name, mode, error=f"{type(error).__name__}: {str(error).strip()[-200:]}"))
+        found += [measured(kernel, name, mode) for kernel, name in kernels.items()]
+    return found
+
+
+# Report
+
+
+def table(found: Mapping[str, Sequence[Compiled]]) -> list[list[str]]:
+    """A row for each kernel and mode: the worst of its specializations on each card."""
+    rows = [["kernel", "", *(f"{name} ({CARDS[name].shared_memory // 1024} KiB)" for name in found)]]
+    for kernel, mode in dict.fromkeys((one.kernel, one.mode) for some in found.values() for one in some):
+        chosen = ([one for one in some if (one.kernel, one.mode) == (kernel, mode)] for some in found.values())
+        rows.append([kernel, mode, *map(_worst, chosen)])
+    return rows
+
+
+def _worst(some: Sequence[Compiled]) -> str:
+    if not some or any(one.error for one in some):
+        return f"**{len(some)} do not compile**" if some else "–"
+    spilled = max(one.spilled for one in some)
+    shared = -(-max(one.shared for one in some) // 1024)
+    words = f"{max(one.registers for one in some)} · {shared} · {min(one.load_bits for one in some)}"
+    return f"{words} **spills {spilled}**" if spilled else words
+
+
+def write_between(path: Path, name: str, text: str) -> None:
+    """Replace what stands in the document between `<!-- name -->` and `<!-- end -->`."""
+    before, old = path.read_text(encoding="utf-8").split(f"<!-- {name} -->\n")
+    write_text(path, f"{before}<!-- {name} -->\n\n{text}\n\n<!-- end -->{old.partition('<!-- end -->')[2]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 1 if a specialization has a fault."""
+    parser = argparse.ArgumentParser(prog="python -m cdt_fast.bench.tools.compile_kernels", description=__doc__)
+    parser.add_argument("--card", choices=CARDS, nargs="+", default=REPORTED, help="default: one of each kind")
+    parser.add_argument("--mode", choices=MODES, nargs="+", default=list(MODES), help="default: all")
+    parser.add_argument("--kernel", default="", help="a part of the names of the kernels to compile (all)")
+    parser.add_argument("--write", action="store_true", help=f"put the rows of the first mode into {DOCUMENT}")
+    options = parser.parse_args(arguments)
+    # Spawned: a fork would take over the threads that torch and LLVM have started here.
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        futures = {name: pool.submit(measure_card, CARDS[name], options.mode, options.kernel) for name in options.card}
+        found = {name: future.result() for name, future in futures.items()}
+    every = [(name, one) for name, some in found.items() for one in some]
+    faults = [f"{one.kernel}, {one.mode}, {name}: {fault}" for name, one in every for fault in one.faults(CARDS[name])]
+    rows = table(found)
+    text = f"{len(every)} specializations compiled with Triton {triton.__version__}, faults: {len(faults) or 'none'}."
+    print(as_markdown(rows), "", text, *dict.fromkeys(faults), sep="\n")
+    if options.write:
+        first = [rows[0], *(row for row in rows if row[1] == options.mode[0])]
+        write_between(DOCUMENT, "compile_kernels", f"{text}\n\n{as_markdown(first)}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""The tools for GPUs: what they compile without one, what they count, and how a triage survives its parts."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import pkgutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdt_fast import kernels
+from cdt_fast.bench.case import Implementation
+from cdt_fast.bench.measure import Refused
+from cdt_fast.bench.suites.trained import VideoWork
+from cdt_fast.ops import common
+from cdt_fast.ops.common import CARDS, GpuSpec
+from tests.bench.bench_cases import case_of, steady
+
+triton = pytest.importorskip("triton")
+if common.interpreting():
+    pytest.skip("what the interpreter runs cannot be compiled", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+
+from cdt_fast.bench.tools import compile_kernels, ledger, triage  # noqa: E402
+from cdt_fast.bench.tools.compile_kernels import (  # noqa: E402
+    Compiled,
+    Launch,
+    calls,
+    compiled,
+    compiling_for,
+    measure_card,
+    measured,
+    recording,
+)
+from cdt_fast.bench.tools.ledger import Entry, recorded  # noqa: E402
+
+RTX_3090 = CARDS["RTX 3090"]
+
+
+@triton.jit
+def spilling_kernel(x, output, N: tl.constexpr):
+    """Holds more numbers than a thread has registers until their sum is known."""
+    offsets = tl.arange(0, N)
+    value = tl.load(x + offsets).to(tl.float32)
+    tl.store(output + offsets, value - tl.sum(value, 0))
+
+
+def launches_on(card: GpuSpec, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
+    with recording(card) as launches:
+        for call in calls(dtype):
+            call()
+    return launches
+
+
+def keys(card: GpuSpec, launches: list[Launch]) -> set[tuple[str, str]]:
+    """The name of each kernel, and the key under which Triton's own launcher keeps it when it is compiled."""
+    found = set()
+    with compiling_for(card):
+        for launch in launches:
+            *_, binder = launch.kernel.device_caches[card.capability]
+            _, specialization, options = binder(**launch.arguments, **launch.options)
+            found.add((launch.kernel.__name__, f"{specialization} {options}"))
+    return found
+
+
+class TestCompileKernels:
+    def test_every_kernel_is_reached(self) -> None:
+        written = set()
+        for module in pkgutil.iter_modules(kernels.__path__):
+            functions = vars(importlib.import_module(f"cdt_fast.kernels.{module.name}"))
+            written |= {name for name, one in functions.items() if isinstance(one, triton.JITFunction)}
+        reached = {one.kernel.__name__ for one in launches_on(RTX_3090)}
+        assert reached == {name for name in written if name.endswith("_kernel")}
+
+    def test_nothing_stays_patched(self) -> None:
+        launches_on(RTX_3090, torch.float16)
+        assert common.unsupported_reason(torch.device("meta"), torch.float32) is not None
+        assert triton.JITFunction.run.__module__.startswith("triton")
+
+    @pytest.mark.parametrize("family", ["DUST", "VideoUT"])
+    def test_batches_of_any_size_share_their_kernels(self, family: str) -> None:
+        # Full batches, one of the validation, a short last one, and a single sequence.
+        works = [VideoWork(family, sequences, layers=3) for sequences in (400, 256, 37, 1)]
+        launches = [one for work in works for one in recorded(functools.partial(ledger.training_step, work))[1]]
+        counts = Counter(kernel for kernel, _ in keys(ledger.CARD, launches))
+        assert {"unrolled_forward_kernel", "unrolled_backward_kernel"} <= counts.keys()
+        assert max(counts.values()) <= 4, counts
+
+    @pytest.mark.parametrize("card", ["RTX 3090", "H200"])
+    @pytest.mark.parametrize("kernel", ["residual_linear", "packed_forward"])
+    def test_a_kernel_compiles_and_fits(self, kernel: str, card: str) -> None:
+        found = measure_card(CARDS[card], ["float16"], kernel)
+        assert found
+        for one in found:
+            assert not one.faults(CARDS[card]), one
+            assert one.registers > 0, one
+            assert one.load_bits >= 64, one
+
+    def test_a_spill_is_a_fault_in_16_bits(self) -> None:
+        x = torch.empty(16_384, device="meta")
+        launch = Launch(spilling_kernel, {"x": x, "output": x, "N": 16_384}, {"num_warps": 1})
+        with compiling_for(RTX_3090):
+            found = measured(compiled(launch), "spilling", "bfloat16")
+        assert found.spilled > 0
+        assert found.faults(RTX_3090) == [f"spills {found.spilled} bytes a thread"]
+        assert not found._replace(mode="TF32").faults(RTX_3090)
+
+    def test_what_does_not_fit_or_compile_is_a_fault(self) -> None:
+        large = Compiled("a", "TF32", shared=200_000)
+        assert large.faults(RTX_3090) == ["needs 200,000 bytes of shared memory, the card has 101,376"]
+        assert not large.faults(CARDS["H200"])
+        assert Compiled("a", "TF32", error="TypeError: no").faults(RTX_3090) == ["does not compile: TypeError: no"]
+
+    def test_the_command_prints_a_table_and_its_status(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        found = {
+            RTX_3090: [Compiled("a", "bfloat16", 100, 0, 2048, 128), Compiled("a", "bfloat16", 90)],
+            CARDS["H200"]: [Compiled("a", "bfloat16", 80, 24, 1025, 64), Compiled("b", "bfloat16", error="no")],
+        }
+        document = tmp_path / "gpus.md"
+        document.write_text("before\n<!-- compile_kernels -->\nold\n<!-- end -->\nafter\n")
+        monkeypatch.setattr(compile_kernels, "DOCUMENT", document)
+        monkeypatch.setattr(compile_kernels, "measure_card", lambda card, modes, part: found[card])
+        monkeypatch.setattr(compile_kernels, "ProcessPoolExecutor", _InThisProcess)
+        assert compile_kernels.main(["--card", "RTX 3090", "--write"]) == 0
+        assert compile_kernels.main(["--card", "RTX 3090", "H200", "--write"]) == 1
+        assert "a, bfloat16, H200: spills 24 bytes a thread" in capsys.readouterr().out
+        text = document.read_text()
+        assert "| a | bfloat16 | 100 · 2 · 0 | 80 · 2 · 64 **spills 24** |" in text
+        assert "| b | bfloat16 | – | **1 do not compile** |" in text
+        assert text.startswith("before\n<!-- compile_kernels -->\n")
+        assert text.endswith("\n<!-- end -->\nafter\n")
+
+
+class _InThisProcess:
+    def __init__(self, *given: Any) -> None: ...
+
+    def __enter__(self) -> _InThisProcess:
+        return self
+
+    def __exit__(self, *given: object) -> None: ...
+
+    def submit(self, function: Any, *given: Any) -> Any:
+        return type("Future", (), {"result": lambda self: function(*given)})()
+
+
+class TestLedger:
+    # 400 sequences of 20 tokens, n 256, m 1024, five layers with one dictionary, in 16 bits.
+    CODES, SIGNAL, DICTIONARY = 2 * 8000 * 1024, 2 * 8000 * 256, 2 * 256 * 1024
+
+    def test_a_layer_moves_what_was_counted_by_hand(self) -> None:
+        step, _ = recorded(lambda: ledger.training_step(VideoWork("DUST", 400)))
+        # Codes, signal, projection and target are read, codes and projection written, and an error for each program.
+        # The first layer has no codes.
+        moved = 2 * self.CODES + 4 * self.SIGNAL + self.DICTIONARY + 4 * 264
+        forward = [one.moved for one in step if one.kernel == "unrolled_forward_kernel"]
+        assert forward == [moved - self.CODES, *[moved] * 4]
+        # H, dH, H⁺, dH⁺ and dU; X, Z, dZ, the residual, Z⁺, S, dZ⁺ and the whole dZ⁺. The last layer has no dH⁺ and
+        # no dZ⁺ but that of its loss, the first no H and no dH.
+        moved = 5 * self.CODES + 8 * self.SIGNAL + self.DICTIONARY + 4
+        backward = [one.moved for one in step if one.kernel == "unrolled_backward_kernel"]
+        assert backward == [moved - self.CODES - self.SIGNAL, *[moved] * 3, moved - 2 * self.CODES]
+
+    def test_cross_entropy_goes_over_its_logits_twice(self) -> None:
+        entries, _ = recorded(ledger.STEPS["cross-entropy, GPT2-small"])
+        sweeps = [one.moved for one in entries if one.kernel == "cross_entropy_kernel"]
+        assert sum(sweeps) == 3 * 2 * 13 * 8192 * 50257 + 13 * 8192 * (8 + 3 * 4)
+
+    def test_the_table_ends_where_nothing_counts(self) -> None:
+        rows = ledger.table({"a step": [Entry("large", 10**9), Entry("small", 10**6), Entry("large", 10**9)]})
+        assert rows[1:] == [["a step", "all", "3", "2.001"], ["", "large", "2", "2.000"]]
+
+
+class TestTriage:
+    def test_the_cases_are_there_and_differ(self) -> None:
+        found = {triage.find_case(suite, name, torch.device("cuda"), "gpu").name for suite, name in triage.CASES}
+        assert len(found) == 12
+
+    def test_a_case_is_timed_after_it_was_checked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(common, "unavailable_reason", lambda: None)
+        eager, right, wrong = (
+            Implementation(role, role, steady(value))  # type: ignore[arg-type]
+            for role, value in (("eager", 1.0), ("ours", 1.0), ("ours", 2.0))
+        )
+        line = triage.timed(case_of(eager, right), lambda step: 2.0)
+        assert (line["ours_ms"], line["eager_ms"], line["times_as_fast"]) == (2.0, 2.0, 1.0)
+        with pytest.raises(Refused, match="differs from the formula"):
+            triage.timed(case_of(eager, wrong), lambda step: 2.0)
+
+    @pytest.mark.parametrize(
+        ("code", "status", "more"),
+        [
+            ("print('{\"ours_ms\": 1.5}')", "done", {"ours_ms": 1.5}),
+            ("print('12 passed')", "done", {"said": ["12 passed"]}),
+            ("raise ValueError('no kernel image')", "failed with status 1", None),
+            ("import time; time.sleep(60)", "killed after 2 s", {}),
+        ],
+    )
+    def test_how_a_part_ends_is_a_line(self, code: str, status: str, more: dict[str, Any] | None) -> None:
+        line = triage.run_child("a part", [sys.executable, "-c", code], limit=2)
+        assert line.pop("part") == "a part"
+        assert line.pop("status") == status
+        if more is None:
+            assert line["said"][-1] == "ValueError: no kernel image"
+        else:
+            assert line == more
+
+    def test_the_command_writes_every_part_and_fails_with_one(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        good = 'print(\'{"case": "a case", "ours_ms": 1.5, "times_as_fast": 2.0}\')'
+        programs = {"good": good, "bad": "raise SystemExit(3)"}
+        chosen = [(name, [sys.executable, "-c", code], 20.0) for name, code in programs.items()]
+        monkeypatch.setattr(triage, "parts", lambda command: chosen)
+        assert triage.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
+        (path,) = tmp_path.iterdir()
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(line["part"], line["status"]) for line in lines] == [
+            ("machine", "done"),
+            ("good", "done"),
+            ("bad", "failed with status 3"),
+        ]
+        assert "good, done, ours_ms 1.5, times_as_fast 2\n" in capsys.readouterr().out
+
+    def test_its_parts_are_commands_that_this_program_and_pytest_know(self) -> None:
+        names, commands, _ = zip(*triage.parts(["python", "-m", triage.MODULE]), strict=True)
+        assert names[0] == "smoke tests"
+        assert len(names) >= 1 + len(triage.CASES)
+        assert commands[1][-2:] == ["--case", "0"]
