@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cdt_fast import models, ops
-    from cdt_fast.constraints.descent import DescentConstraints
+    from cdt_fast.constraints.constraints import DescentConstraints
     from cdt_fast.constraints.feasibility import FeasibilityReport
     from cdt_fast.errors import InputError, MissingExtra
     from cdt_fast.integrations import DescentCallback, with_descent
@@ -41,7 +41,7 @@ __all__ = [
 # `cdt-fast --help` need not wait.
 _PLACES = {
     "cdt_fast": ("models", "ops"),
-    "cdt_fast.constraints.descent": ("DescentConstraints",),
+    "cdt_fast.constraints.constraints": ("DescentConstraints",),
     "cdt_fast.constraints.feasibility": ("FeasibilityReport",),
     "cdt_fast.errors": ("InputError", "MissingExtra"),
     "cdt_fast.integrations": ("DescentCallback", "with_descent"),

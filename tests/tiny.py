@@ -39,7 +39,6 @@ TINY: dict[str, dict[str, Any]] = {
         "normalize": False,
         "margin": 0.0,
         "betas": [0.0, 0.999],
-        "dual": "adam",
         "dual_lr": 0.01,
         "resilience": "slack",
         "slack_cost": 1.0,

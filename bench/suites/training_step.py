@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,6 @@ from cdt_fast import DescentConstraints
 from cdt_fast.bench.baselines.support import require_gpu
 from cdt_fast.bench.case import Unavailable
 from cdt_fast.bench.suites.trained import Formula, Trained, Weights
-from cdt_fast.constraints.duals import DualAction
 from cdt_fast.constraints.presets import Coupling, ObjectiveName
 from cdt_fast.ops.common import cpu_has_bf16_products
 from cdt_fast.training import optimizer as training
@@ -60,7 +60,7 @@ class TrainingStep:
         parameters = self._model.parameters()
         self._optimizer, _ = training.build_optimizer(parameters, 1e-4, lambda step: 1.0, on_device=on_device)
         self._constraints = constraints_under_way(work.layers, device, form) if reads == CONSTRAINED else None
-        self._duals = None if self._constraints is None else self._constraints.state_dict()
+        self._duals = copy.deepcopy(None if self._constraints is None else self._constraints.state_dict())
         self._count = work.items
         self._known = (*[0.0] * work.layers, 1.0) if self._constraints is None else None
         logged = torch.zeros(2 if reads == LAST else work.layers + 2, dtype=torch.float64, device=device)
@@ -80,13 +80,12 @@ class TrainingStep:
             self._constraints.load_state_dict(self._duals)
 
     def __call__(self) -> list[Tensor]:
-        action = None if self._constraints is None else self._constraints.count_step()
-        self._run(self._inputs, self._targets, action=action)
+        self._run(self._inputs, self._targets)
         gradients = [parameter.grad for parameter in self._model.parameters()]
         return [self._losses.per_layer, *(gradient for gradient in gradients if gradient is not None)]
 
-    def _on(self, inputs: Tensor, targets: Tensor, *, action: DualAction | None) -> None:
-        self._step.run([(inputs, targets)], [self._count], self._count, self._known, action)
+    def _on(self, inputs: Tensor, targets: Tensor) -> None:
+        self._step.run([(inputs, targets)], [self._count], self._count, self._known, update=True)
 
 
 class _Losses(nn.Module):
@@ -112,7 +111,7 @@ class _Losses(nn.Module):
 def constraints_under_way(layers: int, device: torch.device, form: Form | None = None) -> DescentConstraints:
     """Constraints in the middle of a training: every depth has a weight, of either sign, and keeps it for long."""
     chosen: dict[str, Any] = {} if form is None else dict(zip(("objective", "coupling"), form, strict=True))
-    constraints = DescentConstraints(layers, 0.05, 20.0, dual_lr=1e-5, device=device, **chosen)
+    constraints = DescentConstraints(layers, 0.05, 20.0, dual_lr=1e-5, **chosen).to(device)
     constraints.multipliers.copy_(0.4 + 0.1 * (torch.arange(layers + 1) % 3))
     return constraints
 

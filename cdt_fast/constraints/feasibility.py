@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from cdt_fast.constraints.formulation import Violations
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
 
 Kind = Literal["descent", "bound"]
@@ -20,25 +21,18 @@ class FeasibilityReport:
     """Whether per-depth losses satisfy the constraints. Depth 0 is the reference constraint.
 
     Attributes:
-        feasible: every judged constraint holds within `tolerance`, every loss is finite, and at least one constraint
-            was judged.
-        finite: every loss is finite.
-        violation: g_l for l = 0..L, in units of the loss, positive where violated; None where there is no constraint
-            (or where its automatic reference is not fixed yet).
-        relative_violation: g_l / |ℓ_{l−1}|; where the bound comes from the reference, g_l over |ε₀| (depth 0, and
-            depth 1 of an anchor) or over |ε₀ ∏ r| (coupling "absolute"). None as in `violation`.
+        feasible: at least one constraint was judged, all of them hold within `tolerance`, and every loss is finite.
+        violation: g_l for l = 0..L, in units of the loss, positive where violated; None where none is in force.
+        relative_violation: g_l over |ℓ_{l−1}|, or over the size of the reference or bound in its place.
         ratio: ℓ_l / ℓ_{l−1} for l = 1..L.
-        worst_layer: the depth with the largest relative violation, or None when no constraint was judged.
-        worst_violation: the relative violation there; negative: how much is to spare.
-        tolerance: the relative violation that still counts as feasible.
-        worst_kind: which of its constraints that is: of descent, or a bound on its loss.
-        bound_violation, relative_bound_violation: ℓ_k − b_k, and the same over |b_k|, for each depth; empty where there
-            are no bounds.
+        worst_layer, worst_violation: the depth with the largest relative violation, and that (negative: how much is to
+            spare); None when no constraint was judged.
+        worst_kind: whether that is its constraint of descent or the bound on its loss.
+        bound_violation, relative_bound_violation: ℓ_k − b_k, and the same over |b_k|; empty where there are no bounds.
         advice: where the worst constraint is violated, what to ask for in its place.
-        unjudged: how many constraints are not in force yet, as the reference or the warm-up's loss that they need is
-            not known.
-        caveat: where all that is judged holds, which layers lower the loss by less than their rate all the same: the
-            bound of those that the reference bounds can be far above the loss of their input.
+        unjudged: how many constraints are not in force yet: the reference or the warm-up's loss is not known.
+        caveat: where all that is judged holds, which layers lower the loss by less than their rate all the same: a
+            bound by the reference can be far above the loss of the layer's input.
     """
 
     feasible: bool
@@ -49,12 +43,12 @@ class FeasibilityReport:
     worst_layer: int | None
     worst_violation: float | None
     tolerance: float
-    worst_kind: Kind = "descent"
-    bound_violation: list[float | None] = field(default_factory=list)
-    relative_bound_violation: list[float | None] = field(default_factory=list)
-    advice: str = ""
-    unjudged: int = 0
-    caveat: str = ""
+    worst_kind: Kind
+    bound_violation: list[float | None]
+    relative_bound_violation: list[float | None]
+    advice: str
+    unjudged: int
+    caveat: str
 
     @property
     def judged(self) -> int:
@@ -75,84 +69,56 @@ class FeasibilityReport:
                 f"No verdict: none of the {self.unjudged} constraints is in force yet: they wait for the warm-up, or "
                 f"for the {REFERENCE_MEASUREMENTS} measurements of an automatic reference."
             )
-        judged = self._relative()
+        judged, where = self._relative(), self._where(self.worst_layer)
+        absolute = (self.bound_violation if self.worst_kind == "bound" else self.violation)[self.worst_layer]
+        excess = (
+            f"{where.removeprefix('the bound of ')} is above its bound by {absolute:.4g} "
+            f"(relative violation {self.worst_violation:.2%})"
+        )
         total = len(judged) + self.unjudged
         if not self.feasible:
             violated = sum(relative > self.tolerance for relative in judged)
-            advice = f"; {self.advice}" if self.advice else ""
             return (
                 f"Infeasible: {violated} of {total} constraints {'is' if violated == 1 else 'are'} violated; "
-                f"the worst: {self._excess()}{advice}."
+                f"the worst: {excess}{self.advice and f'; {self.advice}'}."
             )
-        if self.worst_violation > 0:
-            margin = f"the worst: {self._excess()}, within the tolerance of {self.tolerance:.2%}"
-        else:
-            margin = f"the tightest, {self._where()}, has {abs(self.worst_violation):.2%} to spare"
         held = f"the {total} bounds hold" if self.caveat else f"all {total} constraints hold"
         if self.unjudged:
             held = f"{len(judged)} of {total} constraints are judged, and hold"
+        margin = f"the tightest, {where}, has {abs(self.worst_violation):.2%} to spare"
+        if self.worst_violation > 0:
+            margin = f"the worst: {excess}, within the tolerance of {self.tolerance:.2%}"
         return f"Feasible: {held}{self.caveat and f', but {self.caveat}'}; {margin}."
 
     def _relative(self) -> list[float]:
         parts = (self.relative_violation, self.relative_bound_violation)
         return [relative for part in parts for relative in part if relative is not None]
 
-    def _where(self) -> str:
+    def _where(self, layer: int) -> str:
         if self.worst_kind == "bound":
-            return f"the bound of depth {self.worst_layer}"
-        return f"layer {self.worst_layer}" if self.worst_layer else "depth 0 (the reference)"
-
-    def _excess(self) -> str:
-        assert self.worst_layer is not None
-        assert self.worst_violation is not None
-        where, violations = self._where(), self.violation
-        if self.worst_kind == "bound":
-            where, violations = f"depth {self.worst_layer}", self.bound_violation
-        absolute = violations[self.worst_layer]
-        return f"{where} is above its bound by {absolute:.4g} (relative violation {self.worst_violation:.2%})"
-
-
-class Group(NamedTuple):
-    """Constraints of one kind, an entry a depth, each `[L+1]`.
-
-    Attributes:
-        kind: of descent (depth 0 is the reference), or bounds on losses.
-        violation: positive where violated.
-        scale: what makes it relative.
-        active: which are in force, bool; the others have no meaning.
-    """
-
-    kind: Kind
-    violation: Tensor
-    scale: Tensor
-    active: Tensor
+            return f"the bound of depth {layer}"
+        return f"layer {layer}" if layer else "depth 0 (the reference)"
 
 
 def judge(
-    losses: Tensor,
-    groups: Sequence[Group],
-    chained: Sequence[bool],
-    rates: Tensor,
-    tolerance: float,
-    unjudged: int = 0,
+    losses: Tensor, groups: Sequence[Violations], chained: list[bool], rates: list[float], tolerance: float, total: int
 ) -> FeasibilityReport:
-    """The verdict on losses.
+    """Judge losses, `[L+1]`.
 
     Args:
-        losses: `[L+1]`.
-        groups: of constraints, that of descent first.
+        groups: the constraints of descent, then the bounds, if there are any.
         chained: of each depth 0..L, whether its constraint of descent is on the ratio to the depth before.
-        rates: α of the layers, `[L]`; NaN: no constraint of descent.
+        rates: α of the layers; NaN: no constraint of descent.
         tolerance: the relative violation that still counts as feasible.
-        unjudged: how many constraints are in no group's active entries yet.
+        total: how many constraints there are, in force or not yet.
     """
-    absolute: dict[Kind, list[float | None]] = {}
-    relative: dict[Kind, list[float | None]] = {}
-    for kind, violation, scale, active in groups:
-        # A bound of zero that is met exactly is 0/0.
-        judged = torch.where(violation == 0, 0.0, violation / scale)
-        for numbers, found in ((violation, absolute), (judged, relative)):
-            found[kind] = [n if holds else None for n, holds in zip(numbers.tolist(), active.tolist(), strict=True)]
+    absolute: dict[Kind, list[float | None]] = {"descent": [], "bound": []}
+    relative: dict[Kind, list[float | None]] = {"descent": [], "bound": []}
+    for kind, (violation, scale, active) in zip(absolute, groups, strict=False):
+        shares = torch.where(violation == 0, 0.0, violation / scale)  # a bound of zero that is met exactly is 0/0
+        for found, numbers in ((absolute, violation), (relative, shares)):
+            pairs = zip(numbers.tolist(), active.tolist(), strict=True)
+            found[kind] = [number if holds else None for number, holds in pairs]
     entries: list[tuple[float, Kind, int]] = [
         (number, kind, depth)
         for kind, numbers in relative.items()
@@ -162,41 +128,37 @@ def judge(
     finite = bool(losses.isfinite().all())
     feasible = finite and bool(entries) and all(number <= tolerance for number, *_ in entries)
     ratio: list[float] = (losses[1:] / losses[:-1]).tolist()
-    worst_violation: float | None = None
-    worst_kind: Kind = "descent"
-    worst_layer: int | None = None
+    # NaN is worse than any number.
+    worst, kind, layer = max(
+        entries, key=lambda entry: (math.isnan(entry[0]), entry[0]), default=(None, "descent", None)
+    )
     advice = ""
-    if entries:
-        # NaN is worse than any number.
-        worst_violation, worst_kind, worst_layer = max(entries, key=lambda entry: (math.isnan(entry[0]), entry[0]))
-        if finite and not feasible:
-            advice = _advice(worst_kind, worst_layer, losses.tolist(), ratio, chained[worst_layer], absolute)
+    if layer is not None and finite and not feasible:
+        advice = _advice(kind, layer, losses.tolist(), ratio, chained[layer])
+    caveats = [
+        f"layer {layer} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
+        for layer, (value, rate) in enumerate(zip(ratio, rates, strict=True), 1)
+        if feasible and not chained[layer] and value > (1 - rate) * (1 + tolerance)
+    ]
     return FeasibilityReport(
         feasible=feasible,
         finite=finite,
         violation=absolute["descent"],
         relative_violation=relative["descent"],
         ratio=ratio,
-        worst_layer=worst_layer,
-        worst_violation=worst_violation,
+        worst_layer=layer,
+        worst_violation=worst,
         tolerance=tolerance,
-        worst_kind=worst_kind,
-        bound_violation=absolute.get("bound", []),
-        relative_bound_violation=relative.get("bound", []),
+        worst_kind=kind,
+        bound_violation=absolute["bound"],
+        relative_bound_violation=relative["bound"],
         advice=advice,
-        unjudged=unjudged,
-        caveat=_caveat(ratio, rates.tolist(), chained, tolerance) if feasible else "",
+        unjudged=total - len(entries),
+        caveat=" and ".join(caveats),
     )
 
 
-def _advice(
-    kind: Kind,
-    depth: int,
-    losses: list[float],
-    ratio: list[float],
-    chained: bool,
-    absolute: dict[Kind, list[float | None]],
-) -> str:
+def _advice(kind: Kind, depth: int, losses: list[float], ratio: list[float], chained: bool) -> str:
     """What would be met where the worst constraint is not."""
     if kind == "bound":
         return f"a bound of {losses[depth]:.4g} would be met"
@@ -205,16 +167,6 @@ def _advice(
             return f"a rate of {math.floor(1000 * (1 - ratio[depth - 1])) / 1000:g} would be met at layer {depth}"
         return f"layer {depth} multiplies the loss by {ratio[depth - 1]:.3g}, so that no rate would be met there"
     return f"a reference of {losses[0]:.4g} would be met" if depth == 0 else "lower the rate, or raise the reference"
-
-
-def _caveat(ratio: list[float], rates: list[float], chained: Sequence[bool], tolerance: float) -> str:
-    """Which layers lower the loss by less than their rate; of a bound that is chained its violation says so."""
-    above = [
-        f"layer {layer} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
-        for layer, (value, rate) in enumerate(zip(ratio, rates, strict=True), 1)
-        if not chained[layer] and value > (1 - rate) * (1 + tolerance)
-    ]
-    return " and ".join(above)
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -14,22 +14,11 @@ from cdt_fast.checks import suggestion
 from cdt_fast.errors import InputError
 
 ObjectiveName = Literal["last", "depths", "log"]
-Dual = Literal["ascent", "adam"]
 Resilience = Literal["slack", "decay"]
 Coupling = Literal["chain", "detach", "absolute"]
 ReferenceMode = Literal["constraint", "anchor"]
-Preset = Literal[
-    "video",
-    "text",
-    "lm",
-    "safe",
-    "paper-dust",
-    "paper-ut",
-    "paper-vit",
-    "paper-text-ut",
-    "paper-encoder",
-    "paper-llama",
-]
+PaperPreset = Literal["paper-dust", "paper-ut", "paper-vit", "paper-text-ut", "paper-encoder", "paper-llama"]
+Preset = Literal["video", "text", "lm", "safe", PaperPreset]
 
 # reference="auto": ε₀ is the mean of ℓ_0 over this many measurements. Few, so that it describes the untrained network;
 # more than one, so that a single odd batch does not set the bound for the whole run.
@@ -54,18 +43,14 @@ class DescentOptions:
     coefficients: Sequence[float] | None = None
     bounds: Mapping[int, float | str] | None = None
     reference_losses: Sequence[float] | None = None
-    dual: Dual = "adam"
     dual_lr: float | None = None
-    betas: tuple[float, float] = (0.0, 0.9)
+    betas: tuple[float, float] | None = (0.0, 0.9)
     resilience: Resilience | None = "slack"
     slack_cost: float = 10.0
-    slack_lr: float | None = None
     coupling: Coupling = "detach"
     reference_mode: ReferenceMode = "anchor"
     normalize: bool = True
     margin: float = 0.02
-    warmup_steps: int = 0
-    dual_every: int = 1
 
 
 DEFAULTS = DescentOptions()
@@ -83,97 +68,70 @@ class PaperRow:
 
 # The paper trains both sides with Adam, on the raw violations. Its dual rate is not tabled, nor is its slack cost for
 # video and language models: those are the default.
-_PAPER: dict[str, Any] = {
-    "objective": "last",
-    "dual": "adam",
+_PAPER: dict[str, Any] = {"objective": "last", "coupling": "chain", "normalize": False, "margin": 0.0} | {
     "betas": (0.9, 0.999),
     "dual_lr": 0.05,
     "resilience": "slack",
-    "coupling": "chain",
-    "normalize": False,
-    "margin": 0.0,
 }
 _WARMUP = {"constrained": True, "warmup_epochs": 1}
-
-
-def _video_row(rate: float, reference: float, model: Mapping[str, Any], **others: Any) -> PaperRow:
-    """A row on video: gray frames of 160 x 160, patches of 16 x 16, windows of 20 frames; steps and lr are guesses."""
-    return PaperRow(
-        task="video",
-        constraints={**_PAPER, "rate": rate, "reference": reference, "reference_mode": "constraint"},
-        settings={
-            "data": {
-                "frames": "resized",
-                "window": 20,
-                "stride": None,
-                "size": 160,
-                "patch": 16,
-                "patch_frames": 1,
-                "overlap": 1,
-                "sequence": "space" if model["model"] == "vit" else "time",
-                "gamma": 0.15,
-                "unit": "deviation",
-            },
-            "model": model,
-            "constraints": _WARMUP,
-            "training": {"steps": 1000, "batch": 32, "lr": 1e-4 if model["model"] == "vit" else 1e-3},
-            "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
-        },
-        **others,
-    )
-
-
-# Of the 3, 5 and 7 layers that are tabled, 7: the longest chain is what the constraints are for.
-_UNROLLED = {
-    "layers": 7,
-    "code_size": 1024,
-    "tied": None,  # one dictionary for all layers only when unconstrained
-    "adaptive": False,
-    "step": None,
-    "scale": 1.0,
+# Gray frames of 160 x 160, patches of 16 x 16, windows of 20 frames; a network for one noise level.
+_FRAMES = {"frames": "resized", "window": 20, "stride": None, "size": 160, "patch": 16, "patch_frames": 1, "overlap": 1}
+_NOISE = {"gamma": 0.15, "unit": "deviation"}
+# Of the 3, 5 and 7 layers that are tabled, 7: the longest chain is what the constraints are for. One dictionary for all
+# layers (tied) only when unconstrained.
+_UNROLLED = {"layers": 7, "code_size": 1024, "tied": None, "adaptive": False, "step": None, "scale": 1.0} | {
     "initial_codes": "analysis",
     "readout": "own",
 }
 
 
+def _video_row(rate: float, reference: float, model: Mapping[str, Any], pretrained: str = "") -> PaperRow:
+    """A row on video; steps and lr are guesses."""
+    sequence, lr = ("space", 1e-4) if model["model"] == "vit" else ("time", 1e-3)
+    settings = {
+        "data": {**_FRAMES, **_NOISE, "sequence": sequence},
+        "model": model,
+        "constraints": _WARMUP,
+        "training": {"steps": 1000, "batch": 32, "lr": lr},
+        "evaluation": {"gammas": [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]},
+    }
+    options = {**_PAPER, "rate": rate, "reference": reference, "reference_mode": "constraint"}
+    return PaperRow("video", options, settings, pretrained)
+
+
 def _sequence_row(
-    task: str, rate: float, reference: float, gamma: float, model: Mapping[str, Any], **others: Any
+    task: str,
+    rate: float,
+    reference: float,
+    gamma: float,
+    model: Mapping[str, Any],
+    pretrained: str = "",
+    **cost: float,
 ) -> PaperRow:
     """A row on texts or instructions; a slack cost is tabled for texts alone."""
-    cost = {"slack_cost": others.pop("slack_cost")} if "slack_cost" in others else {}
-    return PaperRow(
-        task=task,
-        constraints={**_PAPER, "rate": rate, "reference": reference, "reference_mode": "anchor", **cost},
-        settings={
-            "data": {"gamma": gamma},
-            "model": model,
-            "constraints": _WARMUP,
-            "evaluation": {"gammas": [0.25 * step for step in range(9)]},
-        },
-        **others,
-    )
+    settings = {
+        "data": {"gamma": gamma},
+        "model": model,
+        "constraints": _WARMUP,
+        "evaluation": {"gammas": [0.25 * step for step in range(9)]},
+    }
+    options = {**_PAPER, "rate": rate, "reference": reference, "reference_mode": "anchor", **cost}
+    return PaperRow(task, options, settings, pretrained)
 
 
-PAPER_ROWS = {
-    "paper-dust": _video_row(
-        0.25, 6.5, {"model": "dust", **_UNROLLED, "nonlinearity": "soft_threshold", "sparsity": 0.2}
-    ),
+_DUST = {"model": "dust", **_UNROLLED, "nonlinearity": "soft_threshold", "sparsity": 0.2}
+_TEXT_UT = {"model": "text-ut", "layers": 3, "residual": "layer", "tied": False, "scale": 1.0}
+PAPER_ROWS: dict[str, PaperRow] = {
+    "paper-dust": _video_row(0.25, 6.5, _DUST),
     "paper-ut": _video_row(0.22, 5.5, {"model": "ut", **_UNROLLED}),
-    "paper-vit": _video_row(
-        0.29, 0.44, {"model": "vit", "layers": 12, "width": 768, "heads": 12}, pretrained="pretrained"
-    ),
-    # Texts are tabled for IMDb and MNLI: this is IMDb. Of 3, 5, 7 and 9 layers, 3 is where the constraints gain the
-    # most on it.
-    "paper-text-ut": _sequence_row(
-        *("text", 0.1, 0.9, 0.8),
-        {"model": "text-ut", "layers": 3, "residual": "layer", "tied": False, "scale": 1.0},
-        slack_cost=3.45,
-    ),
+    "paper-vit": _video_row(0.29, 0.44, {"model": "vit", "layers": 12, "width": 768, "heads": 12}, "pretrained"),
+    # Texts are tabled for IMDb and MNLI: this is IMDb. Of 3, 5, 7 and 9 layers, 3 is where the constraints gain most.
+    "paper-text-ut": _sequence_row("text", 0.1, 0.9, 0.8, _TEXT_UT, slack_cost=3.45),
     # Every block's output is read by the encoder's own token, whose loss at depth 0 is why texts have an anchor.
     "paper-encoder": _sequence_row(
-        *("text", 0.226, 1.0, 1.0), {"taps": None, "inner_pooling": "own"}, slack_cost=1.07, pretrained="model"
+        "text", 0.226, 1.0, 1.0, {"taps": None, "inner_pooling": "own"}, "model", slack_cost=1.07
     ),
-    "paper-llama": _sequence_row(*("lm", 0.05, 12.0, 0.0), {"taps": None}, pretrained="model"),
+    "paper-llama": _sequence_row("lm", 0.05, 12.0, 0.0, {"taps": None}, "model"),
 }
 # What each names, in place of the default. "video", "text" and "lm" are what `cdt-fast train` starts from.
 PRESETS: dict[str, Mapping[str, Any]] = {
@@ -184,12 +142,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
     # A rate of 0.02 is as good at the last depth, worse at exits, and not met either (docs/results.md).
     "lm": {"rate": 0.05, "dual_lr": 0.05},
     # For a new problem: no depth is ever pushed up, relative violations, no dual momentum.
-    "safe": {
-        "objective": "last",
-        "reference_mode": "constraint",
-        "betas": (0.0, 0.999),
-        "resilience": "decay",
-    },
+    "safe": {"objective": "last", "reference_mode": "constraint", "betas": (0.0, 0.999), "resilience": "decay"},
     **{name: row.constraints for name, row in PAPER_ROWS.items()},
 }
 

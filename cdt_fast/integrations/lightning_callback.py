@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
@@ -10,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.checks import check_integer
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
     LossSums,
     constraints_for,
     items_in,
-    load_shared_state,
     mean_over_ranks,
-    shared_state,
     sum_over_ranks,
 )
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
@@ -47,7 +47,7 @@ class DescentCallback(_Callback):
 
     Args:
         constraints: a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before.
-        taps, inner_fraction: as `with_descent` has them.
+        unconstrained_steps, taps, inner_fraction: as `with_descent` has them.
         model: the name of the transformers model inside of the LightningModule.
 
     Raises:
@@ -60,6 +60,7 @@ class DescentCallback(_Callback):
         self,
         constraints: DescentConstraints | Mapping[str, Any],
         *,
+        unconstrained_steps: int = 0,
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
         model: str = "model",
@@ -67,6 +68,7 @@ class DescentCallback(_Callback):
         require("lightning.pytorch", "lightning", "DescentCallback")
         super().__init__()
         self._given = constraints
+        self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
         self._reads: dict[str, Any] = {"taps": taps, "inner_fraction": inner_fraction}
         self._model_name = model
         self._constraints: DescentConstraints | None = None
@@ -128,7 +130,7 @@ class DescentCallback(_Callback):
             model.register_forward_hook(self._after_forward),
         ]
         if self._saved is not None:
-            load_shared_state(self._constraints, self._saved["constraints"])
+            self._constraints.load_state_dict(self._saved["constraints"])
             self._items = self._saved["items"].to(pl_module.device)
             self._saved = None
 
@@ -231,7 +233,10 @@ class DescentCallback(_Callback):
             for losses, count in self._pending:
                 self.constraints.record(losses, count)
                 self._logged.add(losses, count)
-            self.constraints.step()
+            if trainer.global_step < self._unconstrained_steps:
+                self.constraints.measure()
+            else:
+                self.constraints.step()
             if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
                 entries, _count = self._logged.take()
                 pl_module.log_dict({**entries, **self._logged.multipliers()})
@@ -249,10 +254,10 @@ class DescentCallback(_Callback):
             pl_module.log_dict(entries)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, plain numbers and words; empty before training started. Every rank must call this."""
+        """Tensors, plain numbers and words; empty before training started."""
         if self._constraints is None or self._items is None:
             return {}
-        return {"constraints": shared_state(self._constraints), "items": self._items.clone()}
+        return {"constraints": copy.deepcopy(self._constraints.state_dict()), "items": self._items.clone()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, when training starts."""

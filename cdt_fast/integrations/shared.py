@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import options_of
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import LayerLosses
 from cdt_fast.models.layer_losses.targets import IGNORED
-
-_WAITING = "accumulated"  # the one tensor of a DescentConstraints state that ranks do not share
 
 
 def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses) -> DescentConstraints:
@@ -103,21 +101,3 @@ class LossSums:
     def multipliers(self) -> dict[str, float]:
         """λ, one number an entry, named by the depth. This waits."""
         return dict(zip([f"multiplier_{d}" for d in self._taps], self._constraints.multipliers.tolist(), strict=True))
-
-
-def shared_state(constraints: DescentConstraints) -> dict[str, Any]:
-    """The state for one file, whichever rank writes it. Every rank must call this.
-
-    Sums that wait inside a window of `dual_every` steps are each rank's own: they are summed.
-    """
-    state = constraints.state_dict()
-    if state["window_steps"]:
-        sum_over_ranks(state[_WAITING])
-    return state
-
-
-def load_shared_state(constraints: DescentConstraints, state: Mapping[str, Any]) -> None:
-    """Restore what `shared_state` returned; sums that wait go to the first rank alone, to count once."""
-    if number_of_ranks() > 1 and torch.distributed.get_rank() > 0:
-        state = {**state, _WAITING: torch.zeros_like(state[_WAITING])}
-    constraints.load_state_dict(state)

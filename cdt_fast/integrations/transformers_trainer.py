@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cdt_fast.checks import check_integer
 from cdt_fast.checksums import check_folder, written_with_checksums
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
     LossSums,
     constraints_for,
     items_in,
-    load_shared_state,
     mean_over_ranks,
     number_of_ranks,
-    shared_state,
 )
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
@@ -36,9 +36,10 @@ STATE_FILE = "descent_constraints.safetensors"
 def with_descent(trainer_class: Any) -> Any:
     """A subclass of a Trainer of transformers, or of TRL's SFTTrainer, that trains under descent constraints.
 
-    It takes three more keyword arguments, all others as before:
+    It takes four more keyword arguments, all others as before:
 
         constraints   a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before
+        unconstrained_steps  optimizer steps at the start with the constraints off (the paper: those of one epoch)
         taps          the depths to read, as for `attach_layer_losses`; None: all
         inner_fraction  the share of the tokens that the inner depths are estimated from, as there
 
@@ -94,6 +95,7 @@ class _DescentTrainer(Trainer):
         self,
         *args: Any,
         constraints: DescentConstraints | Mapping[str, Any],
+        unconstrained_steps: int = 0,
         taps: Sequence[int] | None = None,
         inner_fraction: float = 1.0,
         **kwargs: Any,
@@ -104,7 +106,8 @@ class _DescentTrainer(Trainer):
         self._reads = {"taps": taps, "inner_fraction": inner_fraction}
         self.layer_losses = attach_layer_losses(self.model, **self._reads)
         self.constraints = constraints_for(constraints, self.layer_losses).to(self.args.device)
-        self._at_first = self.constraints.state_dict()
+        self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
+        self._at_first = copy.deepcopy(self.constraints.state_dict())
         self._logged = LossSums(self.constraints, self.layer_losses.taps)
         self._entries: dict[str, float] = {}
         self._pending: list[tuple[Tensor, Tensor]] = []  # losses and counts of the micro-batches of this optimizer step
@@ -170,7 +173,10 @@ class _DescentTrainer(Trainer):
             return  # its gradient scaler found an infinity
         for losses, count in self._pending:
             self.constraints.record(losses, count)
-        self.constraints.step()
+        if self.state.global_step < self._unconstrained_steps:
+            self.constraints.measure()
+        else:
+            self.constraints.step()
 
     def _measured(self, output: Any) -> tuple[Tensor, Tensor]:
         if "layer_losses" not in output:
@@ -229,9 +235,8 @@ class _DescentTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        state = shared_state(self.constraints)
         if self.args.should_save:
-            save_checkpoint(os.path.join(output_dir, STATE_FILE), state)
+            save_checkpoint(os.path.join(output_dir, STATE_FILE), self.constraints.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -243,7 +248,7 @@ class _DescentTrainer(Trainer):
                 f"{path} is missing: a trainer without descent constraints saved this checkpoint, or save_only_model "
                 "was set; start from its model, without resume_from_checkpoint"
             )
-        load_shared_state(self.constraints, load_checkpoint(path))
+        self.constraints.load_state_dict(load_checkpoint(path))
 
 
 def _stepper(trainer: _DescentTrainer) -> TrainerCallback:

@@ -122,7 +122,7 @@ def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any]
             raise InputError(
                 f"{path}: is of another run, or does not fit config.toml: {name} was {shown(there)}, is {shown(here)}"
             )
-    for part in ("model", "optimizer"):
+    for part in ("model", "optimizer", "constraints"):
         for name, tensor in _tensors(state[part], part):
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.files import write_json
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity
-from cdt_fast.training.factory import build_constraints
+from cdt_fast.training.factory import build_constraints, warmup_steps
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import EvaluatedRun, Task
@@ -22,13 +22,13 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
     disable_malloc_trim()
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
     data = task.load(settings, progress)
-    used = state["constraints"].get("reference")  # what the training took, which knew the loss of a guess
-    used = used if isinstance(used, float) else None
-    constraints = build_constraints(settings, data, "cpu", state["constraints"]["layers"], used)
+    saved = DescentConstraints.saved_settings(state["constraints"])
+    used = saved["reference"]  # what the training took, which knew the loss of a guess
+    constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)
     constraints.load_state_dict(state["constraints"])
     progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
     if state["best"] is not None:
-        progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": constraints.warmup_steps}
+        progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": warmup_steps(settings, len(data.train))}
         progress_made |= _validated(folder, state)
     measured = task.evaluate(folder, settings, data, constraints, progress)
     evaluation = task.evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})

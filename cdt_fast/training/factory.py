@@ -6,9 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import DEFAULTS
 from cdt_fast.errors import InputError
 from cdt_fast.training.settings import RunSettings
@@ -20,6 +18,11 @@ NEVER = 2**62
 def steps_per_epoch(settings: RunSettings, samples: int) -> int:
     """Optimizer steps that see every one of `samples` once; the last may see fewer than the others."""
     return math.ceil(samples / (settings.training.batch * settings.training.accumulate))
+
+
+def warmup_steps(settings: RunSettings, samples: int) -> int:
+    """Optimizer steps with the constraints off; a run without constraints never leaves its warm-up."""
+    return settings.constraints.warmup_epochs * steps_per_epoch(settings, samples) if settings.constrained else NEVER
 
 
 def _bounds(settings: RunSettings) -> dict[int, Any] | None:
@@ -48,32 +51,31 @@ def check_trained_depths(settings: RunSettings) -> None:
 
 
 def build_constraints(
-    settings: RunSettings,
-    data: Any,
-    device: torch.device | str,
-    num_constraints: int,
-    largest_reference: float | None = None,
+    settings: RunSettings, num_constraints: int, largest_reference: float | None = None
 ) -> DescentConstraints:
-    """The constraints that the settings describe, on `device`, nothing recorded yet.
+    """The constraints that the settings describe, on the CPU, nothing recorded yet.
 
-    Those of a run without constraints never come on: their warm-up does not end. `data` says how long an epoch is;
-    None: to check the settings alone. A reference that is a number is at most `largest_reference`, the loss of a guess:
-    above it the first layer could raise the loss and keep its bound.
+    A reference that is a number is at most `largest_reference`, the loss of a guess: above it the first layer could
+    raise the loss and keep its bound.
 
     Raises:
         InputError: the settings do not fit each other or the number of layers.
     """
     chosen = settings.constraints
-    epoch = 1 if data is None else steps_per_epoch(settings, len(data.train))
-    options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if name in type(chosen).model_fields}
+    options = {name: getattr(chosen, name) for name in asdict(DEFAULTS)}
     options |= {
         "objective": settings.objective,
         "coefficients": settings.coefficients,
         "bounds": _bounds(settings),
-        "betas": tuple(chosen.betas),
+        "betas": None if chosen.betas is None else tuple(chosen.betas),
         "resilience": None if chosen.resilience == "none" else chosen.resilience,
-        "warmup_steps": chosen.warmup_epochs * epoch if settings.constrained else NEVER,
     }
     if largest_reference is not None and isinstance(chosen.reference, float):
         options["reference"] = min(chosen.reference, largest_reference)
-    return DescentConstraints(num_constraints, **options, device=device)
+    constraints = DescentConstraints(num_constraints, **options)
+    if settings.constrained and not chosen.warmup_epochs and constraints.needs_warmup:
+        raise InputError(
+            "[constraints] bounds holds a factor of the loss at the end of the warm-up, but warmup_epochs is 0: give "
+            "reference_losses (those of a run without constraints), or a warm-up"
+        )
+    return constraints

@@ -103,26 +103,24 @@ def early_exits(
     runs: Sequence[EvaluatedRun],
     name: str,
     also: Callable[[Any, int], None] | None = None,
-    cost: Callable[[EvaluatedRun], Sequence[float]] | None = None,
     sign: str = "γ",
 ) -> tuple[Any, Any]:
-    """What every depth reaches, at the noise level next to the training's and at the largest.
+    """Draw what every depth reaches, at the noise level next to the training's and at the largest.
 
     `name` is an entry of an evaluation, a row a noise level; `also` draws more into the axis of a noise level, by its
-    index; `cost` is that of a run's depths 0..L (None: the layers); `sign` the letter that a noise level goes by.
+    index; `sign` is the letter of a noise level.
     """
-    costs = [range(run.evaluation.layers + 1) if cost is None else cost(run) for run in runs]
     reference = runs[0].evaluation
     gammas = reference.gamma
     nearest = min(range(len(gammas)), key=lambda index: abs(gammas[index] - reference.training_gamma))
     figure, axes = axes_of(columns=2, width=5.2, together=True)
     for axis, index in zip(axes, (nearest, len(gammas) - 1), strict=True):
-        for (run, color), x in zip(colored(runs), costs, strict=True):
-            axis.plot(x, getattr(run.evaluation, name)[index], "o-", color=color, label=run.label)
+        for run, color in colored(runs):
+            axis.plot(getattr(run.evaluation, name)[index], "o-", color=color, label=run.label)
         if also is not None:
             also(axis, index)
         axis.set(title=f"{sign} = {gammas[index]:g}", xlabel="layers run")
-        axis.xaxis.get_major_locator().set_params(integer=cost is None)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     return figure, axes
 
 

@@ -22,7 +22,7 @@ from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.execution import resolve_execution
-from cdt_fast.training.factory import build_constraints, steps_per_epoch
+from cdt_fast.training.factory import build_constraints, steps_per_epoch, warmup_steps
 from cdt_fast.training.interruption import Interrupted, on_signals
 from cdt_fast.training.optimizer import TrainingStep, build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
@@ -108,9 +108,9 @@ class Trainer:
             trained, self.workload.lr, self._relative_rate, on_device=on_device
         )
         self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
-        self.constraints = build_constraints(
-            settings, data, self.device, self.workload.num_constraints, self.workload.guess_loss
-        )
+        self.warmup_steps = warmup_steps(settings, len(data.train))
+        num_constraints, guess_loss = self.workload.num_constraints, self.workload.guess_loss
+        self.constraints = build_constraints(settings, num_constraints, guess_loss).to(self.device)
         self.constrained = settings.constrained
         # Without constraints they weigh the depths all the same, and "log" follows the losses for that.
         self._measured = self.constrained or settings.objective == "log"
@@ -133,29 +133,24 @@ class Trainer:
         notes = [self.execution.describe(self.workload)]
         if self.workload.note is not None:
             notes.append(self.workload.note)
-        steps, warmup = self.workload.steps, self.constraints.warmup_steps
+        steps, warmup = self.workload.steps, self.warmup_steps
         if self.step:
             notes.append(f"resumes after step {self.step:,} of {steps:,}")
         if not self.constrained:
             return notes
         if not self.constraints.any:
             return [*notes, "note: there are no constraints: --rate is none, and there are no --bounds"]
-        if warmup >= steps:
+        if warmup + 1 >= steps:  # what the first dual step weighs are the losses of the step after it
             notes.append(
                 f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
                 f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
             )
-        elif (first := warmup + self.constraints.dual_every) >= steps:  # what it weighs are the losses of the next step
+        elif self.constraints.waits_for_reference and steps <= REFERENCE_MEASUREMENTS:
             notes.append(
-                f"note: the first dual step is that of step {first:,} (--dual-every), and the training ends at step "
-                f"{steps:,}: the constraints never come on"
+                f"note: --reference auto takes {REFERENCE_MEASUREMENTS} steps, and the training ends at step "
+                f"{steps:,}: the constraints that use it never come on"
             )
-        elif (measured := self.constraints.steps_to_reference()) >= steps:
-            notes.append(
-                f"note: --reference auto takes {REFERENCE_MEASUREMENTS} measurements, which are complete after step "
-                f"{measured:,}, and the training ends at step {steps:,}: the constraints that use it never come on"
-            )
-        given, used = self.settings.constraints.reference, self.constraints.reference
+        given, used = self.settings.constraints.reference, self.constraints.options.reference
         if given != used:
             notes.append(f"note: --reference {given:g} is above the loss of a guess, {used:.4g}, which is used instead")
         return notes
@@ -230,15 +225,15 @@ class Trainer:
         shares = [micro_batch[self.accelerator.process_index :: ranks] for micro_batch in micro_batches]
         counts = tuple(sum(self.workload.count(sample) for sample, _ in share) for share in shares)
         items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
-        known = self.constraints.known_weights()
-        action = self.constraints.count_step() if self._measured else None
+        update = self.step >= self.warmup_steps
+        known = None if update else self.constraints.objective_weights()
         # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
         chosen = [share or micro_batch[:1] for share, micro_batch in zip(shares, micro_batches, strict=True)]
         batches = map(self._batch, chosen)
         if self._captured is None:
-            self._device_step.run(batches, counts, items, known, action)
+            self._device_step.run(batches, counts, items, known, update)
         else:
-            self._captured(*chain.from_iterable(batches), counts=counts, items=items, known=known, action=action)
+            self._captured(*chain.from_iterable(batches), counts=counts, items=items, known=known, update=update)
         self._timed_samples += sum(map(len, micro_batches))
         self.schedule.step()
         if self.constrained and (self.step + 1) % self.steps_per_epoch == 0:

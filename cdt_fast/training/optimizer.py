@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from cdt_fast.constraints.descent import DescentConstraints
-from cdt_fast.constraints.duals import DualAction
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.errors import InputError
 
 # Options that say how and where the update is computed, not what it is: a checkpoint's machine may have been another.
@@ -84,7 +83,7 @@ class TrainingStep:
         counts: Sequence[int],
         items: int,
         known: Sequence[float] | None,
-        action: DualAction | None,
+        update: bool,
     ) -> None:
         """Take the step.
 
@@ -95,7 +94,7 @@ class TrainingStep:
             items: those of the step, over micro-batches and ranks.
             known: the weights of the depths where the host knows them: a depth of weight 0 then costs no backward;
                 None: the constraints' own.
-            action: what `constraints.count_step()` said is due; None without constraints.
+            update: whether the multipliers move at its end; else it is one of a warm-up, or without constraints.
         """
         weights: Any = known
         if known is None:
@@ -112,9 +111,9 @@ class TrainingStep:
             self.logged_sums[:-1].add_(per_depth, alpha=count)
             self.logged_sums[-1].add_(count)
             if self.constraints is not None:
-                self.constraints.accumulate(per_depth, count)
+                self.constraints.record(per_depth, count)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT_NORM)
         self.optimizer.step()
-        if self.constraints is not None and action is not None:
-            self.constraints.apply(action)
+        if self.constraints is not None:
+            self.constraints.step() if update else self.constraints.measure()

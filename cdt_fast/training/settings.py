@@ -60,6 +60,9 @@ GONE: dict[str, tuple[Any, ...]] = {
     "gain_limit": (10.0,),
     "barrier_width": (1.0,),
     "tighten_steps": (0,),
+    "dual": ("adam",),
+    "slack_lr": ("none",),
+    "dual_every": (1,),
     "exit_scale": (1.0,),
     "prompts": (0,),
     "exit_agreements": ([],),
@@ -67,6 +70,7 @@ GONE: dict[str, tuple[Any, ...]] = {
 }
 _INSTEAD = {
     "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
+    "dual": "betas = 'none' is gradient ascent",
     "preset": 'a preset stands before all sections of a file: preset = "…"',
 }
 
@@ -174,21 +178,17 @@ class ConstraintSettings(Section):
     margin: NonNegative = constraint(
         DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them"
     )
-    dual: presets.Dual = constraint(DEFAULTS.dual, "rule that moves the multipliers")
     dual_lr: float | None = constraint(
         DEFAULTS.dual_lr, "step size of the multipliers (default: 0.002 with adam and the objective last, else 0.05)"
     )
-    betas: list[float] = constraint(
-        list(DEFAULTS.betas), "Adam's decay of the two moments of the dual gradient", "dual=adam"
+    betas: list[float] | None = constraint(
+        list(DEFAULTS.betas or ()),
+        "decay of the two moments of Adam, which moves the multipliers; 'none': gradient ascent",
     )
     resilience: presets.Resilience | Literal["none"] = constraint(
         DEFAULTS.resilience or "none", "what gives way when bounds cannot be met"
     )
     slack_cost: float = constraint(DEFAULTS.slack_cost, "cost of squared slack: the larger, the harder the constraints")
-    slack_lr: float | None = constraint(
-        DEFAULTS.slack_lr, "step size of the slacks (default: 0.1 / slack_cost)", "resilience=slack"
-    )
-    dual_every: Positive = constraint(DEFAULTS.dual_every, "optimizer steps per dual step")
     warmup_epochs: Count = constraint(1, "epochs with the constraints off at the start")
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import DEFAULTS
 from cdt_fast.errors import InputError
 from cdt_fast.training.results import Evaluation

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from cdt_fast.errors import InputError
 from cdt_fast.files import replaced_atomically
-from cdt_fast.models import DUST
 from cdt_fast.training.figures import (
     GRAY,
     add_legend,
@@ -31,9 +28,8 @@ from cdt_fast.training.task import Drawing, EvaluatedRun
 from cdt_fast.video.baselines import dct3d_shifted_denoise
 from cdt_fast.video.data import VideoData
 from cdt_fast.video.denoising import denoised_frames
-from cdt_fast.video.networks import Denoiser, device_of, dtype_of, is_adaptive, load_network
+from cdt_fast.video.networks import Denoiser, device_of
 from cdt_fast.video.noise import noisy_batches
-from cdt_fast.video.overlap import tokens_of
 from cdt_fast.video.settings import VideoSettings
 
 _STYLES = {"blur": (0, (1, 3)), "dct": "--", "dct3d": "-.", "dct3d_shifted": (0, (3, 1, 1, 1))}
@@ -44,7 +40,7 @@ def drawings() -> list[Drawing]:
     """All of them."""
     return [
         Drawing("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
-        Drawing("early_exit.png", "RMSE of an early exit after each depth, over what it costs", _early_exit),
+        Drawing("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
         Drawing("frames.png", "A held-out frame: clean, noisy, by the shifted 3-D DCT and denoised", _frames),
     ]
 
@@ -84,64 +80,10 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
     def add_identity(axis: Any, index: int) -> None:
         axis.axhline(runs[0].evaluation.identity_rmse[index], linestyle=":", color=GRAY, label="identity")
 
-    figure, axes = early_exits(runs, "depth_rmse", add_identity, _cost, level_sign(runs[0]))
-    for axis in axes:
-        axis.set(xlabel="FLOP a pixel")
+    figure, axes = early_exits(runs, "depth_rmse", add_identity, level_sign(runs[0]))
     set_log_scale(axes[0], "RMSE (0..255)")
     add_legend(axes[0], middle=1.1)
     return figure
-
-
-def _cost(run: EvaluatedRun) -> list[float]:
-    settings = cast("VideoSettings", run.settings)
-    return exit_flops(load_network(run.folder.model, "cpu"), settings, settings.data.overlap)
-
-
-@torch.no_grad()
-def exit_flops(model: Denoiser, settings: VideoSettings, grids: int | None) -> list[float]:
-    """FLOP a pixel of leaving after each depth 0..L, a multiplication and an addition being two.
-
-    Args:
-        model, settings: the model and the settings of its run.
-        grids: as for `overlap.reconstructed`: the result is a mean over so many, and each is computed.
-    """
-    frames = torch.zeros(1, settings.data.window, *(settings.data.size,) * 2)
-    tokens = tokens_of(frames.to(device_of(model), dtype_of(model)), settings)[:1]
-    known: dict[str, Any] = {"deviation": 1.0} if is_adaptive(model) else {}
-
-    def counted(sequences: int, depth: int) -> int:
-        mapping = {torch.ops.cdt_fast.unrolled_layer: _of_layer, torch.ops.cdt_fast.symmetric_attention: _of_attention}
-        counter = FlopCounterMode(display=False, custom_mapping=mapping)
-        noisy = tokens.expand(sequences, -1, -1)
-        with counter:
-            if not settings.overlapping:
-                model(noisy, depth=depth, **known)
-            else:
-                for level in range(1, depth + 1):
-                    cast("DUST", model).refine(level, noisy, noisy, **known)
-        return counter.get_total_flops()
-
-    # Products of weights alone are the same for one sequence and for two: what a sequence adds is what it costs.
-    pixels = tokens.numel() / len(settings.grid_places(grids))
-    return [(counted(2, depth) - counted(1, depth)) / pixels for depth in range(model.layers + 1)]
-
-
-def _of_layer(
-    signal: Any, codes: Any, dictionary: Any, projection: Any, next_dictionary: Any, *_: Any, **__: Any
-) -> int:
-    """Of `ops.unrolled_layer`, by the shapes of its arguments: attention's scores and what they mix, and a product of
-    every token with each dictionary that is read (docs/ops.md §4)."""
-    sequences, times, pixels = signal
-    atoms = dictionary[-1]
-    read = (dictionary if next_dictionary is None else next_dictionary)[0] + pixels * (1 + (projection is None))
-    mixed = pixels + (0 if codes is None else atoms)
-    return 2 * sequences * times * (times * (pixels + mixed) + read * atoms)
-
-
-def _of_attention(z: Any, values: Any, *_: Any, **__: Any) -> int:
-    """Of `ops.symmetric_attention`: its scores and what they mix."""
-    *sequences, times, width = z
-    return 2 * math.prod(sequences) * times**2 * (width + (z if values is None else values)[-1])
 
 
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
@@ -119,7 +119,7 @@ class VideoTask(Task):
         check_trained_depths(settings)
         if settings.model.pretrained is None:
             network = build_network(settings)
-            build_constraints(settings, None, "cpu", network.layers)
+            build_constraints(settings, network.layers)
             if isinstance(network, DUST):
                 _check_step(network)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 
-# The chain, violations as they are, no margin, no reference: what the formulas below are written for.
+# The chain, violations as they are, no margin, no reference: what the formulas of the tests are written for.
 RAW: dict[str, Any] = {
     "objective": "last",
     "coupling": "chain",
@@ -25,15 +25,29 @@ RAW: dict[str, Any] = {
     "normalize": False,
     "margin": 0.0,
 }
+COUPLINGS = ("chain", "detach", "absolute")
+MODES = ("constraint", "anchor")
+DUALS = {"ascent": None, "adam": (0.0, 0.999)}
 
-
-# Every way from violations to weights.
-WAYS: dict[str, dict[str, Any]] = {
-    "-".join(map(str, way)): dict(zip(("dual", "resilience", "coupling", "reference_mode"), way, strict=True))
-    for way in itertools.product(
-        ("ascent", "adam"), ("slack", "decay", None), ("chain", "detach", "absolute"), ("constraint", "anchor")
-    )
+# Every way from violations to weights, and every other formulation with what else it needs.
+KINDS: dict[str, dict[str, Any]] = {
+    "depths": {"objective": "depths", "coefficients": [0.5, 0.0, 2.0, 1.0]},
+    "log": {"objective": "log"},
+    "bounds": {"bounds": {1: 0.9, 3: "1.01x"}, "reference_losses": [1.0, 1.0, 0.8, 0.6]},
+    "warm-up bounds": {"bounds": {3: "0.9x"}, "rate": None, "reference": None},
+    **{
+        f"{dual}-{resilience}-{coupling}-{mode}": {
+            "betas": DUALS[dual],
+            "resilience": resilience,
+            "coupling": coupling,
+            "reference_mode": mode,
+        }
+        for dual, resilience, coupling, mode in itertools.product(DUALS, ("slack", "decay", None), COUPLINGS, MODES)
+    },
 }
+# Each coupling and resilience once, where all combinations would take long.
+SOME_KINDS = [*list(KINDS)[:4], *list(KINDS)[4::7]]
+WARMUP = 4
 
 
 def plain(layers: Any, *rate_and_reference: Any, **options: Any) -> DescentConstraints:
@@ -42,11 +56,33 @@ def plain(layers: Any, *rate_and_reference: Any, **options: Any) -> DescentConst
     return DescentConstraints(layers, **{**RAW, **given, **options})
 
 
+def make(kind: str) -> DescentConstraints:
+    """The constraints of three layers of one of `KINDS`."""
+    given: dict[str, Any] = {"rate": 0.2, "reference": "auto", "normalize": True, "dual_lr": 0.05}
+    return plain(3, **{**given, **KINDS[kind]})
+
+
 def feed(constraints: DescentConstraints, *losses: list[float]) -> None:
     """One step a list of mean losses."""
     for values in losses:
         constraints.record(torch.tensor(values, dtype=torch.float64), 4)
         constraints.step()
+
+
+def step_on(constraints: DescentConstraints, number: int, *parts: tuple[Tensor, Any]) -> None:
+    """Record micro-batches and take step `number`, of which the first few are a warm-up."""
+    for losses, count in parts:
+        constraints.record(losses, count)
+    constraints.measure() if number < WARMUP else constraints.step()
+
+
+def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Mean losses of a step, `[4]`, falling with depth on the whole, and their number of items."""
+    generator = torch.Generator().manual_seed(0)
+    falling = torch.tensor([2.0, 1.7, 1.5, 1.4], dtype=torch.float64)
+    for _ in range(steps):
+        losses = falling * (0.7 + torch.rand(4, dtype=torch.float64, generator=generator))
+        yield losses, torch.randint(1, 6, (), generator=generator)
 
 
 class NoHostSync(TorchDispatchMode):
@@ -58,41 +94,3 @@ class NoHostSync(TorchDispatchMode):
         name = func.overloadpacket.__name__
         assert name not in self.FORBIDDEN, f"host synchronization: {name}"
         return func(*args, **(kwargs or {}))
-
-
-def random_losses() -> Iterator[tuple[Tensor, int]]:
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        count = int(torch.randint(1, 9, (), generator=generator))
-        yield 1 + torch.rand(4, dtype=torch.float64, generator=generator), count
-
-
-# The toy problem of docs/constraints.md §3: bounds of 1000 on three constraint functions + 1000, the objective last.
-
-
-def run_toy(constraints: DescentConstraints, steps: int, *, feasible: bool = False) -> tuple[Tensor, Tensor]:
-    """min ½‖x − (1, 2, 0)‖²  s.t.  x₁ ≤ −1, x₁ ≥ 1 (both left out if feasible), x₂ ≤ 1. Return x and the peak of λ."""
-    target = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64)
-    point = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    peak = torch.zeros(4, dtype=torch.float64)
-    for _ in range(steps):
-        first, second, _ = point
-        violations = torch.stack([first + 1, 1 - first, second - 1])
-        if feasible:
-            violations = violations * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-        losses = torch.cat([violations + 1000, 0.5 * (point - target).square().sum().view(1)])
-        (gradient,) = torch.autograd.grad(constraints.weights() @ losses, point)
-        with torch.no_grad():
-            point -= 0.05 * gradient
-        constraints.record(losses, 1)
-        constraints.step()
-        peak = torch.maximum(peak, constraints.multipliers)
-    return point.detach(), peak
-
-
-def toy_constraints(**options: Any) -> DescentConstraints:
-    return plain(3, 0.0, 1000.0, coupling="absolute", slack_cost=0.5, **options)
-
-
-TOY_POINT = torch.tensor([0.5, 5 / 3, 0.0], dtype=torch.float64)
-TOY_MULTIPLIERS = torch.tensor([0.75, 0.25, 1 / 3, 0.0], dtype=torch.float64)

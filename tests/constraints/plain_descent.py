@@ -27,42 +27,31 @@ class PlainDescent:
         self.multipliers = {kind: vector(self.depths) for kind in kinds}
         self.slacks = {kind: vector(self.depths) for kind in kinds}
         self.memory = {kind: [{} for _ in range(self.depths)] for kind in kinds}  # of the rule, for each multiplier
-        self.skipped = self.steps = 0
-        self.window: list[tuple[np.ndarray, float]] = []
-        self.window_steps = 0
+        self.skipped = 0
+        self.recorded: list[tuple[np.ndarray, float]] = []
         self.measurements = 0
         self.level = options["reference"] if isinstance(options["reference"], float) else np.float64(0)
         self.averages = {name: (vector(self.depths), 0) for name in ("objective", "warm-up")}
 
     def record(self, losses: np.ndarray, count: float) -> None:
-        self.window.append((losses, count))
+        self.recorded.append((losses, count))
 
-    def step(self) -> None:
-        warming_up = self.steps < self.options["warmup_steps"]
-        self.steps += 1
-        self.window_steps += 1
-        if not warming_up and self.window_steps < self.options["dual_every"]:
-            return
-        self.window_steps = 0
-        losses, self.window = self._measured(), []
+    def step(self, update: bool = True) -> None:
+        """End a step; without `update` it is one of a warm-up."""
+        losses, self.recorded = self._measured(), []
         finite = bool(np.isfinite(losses).all())
-        measures = not warming_up or self._measures_in_warm_up()
-        if measures and self.options["reference"] == "auto" and self.measurements < 20 and finite:
+        if self.options["reference"] == "auto" and self.measurements < 20 and finite:
             self.measurements += 1
             self.level += (losses[0] - self.level) / self.measurements
-        if measures and self.options["objective"] == "log":
+        if self.options["objective"] == "log":
             self._average("objective", losses)
-        if warming_up and self._relative_bounds():
+        if not update and self._relative_bounds():
             self._average("warm-up", losses)
-        if not warming_up:
+        if update:
             self._update(losses, finite)
 
     def epoch_end(self) -> None:
         self.slacks = {kind: vector(self.depths) for kind in self.slacks}
-
-    def _measures_in_warm_up(self) -> bool:
-        auto = self.options["reference"] == "auto"
-        return auto or self.options["objective"] == "log" or self._relative_bounds()
 
     def _relative_bounds(self) -> bool:
         given = self.options["bounds"] or {}
@@ -70,7 +59,7 @@ class PlainDescent:
 
     def _measured(self) -> np.ndarray:
         total, items = np.zeros(self.depths), np.float64(0)
-        for losses, count in self.window:
+        for losses, count in self.recorded:
             if count > 0:
                 total = total + losses * count
                 items += count
@@ -157,7 +146,7 @@ class PlainDescent:
                 decay = multiplier / cost if self.options["resilience"] == "decay" else np.float64(0)
                 proposal, memory = self._rule(multiplier, error, decay, dict(self.memory[kind][depth]))
                 if self.options["resilience"] == "slack":
-                    slack = slack - self.options["slack_lr"] * (cost * slack - multiplier)
+                    slack = slack - 0.1 / cost * (cost * slack - multiplier)
                 accepted = accepted and bool(np.isfinite([error, proposal, slack, *memory.values()]).all())
                 proposals.append((kind, depth, proposal, slack, memory))
         if not accepted:
@@ -171,7 +160,7 @@ class PlainDescent:
     def _rule(self, multiplier: Any, error: Any, decay: Any, memory: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         options = self.options
         rate = options["dual_lr"]
-        if options["dual"] == "ascent":
+        if options["betas"] is None:
             return multiplier + rate * (error - decay), {}
         first, second = options["betas"]
         number = memory.get("updates", 0) + 1

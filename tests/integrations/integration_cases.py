@@ -19,7 +19,7 @@ ASCENT: dict[str, Any] = {
     "reference_mode": "constraint",
     "rate": RATE,
     "reference": REFERENCE,
-    "dual": "ascent",
+    "betas": None,
     "dual_lr": DUAL_LR,
     "resilience": None,
     "normalize": False,

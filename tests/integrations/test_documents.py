@@ -55,7 +55,7 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     constraints = names["constraints"] if holder is None else names[holder].constraints
     # With an anchor depth 0 has no constraint, and layer 1 has one once the anchor is known, after twenty steps.
     assert constraints.multipliers[0] == 0
-    assert (constraints.multipliers[1] > 0) == (constraints._steps > 20)
+    assert (constraints.multipliers[1] > 0) == (constraints.descent.measured.count == 20)
     assert constraints.multipliers[2:].min() > 0
 
 

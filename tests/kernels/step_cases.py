@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models
-from cdt_fast.constraints.descent import DescentConstraints
-from cdt_fast.constraints.duals import DualAction
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.training.cuda_graph import CapturedStep
 from cdt_fast.training.optimizer import TrainingStep, build_optimizer
 from cdt_fast.video.losses import ReconstructionLosses
@@ -28,10 +27,11 @@ MODELS: dict[str, tuple[type[models.DUST], dict[str, Any]]] = {
 }
 CONSTRAINTS: dict[str, dict[str, Any] | None] = {
     "unconstrained": None,
-    "adam": {"reference": "auto", "normalize": True, "dual": "adam"},
-    "ascent": {"reference": 0.5, "dual": "ascent", "resilience": "decay", "dual_every": 3},
-    "absolute": {"reference": 0.5, "dual": "ascent", "coupling": "absolute", "slack_cost": 5.0},
+    "adam": {"reference": "auto", "normalize": True},
+    "ascent": {"reference": 0.5, "betas": None, "resilience": "decay"},
+    "absolute": {"reference": 0.5, "betas": None, "coupling": "absolute", "slack_cost": 5.0},
 }
+WARMUP = 4
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Steps:
             self.network.parameters(), 1e-3, lambda step: 1 / (step + 1), on_device=True
         )
         settings = CONSTRAINTS[self.constraints]
-        self.duals = None if settings is None else DescentConstraints(LAYERS, 0.5, **settings, device=device)
+        self.duals = None if settings is None else DescentConstraints(LAYERS, 0.5, **settings).to(device)
         self.logged_sums = torch.zeros(LAYERS + 2, dtype=torch.float64, device=device)
         self.step = TrainingStep(
             losses=ReconstructionLosses(self.network, torch.bfloat16 if self.precision == "bf16" else None),
@@ -72,9 +72,9 @@ class Steps:
         self.generator = torch.Generator(device).manual_seed(0)
         self.taken = 0
 
-    def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], action: DualAction | None) -> None:
+    def _on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], update: bool) -> None:
         known = (*[0.0] * LAYERS, 1.0) if self.duals is None else None
-        self.step.run(zip(buffers[::2], buffers[1::2], strict=True), counts, sum(counts), known, action)
+        self.step.run(zip(buffers[::2], buffers[1::2], strict=True), counts, sum(counts), known, update)
 
     def _tokens(self, sequences: tuple[int, ...]) -> Iterator[Tensor]:
         """Patches that change slowly, noisy and clean."""
@@ -90,11 +90,11 @@ class Steps:
         for _ in range(number):
             sequences = self.epoch[self.taken % len(self.epoch)]
             counts = tuple(TIME * entry for entry in sequences)
-            action = None if self.duals is None else self.duals.count_step()
+            update = self.taken >= WARMUP
             if self.replays is None:
-                self._on_buffers(*self._tokens(sequences), counts=counts, action=action)
+                self._on_buffers(*self._tokens(sequences), counts=counts, update=update)
             else:
-                self.replays(*self._tokens(sequences), counts=counts, action=action)
+                self.replays(*self._tokens(sequences), counts=counts, update=update)
             self.schedule.step()
             self.taken += 1
 

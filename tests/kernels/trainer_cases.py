@@ -41,7 +41,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "margin": 0.1,
         "reference": "auto",
         "warmup_epochs": 2,
-        "dual": "adam",
     },
     "training": {"device": "cuda", "steps": 30, "batch": 3, "lr": 1e-3, "validate_every": 10},
 }

@@ -76,7 +76,7 @@ def test_a_reference_is_at_most_the_loss_of_a_guess(
     config = settings_for(tmp_path / "reviews.tsv", reference=reference)
     run = RunFolder.create(tmp_path / "run", config)
     trainer = new_trainer(run, config)
-    assert trainer.constraints.reference == pytest.approx(used)
+    assert trainer.constraints.options.reference == pytest.approx(used)
     said = [note for note in trainer.notes() if "is above the loss of a guess" in note]
     assert said == (
         [f"note: --reference 0.9 is above the loss of a guess, {used:.4g}, which is used instead"] * (used < reference)

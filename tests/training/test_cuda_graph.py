@@ -81,8 +81,8 @@ def test_the_tape_shows_a_step_that_counts_on_the_host() -> None:
 SETTINGS = {"batch": 3, "steps": 30, "validate_every": 5, "lr": 1e-3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "warm-up, adam": {"rate": 0.9},
-    "every second step": {"dual_every": 2, "dual": "ascent", "reference": 0.01, "warmup_epochs": 2},
-    "accumulation": {"batch": 2, "accumulate": 2, "stride": 3, "dual": "ascent", "reference": 0.01},
+    "ascent": {"betas": "none", "reference": 0.01, "warmup_epochs": 2},
+    "accumulation": {"batch": 2, "accumulate": 2, "stride": 3, "betas": "none", "reference": 0.01},
     "VideoUT": {"model": "ut", "coupling": "absolute", "rate": 0.9, "precision": "bf16"},
 }
 
@@ -128,7 +128,7 @@ def test_a_captured_training_is_the_plain_one_to_rounding(tiny_config: Config, t
 
 
 def test_a_captured_training_continues_bit_for_bit(tiny_config: Config, tmp_path: Path) -> None:
-    config = tiny_config(**{**SETTINGS, **VARIANTS["every second step"]})
+    config = tiny_config(**{**SETTINGS, **VARIANTS["ascent"]})
     whole = trainer_for(config, tmp_path / "whole", TapeGraphs())
     whole.run(progress=False)
     first = trainer_for(config, tmp_path / "first", TapeGraphs())

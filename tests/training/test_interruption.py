@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "accumulate": 2,
         "validate_every": 5,
     },
-    "dual_every": {"steps": 27, "dual_every": 3, "dual": "ascent", "normalize": True, "reference": 1.0},
+    "ascent": {"steps": 27, "betas": "none", "reference": 1.0},
     "plain": {"constrained": False, "steps": 12, "validate_every": 5},
 }
 
@@ -109,7 +109,7 @@ def interruptible() -> Iterator[None]:
     [
         ("constrained", [1], signal.SIGINT),
         ("constrained", [3, 8, 25], signal.SIGTERM),
-        ("dual_every", [4, 20], signal.SIGINT),
+        ("ascent", [4, 20], signal.SIGINT),
         ("plain", [12], signal.SIGTERM),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_other_settings_or_frames_is_refused(tiny_config: Config
     for changes, fact in [
         ({"layers": 3}, "does not fit config.toml"),
         ({"code_size": 32}, "does not fit config.toml"),
-        ({"dual": "ascent"}, "does not fit config.toml"),
+        ({"betas": "none"}, "does not fit config.toml"),
         ({"window": 4}, r"\[data\] window was 5, is 4"),
         ({"seed": 1}, r"state\.safetensors: is of another run.*\[training\] seed was 0, is 1"),
         ({"steps": 2}, "is at step 3, and the training has 2"),

@@ -11,7 +11,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS, options_of
 from cdt_fast.errors import InputError
 from cdt_fast.tasks import TASKS
@@ -105,7 +105,7 @@ PAPER = [
     ("paper-encoder", "text", "folder", None, 0.774, 1.00, "anchor", 1.0, 1.07),
     ("paper-llama", "lm", "folder", None, 0.95, 12.0, "anchor", 0.0, 10.0),
 ]
-PAPER_FOR_ALL = {"coupling": "chain", "normalize": False, "margin": 0, "dual": "adam", "betas": [0.9, 0.999]}
+PAPER_FOR_ALL = {"coupling": "chain", "normalize": False, "margin": 0, "betas": [0.9, 0.999]}
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_a_preset_is_a_whole_row_of_the_paper(
             "a dictionary a layer only under constraints"
         )
         assert (config.model.initial_codes, config.model.scale, config.training.batch) == ("analysis", 1, 32)
-    alone = DescentConstraints.preset(name, layers or 6, warmup_steps=1)  # pyright: ignore[reportArgumentType]
-    assert build_constraints(config, None, "cpu", layers or 6)._settings() == alone._settings()
+    alone = DescentConstraints.preset(name, layers or 6)  # pyright: ignore[reportArgumentType]
+    assert build_constraints(config, layers or 6).get_extra_state() == alone.get_extra_state()
 
 
 def test_a_preset_is_what_a_file_and_options_go_before(tmp_path: Path) -> None:
@@ -180,7 +180,6 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
 @pytest.mark.parametrize(
     ("task", "given", "fact"),
     [
-        ("text", {"constraints": {"betas": "0,0.9", "dual": "ascent"}}, f"betas {IDLE} dual adam, and dual is ascent"),
         ("text", {"constraints": {"coupling": "chain", "rate": "none"}}, f"coupling {IDLE} rate other than none"),
         ("video", {"constraints": {"rate": 0.1, "constrained": False}}, f"rate {IDLE} constrained true"),
         ("lm", {"constraints": {"bounds": "2=1", "constrained": False}}, f"bounds {IDLE} constrained true"),
@@ -226,7 +225,7 @@ def test_every_condition_is_on_a_setting_that_there_is(entry: Any) -> None:
 
 def test_what_others_set_for_runs_of_both_kinds_is_not_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('[constraints]\nrate = 0.2\ndual = "adam"\nbetas = [0.0, 0.5]\n')
+    path.write_text("[constraints]\nrate = 0.2\nbetas = [0.0, 0.5]\n")
     assert VideoSettings.chosen(NO_CONSTRAINTS, file=path).constraints.rate == 0.2
     assert not VideoSettings.chosen(NO_CONSTRAINTS, "paper-dust").constrained
     path.write_text("[data]\nstride = 4\n")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast.constraints.descent import DescentConstraints
+from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.models import DUST
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.optimizer import build_optimizer
@@ -24,9 +24,9 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True, "normalize": True},
     "unconstrained": {"constrained": False},
     "VideoUT": {"model": "ut", "coupling": "absolute"},
-    "anchor": {"dual": "ascent", "resilience": "decay", "reference": 1.0, "reference_mode": "anchor"},
+    "anchor": {"betas": "none", "resilience": "decay", "reference": 1.0, "reference_mode": "anchor"},
     "zero start": {"initial_codes": "zero", "readout": "next", "sequence": "space"},
-    "accumulation": {"batch": 3, "accumulate": 2, "dual_every": 3, "schedule": "linear"},
+    "accumulation": {"batch": 3, "accumulate": 2, "schedule": "linear"},
     "warm-up": {"warmup_epochs": 9, "reference": "none"},
 }
 
@@ -65,7 +65,7 @@ def _looks_at_the_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def _counts_losses_on_the_host(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DescentConstraints, "accumulate", lambda self, sums, _: sums.tolist())
+    patch.setattr(DescentConstraints, "record", lambda self, sums, _: sums.tolist())
 
 
 def _makes_a_tensor_of_numbers(patch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
     data = load_data(config)
-    constraints = build_constraints(config, data, "cpu", model.layers)
+    constraints = build_constraints(config, model.layers)
     return judged(evaluate(model, data, config, progress=False), config, constraints)
 
 

@@ -121,7 +121,7 @@ def test_a_network_that_cannot_work_on_crops_is_refused(section: str, name: str,
 
 
 def test_depth_0_is_no_exit_of_the_denoiser() -> None:
-    constraints = build_constraints(denoiser(), None, "cpu", 3)
+    constraints = build_constraints(denoiser(), 3)
     assert constraints.weights().tolist() == [0, 1, 1, 1]
     plain = denoiser()
     plain.update("constraints", {"constrained": False, "objective": "depths"})

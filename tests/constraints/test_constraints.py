@@ -1,0 +1,708 @@
+"""The constraints against autograd, hand-solved problems, torch's own Adam, and themselves under accumulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import itertools
+import math
+import typing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cdt_fast.constraints.constraints import DescentConstraints
+from cdt_fast.constraints.presets import DEFAULTS, PAPER_ROWS, REFERENCE_MEASUREMENTS, DescentOptions, options_of
+from cdt_fast.errors import InputError
+from cdt_fast.tasks import TASKS
+from tests.constraints.constraint_cases import (
+    COUPLINGS,
+    DUALS,
+    KINDS,
+    MODES,
+    SOME_KINDS,
+    WARMUP,
+    NoHostSync,
+    batches,
+    feed,
+    make,
+    plain,
+    step_on,
+)
+
+
+def assert_same_state(actual: DescentConstraints, expected: DescentConstraints) -> None:
+    ours, theirs = actual.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value) if isinstance(value, Tensor) else ours[name] == value, name
+
+
+# The Lagrangian, its weights and its ascent
+
+
+def lagrangian(
+    losses: Tensor, multipliers: Tensor, rates: list[float], reference: float | None, form: tuple[str, str, float]
+) -> Tensor:
+    """docs/constraints.md §2 with its variants, written out term by term."""
+    coupling, mode, margin = form
+    total = losses[-1]
+    if reference is not None and mode == "constraint":
+        total = total + multipliers[0] * (losses[0] - (1 - margin) * reference)
+    bound = reference
+    for layer, rate in enumerate(rates, start=1):
+        before = losses[layer - 1]
+        if layer == 1 and mode == "anchor":
+            before = torch.tensor(reference, dtype=torch.float64)
+        if coupling == "detach":
+            before = before.detach()
+        if coupling == "absolute":
+            assert bound is not None
+            bound = before = bound * (1 - rate)
+        else:
+            before = (1 - rate) * before
+        total = total + multipliers[layer] * (losses[layer] - (1 - margin) * before)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("coupling", "mode", "reference"),
+    [*itertools.product(COUPLINGS, MODES, [1.7]), ("chain", "constraint", None), ("detach", "constraint", None)],
+)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_weights_and_ascent_are_the_gradients_of_the_lagrangian(
+    coupling: str, mode: str, reference: float | None, data: st.DataObject
+) -> None:
+    layers = data.draw(st.integers(1, 5))
+    rates = data.draw(st.lists(st.floats(0, 0.9), min_size=layers, max_size=layers))
+    values = data.draw(st.lists(st.floats(0, 100), min_size=layers + 1, max_size=layers + 1))
+    margin = data.draw(st.sampled_from([0.0, 0.2]))
+    if reference is None or mode == "anchor":
+        values[0] = 0.0  # no such constraint, so no update ever moves its multiplier
+    options: dict[str, Any] = {"coupling": coupling, "reference_mode": mode, "betas": None, "resilience": None}
+    constraints = plain(layers, rates, reference, margin=margin, dual_lr=0.5, **options)
+    multipliers = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    constraints.multipliers.copy_(multipliers)
+    losses = torch.tensor([2.0, 1.9, 1.1, 1.2, 0.3, 0.2][: layers + 1], dtype=torch.float64, requires_grad=True)
+
+    total = lagrangian(losses, multipliers, rates, reference, (coupling, mode, margin))
+    weights, violations = torch.autograd.grad(total, (losses, multipliers))
+    torch.testing.assert_close(constraints.weights(), weights, rtol=1e-13, atol=1e-13)
+    feed(constraints, losses.tolist())
+    torch.testing.assert_close(constraints.multipliers, (multipliers.detach() + 0.5 * violations).clamp(min=0))
+    # A margin is for training alone.
+    without = lagrangian(losses, multipliers, rates, reference, (coupling, mode, 0.0))
+    (violations,) = torch.autograd.grad(without, multipliers)
+    reported = [0.0 if number is None else number for number in constraints.report(losses.detach()).violation]
+    torch.testing.assert_close(torch.tensor(reported, dtype=torch.float64), violations)
+
+
+def test_weights_are_new_and_outside_autograd() -> None:
+    constraints = plain(2, 0.1, 1.0)
+    weights = constraints.weights()
+    feed(constraints, [2.0, 2.0, 2.0])
+    assert weights.tolist() == [0.0, 0.0, 1.0]
+    assert constraints.weights().tolist() != [0.0, 0.0, 1.0]
+    assert not weights.requires_grad
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_weights_of_an_objective_are_its_gradient(data: st.DataObject) -> None:
+    layers = data.draw(st.integers(1, 5))
+    coefficients = data.draw(st.lists(st.floats(0, 5), min_size=layers + 1, max_size=layers + 1).filter(any))
+    values = data.draw(st.lists(st.floats(0.01, 100), min_size=layers + 1, max_size=layers + 1))
+    losses = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    given = torch.tensor(coefficients, dtype=torch.float64)
+    formulas = {"depths": (given * losses).sum(), "log": losses[-1].detach() * (given * losses.log()).sum()}
+    for name, value in formulas.items():
+        constraints = plain(layers, None, objective=name, coefficients=coefficients)
+        assert constraints.weights().tolist() == coefficients  # before the first measurement
+        feed(constraints, values, values)
+        (gradient,) = torch.autograd.grad(value, losses)
+        torch.testing.assert_close(constraints.weights(), gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_of_zero_has_a_finite_weight() -> None:
+    constraints = plain(2, None, objective="log", coefficients=[1, 1, 1])
+    feed(constraints, [0.0, 2.0, 1.0])
+    assert constraints.weights().tolist() == [1.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["depths", "log", "adam-slack-detach-anchor"])
+def test_the_weights_of_the_warm_up_are_those_of_the_objective(kind: str) -> None:
+    constraints = make(kind)
+    known = constraints.objective_weights()
+    assert known == (None if kind == "log" else tuple(KINDS[kind].get("coefficients", [0.0, 0.0, 0.0, 1.0])))
+    for number, part in enumerate(batches(WARMUP + 2)):
+        assert known is None or number > WARMUP or constraints.weights().tolist() == list(known)
+        step_on(constraints, number, part)
+        assert constraints.multipliers.any() == (number >= WARMUP)
+
+
+# The rules
+
+
+def test_adam_is_torchs_adam() -> None:
+    torch.manual_seed(0)
+    constraints = plain(2, 0.0, 1.0, dual_lr=0.03, betas=(0.9, 0.99), resilience="decay")
+    multipliers = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = torch.optim.Adam([multipliers], lr=0.03, betas=(0.9, 0.99), maximize=True, eps=1e-8)
+    for _ in range(200):
+        losses = 1 + torch.rand(3, dtype=torch.float64)
+        violation = losses - torch.cat([torch.ones(1, dtype=torch.float64), losses[:-1]])
+        constraints.record(losses, 1)
+        constraints.step()
+        multipliers.grad = violation - multipliers.detach()
+        optimizer.step()
+        multipliers.data.clamp_(min=0)
+        torch.testing.assert_close(constraints.multipliers, multipliers.detach(), rtol=0, atol=1e-12)
+    assert constraints.multipliers.max() > 0.1
+
+
+@pytest.mark.parametrize("dual", DUALS)
+def test_multipliers_stay_non_negative(dual: str) -> None:
+    constraints = plain(2, 0.1, 1.0, betas=DUALS[dual], dual_lr=0.5)
+    feed(constraints, [3.0, 3.0, 3.0], *[[0.5, 0.1, 0.01]] * 20)
+    assert constraints.multipliers.tolist() == [0.0, 0.0, 0.0]
+
+
+# The toy problem of docs/constraints.md §3: bounds of 1000 on three constraint functions + 1000, the objective last.
+TOY_POINT = torch.tensor([0.5, 5 / 3, 0.0], dtype=torch.float64)
+TOY_MULTIPLIERS = torch.tensor([0.75, 0.25, 1 / 3, 0.0], dtype=torch.float64)
+
+
+def toy_constraints(**options: Any) -> DescentConstraints:
+    return plain(3, 0.0, 1000.0, coupling="absolute", slack_cost=0.5, **options)
+
+
+def run_toy(constraints: DescentConstraints, steps: int, *, feasible: bool = False) -> tuple[Tensor, Tensor]:
+    """min ½‖x − (1, 2, 0)‖²  s.t.  x₁ ≤ −1, x₁ ≥ 1 (both left out if feasible), x₂ ≤ 1. Return x and the peak of λ."""
+    target = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64)
+    point = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    peak = torch.zeros(4, dtype=torch.float64)
+    for _ in range(steps):
+        first, second, _ = point
+        violations = torch.stack([first + 1, 1 - first, second - 1])
+        if feasible:
+            violations = violations * torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+        losses = torch.cat([violations + 1000, 0.5 * (point - target).square().sum().view(1)])
+        (gradient,) = torch.autograd.grad(constraints.weights() @ losses, point)
+        with torch.no_grad():
+            point -= 0.05 * gradient
+        constraints.record(losses, 1)
+        constraints.step()
+        peak = torch.maximum(peak, constraints.multipliers)
+    return point.detach(), peak
+
+
+@pytest.mark.parametrize("dual", DUALS)
+@pytest.mark.parametrize("resilience", ["slack", "decay"])
+def test_infeasible_toy_comes_to_rest_at_the_resilient_solution(dual: str, resilience: str) -> None:
+    constraints = toy_constraints(betas=DUALS[dual], resilience=resilience)
+    point, _ = run_toy(constraints, 1500)
+    torch.testing.assert_close(point, TOY_POINT, rtol=0, atol=1e-4)
+    torch.testing.assert_close(constraints.multipliers, TOY_MULTIPLIERS, rtol=0, atol=1e-4)
+    expected = TOY_MULTIPLIERS / 0.5 if resilience == "slack" else torch.zeros(4, dtype=torch.float64)
+    torch.testing.assert_close(constraints.slacks, expected, rtol=0, atol=2e-4)
+
+
+def test_infeasible_toy_decoupled_decay_rests_elsewhere() -> None:
+    """Why the decay is inside the gradient of Adam: the same problem with AdamW on the multipliers."""
+    target = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64)
+    point = torch.zeros(3, dtype=torch.float64)
+    multipliers = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([multipliers], lr=0.01, betas=(0.0, 0.999), weight_decay=1 / 0.5, maximize=True)
+    for _ in range(3000):
+        first, second, _ = point
+        multipliers.grad = torch.stack([first + 1, 1 - first, second - 1])
+        held = multipliers.detach().clone()
+        point = point - 0.05 * (point - target + torch.stack([held[0] - held[1], held[2], 0 * held[2]]))
+        optimizer.step()
+        multipliers.data.clamp_(min=0)
+    assert (multipliers.detach() - TOY_MULTIPLIERS[:3]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dual", DUALS)
+def test_infeasible_toy_without_resilience_sends_the_multipliers_off(dual: str) -> None:
+    peaks = [run_toy(toy_constraints(betas=DUALS[dual], resilience=None), steps)[1][:2].min() for steps in (500, 1000)]
+    assert peaks[1] > 1.8 * peaks[0] > 5
+
+
+def test_feasible_toy_dual_momentum_overshoots() -> None:
+    peaks = [
+        float(run_toy(toy_constraints(resilience=None, betas=betas, dual_lr=0.05), 800, feasible=True)[1][2])
+        for betas in ((0.9, 0.999), (0.0, 0.999))
+    ]
+    assert peaks[0] > 1.9
+    assert 1 < peaks[1] < 1.5
+
+
+def test_feasible_toy_is_solved_without_resilience() -> None:
+    constraints = toy_constraints(betas=None, dual_lr=0.05, resilience=None)
+    point, peak = run_toy(constraints, 1500, feasible=True)
+    assert point.tolist() == pytest.approx([1.0, 1.0, 0.0], abs=1e-5)
+    assert constraints.multipliers.tolist() == pytest.approx([0.0, 0.0, 1.0, 0.0], abs=1e-5)
+    assert float(peak[2]) > 1.1
+
+
+@pytest.mark.parametrize(("objective", "solution"), [("log", 0.0), ("depths", -1 / 3), ("last", -1.0)])
+def test_objectives_rest_where_they_should(objective: Any, solution: float) -> None:
+    """ℓ_0 = (x − 1)² + 1 and ℓ_1 = 2 ((x + 1)² + 1): log ℓ_0 + log ℓ_1 = log 2 (x⁴ + 4), whatever the factor 2."""
+    point = solve(plain(1, None, objective=objective), lambda x: ((x - 1) ** 2 + 1, 2 * ((x + 1) ** 2 + 1)), 2000)
+    # At 0 log ℓ_0 + log ℓ_1 is flat to the third order: x falls as slowly as 1/√n.
+    assert point == pytest.approx(solution, abs=0.12 if objective == "log" else 1e-6)
+
+
+def solve(constraints: DescentConstraints, losses_at: Any, steps: int) -> float:
+    """Descend on the Lagrangian of two losses of x; return x."""
+    point = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    for _ in range(steps):
+        losses = torch.stack(losses_at(point))
+        (gradient,) = torch.autograd.grad(constraints.weights() @ losses, point)
+        with torch.no_grad():
+            point -= 0.02 * gradient
+        constraints.record(losses.detach(), 1)
+        constraints.step()
+    return float(point.detach())
+
+
+# Results as bounds
+
+
+def parabolas(point: Tensor) -> tuple[Tensor, Tensor]:
+    return 0.5 * point.square() + 1, 0.5 * (point - 1).square() + 1
+
+
+def test_a_bound_is_met_by_the_multiplier_that_it_takes() -> None:
+    """ℓ_0 ≤ 1.125 means x ≤ ½, where x − 1 + μ x = 0 with μ = 1."""
+    constraints = plain(1, None, bounds={0: 1.125}, betas=None, dual_lr=0.1, resilience=None)
+    assert solve(constraints, parabolas, 6000) == pytest.approx(0.5, abs=1e-4)
+    assert constraints.bound_multipliers is not None
+    assert constraints.bound_multipliers.tolist() == pytest.approx([1.0, 0.0], abs=1e-3)
+    assert constraints.multipliers.tolist() == [0.0, 0.0]
+    assert constraints.report([1.125, 1.125]).bound_violation == [0.0, None]
+
+
+def test_a_result_is_asked_for_and_the_rest_is_as_good_as_it_allows() -> None:
+    """min log ℓ_0 s.t. ℓ_1 ≤ 1.02 · 1: the last depth may lose two percent, x = 1 − √.04 = .8."""
+    options: dict[str, Any] = {"objective": "log", "coefficients": [1.0, 0.0], "dual_lr": 0.1, "resilience": None}
+    factor: dict[str, Any] = {"bounds": {1: "1.02x"}, "reference_losses": [9.0, 1.0]}
+    constraints = plain(1, None, betas=None, **options, **factor)
+    assert solve(constraints, parabolas, 6000) == pytest.approx(0.8, abs=1e-4)
+    report = constraints.report([1.3, 1.03])
+    assert report.bound_violation == [None, pytest.approx(0.01)]
+    assert report.relative_bound_violation == [None, pytest.approx(0.01 / 1.02)]
+    assert (report.worst_kind, report.worst_layer, report.feasible) == ("bound", 1, False)
+    assert str(report) == (
+        "Infeasible: 1 of 1 constraints is violated; the worst: depth 1 is above its bound by 0.01 "
+        "(relative violation 0.98%); a bound of 1.03 would be met."
+    )
+
+
+def test_a_factor_is_of_what_the_warm_up_came_to() -> None:
+    constraints = plain(1, None, bounds={1: "0.5x"}, betas=None, dual_lr=1.0, resilience=None)
+    assert constraints.needs_warmup
+    average = 0.0
+    for step in range(14):
+        assert constraints.report([1.0, 1.0]).worst_layer is (1 if step else None)
+        constraints.record(torch.tensor([9.0, 4.0 - 0.1 * step], dtype=torch.float64), 1)
+        constraints.measure()
+        average += (4.0 - 0.1 * step - average) / min(step + 1, 10)
+    feed(constraints, [9.0, 5.0], [9.0, 3.0])
+    assert constraints.bound_multipliers is not None
+    assert constraints.bound_multipliers.tolist() == pytest.approx([0.0, 8.0 - average])
+    assert constraints.report([1.0, 3.0]).bound_violation == [None, pytest.approx(3.0 - 0.5 * average)]
+
+
+# The reference
+
+
+def test_auto_reference_is_the_mean_of_the_first_measurements() -> None:
+    constraints = plain(1, 0.0, "auto", betas=None, dual_lr=1.0, resilience=None)
+    values = [1.0 + 0.1 * index for index in range(REFERENCE_MEASUREMENTS)]
+    for number, value in enumerate(values[:-1]):
+        step_on(constraints, number, (torch.tensor([value, value - 0.5], dtype=torch.float64), 4))
+    assert constraints.multipliers.tolist() == [0.0, 0.0]
+    assert constraints.report([9.0, 1.0]).violation[0] is None
+    feed(constraints, [values[-1], 0.0])
+    mean = sum(values) / len(values)
+    assert float(constraints.reference_level) == pytest.approx(mean, rel=1e-12)
+    assert constraints.multipliers.tolist() == pytest.approx([values[-1] - mean, 0.0])
+    feed(constraints, [500.0, 0.0])
+    assert float(constraints.reference_level) == pytest.approx(mean, rel=1e-12)
+    assert constraints.report([9.0, 1.0]).violation[0] == pytest.approx(9.0 - mean)
+
+
+def test_adam_takes_a_late_constraint_for_a_new_one() -> None:
+    constraints = plain(1, 0.0, "auto", dual_lr=0.01, resilience=None)
+    feed(constraints, *[[2.0, 3.0]] * REFERENCE_MEASUREMENTS, [3.0, 3.0])
+    # The 20th measurement, with a violation of zero, was its first update, so this is its second.
+    assert float(constraints.multipliers[0]) == pytest.approx(0.01 / math.sqrt(0.001 / (1 - 0.999**2)), rel=1e-6)
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_accumulation_is_exact_for_unequal_counts(kind: str) -> None:
+    """1 × 8 against 3 + 1 + 2 + 2 items, through a model: the mean of the micro-batch means would not do."""
+
+    def train(sizes: list[int]) -> tuple[DescentConstraints, Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList(torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        constraints = make(kind)
+        for number in range(60):
+            inputs, target = torch.randn(2, 8, 4, dtype=torch.float64)
+            weights = constraints.weights()
+            for part, wanted in zip(inputs.split(sizes), target.split(sizes), strict=True):
+                hidden = [part]
+                for layer in model:
+                    hidden.append(hidden[-1] + 0.1 * layer(hidden[-1]).tanh())
+                losses = torch.stack([(each - wanted).square().mean() for each in hidden])
+                ((weights @ losses) * len(part) / 8).backward()
+                constraints.record(losses, torch.tensor(len(part)))
+            optimizer.step()
+            optimizer.zero_grad()
+            nothing = torch.full((4,), math.nan)  # the mean over no items
+            step_on(constraints, number, *[(nothing, count) for count in (0, torch.tensor(0)) if len(sizes) > 1])
+        return constraints, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    whole, whole_parameters = train([8])
+    parts, parts_parameters = train([3, 1, 2, 2])
+    assert whole.duals.state[0].max() > 0.01
+    torch.testing.assert_close(parts.weights(), whole.weights(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(parts.duals.state, whole.duals.state, rtol=0, atol=1e-12)
+    torch.testing.assert_close(parts_parameters, whole_parameters, rtol=0, atol=1e-12)
+    assert int(parts.skipped_updates) == 0
+
+
+def test_low_precision_losses_are_accumulated_in_double() -> None:
+    constraints = plain(1, 0.0, 1.0, betas=None, dual_lr=1.0, resilience=None)
+    for _ in range(1000):
+        constraints.record(torch.full((2,), 1.5, dtype=torch.bfloat16), 1)
+    constraints.step()
+    assert constraints.multipliers.tolist() == [0.5, 0.0]
+
+
+# Losses that are not finite
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_loss_leaves_no_trace(kind: str, broken: float) -> None:
+    clean, hit = make(kind), make(kind)
+    for number, (losses, count) in enumerate(batches(60)):
+        step_on(clean, number, (losses, count))
+        step_on(hit, number, (losses, count))
+        if number > WARMUP and number % 7 == 0:
+            worse = losses.clone()
+            worse[2] = broken
+            step_on(hit, number, (worse, count))
+    assert int(hit.skipped_updates) == 8
+    clean.skipped_updates.fill_(8)
+    assert_same_state(hit, clean)
+
+
+def test_what_overflows_on_the_way_is_skipped_too() -> None:
+    constraints = plain(2, 0.1, 1.0, betas=None, normalize=True)
+    feed(constraints, [2.0, 0.0, 1.0])  # g_2 relative to a loss of zero
+    constraints.record(torch.zeros(3, dtype=torch.float64), torch.tensor(0))
+    constraints.step()
+    adam = plain(2, 0.1, 1.0, resilience=None)
+    feed(adam, [1e200, 1.0, 1.0])
+    assert int(constraints.skipped_updates) == 2
+    assert int(adam.skipped_updates) == 1
+    assert constraints.multipliers.tolist() == adam.multipliers.tolist() == [0.0, 0.0, 0.0]
+
+
+# No waiting for the device, no new storage
+
+
+def test_the_probe_for_host_synchronization_works() -> None:
+    value = torch.ones(())
+    for read in (float, bool, torch.Tensor.item):
+        with pytest.raises(AssertionError, match="host synchronization"), NoHostSync():
+            read(value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_waits_for_the_device(kind: str, device: str) -> None:
+    constraints = make(kind).to(device)
+    losses, count = torch.rand(4, device=device), torch.tensor(3, device=device)
+    with NoHostSync():
+        for number in range(30):
+            constraints.weights()
+            constraints.objective_weights()
+            step_on(constraints, number, (losses, 2), (losses, count))
+        constraints.epoch_end()
+    assert constraints.weights().device.type == device
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_waits_for_cuda() -> None:
+    every = [make(kind).to("cuda") for kind in KINDS]
+    losses, count = torch.rand(4, device="cuda"), torch.tensor(2, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for constraints, number in itertools.product(every, range(2 * WARMUP)):
+            constraints.weights()
+            step_on(constraints, number, (losses, 2), (losses, count))
+            constraints.epoch_end()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_the_state_keeps_its_storage(kind: str) -> None:
+    """A captured step writes where the state was at its capture."""
+    constraints = make(kind)
+    before = {name: buffer.data_ptr() for name, buffer in constraints.named_buffers()}
+    saved = make(kind).state_dict()
+    for number, part in enumerate(batches(60)):
+        step_on(constraints, number, part)
+    constraints.epoch_end()
+    constraints.load_state_dict(saved)
+    assert {name: buffer.data_ptr() for name, buffer in constraints.named_buffers()} == before
+
+
+# Saving and restoring
+
+
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("stop", [5, 23, 61])  # in the warm-up, before and after the automatic reference is fixed
+def test_a_restored_run_continues_bit_for_bit(kind: str, stop: int) -> None:
+    """Two micro-batches a step, so that an odd stop is inside an accumulation."""
+    straight, stopped, restored = (make(kind) for _ in range(3))
+
+    def run(constraints: DescentConstraints, first: int, last: int) -> None:
+        for number, part in enumerate(batches(121)):
+            if first <= number < last:
+                constraints.record(*part)
+                if number % 2:
+                    step_on(constraints, number // 2)
+
+    run(straight, 0, 121)
+    run(stopped, 0, stop)
+    file = io.BytesIO()
+    torch.save(stopped.state_dict(), file)
+    file.seek(0)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    run(restored, stop, 121)
+    assert_same_state(restored, straight)
+    assert straight.duals.state.any()
+
+
+DIFFERENT: dict[str, Any] = {
+    "layers": 4,
+    "rate": 0.2,
+    "reference": 2.0,
+    "objective": "log",
+    "coefficients": [1.0, 0.0, 1.0, 1.0],
+    "bounds": {2: 0.5},
+    "reference_losses": [2.0, 1.0, 1.0, 1.0],
+    "dual_lr": 0.5,
+    "betas": (0.5, 0.999),
+    "resilience": None,
+    "slack_cost": 3.0,
+    "coupling": "detach",
+    "reference_mode": "anchor",
+    "normalize": True,
+    "margin": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_state_of_other_settings_is_refused(name: str) -> None:
+    assert set(DIFFERENT) == {"layers", *dataclasses.asdict(DEFAULTS)}
+    options: dict[str, Any] = {"layers": 3, "rate": 0.1, "reference": 1.0}
+    if name == "coefficients":
+        options["objective"] = "log"
+    if name == "reference_losses":
+        options |= {"bounds": {1: "1x"}, "reference_losses": [1.0] * 4}
+    saved = plain(**{**options, name: DIFFERENT[name]}).state_dict()
+    here = plain(**options)
+    feed(here, [2.0, 2.0, 2.0, 2.0])
+    before = here.multipliers.clone()
+    with pytest.raises(InputError, match=f"the saved state has {name} = .*; expected .*, as constructed here"):
+        here.load_state_dict(saved)
+    assert torch.equal(here.multipliers, before)
+
+
+def test_a_state_of_an_earlier_version_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"^the saved constraints are of an earlier version: the git tag full \(1178e39\)"
+    ):
+        plain(2).load_state_dict({"multipliers": torch.zeros(3), "rate": "0.1, 0.1"})
+
+
+# Defaults, presets and errors
+
+
+def test_the_constructor_has_the_defaults_of_the_command_line() -> None:
+    parameters = inspect.signature(DescentConstraints).parameters
+    assert len(parameters) <= 16
+    hints = typing.get_type_hints(DescentConstraints.__init__)
+    for name, kind in typing.get_type_hints(DescentOptions).items():
+        assert (hints[name], parameters[name].default) == (kind, getattr(DEFAULTS, name)), name
+    assert set(parameters) == {"layers", *dataclasses.asdict(DEFAULTS)}
+    for task, entry in TASKS.items():
+        expected, found = options_of(task), vars(entry.settings().constraints)
+        # Settings of their own: on or off, and a warm-up counted in epochs.
+        assert set(found) - set(expected) == {"constrained", "warmup_epochs"}
+        assert entry.settings().objective == expected.pop("objective")
+        for name, value in expected.items():
+            assert found[name] == (list(value) if name == "betas" else value), (task, name)
+
+
+def test_the_defaults_are_what_they_were_measured_to_be() -> None:
+    """What the docs' results are of: where one changes, they do."""
+    assert REFERENCE_MEASUREMENTS == 20
+    chosen: tuple[tuple[dict[str, Any], float], ...] = (
+        ({}, 0.002),
+        ({"objective": "log"}, 0.05),
+        ({"betas": None}, 0.05),
+        ({"dual_lr": 0.3}, 0.3),
+    )
+    for options, rate in chosen:
+        assert DescentConstraints(2, **options).options.dual_lr == rate
+    assert dataclasses.asdict(DEFAULTS) == {
+        "rate": 0.01,
+        "reference": "auto",
+        "objective": "last",
+        "coefficients": None,
+        "bounds": None,
+        "reference_losses": None,
+        "dual_lr": None,
+        "betas": (0.0, 0.9),
+        "resilience": "slack",
+        "slack_cost": 10.0,
+        "coupling": "detach",
+        "reference_mode": "anchor",
+        "normalize": True,
+        "margin": 0.02,
+    }
+
+
+ADAM = {"betas": (0.9, 0.999), "dual_lr": 0.05}
+PAPER: dict[str, Any] = {**ADAM, "resilience": "slack", "coupling": "chain", "normalize": False, "margin": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("paper-dust", {**PAPER, "rate": 0.25, "reference": 6.5, "reference_mode": "constraint"}),
+        ("paper-ut", {**PAPER, "rate": 0.22, "reference": 5.5, "reference_mode": "constraint"}),
+        ("paper-vit", {**PAPER, "rate": 0.29, "reference": 0.44, "reference_mode": "constraint"}),
+        ("paper-text-ut", {**PAPER, "rate": 0.1, "reference": 0.9, "slack_cost": 3.45}),
+        ("paper-encoder", {**PAPER, "rate": 0.226, "reference": 1.0, "slack_cost": 1.07}),
+        ("paper-llama", {**PAPER, "rate": 0.05, "reference": 12.0}),
+        ("safe", {"reference_mode": "constraint", "betas": (0.0, 0.999), "resilience": "decay", "dual_lr": 0.002}),
+        ("video", {"objective": "log", "margin": 0.01, "dual_lr": 0.05}),
+        ("text", {"reference": 0.9, "dual_lr": 0.05}),
+        ("lm", {"rate": 0.05, "dual_lr": 0.05}),
+    ],
+)
+def test_presets(name: Any, options: dict[str, Any]) -> None:
+    expected = {**dataclasses.asdict(DEFAULTS), **options}
+    expected["rate"] = [expected["rate"]] * 2
+    assert dataclasses.asdict(DescentConstraints.preset(name, 2).options) == expected
+    assert name not in PAPER_ROWS or PAPER_ROWS[name].settings["constraints"]["warmup_epochs"] == 1
+
+
+def test_overrides_win_over_a_preset() -> None:
+    options = DescentConstraints.preset("paper-dust", 2, rate=[0.1, 0.2], betas=None).options
+    assert (options.rate, options.betas, options.reference, options.coupling) == ([0.1, 0.2], None, 6.5, "chain")
+
+
+LOG: dict[str, Any] = {"objective": "log"}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"layers": 0}, "layers must be an integer >= 1, got 0"),
+    ({"layers": 2.0}, "layers must be an integer >= 1, got 2.0"),
+    ({"rate": 1.0}, r"rate must be a number in \[0, 1\), or a sequence of 3 of them, one a layer, got 1.0"),
+    ({"rate": "0.1"}, "rate must be .*, got '0.1'"),
+    ({"rate": [0.1, 0.2]}, "rate has 2 entries; expected a number, or a sequence of 3, one a layer"),
+    ({"rate": [0.1, 0.2, math.nan]}, r"rate\[2\] must be a number in \[0, 1\), got nan"),
+    ({"reference": 0.0}, 'reference must be a finite number > 0, "auto" or None, got 0.0'),
+    ({"reference": "first"}, "reference must be .*, got 'first'"),
+    ({"reference": None, "coupling": "absolute"}, 'reference is None; coupling="absolute" needs one'),
+    ({"reference": None, "reference_mode": "anchor"}, 'reference is None; reference_mode="anchor" needs one'),
+    ({"objective": "first"}, "objective must be one of 'last', 'depths', 'log', got 'first'"),
+    ({"coefficients": [1.0] * 4}, 'coefficients are for objective="depths" and "log"; "last" has none'),
+    ({**LOG, "coefficients": [1.0]}, r"coefficients must be 4 numbers >= 0, one a depth, or None, got \[1.0\]"),
+    ({**LOG, "coefficients": [1, 1, -1, 1]}, r"coefficients\[2\] must be a finite number >= 0, got -1"),
+    ({**LOG, "coefficients": [0, 0, 0, 0]}, "coefficients must not all be zero"),
+    ({"bounds": {4: 0.9}}, "bounds holds depth 4, which is not read: the depths are 0 to 3"),
+    ({"bounds": {"3": 0.9}}, "bounds holds depth '3', which is not read"),
+    ({"bounds": {}}, r"bounds must be a dictionary of depths, such as \{3: 0.9\}, or None, got \{\}"),
+    ({"bounds": [0.9]}, r"bounds must be a dictionary of depths, .* got \[0.9\]"),
+    ({"bounds": {3: 0.0}}, r'bounds\[3\] must be a finite number > 0, or a factor such as "1.01x", got 0.0'),
+    ({"bounds": {3: "1.01y"}}, r"bounds\[3\] must be a finite number > 0, or a factor .*, got '1.01y'"),
+    ({"bounds": {3: "0x"}}, r"bounds\[3\] must be a finite number > 0, or a factor"),
+    ({"bounds": {3: 0.9}, "reference_losses": [1.0] * 4}, "bounds holds no factor"),
+    ({"bounds": {3: "1x"}, "reference_losses": [1.0]}, r"reference_losses must be 4 losses, one a depth, or None"),
+    ({"bounds": {3: "1x"}, "reference_losses": [1, 1, 0, 1]}, r"reference_losses\[2\] must be a finite number > 0"),
+    ({"dual_lr": 0}, "dual_lr must be a finite number > 0, got 0"),
+    ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), or None for ascent, got \(0.9,\)"),
+    ({"betas": 0.9}, "betas must be .*, got 0.9"),
+    ({"betas": (0.9, 1.0)}, r"betas\[1\] must be a number in \[0, 1\), got 1.0"),
+    ({"resilience": "slacks"}, "resilience must be one of 'slack', 'decay', None, got 'slacks'"),
+    ({"slack_cost": 0.0}, "slack_cost must be a finite number > 0, got 0.0"),
+    (
+        {"betas": None, "resilience": "decay", "dual_lr": 1.0, "slack_cost": 0.5},
+        r'dual_lr is 1.0; expected less than 2 × slack_cost = 1 with resilience="decay"',
+    ),
+    ({"coupling": "none"}, "coupling must be one of 'chain', 'detach', 'absolute', got 'none'"),
+    ({"reference_mode": "hold"}, "reference_mode must be one of 'constraint', 'anchor', got 'hold'"),
+    ({"margin": 1.0}, r"margin must be a number in \[0, 1\), got 1.0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_wrong_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plain(**{"layers": 3, "reference": 1.0, **options})
+
+
+def test_wrong_preset() -> None:
+    with pytest.raises(InputError, match=r"preset must be one of video, .* paper-llama, got 'paper-vidoe'"):
+        DescentConstraints.preset("paper-vidoe", 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="the constraints have no option 'dual_learning_rate'; known: rate, reference"):
+        DescentConstraints.preset("lm", 3, dual_learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("losses", "count", "message"),
+    [
+        (torch.zeros(2), 1, r"losses is \(2,\); expected a tensor of shape \(3,\), a mean per depth"),
+        ([1.0, 1.0, 1.0], 1, "losses is list; expected a tensor"),
+        (torch.zeros(3), -2.0, "count must be a number >= 0, got -2.0"),
+        (torch.zeros(3), math.nan, "count must be .*, got nan"),
+        (torch.zeros(3), "8", "count must be .*, got '8'"),
+        (torch.zeros(3), torch.ones(2), r"count has shape \(2,\); expected one element"),
+        (torch.zeros(3, device="meta"), 1, r"losses is on meta; expected cpu: move the constraints with \.to"),
+    ],
+)
+def test_wrong_records(losses: Any, count: Any, message: str) -> None:
+    constraints = plain(2)
+    with pytest.raises(InputError, match=message):
+        constraints.record(losses, count)
+    with pytest.raises(InputError, match=r"nothing was recorded since the last step\(\); expected record"):
+        constraints.step()
+
+
+def test_step_needs_a_record_every_time() -> None:
+    constraints, restored = plain(2), plain(2)
+    feed(constraints, [1.0, 1.0, 1.0])
+    restored.load_state_dict(constraints.state_dict())
+    for each in (constraints, restored):
+        with pytest.raises(InputError, match="nothing was recorded since the last step"):
+            each.step()
