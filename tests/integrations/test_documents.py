@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md run as they stand, and add at most ten lines."""
+"""The examples of docs/your_model.md run as they stand, and add at most ten lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.ranks import in_ranks
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "trainers.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "your_model.md"
 BLOCKS = dict(re.findall(r"```python (\w+)\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL))
 NEEDS = {
     "trainer": ("transformers",),
