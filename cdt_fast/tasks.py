@@ -95,24 +95,6 @@ def make_absolute(settings: RunSettings) -> None:
             setattr(settings.model, name, str(Path(value).resolve()))
 
 
-def resolve_reference(settings: RunSettings) -> None:
-    """Put in the place of a run that `reference_losses` names its validation losses; InputError: it has none."""
-    path = settings.constraints.reference_losses
-    if not isinstance(path, str):
-        return
-    folder, reference, _ = open_run(path)
-    if reference.task != settings.task:
-        raise InputError(
-            f"[constraints] reference_losses must be a run of {settings.task}, and {path} is one of {reference.task}"
-        )
-    from cdt_fast.training.checkpoint import load_checkpoint
-
-    best = load_checkpoint(folder.checkpoint).get("best")
-    if not isinstance(best, dict) or not isinstance(best.get("loss"), list):
-        raise InputError(f"{folder.checkpoint}: has no validation losses yet; resume the training of {folder.path}")
-    settings.set("constraints", "reference_losses", best["loss"])
-
-
 def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
     """Open a run that has been evaluated since it was last trained, or InputError: it has not."""
     from cdt_fast.training.checkpoint import saved_step

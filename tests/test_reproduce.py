@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,29 +168,6 @@ def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     assert {run.settings.constrained for run in planned} == {True, False}
     assert all(run.settings.data.source == str(Path("data").resolve()) for run in planned)
     assert f"  {name}: " in call("reproduce", "--help").out
-
-
-def test_the_reference_of_a_run_is_another_one_of_its_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder until it is trained and measured, then its losses."""
-
-    def resolved(settings: Any) -> None:
-        assert settings.constraints.reference_losses == str(tmp_path / "plain-3")
-        settings.constraints.reference_losses = [1.0, 0.5]
-
-    def references() -> set[Any]:
-        bounded = {"constraints": {"bounds": {"3": "1.01x"}, "reference_losses": "plain"}}
-        runs = {"plain": {"constraints": {"constrained": False}}, "bounded": bounded}
-        experiment = replace(experiments.Experiment.load("paper-imdb"), runs=runs, seeds=[3])
-        planned = experiments.plan(experiment, "data", None, tmp_path)
-        return {
-            str(run.settings.constraints.reference_losses) for run in planned if run.path.name.startswith("bounded")
-        }
-
-    monkeypatch.setattr(experiments, "resolve_reference", resolved)
-    assert references() == {str(tmp_path / "plain-3")}
-    (tmp_path / "plain-3").mkdir()
-    RunFolder(tmp_path / "plain-3").evaluation.touch()
-    assert references() == {"[1.0, 0.5]"}
 
 
 # What the documents' tables were made with, run by run.

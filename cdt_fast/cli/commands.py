@@ -47,7 +47,6 @@ def train(options: argparse.Namespace) -> None:
         entry = TASKS[options.task]
         settings = entry.settings.chosen(given, options.preset, options.config)
         tasks.make_absolute(settings)
-        tasks.resolve_reference(settings)
         from cdt_fast.training import loop  # noqa: F401 - see above
 
         path = options.out or _free_folder(settings)
@@ -82,7 +81,6 @@ def reproduce(options: argparse.Namespace) -> None:
             if state == "done":
                 continue
             print(f"run {number} of {len(planned)}: {run.path}", file=sys.stderr)
-            tasks.resolve_reference(run.settings)
             try:
                 folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
                 _train_and_evaluate(folder, run.settings, TASKS[experiment.task], resumed=state == "begun")

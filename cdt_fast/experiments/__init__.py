@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from cdt_fast.checks import InputError, suggestion
 from cdt_fast.files import read_toml
-from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run, resolve_reference
+from cdt_fast.tasks import TASKS, make_absolute, open_evaluated, open_run
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import SECTIONS, RunSettings
 
@@ -19,10 +19,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Experiment:
-    """What an experiment's file says.
-
-    The `reference_losses` of a run may be the name of another before it: its losses with the same seed.
-    """
+    """What an experiment's file says."""
 
     name: str  # that of the file
     title: str
@@ -119,11 +116,5 @@ def plan(experiment: Experiment, source: str, model: str | None, out: str | os.P
     folder, planned = Path(out), []
     for run in experiment.runs:
         for seed in dict.fromkeys(experiment.seeds):
-            settings = experiment.settings(run, seed, source, model)
-            reference = settings.constraints.reference_losses
-            if reference in experiment.runs:  # another run of this seed, trained before
-                settings.constraints.reference_losses = str((folder / f"{reference}-{seed}").resolve())
-                if RunFolder(folder / f"{reference}-{seed}").evaluation.exists():
-                    resolve_reference(settings)
-            planned.append(PlannedRun(folder / f"{run}-{seed}", settings))
+            planned.append(PlannedRun(folder / f"{run}-{seed}", experiment.settings(run, seed, source, model)))
     return planned

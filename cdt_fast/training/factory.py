@@ -38,9 +38,8 @@ def _bounds(settings: RunSettings) -> dict[int, Any] | None:
 
 def check_trained_depths(settings: RunSettings) -> None:
     """Refuse a weight or a bound of depth 0 where nothing trains there."""
-    reason, chosen, weights = settings.untrained_depth, settings.constraints, settings.coefficients
+    reason, chosen = settings.untrained_depth, settings.constraints
     asked = {
-        "coefficients": weights is not None and weights[0] > 0,
         "reference_mode constraint": settings.constrained
         and chosen.reference_mode == "constraint"
         and chosen.reference is not None,
@@ -62,7 +61,7 @@ def build_constraints(
         InputError: the settings do not fit each other or the number of layers.
     """
     chosen = settings.constraints
-    options = {name: getattr(chosen, name) for name in asdict(DEFAULTS)}
+    options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if hasattr(chosen, name)}
     options |= {
         "objective": settings.objective,
         "coefficients": settings.coefficients,
@@ -76,6 +75,6 @@ def build_constraints(
     if settings.constrained and not chosen.warmup_epochs and constraints.needs_warmup:
         raise InputError(
             "[constraints] bounds holds a factor of the loss at the end of the warm-up, but warmup_epochs is 0: give "
-            "reference_losses (those of a run without constraints), or a warm-up"
+            "it a warm-up"
         )
     return constraints

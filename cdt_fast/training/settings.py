@@ -37,6 +37,7 @@ _CONSTRAINED = "constrained=true"
 ANY = "any value"
 # Settings of earlier versions, each with the values at which it did nothing: a file that names such a value is read.
 GONE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("coefficients", "reference_losses"), ("none",)),
     "checkpoint_every": (ANY,),
     "log_every": (ANY,),
     "rank_timeout": (ANY,),
@@ -156,9 +157,6 @@ class ConstraintSettings(Section):
     objective: presets.ObjectiveName | None = setting(
         None, "what is minimized over the depths (default: last; for a denoiser of video with constraints log)"
     )
-    coefficients: list[NonNegative] | None = setting(
-        None, "weights of the depths in the objective (default: ones; video: 0, then ones)"
-    )
     rate: float | list[float] | None = constraint(
         DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes; 'none': no descent"
     )
@@ -168,11 +166,8 @@ class ConstraintSettings(Section):
     reference_mode: presets.ReferenceMode = constraint(DEFAULTS.reference_mode, "how the reference enters")
     coupling: presets.Coupling = constraint(DEFAULTS.coupling, "what bounds a layer's loss", "rate!=none")
     bounds: Bounds | None = constraint(
-        DEFAULTS.bounds, "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of a reference's"
-    )
-    reference_losses: list[float] | str | None = constraint(
-        DEFAULTS.reference_losses,
-        "what factors are taken of: a loss a depth, or the folder of a run (default: the end of the warm-up)",
+        DEFAULTS.bounds,
+        "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of the loss at the end of the warm-up",
     )
     normalize: bool = constraint(DEFAULTS.normalize, "dual steps on relative violations")
     margin: NonNegative = constraint(
@@ -269,8 +264,8 @@ class RunSettings(BaseModel):
 
     @property
     def coefficients(self) -> list[float] | None:
-        """The weights of the depths in the objective; None: those of `DescentConstraints`."""
-        return self.constraints.coefficients
+        """The weights of the depths in the objective; None: ones."""
+        return None
 
     @property
     def untrained_depth(self) -> str:

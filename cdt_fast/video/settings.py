@@ -137,10 +137,9 @@ class VideoSettings(RunSettings):
     @property
     def coefficients(self) -> list[float] | None:
         """As `RunSettings.coefficients`; of a denoiser depth 0, which reads the noisy input, is no exit."""
-        given = self.constraints.coefficients
-        if given is None and self.objective != "last" and self.model.pretrained is None:
-            return [0.0] + [1.0] * self.model.layers
-        return given
+        if self.objective == "last" or self.model.pretrained is not None:
+            return None
+        return [0.0] + [1.0] * self.model.layers
 
     @property
     def untrained_depth(self) -> str:
