@@ -158,7 +158,7 @@ def videos(folder: Path) -> Iterator[tuple[str, Path, str]]:
     (folder / "no images" / "notes.txt").write_text("nothing to see")
     yield "no images", folder / "no images", "no clips found"
     np.save(folder / "nan.npy", np.where(frames == frames.max(), np.nan, frames / 255.0))
-    yield "nan", folder / "nan.npy", "NaN"
+    yield "NaN", folder / "nan.npy", "[nan, nan]"
     np.save(folder / "short.npy", frames[:12])
     yield "short", folder / "short.npy", "has 12 frames"
     (folder / "mixed").mkdir()

@@ -167,7 +167,7 @@ class ConstraintSettings(Section):
     coupling: presets.Coupling = constraint(DEFAULTS.coupling, "what bounds a layer's loss", "rate!=none")
     bounds: Bounds | None = constraint(
         DEFAULTS.bounds,
-        "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of the loss at the end of the warm-up",
+        "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of the loss after the warm-up",
     )
     normalize: bool = constraint(DEFAULTS.normalize, "dual steps on relative violations")
     margin: NonNegative = constraint(
