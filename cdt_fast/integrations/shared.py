@@ -12,7 +12,7 @@ from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import options_of
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import LayerLosses
-from cdt_fast.models.layer_losses.targets import IGNORED
+from cdt_fast.models.layer_losses.outputs import IGNORED
 
 
 def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses) -> DescentConstraints:

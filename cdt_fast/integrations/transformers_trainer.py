@@ -161,9 +161,9 @@ class _DescentTrainer(Trainer):
             self._pending.append((losses, count))
             self._logged.add(losses, count)
         else:
-            with self.layer_losses.evaluation():
-                items = items_in(self.layer_losses, inputs).clamp(min=1)
-                output = model(**inputs, num_items_in_batch=items)
+            self.layer_losses.weights = None
+            items = items_in(self.layer_losses, inputs).clamp(min=1)
+            output = model(**inputs, num_items_in_batch=items)
             if self._evaluated is not None:
                 self._evaluated.add(*self._measured(output))
         return (output["loss"], output) if return_outputs else output["loss"]

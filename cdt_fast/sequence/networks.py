@@ -18,7 +18,6 @@ from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
-from cdt_fast.models.layer_losses.parts import LANGUAGE_MODEL, find_parts
 from cdt_fast.ops.common import explain
 from cdt_fast.sequence.perturbation import Perturbation, perturbed, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
@@ -128,18 +127,18 @@ class PretrainedNetwork(Network):
     part = "the losses of all depths"
 
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[int] | None = None, **options: Any) -> None:
-        parts = find_parts(model)
-        self.base: Any = parts.model
-        last, self._is_language_model = len(parts.layers), parts.kind == LANGUAGE_MODEL
         self.handle = attach_layer_losses(model, taps, **options)
-        if self._is_language_model and not self.handle.shifts_labels:
+        self.base: Any = self.handle.model
+        if self.handle.reads_tokens and not self.handle.shifts_labels:
             raise InputError(
                 f"{type(self.base).__name__}: takes the label of a token as its own target, and the labels of "
                 "instructions are those of the next; choose a causal language model that shifts them"
             )
         super().__init__(model, tokenizer, self.handle.taps)
-        if self.depths[-1] != last or self.layers < 1:
-            raise InputError(f"[model] taps must be at least two depths that end with the last, {last}, got {taps}")
+        if self.depths[-1] != self.handle.layers or self.layers < 1:
+            raise InputError(
+                f"[model] taps must be at least two depths that end with the last, {self.handle.layers}, got {taps}"
+            )
 
     def forward(self, inputs: Tensor) -> None:
         """The model's own forward, without labels."""
@@ -165,7 +164,7 @@ class PretrainedNetwork(Network):
     def _named(self, inputs: Tensor) -> dict[str, Any]:
         names = ("input_ids", "attention_mask", "token_type_ids")
         named: dict[str, Any] = dict(zip(names, inputs.unbind(), strict=False))
-        return {**named, "use_cache": False} if self._is_language_model else named
+        return {**named, "use_cache": False} if self.handle.reads_tokens else named
 
 
 def vocabulary_size(model: nn.Module) -> int:

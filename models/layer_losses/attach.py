@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, get_args
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from cdt_fast.checks import check_choice, check_number
 from cdt_fast.errors import InputError
-from cdt_fast.models.layer_losses.handle import MARK, InnerPooling, LayerLosses
-from cdt_fast.models.layer_losses.parts import CLASSIFIER, check_taps, find_parts
+from cdt_fast.models.layer_losses.check import check_first_forward
+from cdt_fast.models.layer_losses.head import effective_linear, in_use
+from cdt_fast.models.layer_losses.layout import Layout, find_layout
+from cdt_fast.models.layer_losses.outputs import IGNORED, ignore_in_predictions, router_loss, targets_of, with_fields
+from cdt_fast.models.layer_losses.reading import DepthReader, Form, mean_of_tokens
+from cdt_fast.models.layer_losses.wrapping import WrappedForward
+from cdt_fast.ops import layerwise_cross_entropy
+from cdt_fast.ops.common import LayerwiseLosses, compute_dtype, in_autocast, weights_of_depths
+
+InnerPooling = Literal["own", "mean"]
+_MARK = "_cdt_fast_layer_losses"
+_READS_LOGITS = "_cdt_fast_reads_logits"  # the argument by which `depth_logits` asks the forward for them
 
 
 def attach_layer_losses(
@@ -18,7 +32,6 @@ def attach_layer_losses(
     taps: Sequence[int] | None = None,
     *,
     inner_fraction: float = 1.0,
-    generator: torch.Generator | None = None,
     inner_pooling: InnerPooling = "own",
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
@@ -27,31 +40,30 @@ def attach_layer_losses(
     depth (in nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens
     (language model: its labels are shifted by one where its own loss shifts them) that it is a mean over, those whose
     label is not −100; where there is none of them the losses are 0. Every depth is read through the model's own final
-    norm, pooling and head; dropout of the readout draws anew at each depth. A language model in training mode forms no
-    logits of all tokens, and returns none.
+    norm, pooling and head; dropout of the readout draws anew at each depth.
 
     With weights, `loss` is `Σ_l w_l ℓ_l`, in one fused pass, and `layer_losses` is detached; without, `loss` is the
     model's own, that of the last layer, and `layer_losses` is differentiable. Where the forward is given
     `num_items_in_batch`, `loss` is divided by that in place of the count. Weights are those of the handle, or the
-    forward's argument `depth_weights=`.
+    forward's argument `depth_weights=`. A language model with labels returns its logits except in training, where
+    they are not computed; a classifier always does.
 
     A mixture of experts that returns the loss of its routers (`output_router_logits`) has it added to `loss`, times the
     model's own factor and whatever the weights, as in its own forward.
 
-    The first forward with labels is checked against the model, in a few further forwards of a few tokens: the last
-    depth's loss is the model's own, and inner depths are the model without the layers behind them.
+    The first forward with labels is checked against the model, in a few further forwards of a few tokens: the loss of a
+    depth is that of the model itself without the layers behind it.
 
-    Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it; where peft puts an
-    adapter on the head, after. Precision, checkpointing and the number of classes may change later; a forward after
-    the base model, a layer, the last norm or the head was replaced is an InputError.
+    Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it. What changes later
+    (the head, its number of classes, adapters, precision, checkpointing) is followed, and checked again; another number
+    of layers is an InputError.
 
     Args:
         model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM or …LMHeadModel of transformers.
         taps: the depths to read, increasing: 0 is the input of the first layer, l the output of layer l, −1 the last.
             None: all L+1. Depths that are not read keep no state.
         inner_fraction: in training, the share of a language model's tokens that the depths before the last are
-            estimated from, drawn anew in each forward, without bias. For a language model alone.
-        generator: of that draw. None: torch's own, whose state trainers save and restore.
+            estimated from, drawn anew in each forward from torch's generator, without bias. For a language model alone.
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
             first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
             each: what `cdt-fast train text` takes (docs/results.md). For a classifier alone.
@@ -67,16 +79,210 @@ def attach_layer_losses(
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
-    parts = find_parts(model)
-    name = type(parts.model).__name__
-    if hasattr(parts.model, MARK):
+    layout = find_layout(model)
+    if hasattr(layout.model, _MARK):
+        name = type(layout.model).__name__
         raise InputError(f"this {name} has layer losses already: use that handle, or call its remove() first")
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
-    if fraction < 1 and parts.kind == CLASSIFIER:
+    if fraction < 1 and not layout.reads_tokens:
         raise InputError(
             f"inner_fraction must be 1 for a classifier, got {inner_fraction}: it reads one row a sequence"
         )
     pooling = check_choice("inner_pooling", inner_pooling, get_args(InnerPooling))
-    if pooling != "own" and parts.kind != CLASSIFIER:
-        raise InputError(f"inner_pooling must be 'own' for a {parts.kind}, got {pooling!r}: it reads every token")
-    return LayerLosses(parts, check_taps(taps, len(parts.layers)), fraction, generator, pooling)
+    if pooling != "own" and layout.reads_tokens:
+        raise InputError(
+            f"inner_pooling must be 'own' for a causal language model, got {pooling!r}: it reads every token"
+        )
+    return LayerLosses(layout, _check_taps(taps, len(layout.layers)), fraction, pooling)
+
+
+class LayerLosses:
+    """The handle of `attach_layer_losses`.
+
+    Attributes:
+        model: the model of transformers, without the wrappers around it.
+        taps: the depths that are read, as numbers of 0..L.
+        layers: L.
+        num_constraints: the number of `taps` less one, the `layers` of a `DescentConstraints`.
+        reads_tokens: the model is a causal language model, with a label a token; else a classifier, with one a row.
+        shifts_labels: whether the model's forward shifts `labels` by one, so that the first label of a sequence counts
+            nowhere. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
+    """
+
+    def __init__(
+        self, layout: Layout, taps: tuple[int, ...], inner_fraction: float, inner_pooling: InnerPooling
+    ) -> None:
+        self.model, self.taps, self.layers = layout.model, taps, len(layout.layers)
+        self.num_constraints = len(taps) - 1
+        self.reads_tokens, self.shifts_labels = layout.reads_tokens, layout.shifts_labels
+        self._inner_fraction, self._pooling = inner_fraction, inner_pooling
+        self._weights: Tensor | None = None
+        self._layout, self._reader = layout, DepthReader(layout, taps)
+        self._checked: Layout | None = None  # the layout that the check of a first forward has seen
+        self._wrapped = WrappedForward(layout.model, self._forward)
+        ignore_in_predictions(layout.model.config)
+        setattr(layout.model, _MARK, self)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """w, `[depths]`, one number for each of `taps`, negative and zero too; set it before a forward, None for none.
+
+        A tensor is taken as it is: one that changes in place need not be set again.
+        """
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Tensor | Sequence[float] | None) -> None:
+        self._weights = weights_of_depths(weights, len(self.taps))
+
+    def depth_logits(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """The logits at each of `taps` for one batch, through the model's own norm, pooling and head; differentiable.
+
+        They are what the model would return if its layers after that depth were not there; those of the last depth are
+        the model's own.
+
+        Args:
+            args, kwargs: what the model's forward takes. Labels are not needed, and not looked at.
+
+        Returns:
+            A tensor a depth: `[B, T, V]` of a language model, `[B, classes]` of a classifier.
+
+        Raises:
+            InputError: `remove` was called; or as from the first forward of `attach_layer_losses`.
+        """
+        if getattr(self.model, _MARK, None) is not self:
+            raise InputError("the layer losses were removed from this model: attach them again to read its depths")
+        return self.model(*args, **kwargs, **{_READS_LOGITS: True})
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        if getattr(self.model, _MARK, None) is self:
+            self._reader.remove()
+            self._wrapped.remove()
+            delattr(self.model, _MARK)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model."""
+        kwargs.update(zip(self._wrapped.names, args, strict=False))
+        depth_weights, reads_logits = kwargs.pop("depth_weights", None), kwargs.pop(_READS_LOGITS, False)
+        if not reads_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+            return self._wrapped.original(**kwargs)
+        labels, shifted, items = (kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
+        as_dict = kwargs.get("return_dict")
+        kwargs["return_dict"] = True
+        if not torch.compiler.is_compiling():
+            self._follow()
+        if reads_logits:
+            self._check(kwargs)
+            _, logits = self._read(kwargs, lambda head, features: [self._layout.logits(head(h)) for h in features])
+            return logits[: len(self.taps)]
+        shift, labels = self.shifts_labels and shifted is None, labels if shifted is None else shifted
+        targets, count = targets_of(labels, self._layout.classes, shift=shift, items=items)
+        weights = self._weights if depth_weights is None else weights_of_depths(depth_weights, len(self.taps))
+        self._check(kwargs)
+        training = self.model.training
+        fraction, whole_logits = (self._inner_fraction if training else 1.0), self.reads_tokens and not training
+        form = functools.partial(self._losses, targets=targets, weights=weights, inner_fraction=fraction)
+        output, (losses, logits) = self._read(kwargs, form, whole_logits=whole_logits)
+        loss, of_routers = losses.total / (count if items is None else items), router_loss(self.model, output)
+        count = count.to(loss.device, non_blocking=True)
+        output = with_fields(
+            output,
+            loss=loss if of_routers is None else loss + of_routers.to(loss.device),
+            logits=output.logits if whole_logits else logits,
+            layer_losses=losses.per_depth[: len(self.taps)] / count.clamp(min=1),
+            layer_loss_count=count,
+        )
+        as_dict = getattr(self.model.config, "return_dict", True) if as_dict is None else as_dict
+        return output if as_dict else output.to_tuple()
+
+    def _read(self, arguments: dict[str, Any], form: Form, *, whole_logits: bool = False, pool: bool = True) -> Any:
+        """The model's output for these arguments, and what `form` makes of the depths; `pool`: as `inner_pooling`."""
+        run = functools.partial(self._wrapped.original, **arguments)
+        mean = functools.partial(mean_of_tokens, mask=arguments.get("attention_mask"))
+        pooled = mean if pool and self._pooling == "mean" else None
+        return self._reader.read(run, form, whole_logits=whole_logits, pooled=pooled)
+
+    def _losses(
+        self,
+        head: Callable[..., Tensor],
+        features: list[Tensor],
+        targets: Tensor,
+        weights: Tensor | None = None,
+        inner_fraction: float = 1.0,
+    ) -> tuple[LayerwiseLosses, Tensor | None]:
+        """The losses of what the head is given, as sums over what counts, and the logits of a classifier.
+
+        Without weights the total is the last depth's.
+        """
+        layout = self._layout
+        for each in features:
+            if each.shape[:-1] != targets.shape or (not layout.reads_tokens and targets.dim() != 1):
+                raise InputError(
+                    f"labels have shape {tuple(targets.shape)} but the head was given {tuple(each.shape[:-1])} "
+                    + ("tokens: give one label a token, and no logits_to_keep" if layout.reads_tokens else "rows")
+                )
+        weight, bias = effective_linear(in_use(layout.head))
+        rows = features if in_autocast(weight) else [each.to(weight.dtype) for each in features]
+        if layout.scale != 1.0:
+            rows = [each * layout.scale for each in rows]
+            bias = None if bias is None else bias * layout.scale
+        if weights is not None:  # the last depth may not be among those that are read
+            weights = torch.cat([weights, weights.new_zeros(len(rows) - len(self.taps))])
+        total, per_depth = layerwise_cross_entropy(
+            rows,
+            weight,
+            targets,
+            bias,
+            depth_weights=weights,
+            ignore_index=IGNORED,
+            reduction="sum",
+            softcap=layout.softcap,
+            inner_fraction=inner_fraction,
+        )
+        losses = LayerwiseLosses(per_depth[-1] if weights is None else total, per_depth)
+        return losses, None if layout.reads_tokens else head(features[-1])
+
+    def _follow(self) -> None:
+        """Find the modules anew: they may have been changed or replaced."""
+        layout = find_layout(self.model)
+        if layout == self._layout:
+            return
+        if len(layout.layers) != self.layers:
+            raise InputError(
+                f"this {type(self.model).__name__} had {self.layers} layers when its layer losses were attached, and "
+                f"has {len(layout.layers)} now: call remove() before that, and attach after"
+            )
+        self._reader.remove()
+        self._layout, self._reader = layout, DepthReader(layout, self.taps)
+
+    def _check(self, arguments: dict[str, Any]) -> None:
+        """Once, and again after a change: that the depths are read as the model reads its last."""
+
+        def read(arguments: dict[str, Any], labels: Tensor) -> tuple[Tensor, torch.dtype]:
+            targets, count = targets_of(labels, self._layout.classes, shift=self.shifts_labels)
+
+            def form(head: Callable[..., Tensor], features: list[Tensor]) -> tuple[Tensor, torch.dtype]:
+                losses, _ = self._losses(head, features, targets)
+                return losses.per_depth / count, compute_dtype(features[-1])
+
+            return self._read(arguments, form, pool=False)[1]
+
+        if self._checked is not self._layout:
+            check_first_forward(self._layout, self.taps, self._wrapped, read, arguments)
+            self._checked = self._layout
+
+
+def _check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
+    """The depths to read, counted from 0, the input of the first layer, to L, the output of the last."""
+    if taps is None:
+        return tuple(range(layers + 1))
+    numbers = list(taps) if isinstance(taps, Sequence) and not isinstance(taps, str) else []
+    valid = all(isinstance(t, Integral) and not isinstance(t, bool) and -layers - 1 <= t <= layers for t in numbers)
+    depths = [int(tap) % (layers + 1) for tap in numbers] if valid else []
+    if not depths or any(first >= second for first, second in itertools.pairwise(depths)):
+        raise InputError(
+            f"taps must be a list of increasing depths between 0 and {layers}, the number of layers, or from -1 to "
+            f"{-layers - 1}, counted from the last; or None for all; got {taps!r}"
+        )
+    return tuple(depths)

@@ -1,29 +1,80 @@
-"""An output of transformers: with more fields, and the loss of its routers."""
+"""Labels as targets of the layerwise cross-entropy, and outputs of transformers that hold its losses too."""
 
 from __future__ import annotations
 
 from dataclasses import field, make_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cdt_fast.errors import InputError
+from cdt_fast.ops.common import describe
 
-LAYER_LOSSES, LOSS_COUNT = "layer_losses", "layer_loss_count"
-_FIELDS = (LAYER_LOSSES, LOSS_COUNT)
-
+IGNORED = -100
+_FIELDS = ("layer_losses", "layer_loss_count")
 _IGNORED_KEYS = "keys_to_ignore_at_inference"
-
-# What models call the factor of that loss in the loss that they return; JetMoe has the second.
+# What models call the factor of the routers' loss in the loss that they return; JetMoe has the second.
 _ROUTER_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 _KINDS: dict[type, type] = {}
 
 
-def with_layer_losses(output: Any, **fields: Any) -> Any:
+def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> tuple[Tensor, Tensor]:
+    """Labels as targets, int64 of their shape, and how many count, `[]`.
+
+    Args:
+        labels: a class or `IGNORED` each.
+        classes: V.
+        shift: the target of a token is the label of the next one.
+        items: what the sum of the losses is divided by in the place of the count.
+
+    Raises:
+        InputError: labels are no whole numbers; or, on the CPU and not compiled, one is neither a class nor `IGNORED`,
+            or none counts and there are no `items`.
+    """
+    if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not labels.dim():
+        raise InputError(f"labels must be an integer tensor, one class a row or a token, got {describe(labels)}")
+    # Without a host sync, and without a break of a compiled graph.
+    readable = labels.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and len(wrong := labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]):
+        raise InputError(f"labels must be in [0, {classes}) or {IGNORED}, got {wrong[0].item()}")
+    if shift:
+        labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    count = (labels != IGNORED).sum()
+    if readable and items is None and not count:
+        which = "all of them, but for a sequence's first," if shift else "all of them"
+        raise InputError(f"labels hold nothing to learn from: {which} are {IGNORED}")
+    return labels.long().contiguous(), count
+
+
+def router_loss(model: Any, output: Any) -> Tensor | None:
+    """What a mixture of experts adds to its loss so that tokens spread over the experts, `[]`.
+
+    It is added once a forward, and not divided by a number of items.
+
+    Raises:
+        InputError: the model returns such a loss, but what it multiplies it by is not known.
+    """
+    loss = output.get("aux_loss")
+    if not isinstance(loss, Tensor):
+        return None
+    factors = [getattr(model, name) for name in _ROUTER_FACTORS if hasattr(model, name)]
+    if not factors:
+        raise InputError(
+            f"no layer losses for a {type(model).__name__} with a router loss: what it multiplies that by is unknown "
+            f"(none of {', '.join(_ROUTER_FACTORS)}); set config.output_router_logits = False"
+        )
+    return factors[0] * loss
+
+
+def with_fields(output: Any, **fields: Any) -> Any:
     """A copy of `output` that holds `fields` too, and stays an instance of its class; None leaves a field out."""
     kind = type(output)
     if kind not in _KINDS:
-        _KINDS[kind] = _extended(kind)
+        # A class of its own, as the nodes that torch knows (FSDP2 and DDP take outputs apart and put them together
+        # again) have the fields of their class alone.
+        own = [(name, Any, field(default=None)) for name in _FIELDS]
+        _KINDS[kind] = make_dataclass(kind.__name__, own, bases=(kind,), namespace={"__module__": kind.__module__})
     return _KINDS[kind](**{**output, **fields})
 
 
@@ -36,30 +87,3 @@ def ignore_in_predictions(config: Any) -> None:
     holder = config if _IGNORED_KEYS in vars(config) else type(config)
     keys = getattr(holder, _IGNORED_KEYS, None) or ["past_key_values"]
     setattr(holder, _IGNORED_KEYS, [*keys, *(name for name in _FIELDS if name not in keys)])
-
-
-def with_router_loss(model: Any, loss: Tensor, output: Any) -> Tensor:
-    """`loss` and what a mixture of experts adds to it so that tokens spread over the experts, `[]`.
-
-    It is added once a forward, and not divided by a number of items: as in the models themselves.
-
-    Raises:
-        InputError: the model returns such a loss, but not under a name that is known what it is multiplied by.
-    """
-    of_router = output.get("aux_loss")
-    if not isinstance(of_router, Tensor):
-        return loss
-    factors = [getattr(model, name) for name in _ROUTER_FACTORS if hasattr(model, name)]
-    if not factors:
-        raise InputError(
-            f"no layer losses for a {type(model).__name__} with a router loss: what it multiplies that by is unknown "
-            f"(none of {', '.join(_ROUTER_FACTORS)}); set config.output_router_logits = False"
-        )
-    return loss + (factors[0] * of_router).to(loss.device)
-
-
-def _extended(kind: type) -> type:
-    # A class of its own, as the nodes that torch knows (FSDP2 and DDP take outputs apart and put them together again)
-    # have the fields of their class alone.
-    fields = [(name, Any, field(default=None)) for name in _FIELDS]
-    return make_dataclass(kind.__name__, fields, bases=(kind,), namespace={"__module__": kind.__module__})

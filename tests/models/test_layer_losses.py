@@ -54,7 +54,7 @@ def test_language_models(name: str) -> None:
     tolerance = EXACT if family.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
     plain = model(**inputs)
     handle = attach_layer_losses(model)
-    assert (handle.taps, handle.num_constraints, handle.kind) == ((0, 1, 2, 3), LAYERS, "causal language model")
+    assert (handle.taps, handle.num_constraints, handle.reads_tokens) == ((0, 1, 2, 3), LAYERS, True)
     handle.weights = WEIGHTS
     output = check(model, inputs, answer, tolerance)
     torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=0)
@@ -162,8 +162,8 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     handle.weights = WEIGHTS
     model(**inputs)  # the first one is compared with further forwards
     seen: list[int] = []
-    layer = handle._parts.layers[1]
-    layer.register_forward_hook(lambda *_: seen.append(handle._pass is not None))
+    layer = handle._layout.layers[1]
+    layer.register_forward_hook(lambda *_: seen.append(handle._reader._states is not None))
     check(model, inputs, answer)
     assert sum(seen) == 1, "one run within the forward; a second one, in the backward, is not noted"
 
@@ -214,30 +214,25 @@ def test_weights_of_the_call_go_before_those_of_the_handle() -> None:
     )
 
 
-def test_evaluation_has_the_last_loss_and_logits() -> None:
+def test_in_training_a_language_model_computes_no_logits() -> None:
     model, inputs = language_model(), tokens()
     plain = model(**inputs)
-    handle = attach_layer_losses(model, inner_fraction=0.3, generator=torch.Generator().manual_seed(0))
-    handle.weights = WEIGHTS
-    model.train()
-    assert model(**inputs).logits is None
-    with handle.evaluation(), torch.no_grad():
-        output = model(**inputs)
+    attach_layer_losses(model, inner_fraction=0.3)
+    assert model.train()(**inputs).logits is None
+    output = model.eval()(**inputs)
     torch.testing.assert_close(output.loss, plain.loss, rtol=1e-6, atol=0, check_dtype=False)
     torch.testing.assert_close(output.logits, plain.logits, rtol=0, atol=0)
     exact = eager_losses(model, LANGUAGE_MODELS["llama"], inputs, True)
-    torch.testing.assert_close(output.layer_losses, exact.detach(), **EXACT)
-    assert model(**inputs).logits is None
+    torch.testing.assert_close(output.layer_losses, exact, **EXACT)
 
 
 def test_a_fraction_of_the_tokens_is_unbiased_and_seeded() -> None:
     model, inputs = language_model(), tokens()
     exact = eager_losses(model, LANGUAGE_MODELS["llama"], inputs, True).detach()
-    generator = torch.Generator()
-    attach_layer_losses(model.train(), inner_fraction=0.25, generator=generator)
+    attach_layer_losses(model.train(), inner_fraction=0.25)
     with torch.no_grad():
         drawn = torch.stack([model(**inputs).layer_losses for _ in range(200)])
-        first, second = (model(**inputs).layer_losses for _ in range(2) if generator.manual_seed(3))
+        first, second = (model(**inputs).layer_losses for _ in range(2) if torch.manual_seed(3))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     torch.testing.assert_close(drawn[:, -1], exact[-1].expand(200), **EXACT)
     assert drawn[:, 0].std() > 0
@@ -301,7 +296,7 @@ def test_a_deep_copy_stands_alone() -> None:
 def test_nothing_is_kept_after_the_forward() -> None:
     model, inputs = language_model(), tokens()
     handle = attach_layer_losses(model, [2])
-    layers = handle._parts.layers
+    layers = handle._layout.layers
     assert [len(layer._forward_pre_hooks) for layer in layers] == [0, 0, 1]
     model(**inputs)  # the first one is compared with further forwards
     states: list[weakref.ref[Tensor]] = []
@@ -318,7 +313,7 @@ def test_nothing_is_kept_after_the_forward() -> None:
     with pytest.raises(KeyboardInterrupt):
         model(**inputs)
     hook.remove()
-    assert handle._pass is None
+    assert handle._reader._states is None
     assert "layer_losses" not in model(input_ids=inputs["input_ids"])
     assert model(**inputs).layer_losses.shape == (1,)
 

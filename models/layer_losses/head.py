@@ -1,22 +1,17 @@
-"""The one linear map of a head as a weight and a bias, also where an adapter or a sharding stands around it."""
+"""The linear map of a head as one weight and bias, also where an adapter or a sharding is around it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 
 
 def linear_maps(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear maps inside of `module`, in the order of their registration.
-
-    One with a low-rank adapter around it counts as one, and of a module that is trained in place of another
-    (peft's `modules_to_save`) only the one in use is looked at.
-    """
+    """The linear maps inside of `module`, in the order of their registration; one with an adapter counts as one."""
     module = in_use(module)
     if is_linear(module):
         yield module
@@ -31,7 +26,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def in_use(module: nn.Module) -> nn.Module:
-    """`module`, or the copy that peft trains in its place."""
+    """`module`, or the copy that peft trains in its place (`modules_to_save`)."""
     copies = getattr(module, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):  # what else has an original_module (peft's trained tokens) changes it
         return module
@@ -42,14 +37,12 @@ def in_use(module: nn.Module) -> nn.Module:
     return copies[active[0] if active[0] in copies else next(iter(copies))]
 
 
-def size_of_linear(linear: nn.Module) -> tuple[int, int]:
-    """`(V, d)`, the number of outputs and of inputs."""
+def outputs_of(linear: nn.Module) -> int:
+    """V, the number of its outputs."""
     base: Any = getattr(linear, "base_layer", linear)
-    weight = base.weight
     # The weight goes before what the module says of it, but where it is sharded flat or quantized.
-    return (
-        (*weight.shape,) if weight.dim() == 2 and weight.is_floating_point() else (base.out_features, base.in_features)
-    )
+    matrix = base.weight.dim() == 2 and base.weight.is_floating_point()
+    return base.weight.shape[0] if matrix else base.out_features
 
 
 def effective_linear(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -61,7 +54,7 @@ def effective_linear(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
         InputError: the weight is quantized, or the adapter is no plain product of two matrices.
     """
     base: Any = getattr(linear, "base_layer", linear)
-    weight, bias = _whole(base.weight), None if base.bias is None else _whole(base.bias)
+    weight, bias = _gathered(base.weight), None if base.bias is None else _gathered(base.bias)
     if not weight.is_floating_point() or weight.dim() != 2:
         raise InputError(
             f"the head's weight must be a floating-point matrix, got {tuple(weight.shape)} {weight.dtype} in "
@@ -79,9 +72,9 @@ def effective_linear(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
             continue
         _check_plain(adapted, name)
         down, up, scaling = adapted.lora_A[name], adapted.lora_B[name], adapted.scaling[name]
-        weight = weight + (scaling * (_whole(up.weight) @ _whole(down.weight))).to(weight.dtype)
+        weight = weight + (scaling * (_gathered(up.weight) @ _gathered(down.weight))).to(weight.dtype)
         if up.bias is not None:
-            of_adapter = (scaling * _whole(up.bias)).to(weight.dtype)
+            of_adapter = (scaling * _gathered(up.bias)).to(weight.dtype)
             bias = of_adapter if bias is None else bias + of_adapter
     return weight, bias
 
@@ -100,7 +93,6 @@ def _check_plain(adapted: Any, name: str) -> None:
         )
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _gathered(parameter: Any) -> Tensor:
     """A DTensor gathered, any other tensor as it is."""
-    gather = getattr(parameter, "full_tensor", None)
-    return parameter if gather is None or not isinstance(parameter, torch.Tensor) else gather()
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

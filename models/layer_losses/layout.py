@@ -1,0 +1,226 @@
+"""Which modules of a transformers model are its layers, what reads the last one, and how it turns that into a loss."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.head import in_use, is_linear, linear_maps, outputs_of
+
+SUPPORTED = (
+    "supported are transformers' …ForSequenceClassification, …ForImageClassification, …ForCausalLM and …LMHeadModel "
+    "models"
+)
+# Endings of class names, and whether such a model reads tokens.
+_ENDINGS = {
+    "ForSequenceClassification": False,
+    "ForImageClassification": False,
+    "ForCausalLM": True,
+    "LMHeadModel": True,
+}
+# What may stand between the last layer and the head, in the order in which it is applied. That nothing else stands
+# there is checked with values, in the first forward.
+_TAIL = (
+    (
+        *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
+        *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm"),
+    ),
+    ("project_out",),
+)
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
+# Cohere (which keeps a copy of its own), Falcon-H1 and Granite; the last one divides.
+_SCALES = (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1))
+_PROBLEMS = (None, "single_label_classification")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The modules that matter.
+
+    Attributes:
+        reads_tokens: a causal language model, which has a label a token; else a classifier, with one a row.
+        model: the one whose forward has `labels`.
+        base: the part of it that returns hidden states.
+        layers: L modules, one a layer.
+        tail: what `base` applies to the output of the last layer, in this order.
+        head: the linear map to the logits, as `model` calls it.
+        classes: V, the number of its outputs.
+        scale: what the model multiplies the logits by.
+        softcap: c of `c · tanh(logits / c)`, or None.
+        shifts_labels: the target of a token is the label of the next one; else, and for a classifier, its own.
+    """
+
+    reads_tokens: bool
+    model: nn.Module
+    base: nn.Module
+    layers: tuple[nn.Module, ...]
+    tail: tuple[nn.Module, ...]
+    head: nn.Module
+    classes: int
+    scale: float
+    softcap: float | None
+    shifts_labels: bool
+
+    def features(self, state: Tensor) -> Tensor:
+        """A state as `base` returns the last one."""
+        for module in self.tail:
+            state = module(state)
+        return state
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """What the model makes of the logits of its head."""
+        logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def unsupported(model: Any, reason: str) -> InputError:
+    """The error for a model whose depths cannot be read."""
+    return InputError(f"no layer losses for a {type(model).__name__}: {reason}")
+
+
+def find_layout(wrapped: Any) -> Layout:
+    """The layout of a model, also of one in a wrapper of torch, accelerate or peft.
+
+    Raises:
+        InputError: it is no model of transformers with a head that is known; the message names its class.
+    """
+    model = _unwrapped(wrapped)
+    names = [ancestor.__name__ for ancestor in type(model).__mro__]  # FSDP2 makes a subclass of each model
+    kinds = [reads for name in names for ending, reads in _ENDINGS.items() if name.endswith(ending)]
+    config, base = getattr(model, "config", None), getattr(model, "base_model", None)
+    if not kinds or config is None or not isinstance(base, nn.Module):
+        raise unsupported(model, f"it has no loss of labels that its depths could have too; {SUPPORTED}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise unsupported(model, "it has an encoder and a decoder, whose layers do not refine one and the same state")
+    reads_tokens, part = kinds[0], config
+    # Of a model with parts for texts and for pictures, the part that is read.
+    if any(name.endswith("ForImageClassification") for name in names):
+        part = getattr(config, "vision_config", config)
+    elif hasattr(config, "get_text_config"):
+        part = config.get_text_config()
+    # The decoder alone of Bart and others: their num_hidden_layers is that of the encoder.
+    counts = (*(("decoder_layers", "num_decoder_layers") if reads_tokens else ()), "num_hidden_layers")
+    path, layers = _layers(model, base, next((getattr(part, name) for name in counts if hasattr(part, name)), None))
+    if base is model:  # its own prefix names no part of it
+        base = path[1]
+    head = _head_of_language_model(model) if reads_tokens else _head_of_classifier(model, base, config)
+    return Layout(
+        reads_tokens=reads_tokens,
+        model=model,
+        base=base,
+        layers=layers,
+        tail=_tail(path),
+        head=head,
+        classes=outputs_of(in_use(head)),
+        scale=_scale(model, part) if reads_tokens else 1.0,
+        softcap=next((cap for cap in (getattr(part, name, None) for name in _SOFTCAPS) if cap), None)
+        if reads_tokens
+        else None,
+        shifts_labels=reads_tokens and _shifts_labels(type(model)),
+    )
+
+
+def _unwrapped(model: Any) -> Any:
+    while True:
+        if hasattr(model, "_orig_mod"):  # torch.compile
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):  # peft
+            model = model.get_base_model()
+        elif isinstance(getattr(model, "module", None), nn.Module) and not hasattr(model, "config_class"):  # DDP, FSDP
+            model = model.module
+        else:
+            return model
+
+
+def _layers(
+    model: nn.Module, base: nn.Module, expected: int | None
+) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+    """The modules from `base` down to the one that owns the layers, and the layers."""
+    if expected is None:
+        raise unsupported(model, "its configuration states no num_hidden_layers: it is no plain stack of layers")
+    lists = [(path, layers) for path, layers in _lists(base, ()) if len(layers) == expected]
+    if len(lists) != 1:
+        raise unsupported(
+            model,
+            f"it holds {len(lists)} lists of {expected} layers (num_hidden_layers), and which modules its depths lie "
+            "between is known for one alone",
+        )
+    path, layers = lists[0]
+    if base is model and len(path) == 1:
+        raise unsupported(model, "its layers are its own children, and not those of a base model")
+    return path, tuple(layers)
+
+
+def _lists(module: nn.Module, path: tuple[nn.Module, ...]) -> Iterator[tuple[tuple[nn.Module, ...], nn.ModuleList]]:
+    path = (*path, module)
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield path, child  # lists inside of its items are experts or parts of a layer
+        else:
+            yield from _lists(child, path)
+
+
+def _tail(path: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+    owned = [list(owner.named_children()) for owner in reversed(path)]
+    return tuple(child for names in _TAIL for children in owned for name, child in children if name in names)
+
+
+def _head_of_language_model(model: Any) -> nn.Module:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise unsupported(model, "it has no output embeddings")
+    if not is_linear(in_use(head)):
+        raise unsupported(model, f"its head is a {type(in_use(head)).__name__}, and not one linear map")
+    if head not in model.children():
+        owners = [type(child).__name__ for child in model.children() if head in child.modules()]
+        raise unsupported(model, f"its head ({', '.join(owners)}) is more than one linear map")
+    return head
+
+
+def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Module:
+    problem, classes = getattr(config, "problem_type", None), config.num_labels
+    if classes < 2 or problem not in _PROBLEMS:
+        raise unsupported(
+            model,
+            f"it has num_labels={classes} and problem_type={problem!r}; expected classification with one "
+            "label a row and at least 2 classes",
+        )
+    beside = (child for child in model.children() if child is not base)
+    linear = [module for child in beside for module in linear_maps(child) if outputs_of(module) == classes]
+    if not linear:
+        raise unsupported(model, f"it has no linear map to its {classes} classes outside of its base model")
+    return linear[-1]  # a dense layer of the same size stands before it
+
+
+def _scale(model: nn.Module, config: Any) -> float:
+    scale = 1.0
+    for name, power in _SCALES:
+        value = getattr(model, name, getattr(config, name, None))
+        if isinstance(value, Real):
+            scale *= float(value) ** power
+    return scale
+
+
+@functools.cache
+def _shifts_labels(kind: type) -> bool:
+    """Whether the target of a token is the label of the next one, as in most models, or its own, as in Bart's decoder.
+
+    The source of the forward says it: its loss is that of transformers (`loss_function`), or of logits without the
+    last (`:-1`); else labels are not shifted. The first forward with labels compares the losses.
+    """
+    for ancestor in kind.__mro__:
+        try:
+            source = inspect.getsource(vars(ancestor)["forward"])
+        except (KeyError, OSError, TypeError):  # it has none of its own, or without a source
+            continue
+        if "loss_function(" in source or "CrossEntropyLoss" in source:
+            return "loss_function(" in source or ":-1" in source
+    return True

@@ -1,0 +1,178 @@
+"""One forward of a model, and what its head is given at each depth.
+
+Nothing of the model is written anew. Hooks note the inputs of its layers while its own forward runs (the input of layer
+l+1 is the output of layer l, and unlike an output it carries its gradient under reentrant checkpointing too). What lies
+between a state and the head is then applied again, for each depth: of a language model its final norm; of a classifier
+its whole forward, in which the base model answers with the noted state (pooling, dropout, dense layers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses.layout import Layout, unsupported
+from cdt_fast.models.layer_losses.wrapping import answering, state_of
+from cdt_fast.ops.common import in_autocast
+
+# What is made of the head: its forward, and its inputs at each of the depths that are read and, in any case, the last.
+Form = Callable[[Callable[..., Tensor], list[Tensor]], Any]
+_Autocast = tuple[str, torch.dtype] | None
+
+
+class DepthReader:
+    """Reads the depths `taps` of a model; its hooks are on the layers until `remove`."""
+
+    def __init__(self, layout: Layout, taps: Sequence[int]) -> None:
+        self.layout, self.last = layout, len(layout.layers)
+        self._inner = [depth for depth in taps if depth < self.last]
+        self._states: dict[int, Tensor] | None = None
+        noted = [(depth, layout.layers[depth]) for depth in self._inner]
+        if layout.reads_tokens and layout.tail:
+            noted.append((self.last, layout.tail[0]))
+        self._handles = [
+            module.register_forward_pre_hook(functools.partial(self._note, depth), with_kwargs=True)
+            for depth, module in noted
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # In the backward a checkpointed layer runs again, and is not noted. The final norm may run on the embeddings
+        # first: the state before the head is that of its last call.
+        if self._states is not None and (depth == self.last or depth not in self._states):
+            self._states[depth] = state_of(args, kwargs)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[dict[int, Tensor]]:
+        self._states = states = {}
+        try:
+            yield states
+        finally:
+            self._states = None
+
+    def read(
+        self,
+        run: Callable[[], Any],
+        form: Form,
+        *,
+        whole_logits: bool = False,
+        pooled: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Any, Any]:
+        """The output of `run`, a forward of the model without labels, and what `form` makes of the depths.
+
+        Args:
+            whole_logits: without, a language model's output has the logits of a single token.
+            pooled: applied to what the base model of a classifier returns at the depths before the last.
+
+        Raises:
+            InputError: a layer did not run, or the layers do not refine one state.
+        """
+        layout, given = self.layout, []  # what the head is given in the forward, and its autocast
+
+        def head(features: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            given.append((features, _autocast_of(features)))
+            if whole_logits:
+                return head_forward(features, *args, **kwargs)
+            with torch.no_grad():  # the model may go on computing with them: a softcap, a scale
+                return head_forward(features[:, :1], *args, **kwargs)
+
+        def read_states(forward: Callable[..., Tensor], states: list[Tensor]) -> Any:
+            features = [layout.features(state) for state in states]
+            for each in features:
+                if each.shape != given[0][0].shape:
+                    shapes = f"{tuple(each.shape)} as read, {tuple(given[0][0].shape)} in its forward"
+                    raise unsupported(layout.model, f"what its head is given has another shape: {shapes}")
+            return form(forward, features)
+
+        if not layout.reads_tokens:
+            return self._read_rows(run, form, pooled)
+        with self._noting() as states, answering(layout.head, head) as head_forward:
+            output = run()
+        if not given:
+            raise unsupported(layout.model, "its head did not run")
+        # The last norm runs again inside of the head's call: sharded together with it, its weight is only there then.
+        last = states.get(self.last, given[0][0])
+        return output, self._in_head(read_states, [*self._inner_states(states), last], given[0][1])
+
+    def _read_rows(self, run: Callable[[], Any], form: Form, pooled: Callable[[Tensor], Tensor] | None) -> Any:
+        """As `read`, of a classifier. In place of logits its output has the rows that its head is given."""
+        layout, autocast, outputs = self.layout, [], []
+
+        def head(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            autocast.append(_autocast_of(rows))
+            return rows
+
+        def base(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(base_forward(*args, **kwargs))
+            return outputs[0]
+
+        with answering(layout.head, head):
+            with self._noting() as states, answering(layout.base, base) as base_forward:
+                output = run()
+            rows = []
+            for state in self._inner_states(states):
+                replayed = functools.partial(_with_state, layout, outputs[0], state, pooled)
+                with answering(layout.base, lambda *args, replayed=replayed, **kwargs: replayed()):
+                    rows.append(run().logits)
+        return output, self._in_head(form, [*rows, output.logits], autocast[0])
+
+    def _inner_states(self, states: dict[int, Tensor]) -> list[Tensor]:
+        for depth in self._inner:
+            if depth not in states:
+                raise InputError(
+                    f"layer {depth + 1} did not run in this forward, so that depth {depth} has no state: switch "
+                    "layerdrop off, or leave the depth out of taps"
+                )
+            shape, other = (tuple(getattr(states[each], "shape", ())) for each in (depth, self._inner[0]))
+            if shape != other or not shape:
+                reason = f"its layers do not refine one state: it has the shape {other} at depth {self._inner[0]}"
+                raise unsupported(self.layout.model, f"{reason}, and {shape} at depth {depth}")
+        return [states[depth] for depth in self._inner]
+
+    def _in_head(self, form: Form, given: list[Tensor], autocast: _Autocast) -> Any:
+        """`form` of `given` inside of a call of the head, in its autocast, which something around the forward may set.
+
+        What shards the head acts on calls of it: it gathers the weight before and, knowing all that goes in and comes
+        out, reduces its gradient after.
+        """
+
+        def call(given: list[Tensor]) -> Any:
+            return form(forward, given)
+
+        precision = torch.autocast(*autocast) if autocast else contextlib.nullcontext()
+        with precision, answering(self.layout.head, call) as forward:
+            return self.layout.head(given)
+
+
+def _autocast_of(tensor: Tensor) -> _Autocast:
+    return (tensor.device.type, torch.get_autocast_dtype(tensor.device.type)) if in_autocast(tensor) else None
+
+
+def _with_state(layout: Layout, output: Any, state: Tensor, pooled: Callable[[Tensor], Tensor] | None) -> Any:
+    """What the base model returned, with another last state."""
+    state = layout.features(state)
+    state = state if pooled is None else pooled(state)
+    changed: dict[str, Tensor | None] = {"last_hidden_state": state}
+    if "pooler_output" in output:
+        pooler: Any = getattr(layout.base, "pooler", None)
+        # Where that is no module of its own, no head needs it.
+        changed["pooler_output"] = pooler(state) if isinstance(pooler, nn.Module) else None
+    return type(output)(**{**output, **changed})
+
+
+def mean_of_tokens(state: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean of `state` `[B, T, d]` over the tokens that count (`mask` `[B, T]`; None: all) in the place of each."""
+    if mask is None:
+        return state.mean(1, keepdim=True).expand_as(state)
+    counted = mask.to(state.dtype).unsqueeze(-1)
+    return ((state * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)).expand_as(state)
