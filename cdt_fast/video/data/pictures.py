@@ -26,8 +26,8 @@ _SUBFILE_TYPE, _DESCRIPTION, _SAMPLE_FORMAT = 254, 270, 339  # tags of TIFF
 _SMALLER_COPY, _MASK, _SIGNED = 1, 4, 2  # bits of the first, a value of the last
 _SRGB_GAMMA = 1 / 2.2
 # Dates and times of day by their number of digits.
-_TIME_FORMATS = {20: "%Y%m%d%H%M%S%f", 17: "%Y%m%d%H%M%S%f", 14: "%Y%m%d%H%M%S", 12: "%H%M%S%f", 9: "%H%M%S%f"}
-_TIME_FORMATS |= {8: "%Y%m%d", 6: "%H%M%S"}
+_TIMES = {20: "%Y%m%d%H%M%S%f", 17: "%Y%m%d%H%M%S%f", 14: "%Y%m%d%H%M%S", 12: "%H%M%S%f", 9: "%H%M%S%f"}
+_TIMES |= {8: "%Y%m%d", 6: "%H%M%S"}
 
 
 class Pictures(FrameSource):
@@ -57,14 +57,12 @@ class Pictures(FrameSource):
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         colored = any(self._has_color(file) for file in self.files)
-        starts = list(accumulate(self._durations, initial=Fraction(0)))
         self._seen.clear()
-        self.times, count = [], 0
+        count = 0
+        self.times = [] if self.frame_rate is None else list(accumulate(self._durations, initial=Fraction(0)))[:-1]
         for file in self.files:
-            for label, frame in self._each(file, lambda image, file=file: self._pixels(image, file, colored)):
-                if self.frame_rate is not None:
-                    self.times.append(starts[count])
-                yield label, frame
+            for frame in self._each(file, lambda image, file=file: self._pixels(image, file, colored)):
+                yield frame
                 count += 1
         notes = [f"{what} ({names[0]}; {len(names)} of {count} pictures)" for what, names in self._seen.items()]
         if self.path.is_dir():
@@ -79,39 +77,32 @@ class Pictures(FrameSource):
         return False
 
     def _each(self, file: Path, read: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-        """Call `read` on each picture of a file; yield what to call it in a message, and the result."""
+        """Call `read` on each picture of a file that is a frame; yield what to call it, and the result."""
         pillow = require("PIL.Image", "video", "reading pictures")
         try:
             with pillow.open(file) as image:
-                count = getattr(image, "n_frames", 1)
-                for index in self._frames_of(image, file, count):
-                    page = f", page {index + 1}" if count > 1 else ""
-                    yield f"frame {file.name}{page}", read(image)
+                count, frames = getattr(image, "n_frames", 1), 0
+                if image.format == "TIFF":
+                    _require_one_sequence(image, file, count, alone=len(self.files) == 1)
+                elif count > 1 and image.format != "MPO" and self.path.is_dir():
+                    raise InputError(
+                        f"{file}: is an animation of {count} pictures among the frames of a folder; give it by itself, "
+                        "or save its pictures as files"
+                    )
+                # Phones add previews and maps of depth to a photo, which is then an MPO.
+                for index in range(1 if image.format == "MPO" else count):
+                    image.seek(index)
+                    if image.format == "TIFF" and image.tag_v2.get(_SUBFILE_TYPE, 0) & (_SMALLER_COPY | _MASK):
+                        continue
+                    frames += 1
+                    yield f"frame {file.name}" + (f", page {index + 1}" if count > 1 else ""), read(image)
+                if frames < count:
+                    self._note("extra pictures in a file, such as previews and masks, are skipped", file)
         except InputError:
             raise
         # Pillow reports broken files by SyntaxError, ValueError, EOFError and struct.error as well as by OSError.
         except Exception as error:
             raise InputError(f"{file}: the picture cannot be read ({error})") from error
-
-    def _frames_of(self, image: Any, file: Path, count: int) -> Iterator[int]:
-        """Seek each picture of a file that is a frame and yield its index; the others are noted."""
-        if image.format == "TIFF":
-            _require_one_sequence(image, file, count, alone=len(self.files) == 1)
-        elif count > 1 and image.format != "MPO" and self.path.is_dir():
-            raise InputError(
-                f"{file}: is an animation of {count} pictures among the frames of a folder; give it by itself, or save "
-                "its pictures as files"
-            )
-        frames = 0
-        # Phones add previews and maps of depth to a photo, which is then an MPO.
-        for index in range(1 if image.format == "MPO" else count):
-            image.seek(index)
-            kind = image.tag_v2.get(_SUBFILE_TYPE, 0) if image.format == "TIFF" else 0
-            if not kind & (_SMALLER_COPY | _MASK):
-                frames += 1
-                yield index
-        if frames < count:
-            self._note("extra pictures in a file, such as previews and masks, are skipped", file)
 
     def _pixels(self, image: Any, file: Path, colored: bool) -> np.ndarray:
         pillow = require("PIL.Image", "video", "reading pictures")
@@ -198,25 +189,25 @@ def naming_signs(files: list[Path]) -> list[str]:
     rows = [tuple(run.zfill(width) for run, width in zip(row, widths, strict=True)) for row in runs]
     used = next((end for end in range(1, len(widths) + 1) if len({row[:end] for row in rows}) == len(files)), None)
     mixed = [group[0] for group in by_pattern.values()] if len(by_pattern) > 1 else []  # files of two sequences
-    signs: list[str] = []
-    if used is None and len(files) > 1 and not mixed:
-        mixed = next([files[at], files[at + 1]] for at in range(len(files) - 1) if rows[at] == rows[at + 1])
+    missing: dict[int, int] = {}
     if used is not None:
         numbers = ["".join(row[:used]) for row in rows]
         missing = _missing([int(number) for number in numbers])
-        restarts = [at for at in missing if rows[at][: used - 1] != rows[at + 1][: used - 1]]
         times = _as_times(numbers) if missing else None
         if times is not None and len(by_time := _missing(times)) < len(missing):
-            missing, restarts = by_time, []  # seconds go from 59 to 0
-        if restarts:
-            mixed = mixed or files[restarts[0] : restarts[0] + 2]
-        elif missing:
-            number, at = sum(missing.values()), min(missing)
-            frames = "1 frame is" if number == 1 else f"{number} frames are"
-            signs.append(
-                f"{frames} missing between the {len(files)} that it holds, by the numbers in their names: "
-                f"{files[at + 1].name} follows {files[at].name}"
-            )
+            missing = by_time  # seconds go from 59 to 0
+        else:
+            restarts = [files[at : at + 2] for at in missing if rows[at][: used - 1] != rows[at + 1][: used - 1]]
+            missing, mixed = ({}, mixed or restarts[0]) if restarts else (missing, mixed)
+    elif len(files) > 1 and not mixed:
+        mixed = next(files[at : at + 2] for at in range(len(files) - 1) if rows[at] == rows[at + 1])
+    signs = []
+    if missing:
+        number, at = sum(missing.values()), min(missing)
+        signs.append(
+            f"{number} frame{' is' if number == 1 else 's are'} missing between the {len(files)} that it holds, by the "
+            f"numbers in their names: {files[at + 1].name} follows {files[at].name}"
+        )
     if mixed:
         signs.append(
             "the file names are not one sequence; it may hold two sequences, or pictures and their masks: "
@@ -236,7 +227,7 @@ def _missing(numbers: list[int]) -> dict[int, int]:
 
 def _as_times(numbers: list[str]) -> list[int] | None:
     """Convert numbers whose last digits are all dates or times of day to microseconds; None if they are not."""
-    for length, form in _TIME_FORMATS.items():
+    for length, form in _TIMES.items():
         if len(numbers[0]) >= length and len({number[:-length] for number in numbers}) == 1:
             with suppress(ValueError):
                 moments = [datetime.strptime(number[-length:], form) for number in numbers]

@@ -19,31 +19,20 @@ from cdt_fast.errors import InputError, require
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 
 _EXPECTED = "expected a video, a folder of frames, or a .npy or .npz file"
-_READ_BYTES = 1 << 18
 # Of the times from frame to frame that are about equal where a camera keeps its rate, and of the stated duration.
 _EVEN_SHARE = 0.9
 _JUMP_SECONDS = 1  # the clock of joined files starts anew; less is disorder in one file
 _PICTURE_CODECS = frozenset({"mjpeg", "png", "bmp", "gif", "tiff", "webp"})
 
 # Code points of ITU-T H.273, which are FFmpeg's numbers. These mean the same of primaries, transfer and matrix.
-UNSPECIFIED = 2
-LIMITED_RANGE = 1
+UNSPECIFIED, LIMITED_RANGE = 2, 1
 _UNTAGGED = frozenset({0, UNSPECIFIED, 3})  # 0 and 3 are reserved; of a matrix, 0 is RGB
 _BT709, _BT601 = 1, 5
 _CONVERTIBLE = frozenset({1, 4, 5, 6, 7, 9})  # matrices that FFmpeg's scaler knows
-_HDR = {16: "PQ", 18: "HLG"}
+_HDR = {16: ", with the color tags of HDR (PQ)", 18: ", with the color tags of HDR (HLG)"}
 # Frame metadata that is applied here or by the decoder, or does not concern showing the frame.
-_UNSEEN = frozenset(
-    (
-        "DISPLAYMATRIX",
-        "FILM_GRAIN_PARAMS",
-        "GOP_TIMECODE",
-        "MOTION_VECTORS",
-        "PANSCAN",
-        "SEI_UNREGISTERED",
-        "VIDEO_HINT",
-    )
-)
+_UNSEEN = {"DISPLAYMATRIX", "FILM_GRAIN_PARAMS", "GOP_TIMECODE", "MOTION_VECTORS", "PANSCAN"}
+_UNSEEN |= {"SEI_UNREGISTERED", "VIDEO_HINT"}
 
 
 class VideoFile(FrameSource):
@@ -71,7 +60,7 @@ class VideoFile(FrameSource):
                 # Without a protocol to open others by, a playlist reads neither a neighboring file nor an address.
                 options = {"protocol_whitelist": "none"}
                 with av.open(
-                    file, options=options, metadata_errors="surrogateescape", buffer_size=_READ_BYTES
+                    file, options=options, metadata_errors="surrogateescape", buffer_size=1 << 18
                 ) as container:
                     yield container
         except InputError:
@@ -100,8 +89,7 @@ class VideoFile(FrameSource):
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         av = require("av", "video", "reading a video file")
-        self.times, self.tags, self.lost = [], {}, {}
-        self._first: tuple[Any, ...] | None = None
+        self.times, self.tags, self.lost, self._first = [], {}, {}, None
         self._jumped = Fraction(0)  # seconds that later times lie further on, after the clock started anew
         interlaced = damaged_packets = damaged_frames = 0
         due: list[Fraction] = []  # times of the packets that are to be shown
@@ -128,46 +116,47 @@ class VideoFile(FrameSource):
                     f"{self.path}: the video is damaged or cut short: decoding fails after {len(self.times)} frames "
                     f"({_reason(error)}); copy or download it again"
                 ) from error
-            signs = list(self._signs(container, stream, due, others_end, max(damaged_packets, damaged_frames)))
+            count, marked = len(self.times), max(damaged_packets, damaged_frames)
+            signs = [f"the decoder marks {marked} of {count} frames as damaged"] if marked else []
+            signs += self._missing(container, stream, due, others_end)
         self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign in signs]
         if interlaced:
-            part = "" if interlaced == len(self.times) else f" in {interlaced} of {len(self.times)} frames"
+            where = "" if interlaced == count else f" in {interlaced} of {count} frames"
             self.notes.append(
-                f"{self.path}: is interlaced{part}: deinterlace it first, for example with ffmpeg -vf bwdif"
+                f"{self.path}: is interlaced{where}: deinterlace it first, for example with ffmpeg -vf bwdif"
             )
 
     def _time(self, frame: Any, stream: Any) -> Fraction:
         stamp = frame.dts if frame.pts is None else frame.pts
+        time = None if stamp is None else stamp * stream.time_base + self._jumped
         if not self.times:
-            return Fraction(0) if stamp is None else stamp * stream.time_base
+            return time or Fraction(0)
         following = self.times[-1] + 1 / (self.frame_rate or DEFAULT_FRAME_RATE)
-        if stamp is None:
-            return following
-        time = stamp * stream.time_base + self._jumped
-        if time < self.times[-1] - _JUMP_SECONDS:
+        if time is not None and time < self.times[-1] - _JUMP_SECONDS:
             self._jumped += following - time
             return following
-        return time
+        return following if time is None else time
 
-    def _signs(
-        self, container: Any, stream: Any, due: list[Fraction], others_end: Fraction, marked: int
-    ) -> Iterator[str]:
-        """Yield what speaks for damage, now that all frames have been read."""
+    def _missing(self, container: Any, stream: Any, due: list[Fraction], others_end: Fraction) -> Iterator[str]:
+        """Yield what speaks for missing frames, now that all of them have been read."""
         times, count = self.times, len(self.times)
-        if marked:
-            yield f"the decoder marks {marked} of {count} frames as damaged"
-        missing = _missing(times)
-        stated, empty = stream.frames, missing
-        if container.format.name == "avi" and times:
+        if not times:
+            return
+        steps = [later - earlier for earlier, later in pairwise(times)] or [Fraction(0)]
+        usual = sorted(steps)[len(steps) // 2]
+        even = sum(0.5 * usual < step < 1.5 * usual for step in steps) >= _EVEN_SHARE * len(steps)
+        missing = sum(round(step / usual) - 1 for step in steps if step >= 1.5 * usual) if usual > 0 and even else 0
+        stated, empty, form = stream.frames, missing, container.format.name
+        if form == "avi":
             empty += round(times[0] * (self.frame_rate or 0))  # it delays its first frame by empty ones
-        if "mp4" in container.format.name.split(","):
+        if "mp4" in form.split(","):
             # The count includes pictures that an edit list hides, and those that need others from before the start.
             entries = [entry for entry in stream.index_entries if not entry.is_discard]
-            start = due[:1] if entries and entries[0].is_keyframe else times[:1]
-            stated = len(entries) - sum(time < start[0] for time in due if start)
+            start = due[0] if due and entries and entries[0].is_keyframe else times[0]
+            stated = len(entries) - sum(time < start for time in due)
         if stated > count + empty:
             yield f"it holds {count} of the {stated} frames that it states"
-        if not stated and times:
+        if not stated:
             ends = max(times[-1] + (times[-1] - times[0]) / max(1, count - 1), others_end)
             duration = Fraction(container.duration or 0, 10**6)
             if stream.duration is not None:
@@ -186,45 +175,40 @@ class VideoFile(FrameSource):
         Raises:
             InputError: FFmpeg cannot convert their colors.
         """
-        tags = {name: _tag(getattr(frame, name)) for name in ("color_primaries", "color_trc")}
-        if _is_yuv(frame.format):
-            tags |= {"colorspace": _tag(frame.colorspace), "color_range": frame.color_range}
+        pixels, components = frame.format, frame.format.components
+        names = ["color_primaries", "color_trc"]
+        # Others are gray, with or without transparency, have a palette, or are XYZ, which FFmpeg converts by itself.
+        is_yuv = len(components) > 2 and not pixels.is_rgb and not pixels.name.startswith("xyz")
+        tags = {name: getattr(frame, name) for name in (*names, *(["colorspace"] if is_yuv else []))}
+        tags = {name: UNSPECIFIED if tag in _UNTAGGED else tag for name, tag in tags.items()}
+        if is_yuv:
+            tags["color_range"] = frame.color_range
             frame.colorspace = yuv_matrix(frame.colorspace, frame.height, frame.width)
             if frame.colorspace not in _CONVERTIBLE:
                 raise InputError(
                     f"{self.path}: its colors have matrix {frame.colorspace} of ITU-T H.273, which FFmpeg does not "
                     "convert to RGB; expected BT.601, BT.709, BT.2020 with non-constant luminance, or RGB"
                 )
-        pixels = self._pixels(frame, stream)
-        a, b, c, d = self._matrix(frame)
-        shape = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
-        if abs(b) > abs(a):
-            pixels, a, d, shape = pixels.swapaxes(0, 1), c, b, shape and 1 / shape
-        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
-        state = (a, b, c, d, tags["color_primaries"], tags["color_trc"], stream.codec_context.sample_aspect_ratio)
-        if self._first is None:
-            self._first = state
-            self.tags = tags if shape is None else {**tags, "sample_aspect_ratio": shape}
-        elif state != self._first:
-            self.lost["changes of color tags, pixel shape or orientation in the middle"] = None
-        return np.ascontiguousarray(pixels)
-
-    def _pixels(self, frame: Any, stream: Any) -> np.ndarray:
-        components = frame.format.components
         bits = max(component.bits for component in components)
         if bits > 8:
-            hdr = f", with the color tags of HDR ({_HDR[frame.color_trc]})" if frame.color_trc in _HDR else ""
-            self.lost[f"{bits} bits a color (8 are written{hdr})"] = None
-        if frame.format.name.startswith("gray"):
-            return frame.to_ndarray(format="gray")
-        if stream.metadata.get("alpha_mode") == "1":  # of WebM: FFmpeg's own decoders leave it out
+            self.lost[f"{bits} bits a color (8 are written{_HDR.get(frame.color_trc, '')})"] = None
+        transparent = pixels.has_palette or any(component.is_alpha for component in components)
+        gray = pixels.name.startswith("gray")
+        shown = frame.to_ndarray(format="gray" if gray else "rgba" if transparent else "rgb24")
+        # WebM names its transparency, which FFmpeg's own decoders leave out.
+        if stream.metadata.get("alpha_mode") == "1" or (not gray and transparent and shown[..., 3].min() < 255):
             self.lost["transparency"] = None
-        if not frame.format.has_palette and not any(component.is_alpha for component in components):
-            return frame.to_ndarray(format="rgb24")
-        pixels = frame.to_ndarray(format="rgba")
-        if pixels[..., 3].min() < 255:
-            self.lost["transparency"] = None
-        return pixels[..., :3]
+        shown = shown if gray else shown[..., :3]
+        a, b, c, d = self._matrix(frame)
+        shape = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
+        state = (a, b, c, d, *(tags[name] for name in names), stream.codec_context.sample_aspect_ratio)
+        if abs(b) > abs(a):
+            shown, a, d, shape = shown.swapaxes(0, 1), c, b, shape and 1 / shape
+        if self._first is None:
+            self._first, self.tags = state, tags if shape is None else {**tags, "sample_aspect_ratio": shape}
+        elif state != self._first:
+            self.lost["changes of color tags, pixel shape or orientation in the middle"] = None
+        return np.ascontiguousarray(shown[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
 
     def _matrix(self, frame: Any) -> tuple[float, float, float, float]:
         """Return the display matrix: a pixel further right is shown further by (a, b), one further down by (c, d)."""
@@ -267,24 +251,5 @@ def _decoded(packet: Any, lenient: bool) -> list[Any]:
         raise
 
 
-def _missing(times: list[Fraction]) -> int:
-    """Count the frames that fit into the gaps of a clip whose frames otherwise come at one rate."""
-    steps = sorted(later - earlier for earlier, later in pairwise(times))
-    usual = steps[len(steps) // 2] if steps else 0
-    even = sum(0.5 * usual < step < 1.5 * usual for step in steps)
-    if usual <= 0 or even < _EVEN_SHARE * len(steps):
-        return 0
-    return sum(round(step / usual) - 1 for step in steps if step >= 1.5 * usual)
-
-
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def _tag(value: int) -> int:
-    return UNSPECIFIED if value in _UNTAGGED else value
-
-
-def _is_yuv(pixels: Any) -> bool:
-    # The others are gray, with or without transparency, have a palette, or are XYZ, which FFmpeg converts by itself.
-    return len(pixels.components) > 2 and not pixels.is_rgb and not pixels.name.startswith("xyz")
