@@ -18,9 +18,9 @@ from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
-from cdt_fast.video.networks import Denoiser, device_of, is_adaptive, known_deviation
+from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
-from cdt_fast.video.overlap import mean_over_grids, reconstructed
+from cdt_fast.video.overlap import reconstructed
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import check_target, write_video
 
@@ -48,7 +48,7 @@ class Denoising:
     found: list[float] = field(default_factory=list)
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """The denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
+        """Yield the denoised frames, uint8 `[h, w, channels]`, one for each of `frames`."""
         window: list[np.ndarray] = []
         before: list[np.ndarray] = []
         for frame in frames:
@@ -69,14 +69,13 @@ class Denoising:
         if (frames == frames[..., :1]).all():
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
             frames = frames[..., :1]
-        colors = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
-        opponent = len(colors) == 3 and self.settings.data.frames == "crops"
-        planes = to_opponent(colors) if opponent else colors
-        sigma = self.sigma
-        if sigma is None and opponent:
+        planes = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
+        opponent, sigma = len(planes) == 3 and self.settings.data.frames == "crops", self.sigma
+        if opponent:
+            planes = to_opponent(planes)
             # Most files have color at half the resolution: no fine differences are left in it, while its coarse ones
             # have the noise that they would have at full resolution.
-            sigma = estimated_noise(planes[0]) * LEVELS
+            sigma = estimated_noise(planes[0]) * LEVELS if sigma is None else sigma
         # A plane at a time: at full size the codes of one are large enough.
         result = torch.cat([self.plane(plane.unsqueeze(0), sigma) for plane in planes])
         result = (from_opponent(result) if opponent else result).expand(channels, -1, -1, -1)
@@ -84,15 +83,20 @@ class Denoising:
 
     @torch.no_grad()
     def plane(self, frames: Tensor, sigma: float | None) -> Tensor:
-        """A plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
-        deviation = None
-        if is_adaptive(self.model):
-            level = estimated_noise(frames) * LEVELS if sigma is None else sigma
-            self.found.append(level)
-            deviation = frames.new_full((1,), level / LEVELS)
+        """Denoise a plane `[1, T, h, w]` of a window, whose noise in gray levels is estimated where `sigma` is None."""
+        data, deviation = self.settings.data, None
+        if not isinstance(self.model, DUST):
+            if any(-(-length // data.patch) * data.patch != data.size for length in frames.shape[-2:]):
+                raise InputError(
+                    f"a vit denoises frames of the size it was trained on, {data.size}x{data.size}, "
+                    f"got {frames.shape[-1]}x{frames.shape[-2]}"
+                )
+        elif is_adaptive(self.model):
+            self.found.append(estimated_noise(frames) * LEVELS if sigma is None else sigma)
+            deviation = frames.new_full((1,), self.found[-1] / LEVELS)
         # On a GPU products of float16, whose rounding moves no level's PSNR by more than a hundredth of a dB.
         with torch.autocast("cuda", torch.float16, enabled=frames.is_cuda):
-            return denoised_frames(self.model, self.settings, frames, deviation, depth=self.depth, grids=self.grids)
+            return reconstructed(self.model, self.settings, frames, deviation, self.grids, self.depth, True)[-1]
 
 
 def denoise_video(
@@ -136,76 +140,33 @@ def denoise_video(
     if not 0 <= depth <= model.layers:
         raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
     most = settings.data.patch if isinstance(model, DUST) else 1
-    if grids is None:
-        grids = settings.data.overlap
-    elif not 1 <= grids <= most:
+    if grids is not None and not 1 <= grids <= most:
         raise InputError(f"--grids must be from 1 to {most}, got {grids}")
     if sigma is not None and not is_adaptive(model):
         raise InputError(f"--sigma is {sigma:g}, and the model is not noise-adaptive: it takes the noise as it comes")
     if sigma is not None and not 0 < sigma < float("inf"):
         raise InputError(
             f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma:g}"
-            + ("; without noise there is nothing to remove" if sigma == 0 else "")
         )
-    frames = open_source(source)
-    target = Path(target)
+    frames, target = open_source(source), Path(target)
     check_target(target, Path(source), overwrite)
     if caution:
         print(printable(f"cdt-fast: note: {caution}"), file=sys.stderr)
-    denoising = Denoising(model, settings, depth, sigma, grids)
+    denoising = Denoising(model, settings, depth, sigma, settings.data.overlap if grids is None else grids)
     # A clip may change from gray to color.
     colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())
     shown = progress_bar(colored, desc=f"denoise {frames.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
         written, notes = write_video(temporary, target, denoising.frames(shown), frames)
     found = float(np.median(denoising.found)) if denoising.found else None
-    return {
-        **written,
-        "depth": depth,
-        "layers": model.layers,
-        "sigma": found,
-        "notes": [*frames.notes, *notes, *_noise_notes(settings, depth, found, sigma is None)],
-    }
-
-
-def _noise_notes(settings: VideoSettings, depth: int, sigma: float | None, estimated: bool) -> list[str]:
-    if depth == 0 and settings.overlapping:
-        return ["no layer was run and nothing removed: depth 0 is the input"]
-    if sigma is None:
-        return []
-    if estimated and sigma <= LITTLE_NOISE:
-        return [f"hardly any noise was found (sigma {sigma:.2g}) and removed; give --sigma to remove more"]
     least, greatest = settings.noise
-    if settings.data.unit == "level" and not least <= sigma <= greatest:
-        return [f"the noise, sigma {sigma:.3g}, is beyond what the model was trained on, {least:g} to {greatest:g}"]
-    return []
-
-
-@torch.no_grad()
-def denoised_frames(
-    model: Denoiser,
-    settings: VideoSettings,
-    frames: Tensor,
-    deviation: Tensor | None = None,
-    *,
-    depth: int | None = None,
-    grids: int | None = 1,
-) -> Tensor:
-    """Denoise windows of frames `[b, T, h, w]` in [0, 1], T a multiple of the patch's frames.
-
-    Arguments as of `reconstructed`, whose last depth this is; it is not clipped to [0, 1].
-    """
-    if settings.overlapping:
-        return reconstructed(model, settings, frames, deviation, grids, depth)[-1]
-    side, patch = settings.data.size, settings.data.patch
-    if not isinstance(model, DUST) and any(-(-length // patch) * patch != side for length in frames.shape[-2:]):
-        raise InputError(
-            f"a vit denoises frames of the size it was trained on, {side}x{side}, "
-            f"got {frames.shape[-1]}x{frames.shape[-2]}"
+    if depth == 0 and settings.overlapping:
+        notes.append("no layer was run and nothing removed: depth 0 is the input")
+    elif found is not None and sigma is None and found <= LITTLE_NOISE:
+        notes.append(f"hardly any noise was found (sigma {found:.2g}) and removed; give --sigma to remove more")
+    elif found is not None and settings.data.unit == "level" and not least <= found <= greatest:
+        notes.append(
+            f"the noise, sigma {found:.3g}, is beyond what the model was trained on, {least:g} to {greatest:g}"
         )
-    return mean_over_grids(
-        lambda tokens: [model(tokens, depth=depth, **known_deviation(model, deviation, len(tokens)))],
-        settings,
-        grids,
-        frames,
-    )[0]
+    notes = [*frames.notes, *notes]
+    return {**written, "depth": depth, "layers": model.layers, "sigma": found, "notes": notes}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,21 +10,12 @@ from torch import Tensor
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
-from cdt_fast.video.baselines import blur, dct3d_denoise, dct3d_shifted_denoise, dct_denoise
 from cdt_fast.video.data import VideoData, Windows
-from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import Denoiser, device_of, dtype_of, known_deviation
 from cdt_fast.video.noise import LEVELS, noisy_batches
-from cdt_fast.video.overlap import reconstructed, training_input
-from cdt_fast.video.quality import mean_psnr, psnr_of, ssim
+from cdt_fast.video.overlap import ReconstructionLosses, reconstructed, training_input
+from cdt_fast.video.quality import BASELINES, mean_psnr, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
-
-BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {
-    "blur": blur,
-    "dct": dct_denoise,
-    "dct3d": dct3d_denoise,
-    "dct3d_shifted": dct3d_shifted_denoise,
-}
 
 
 class VideoEvaluation(Evaluation):
@@ -61,7 +51,7 @@ class VideoEvaluation(Evaluation):
 
 @torch.no_grad()
 def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float) -> list[float]:
-    """Mean loss of every depth `[L+1]` over all of `windows`, at the training noise."""
+    """Return the mean loss of every depth `[L+1]` over all of `windows`, at the training noise."""
     device, dtype = device_of(model), dtype_of(model)
     sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
     count, losses = 0, ReconstructionLosses(model, None, settings if settings.overlapping else None)
@@ -74,22 +64,20 @@ def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings
 
 @torch.no_grad()
 def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress: bool = True) -> dict[str, Any]:
-    """The entries of `VideoEvaluation` but for what `training.evaluation` adds, on the test windows of `data`."""
-    gammas, device = settings.evaluation.gammas, device_of(model)
-    depths, grids = model.layers + 1, settings.data.overlap
-    rmse, alike = [], []  # a row a noise level: every depth (only the last), the identity, the baselines
+    """Return the entries of `VideoEvaluation` but for what `training.evaluation` adds, on the test windows."""
+    gammas, device, depths = settings.evaluation.gammas, device_of(model), model.layers + 1
+    rmse: list[
+        list[float]
+    ] = []  # a row a noise level: every depth (of SSIM only the last), the identity, the baselines
+    alike: list[list[float]] = []
     for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):
-        errors, pixels = torch.zeros(depths + 1 + len(BASELINES), dtype=torch.float64), 0
-        similar, frames = torch.zeros(2 + len(BASELINES), dtype=torch.float64), 0
+        errors, similar, pixels, frames = 0.0, 0.0, 0, 0
         for noisy, clean, deviation in noisy_batches(data.test, gamma, data.sigma, device):
-            outputs = reconstructed(model, settings, noisy, deviation, grids)
-            outputs.append(noisy)
-            outputs.extend(denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values())
-            squares = [(output - clean).square().sum(dtype=torch.float64) for output in outputs]
-            errors += torch.stack(squares).cpu()
-            pixels += clean.numel()
+            outputs = [*reconstructed(model, settings, noisy, deviation, settings.data.overlap), noisy]
+            outputs += [denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values()]
+            errors += torch.stack([(output - clean).square().sum(dtype=torch.float64) for output in outputs]).cpu()
             similar += torch.stack([ssim(output, clean).sum() for output in outputs[depths - 1 :]]).double().cpu()
-            frames += clean.shape[:2].numel()
+            pixels, frames = pixels + clean.numel(), frames + clean.shape[:2].numel()
         rmse.append((LEVELS * (errors / pixels).sqrt()).tolist())
         alike.append((similar / frames).tolist())
     losses, per_sample = _descent(model, data, settings)
@@ -123,23 +111,23 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
 
 
 def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple[list[float], dict[str, Any]]:
-    """Mean losses by depth at the training noise, and the ratios ℓ_l / ℓ_{l−1} of every single sequence (of every
-    window where grids overlap).
+    """Return mean losses by depth at the training noise, and the ratios ℓ_l / ℓ_{l−1} of every single sequence (of
+    every window where grids overlap).
 
     A depth that is exact (flat patches without noise can be) has no ratio to the next and is left out of the
     statistics; they are None when nothing is left.
     """
-    losses = []
+    losses: list[Tensor] = []
     for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model)):
         given, target = (training_input(frames, settings) for frames in (noisy, clean))
         known = known_deviation(model, deviation, len(given))
         if settings.overlapping:
             pixels = settings.data.patch_frames * settings.data.patch**2
-            every = reconstructed(model, settings, noisy, deviation, settings.data.overlap)
-            depths = [pixels * (frames - clean).square().mean((1, 2, 3)) for frames in every]
+            depths = reconstructed(model, settings, noisy, deviation, settings.data.overlap)
+            squares = [pixels * (frames - clean).square().mean((1, 2, 3)) for frames in depths]
         else:
-            depths = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
+            squares = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
         unit = known["deviation"].square() if known else 1.0
-        losses.append(torch.stack(depths).to(torch.float64) / unit)
+        losses.append(torch.stack(squares).to(torch.float64) / unit)
     every = torch.cat(losses, dim=1)
     return every.mean(1).tolist(), per_sample_statistics(every)

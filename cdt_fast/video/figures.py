@@ -1,4 +1,4 @@
-"""The pictures of a report on video, and the frames that are kept for them, so that drawing loads no video."""
+"""The tables and pictures of a report on video, and the frames that are kept for it, so that drawing loads no video."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from cdt_fast.training.figures import (
     pyplot,
     set_log_scale,
 )
-from cdt_fast.training.task import Drawing, EvaluatedRun
-from cdt_fast.video.baselines import dct3d_shifted_denoise
+from cdt_fast.training.task import Drawing, EvaluatedRun, Table
 from cdt_fast.video.data import VideoData
-from cdt_fast.video.denoising import denoised_frames
 from cdt_fast.video.networks import Denoiser, device_of
 from cdt_fast.video.noise import noisy_batches
+from cdt_fast.video.overlap import reconstructed
+from cdt_fast.video.quality import dct3d_shifted_denoise, mean_psnr
 from cdt_fast.video.settings import VideoSettings
 
 _STYLES = {"blur": (0, (1, 3)), "dct": "--", "dct3d": "-.", "dct3d_shifted": (0, (3, 1, 1, 1))}
@@ -37,7 +37,7 @@ _SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that 
 
 
 def drawings() -> list[Drawing]:
-    """All of them."""
+    """Return all of them."""
     return [
         Drawing("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
         Drawing("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
@@ -46,21 +46,42 @@ def drawings() -> list[Drawing]:
 
 
 def baseline_label(run: EvaluatedRun, name: str) -> str:
-    """What to call a baseline without weights that a run was measured beside."""
+    """Name a baseline without weights that a run was measured beside."""
     data = run.settings.data
     patch = f"{data.patch}x{data.patch}"
-    volume = f"3-D DCT {patch}x{data.window}"
     return {
         "blur": "mean of 3x3 pixels",
         "dct": f"DCT {patch}, hard threshold",
-        "dct3d": f"{volume}, hard threshold",
-        "dct3d_shifted": f"{volume}, shifted grids",
+        "dct3d": f"3-D DCT {patch}x{data.window}, hard threshold",
+        "dct3d_shifted": f"3-D DCT {patch}x{data.window}, shifted grids",
     }[name]
 
 
 def level_sign(run: EvaluatedRun) -> str:
-    """By what letter a noise level goes: a standard deviation in gray levels, or a multiple of that of the frames."""
+    """Name noise levels by a letter: standard deviations in gray levels, or multiples of that of the frames."""
     return "σ" if run.settings.data.unit == "level" else "γ"
+
+
+def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
+    """Return RMSE, and PSNR with SSIM, a noise level and their mean: identity, baselines without weights, the runs."""
+    levels = [f"{level_sign(runs[0])} {gamma:g}" for gamma in runs[0].evaluation.gamma]
+    errors = [["RMSE (0..255)", "parameters", *levels, "mean"]]
+    quality = [["PSNR in dB / SSIM", *levels, "mean"]]
+    for name, parameters, values in _measured(runs, "rmse"):
+        errors.append([name, f"{parameters:,}", *(f"{value:.2f}" for value in (*values, sum(values) / len(values)))])
+    for (name, _, psnr), (_, _, alike) in zip(_measured(runs, "psnr"), _measured(runs, "ssim"), strict=True):
+        pairs = [*zip(psnr, alike, strict=True), (mean_psnr(psnr), sum(alike) / len(alike))]
+        quality.append([name, *("" if level is None else f"{level:.2f} / {like:.3f}" for level, like in pairs)])
+    return [errors, quality]
+
+
+def _measured(runs: Sequence[EvaluatedRun], measure: str) -> list[tuple[str, int, list[Any]]]:
+    """Return a label, the number of parameters, and the "rmse", "psnr" or "ssim" a noise level of each row."""
+    reference = runs[0].evaluation
+    rows = [("identity (the noisy frames)", 0, getattr(reference, f"identity_{measure}"))]
+    for name, values in getattr(reference, f"baseline_{measure}").items():
+        rows.append((baseline_label(runs[0], name), 0, values))
+    return rows + [(run.label, run.evaluation.parameters, getattr(run.evaluation, measure)) for run in runs]
 
 
 def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
@@ -87,7 +108,7 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:
-    """A row a noise level; None where a run has kept no frames."""
+    """Draw a row a noise level; None where a run has kept no frames."""
     kept = [frames for run in runs if (frames := read_frames(run.folder.frames)) is not None]
     if len(kept) < len(runs):
         return None
@@ -114,27 +135,24 @@ def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSet
     """
     nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
     gammas = sorted({settings.typical_noise, nearest})
-    middle, device = data.test.window // 2, device_of(model)
     number = max(range(len(data.test)), key=lambda index: data.test.batch([index]).float().diff().var().item())
     shown: dict[str, list[Tensor]] = {name: [] for name in ("clean", "noisy", "transformed", "denoised")}
     for gamma in gammas:
-        batches = noisy_batches(data.test, gamma, data.sigma, device, batch=1)
+        batches = noisy_batches(data.test, gamma, data.sigma, device_of(model), batch=1)
         given, clean, deviation = next(islice(batches, number, None))
         transformed = dct3d_shifted_denoise(given, deviation.item(), settings.data.patch)
-        denoised = denoised_frames(model, settings, given, deviation, grids=settings.data.overlap)
+        denoised = reconstructed(model, settings, given, deviation, settings.data.overlap, only_last=True)[-1]
         for frames, kept in zip((clean, given, transformed, denoised), shown.values(), strict=True):
-            kept.append(frames[0, middle].float().cpu())
+            kept.append(frames[0, data.test.window // 2].float().cpu())
     tensors = {name: torch.stack(kept) for name, kept in shown.items()}
-    tensors["clean"] = tensors["clean"][0]
     with replaced_atomically(path) as temporary:
-        save_file({**tensors, "gammas": torch.tensor(gammas, dtype=torch.float64)}, temporary)
+        levels = torch.tensor(gammas, dtype=torch.float64)
+        save_file({**tensors, "clean": tensors["clean"][0], "gammas": levels}, temporary)
 
 
 def read_frames(path: Path) -> dict[str, Tensor] | None:
-    """`gammas` `[levels]`, and frames in [0, 1]: `clean` `[h, w]`, and `[levels, h, w]` `noisy`, `denoised` and
-    `transformed`, by the shifted 3-D DCT.
-
-    None where there is no file.
+    """Return `gammas` `[levels]`, and frames in [0, 1]: `clean` `[h, w]`, and `[levels, h, w]` `noisy`, `denoised` and
+    `transformed`, by the shifted 3-D DCT; None where there is no file.
 
     Raises:
         InputError: the file is not whole, or no such file.

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST, DenoisingViT, VideoUT, load_pretrained
-from cdt_fast.video.baselines import THRESHOLD_FACTOR
 from cdt_fast.video.noise import LEAST_DEVIATION
+from cdt_fast.video.quality import THRESHOLD_FACTOR
 from cdt_fast.video.settings import VideoSettings
 
 Denoiser = DUST | DenoisingViT

@@ -11,11 +11,9 @@ from cdt_fast.video.data import Windows
 
 LEVELS = 255.0
 LITTLE_NOISE = 0.5  # gray levels: what rounding to bytes leaves
-# What the median of the absolute values of normal numbers is, in standard deviations.
-_MEDIAN_OF_NORMAL = 0.6744897501960817
 # A noise-adaptive network divides by the deviation: of less noise than that of rounding to bytes it is told this.
 LEAST_DEVIATION = LITTLE_NOISE / LEVELS
-
+_MEDIAN_OF_NORMAL = 0.6744897501960817  # of the absolute values of normal numbers, in standard deviations
 # Noise of the evaluation: the same for every run, and apart from the noise of any training.
 _NOISE_SEED = 20_260_117
 _GOLDEN = 0.6180339887498949
@@ -24,7 +22,7 @@ _GOLDEN = 0.6180339887498949
 def add_noise_by_window(
     clean: Tensor, noise: float | tuple[float, float], sigma: float, generator: torch.Generator, seeds: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """x = s + γ σ ε with ε ~ N(0, 1), at one level or at one that is drawn for each window.
+    """Return x = s + γ σ ε with ε ~ N(0, 1), at one level or at one that is drawn for each window.
 
     Args:
         clean: s, the windows one after the other along the first dimension: frames, or the tokens of `to_patches`.
@@ -59,7 +57,7 @@ def noisy_batches(
     dtype: torch.dtype = torch.float32,
     batch: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """All windows with noise that depends on the window alone; of a range its levels are spread evenly over them.
+    """Yield all windows with noise that depends on the window alone; of a range its levels are spread evenly over them.
 
     Args:
         windows, noise, sigma: as in `add_noise_by_window`.
@@ -72,20 +70,19 @@ def noisy_batches(
     generator = torch.Generator(device)
     least, greatest = noise if isinstance(noise, tuple) else (noise, noise)
     together = batch or max(1, 2**19 // (windows.window * windows.size**2))
-    for start in range(0, len(windows), together):
-        indices = range(start, min(start + together, len(windows)))
+    for indices in torch.arange(len(windows)).split(together):
         frames = windows.batch(indices).to(device).to(dtype) / LEVELS
-        noisy, deviations = [], []
-        for frame, index in zip(frames.split(1), indices, strict=True):
-            level = least + (greatest - least) * ((0.5 + index * _GOLDEN) % 1)
-            given, deviation = add_noise_by_window(frame, level, sigma, generator, [_NOISE_SEED + index])
-            noisy.append(given)
-            deviations.append(deviation)
-        yield torch.cat(noisy), frames, torch.cat(deviations)
+        levels = [least + (greatest - least) * ((0.5 + index * _GOLDEN) % 1) for index in indices.tolist()]
+        found = [
+            add_noise_by_window(frame, level, sigma, generator, [_NOISE_SEED + index])
+            for frame, level, index in zip(frames.split(1), levels, indices.tolist(), strict=True)
+        ]
+        noisy, deviations = map(torch.cat, zip(*found, strict=True))
+        yield noisy, frames, deviations
 
 
 def estimated_noise(frames: Tensor) -> float:
-    """The standard deviation of white noise: the median of the finest diagonal differences, which has little else.
+    """Return the standard deviation of white noise: of the finest diagonal differences, which have little else.
 
         σ = median |x_{i,j} − x_{i,j+1} − x_{i+1,j} + x_{i+1,j+1}| / (2 · 0.6745)
 
@@ -94,6 +91,4 @@ def estimated_noise(frames: Tensor) -> float:
     """
     if min(frames.shape[-2:]) < 2:
         return 0.0
-    along = frames[..., 1:] - frames[..., :-1]
-    diagonal = along[..., 1:, :] - along[..., :-1, :]
-    return diagonal.abs().median().item() / (2 * _MEDIAN_OF_NORMAL)
+    return frames.diff(dim=-1).diff(dim=-2).abs().median().item() / (2 * _MEDIAN_OF_NORMAL)

@@ -1,32 +1,36 @@
-"""How like its original a denoised frame is: PSNR and SSIM."""
+"""How good a denoised frame is, PSNR and SSIM, and denoisers without weights, which a trained one has to beat."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from cdt_fast.video.noise import LEVELS
 
+# The factor of the noise's standard deviation that is customary for hard thresholds of an orthonormal transform.
+THRESHOLD_FACTOR = 2.7
+SHIFTS = 4  # grids of patches along each side that the shifted transform is the mean of
 _SIDE, _DEVIATION = 11, 1.5  # of the window of SSIM, as in its paper
 _BRIGHTNESS, _CONTRAST = 0.01**2, 0.03**2
 
 
 def psnr_of(rmse: float) -> float | None:
-    """`20 log10(255 / RMSE)` in dB of an error on 0..255; None where there is no error."""
+    """Return `20 log10(255 / RMSE)` in dB of an error on 0..255; None where there is no error."""
     return 20 * math.log10(LEVELS / rmse) if rmse > 0 else None
 
 
 def mean_psnr(values: Sequence[float | None]) -> float | None:
-    """The plain mean over noise levels; None where one of them has no error."""
+    """Return the plain mean over noise levels; None where one of them has no error."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def ssim(frames: Tensor, clean: Tensor) -> Tensor:
-    """The structural similarity of every frame (Wang et al., 2004), `[b, T]`.
+    """Return the structural similarity of every frame (Wang et al., 2004), `[b, T]`.
 
         SSIM = mean over windows of (2 μ_x μ_y + C₁)(2 σ_xy + C₂) / ((μ_x² + μ_y² + C₁)(σ_x² + σ_y² + C₂))
 
@@ -40,7 +44,9 @@ def ssim(frames: Tensor, clean: Tensor) -> Tensor:
     first, second = pair.chunk(2)
     moments = torch.cat([first, second, first * first, second * second, first * second])
     for axis, shape in ((2, (1, 1, -1, 1)), (3, (1, 1, 1, -1))):
-        weights = _gaussian(min(_SIDE, moments.shape[axis])).to(moments)
+        side = min(_SIDE, moments.shape[axis])
+        position = torch.arange(side, dtype=torch.float64) - (side - 1) / 2
+        weights = torch.softmax(-position.square() / (2 * _DEVIATION**2), 0).to(moments)
         moments = torch.nn.functional.conv2d(moments, weights.view(shape))
     x, y, xx, yy, xy = moments.chunk(5)
     brightness = (2 * x * y + _BRIGHTNESS) / (x * x + y * y + _BRIGHTNESS)
@@ -48,7 +54,70 @@ def ssim(frames: Tensor, clean: Tensor) -> Tensor:
     return (brightness * structure).mean((1, 2, 3)).view(clean.shape[:2])
 
 
-def _gaussian(side: int) -> Tensor:
-    position = torch.arange(side, dtype=torch.float64) - (side - 1) / 2
-    weights = torch.exp(-position.square() / (2 * _DEVIATION**2))
-    return weights / weights.sum()
+def orthonormal_dct(size: int) -> Tensor:
+    """Return the orthonormal DCT-II `[size, size]` in float32, a frequency a row."""
+    position = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi / size * (position + 0.5) * position.unsqueeze(1)) * math.sqrt(2 / size)
+    matrix[0] /= math.sqrt(2)
+    return matrix.to(torch.float32)
+
+
+def dct_denoise(frames: Tensor, noise_deviation: float, patch: int, over_time: bool = False) -> Tensor:
+    """Threshold the DCT of every patch of every frame.
+
+    Args:
+        frames: `[b, T, h, w]`, h and w multiples of `patch`.
+        noise_deviation: standard deviation of the noise, in the units of `frames`.
+        patch: side of a patch in pixels.
+        over_time: of the three-dimensional DCT of every patch position over the window.
+    """
+    batch, time, height, width = frames.shape
+    space = orthonormal_dct(patch).to(frames)
+    transform = (orthonormal_dct(time) if over_time else torch.eye(time)).to(frames)
+    blocks = frames.view(batch, time, height // patch, patch, width // patch, patch)
+    coefficients = torch.einsum("fi,btrick,gk->btrfcg", space, blocks, space)
+    coefficients = torch.einsum("st,btrfcg->bsrfcg", transform, coefficients)
+    # The mean is kept whatever its size: it is the brightness of the patch, not detail.
+    kept = coefficients.abs() >= THRESHOLD_FACTOR * noise_deviation
+    kept[:, :, :, 0, :, 0] = True
+    coefficients = torch.einsum("st,bsrfcg->btrfcg", transform, coefficients * kept)
+    return torch.einsum("fi,btrfcg,gk->btrick", space, coefficients, space).reshape(frames.shape)
+
+
+dct3d_denoise = partial(dct_denoise, over_time=True)
+
+
+def dct3d_shifted_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
+    """Return the mean of `dct3d_denoise` over `SHIFTS²` grids of patches, each a part of a patch further."""
+    places = [patch * number // SHIFTS for number in range(min(SHIFTS, patch))]
+    height, width = frames.shape[-2:]
+    total = torch.zeros_like(frames)
+    for top in places:
+        for left in places:
+            moved = continued(frames, (left, -(left + width) % patch, top, -(top + height) % patch))
+            total += dct3d_denoise(moved, noise_deviation, patch)[..., top : top + height, left : left + width]
+    return total / len(places) ** 2
+
+
+def blur(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
+    """Return the mean of 3 x 3 pixels, whatever the noise; arguments as above."""
+    mirrored = torch.nn.functional.pad(frames, (1, 1, 1, 1), mode="reflect")
+    return torch.nn.functional.avg_pool2d(mirrored, 3, stride=1)
+
+
+BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {
+    "blur": blur,
+    "dct": dct_denoise,
+    "dct3d": dct3d_denoise,
+    "dct3d_shifted": dct3d_shifted_denoise,
+}
+
+
+def continued(frames: Tensor, sides: tuple[int, int, int, int]) -> Tensor:
+    """Return frames `[b, T, h, w]` with so many columns before and after them, and rows before and after them.
+
+    They are continued by their mirror image, where they are large enough for it, else by their border.
+    """
+    height, width = frames.shape[-2:]
+    mirrored = max(sides[:2]) < width and max(sides[2:]) < height
+    return torch.nn.functional.pad(frames, sides, mode="reflect" if mirrored else "replicate")

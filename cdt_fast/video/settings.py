@@ -49,7 +49,7 @@ class VideoDataSettings(Section):
         "train, evaluate and denoise with the mean over so many shifted grids of patches along each side, which every "
         "layer starts from (default: eight, every other one of 4 x 4)",
     )
-    sequence: Literal["time", "space", "spacetime"] = setting("time", "what one sequence runs over (vit: space)")
+    sequence: Literal["time", "space"] = setting("time", "what one sequence runs over (vit: space)")
     gamma: NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
     unit: Literal["level", "deviation"] = setting(
         "level",
@@ -187,7 +187,7 @@ class VideoSettings(RunSettings):
     def tokens(self) -> int:
         """T of a sequence."""
         times, places = self.data.window // self.data.patch_frames, (self.data.size // self.data.patch) ** 2
-        return {"time": times, "space": places, "spacetime": times * places}[self.data.sequence]
+        return {"time": times, "space": places}[self.data.sequence]
 
     @property
     def overlapping(self) -> bool:

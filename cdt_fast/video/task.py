@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +25,10 @@ from cdt_fast.video import figures
 from cdt_fast.video.comparison import as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
-from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses, mean_psnr
-from cdt_fast.video.losses import ReconstructionLosses
+from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses
 from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
-from cdt_fast.video.overlap import training_input
+from cdt_fast.video.overlap import ReconstructionLosses, training_input
 from cdt_fast.video.settings import VideoSettings
 
 _LARGEST_RATIO = 2.0  # of a step to what makes LISTA a descent method
@@ -100,7 +98,7 @@ class VideoWorkload:
             return f"ops on {backend}"
         data = self._settings.data
         positions, times = (data.size // data.patch) ** 2, data.window // data.patch_frames
-        tokens = {"time": times, "space": positions, "spacetime": times * positions}[data.sequence]
+        tokens = {"time": times, "space": positions}[data.sequence]
         reason = fused_unsupported_reason(tokens, data.patch_frames * data.patch**2, dtype)
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
@@ -189,7 +187,7 @@ class VideoTask(Task):
         return Reading(measure, values.depth_rmse[index], references)
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        return [error_table(runs), quality_table(runs)]
+        return figures.tables(runs)
 
     def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
         gammas, sign = runs[0].evaluation.gamma, figures.level_sign(runs[0])
@@ -213,8 +211,7 @@ class VideoTask(Task):
     ) -> tuple[Table, list[dict[str, Any]]]:
         model = load_network(folder.model, settings.training.device)
         found = compare_denoisers(model, settings, sources)
-        values = [{name: value for name, value in asdict(each).items() if name != "pieces"} for each in found]
-        return as_table(found), values
+        return as_table(found), [each._asdict() for each in found]
 
     def denoise(
         self,
@@ -244,37 +241,6 @@ def _doubts(folder: RunFolder, settings: VideoSettings) -> str:
     elif evaluation.success is False:
         words.append(f"is no success: {evaluation.verdict.removeprefix('No success: ').partition('. ')[0]}")
     return " and ".join(words)
-
-
-def error_table(runs: Sequence[EvaluatedRun]) -> Table:
-    """RMSE a noise level and their mean: identity, baselines without weights, then the runs."""
-    rows = [["RMSE (0..255)", "parameters", *_levels(runs), "mean"]]
-    for name, parameters, values in _measured(runs, "rmse"):
-        mean = sum(values) / len(values)
-        rows.append([name, f"{parameters:,}", *(f"{value:.2f}" for value in (*values, mean))])
-    return rows
-
-
-def quality_table(runs: Sequence[EvaluatedRun]) -> Table:
-    """PSNR and SSIM a noise level, of the same rows."""
-    rows = [["PSNR in dB / SSIM", *_levels(runs), "mean"]]
-    for (name, _, psnr), (_, _, alike) in zip(_measured(runs, "psnr"), _measured(runs, "ssim"), strict=True):
-        pairs = [*zip(psnr, alike, strict=True), (mean_psnr(psnr), sum(alike) / len(alike))]
-        rows.append([name, *("" if level is None else f"{level:.2f} / {like:.3f}" for level, like in pairs)])
-    return rows
-
-
-def _levels(runs: Sequence[EvaluatedRun]) -> list[str]:
-    return [f"{figures.level_sign(runs[0])} {gamma:g}" for gamma in runs[0].evaluation.gamma]
-
-
-def _measured(runs: Sequence[EvaluatedRun], measure: str) -> list[tuple[str, int, list[Any]]]:
-    """A label, the number of parameters, and the "rmse", "psnr" or "ssim" a noise level of each row."""
-    reference = runs[0].evaluation
-    rows = [("identity (the noisy frames)", 0, getattr(reference, f"identity_{measure}"))]
-    for name, values in getattr(reference, f"baseline_{measure}").items():
-        rows.append((figures.baseline_label(runs[0], name), 0, values))
-    return rows + [(run.label, run.evaluation.parameters, getattr(run.evaluation, measure)) for run in runs]
 
 
 def _check_step(network: DUST) -> None:

@@ -72,7 +72,7 @@ def test_float16_without_a_scaler_is_refused() -> None:
     ("changes", "what"),
     [
         ({}, "each layer in one fused Triton kernel"),
-        ({"sequence": "spacetime"}, "composed of ops, not in one kernel ("),
+        ({"sequence": "space", "size": 320}, "composed of ops, not in one kernel ("),
     ],
 )
 def test_the_first_line_says_which_kernels_run_and_why(

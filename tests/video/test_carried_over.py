@@ -15,8 +15,9 @@ import torch
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.video.data import open_source
-from cdt_fast.video.denoising import denoise_video, denoised_frames
+from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.noise import estimated_noise
+from cdt_fast.video.overlap import reconstructed
 from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
 
@@ -28,6 +29,13 @@ class _Same(DUST):
 
     def forward(self, noisy: torch.Tensor, depth: int | None = None, *, deviation: Any = None) -> torch.Tensor:
         return noisy
+
+
+def denoised_frames(
+    model: Any, settings: VideoSettings, frames: Any, deviation: Any = None, **how: Any
+) -> torch.Tensor:
+    grids = how.pop("grids", 1)
+    return reconstructed(model, settings, frames, deviation, grids, only_last=True, **how)[-1]
 
 
 def settings_of(**data: Any) -> VideoSettings:

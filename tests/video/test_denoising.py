@@ -20,7 +20,7 @@ from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import writing
 from cdt_fast.video.data import open_source, to_opponent, to_patches
-from cdt_fast.video.denoising import Denoising, denoise_video, denoised_frames
+from cdt_fast.video.denoising import Denoising, denoise_video
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import CONTAINERS
@@ -234,12 +234,9 @@ def test_every_depth_is_an_early_exit(call: Callable[..., Any], trained: Any, cl
         )
 
 
-@pytest.mark.parametrize("sequence", ["space", "spacetime"])
-def test_other_sequences_are_denoised_too(tmp_path: Path, sequence: str) -> None:
+def test_sequences_over_space_are_denoised_too(tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", scrolling_clip(7, 17, 23))
-    config = paper_settings(sequence=sequence)
-    frames = torch.rand(1, 5, 16, 24)
-    assert torch.equal(denoised_frames(_Identity(), config, frames), frames)
+    config = paper_settings(sequence="space")
     denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
     assert decoded(tmp_path / "out.mp4")[0].shape == (7, 17, 23, 3)
 

@@ -13,14 +13,19 @@ from cdt_fast.models import DUST
 from cdt_fast.models.dictionary import tight_cosines
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.video import overlap
-from cdt_fast.video.baselines import continued
 from cdt_fast.video.data import from_patches, to_patches
-from cdt_fast.video.denoising import denoised_frames
-from cdt_fast.video.losses import ReconstructionLosses
 from cdt_fast.video.networks import build_network
-from cdt_fast.video.overlap import reconstructed, tokens_of
+from cdt_fast.video.overlap import ReconstructionLosses, reconstructed, tokens_of
+from cdt_fast.video.quality import continued
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import VideoTask
+
+
+def denoised_frames(
+    model: Any, settings: VideoSettings, frames: Any, deviation: Any = None, **how: Any
+) -> torch.Tensor:
+    grids = how.pop("grids", 1)
+    return reconstructed(model, settings, frames, deviation, grids, only_last=True, **how)[-1]
 
 
 def denoiser(**changes: Any) -> VideoSettings:
@@ -107,7 +112,6 @@ def test_any_size_of_patch_and_code_removes_noise_before_training(sizes: dict[st
     [
         ("model", "model", "ut", "model must be dust, got ut.*--preset paper-ut"),
         ("data", "sequence", "space", "sequence must be time, got space"),
-        ("data", "sequence", "spacetime", "sequence must be time, got spacetime"),
         ("data", "overlap", 1, "overlap must not be 1"),
         ("model", "initial_codes", "zero", "initial_codes must be analysis"),
         ("model", "code_size", 600, "the nearest are 576 and 640; got 600"),

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from cdt_fast.errors import InputError, printable
-from cdt_fast.files import read_json, remove_leftovers, replaced_atomically, write_json
+from cdt_fast.files import file_state, read_json, remove_leftovers, replaced_atomically, write_json
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data.clips import Clip, Split, open_source
 from cdt_fast.video.data.crops import CROPS_VERSION, cut_crops
-from cdt_fast.video.data.source import FrameSource
 
 PREPROCESS_VERSION = 4  # raise it with any change that can move a pixel: caches made before are then rebuilt
 _RED, _GREEN, _BLUE = np.float32(0.299), np.float32(0.587), np.float32(0.114)
@@ -46,8 +45,7 @@ def default_cache_dir() -> Path:
     """Return `$CDT_FAST_CACHE`, else `$XDG_CACHE_HOME/cdt_fast`, else `~/.cache/cdt_fast`."""
     if chosen := os.environ.get("CDT_FAST_CACHE"):
         return Path(chosen)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "cdt_fast"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cdt_fast"
 
 
 def load_clip(
@@ -74,7 +72,10 @@ def load_clip(
     """
     source = open_source(clip.path)
     folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    path = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', source.path.stem)[:40]}-{_key(source, size, crops_of)[:32]}.u8"
+    identity = [PREPROCESS_VERSION, CROPS_VERSION, size, crops_of, str(source.path.resolve())]
+    identity += [[file.name, file_state(file)] for file in source.files]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    path = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', source.path.stem)[:40]}-{key[:32]}.u8"
     contents = path.with_suffix(".json")
     found = _mapped(path, contents)
     if found is None:
@@ -84,8 +85,9 @@ def load_clip(
             remove_leftovers(folder)
             shape, count = (size, size), 0
             with bar, replaced_atomically(path, mode=0o600) as temporary, temporary.open("wb") as file:
-                pictures = cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar)
-                for picture in pictures:
+                for picture in (
+                    cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar)
+                ):
                     file.write(picture.tobytes())
                     shape, count = picture.shape, count + 1
             write_json(contents, {"shape": [count, *shape], "notes": source.notes})
@@ -96,6 +98,24 @@ def load_clip(
             ) from error
         found = _mapped(path, contents) or (np.empty((0, *shape), np.uint8), source.notes)  # shorter than a window
     return DecodedClip(clip.name, found[0], source.frame_rate, clip.split, tuple(found[1]))
+
+
+def _mapped(path: Path, contents: Path) -> tuple[np.ndarray, list[str]] | None:
+    """Return the cached frames and notes, or None where there are none, or not all."""
+    try:
+        held: dict[str, Any] = read_json(contents)
+        if path.stat().st_size == np.prod(held["shape"]):
+            return np.memmap(path, np.uint8, "r", shape=tuple(held["shape"])), held["notes"]
+    except (InputError, OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
+
+
+def luma(frame: np.ndarray) -> np.ndarray:
+    """Return the luma of a frame, float32 [h, w] in 0..255."""
+    pixels = frame.astype(np.float32)
+    # Three products and two sums, not a matrix product: that may fuse or reorder them, machine by machine.
+    return pixels if pixels.ndim == 2 else _RED * pixels[..., 0] + _GREEN * pixels[..., 1] + _BLUE * pixels[..., 2]
 
 
 def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
@@ -111,33 +131,8 @@ def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
     Returns:
         uint8 [size, size], 0..255.
     """
-    pixels = frame.astype(np.float32)
-    if pixels.ndim == 3:
-        # Three products and two sums, not a matrix product: that may fuse or reorder them, machine by machine.
-        pixels = _RED * pixels[..., 0] + _GREEN * pixels[..., 1] + _BLUE * pixels[..., 2]
+    pixels = torch.from_numpy(luma(frame))[None, None]
     resized = torch.nn.functional.interpolate(
-        torch.from_numpy(pixels)[None, None], size=(size, size), mode="bilinear", antialias=True, align_corners=False
+        pixels, size=(size, size), mode="bilinear", antialias=True, align_corners=False
     )
     return resized[0, 0].round_().clamp_(0, 255).to(torch.uint8).numpy()
-
-
-def _key(source: FrameSource, size: int, crops_of: int | None) -> str:
-    identity: list[Any] = [PREPROCESS_VERSION, size, str(source.path.resolve()), crops_of and [crops_of, CROPS_VERSION]]
-    for file in source.files:
-        try:
-            status = file.stat()
-        except OSError as error:
-            raise InputError(f"{file}: the file cannot be read ({error.strerror})") from error
-        identity.append([file.name, status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-
-
-def _mapped(path: Path, contents: Path) -> tuple[np.ndarray, list[str]] | None:
-    """Return the cached frames and notes, or None where there are none, or not all."""
-    try:
-        held = read_json(contents)
-        if path.stat().st_size != np.prod(held["shape"]):
-            return None
-        return np.memmap(path, np.uint8, "r", shape=tuple(held["shape"])), held["notes"]
-    except (InputError, OSError, ValueError, TypeError, KeyError):
-        return None

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
+from torch import Tensor
 
 from cdt_fast.errors import InputError
 
-Sequence = Literal["time", "space", "spacetime"]
+Sequence = Literal["time", "space"]
 
 
-def to_patches(
-    frames: torch.Tensor, patch: int = 16, sequence: Sequence = "time", patch_frames: int = 1
-) -> torch.Tensor:
+def to_patches(frames: Tensor, patch: int = 16, sequence: Sequence = "time", patch_frames: int = 1) -> Tensor:
     """Cut frames into square patches of one or several frames and line them up as sequences of tokens.
 
     With D = `patch_frames`, t = T / D times, P = (h / patch)(w / patch) positions, row by row, and n = D patch² pixels
     a token, frame by frame and row by row:
 
     - "time": [b·P, t, n], each position is one sequence over time;
-    - "space": [b·t, P, n], each D frames are one sequence over their positions;
-    - "spacetime": [b, t·P, n], each window is one sequence, time after time.
+    - "space": [b·t, P, n], each D frames are one sequence over their positions.
 
     Args:
         frames: [b, T, h, w], T a multiple of `patch_frames`, h and w multiples of `patch`.
@@ -30,63 +27,52 @@ def to_patches(
         patch_frames: frames of a patch.
 
     Raises:
-        InputError: the shape, `patch`, `patch_frames` or `sequence` does not fit.
+        InputError: the frames cannot be cut so.
     """
     cut, order, tokens = _layout(tuple(frames.shape), patch, sequence, patch_frames)
     return frames.reshape(cut).permute(order).reshape(tokens)
 
 
 def from_patches(
-    tokens: torch.Tensor,
-    shape: tuple[int, ...],
-    patch: int = 16,
-    sequence: Sequence = "time",
-    patch_frames: int = 1,
-) -> torch.Tensor:
-    """The frames that `to_patches` cut; the exact inverse.
+    tokens: Tensor, shape: tuple[int, ...], patch: int = 16, sequence: Sequence = "time", patch_frames: int = 1
+) -> Tensor:
+    """Return the frames that `to_patches` cut; the exact inverse.
 
     Args:
         tokens: the result of `to_patches`.
-        shape: (b, T, h, w) of the frames.
+        shape: (b, T, h, w) of the frames; b may be -1.
         patch, sequence, patch_frames: as given to `to_patches`.
 
-    Returns:
-        [b, T, h, w].
-
     Raises:
-        InputError: the tokens do not have the shape that such frames give.
+        InputError: the tokens are not those of such frames.
     """
-    cut, order, expected = _layout(tuple(shape), patch, sequence, patch_frames)
-    if tuple(tokens.shape) != expected:
+    cut, order, expected = _layout(shape, patch, sequence, patch_frames)
+    if tuple(tokens.shape[1:]) != expected[1:]:
         raise InputError(
             f"tokens have shape {list(tokens.shape)}; frames {list(shape)} in patches of {patch} as {sequence!r} "
             f"sequences give {list(expected)}"
         )
     moved = tokens.reshape([cut[axis] for axis in order])
-    return moved.permute([order.index(axis) for axis in range(len(cut))]).reshape(tuple(shape))
+    return moved.permute([order.index(axis) for axis in range(len(cut))]).reshape(shape)
 
 
 def _layout(
     shape: tuple[int, ...], patch: int, sequence: str, patch_frames: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Frames cut along every axis, how these axes are put in order, and the shape of the tokens then."""
-    if sequence not in get_args(Sequence):
-        raise InputError(f"sequence is {sequence!r}; expected one of {', '.join(get_args(Sequence))}")
-    if patch < 1:
-        raise InputError(f"patch is {patch}; expected a positive number of pixels")
-    if patch_frames < 1:
-        raise InputError(f"patch_frames is {patch_frames}; expected a positive number of frames")
-    if len(shape) != 4:
-        raise InputError(f"frames have shape {list(shape)}; expected [batch, time, height, width]")
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]]:
+    """Return frames cut along every axis, how these axes are put in order, and the shape of the tokens then."""
+    if len(shape) != 4 or sequence not in get_args(Sequence) or min(patch, patch_frames) < 1:
+        raise InputError(
+            f"frames have shape {list(shape)}, patch is {patch}, patch_frames {patch_frames}, sequence {sequence!r}; "
+            f"expected [batch, time, height, width], positive sizes and one of {', '.join(get_args(Sequence))}"
+        )
     batch, time, height, width = shape
-    if time % patch_frames:
-        raise InputError(f"there are {time} frames; expected a multiple of patch_frames, {patch_frames}")
-    if height % patch or width % patch:
-        raise InputError(f"frames are {width}x{height} pixels; both must be multiples of the patch, {patch}")
+    if time % patch_frames or height % patch or width % patch:
+        raise InputError(
+            f"{time} frames of {width}x{height} pixels cannot be cut into patches of {patch_frames} frames and "
+            f"{patch}x{patch} pixels: expected multiples of them"
+        )
     times, rows, columns = time // patch_frames, height // patch, width // patch
-    positions, pixels = rows * columns, patch_frames * patch**2
     cut = (batch, times, patch_frames, rows, patch, columns, patch)
     if sequence == "time":
-        return cut, (0, 3, 5, 1, 2, 4, 6), (batch * positions, times, pixels)
-    sequences = (batch * times, positions) if sequence == "space" else (batch, times * positions)
-    return cut, (0, 1, 3, 5, 2, 4, 6), (*sequences, pixels)
+        return cut, (0, 3, 5, 1, 2, 4, 6), (-1, times, patch_frames * patch**2)
+    return cut, (0, 1, 3, 5, 2, 4, 6), (-1, rows * columns, patch_frames * patch**2)
