@@ -13,12 +13,11 @@ import transformers
 from cdt_fast import attach_layer_losses
 from cdt_fast.integrations import with_descent
 from tests.integrations.integration_cases import ASCENT, language_model, rows, stacked
-from tests.models.layer_loss_cases import classifier
-from tests.models.layer_loss_cases import rows as rows_of_classifier
+from tests.models.layer_loss_cases import build, inputs_of
 
 accelerate: Any = pytest.importorskip("accelerate", reason="the package 'accelerate' is not installed")
 
-MAKERS = {"language model": lambda: language_model(torch.float32), "classifier": lambda: classifier().float()}
+MAKERS = {"language model": lambda: language_model(torch.float32), "classifier": lambda: build("bert").float()}
 
 
 def in_autocast(model: Any, inputs: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -48,7 +47,7 @@ def test_losses_are_those_in_autocast_and_the_model_is_copied_unwrapped_and_give
     kind: str, attached: str, dtype: torch.dtype
 ) -> None:
     make = MAKERS[kind]
-    inputs = stacked(rows(4)) if kind == "language model" else rows_of_classifier()
+    inputs = stacked(rows(4)) if kind == "language model" else inputs_of("bert")
     expected = in_autocast(make().eval(), inputs, dtype)
     model = make().eval()
     plain = model(**inputs).loss

@@ -10,28 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdt_fast.models.layer_losses import attach_layer_losses
-from tests.models.layer_loss_cases import WEIGHTS, classifier, gradients, language_model, rows, tokens
+from tests.models.layer_loss_cases import WEIGHTS, build, counted, gradients, rows, tokens
 from tests.ranks import RANKS, in_ranks
 
 # All of it is one run of two processes: `results`.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
 SHARES = (slice(0, 1), slice(1, 4))  # rows of a batch
+KINDS = ("classifier", "ddp", "fsdp2", "fsdp2, head apart", "fsdp2, norm and head together")
 
 
-def batch(kind: str) -> dict[str, Tensor]:
-    return rows(batch=4) if kind == "classifier" else tokens(batch=4)
-
-
-def make(kind: str) -> Any:
-    return (classifier if kind == "classifier" else language_model)()
-
-
-def step(model: Any, inputs: dict[str, Tensor], items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of the losses, their count, and the loss of this share; its gradients are in the model."""
-    output = model(**inputs, num_items_in_batch=items)
-    output.loss.backward()
-    return output.layer_losses * output.layer_loss_count, output.layer_loss_count, output.loss.detach()
+def case(kind: str) -> tuple[Any, dict[str, Tensor], int]:
+    """A model, its batch, and how many of its labels count."""
+    name, batch = ("bert", rows(batch=4)) if kind == "classifier" else ("llama", tokens(batch=4))
+    return build(name), batch, counted(name, batch)
 
 
 def wrap(kind: str, model: Any) -> Any:
@@ -39,24 +31,17 @@ def wrap(kind: str, model: Any) -> Any:
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    if kind == "fsdp2, head apart":
-        fully_shard(model.model.norm, mesh=mesh)
-        fully_shard(model.lm_head, mesh=mesh)
-    if kind == "fsdp2, norm and head together":
-        fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    mesh, norm, head = dist.device_mesh.init_device_mesh("cpu", (RANKS,)), model.model.norm, model.lm_head
+    apart = {"fsdp2": [], "fsdp2, head apart": [norm, head]}.get(kind, [[norm, head]])
+    for part in (*model.model.layers, *apart):
+        fully_shard(part, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-KINDS = ("classifier", "ddp", "fsdp2", "fsdp2, head apart", "fsdp2, norm and head together")
 
 
 def work(rank: int, folder: str) -> dict[str, Any]:
     results = {}
     for number, kind in enumerate(KINDS):
-        model = make(kind)
+        model, batch, items = case(kind)
         if number % 2:  # before the wrapper, or after it
             handle = attach_layer_losses(model)
             wrapped = wrap(kind, model)
@@ -64,25 +49,19 @@ def work(rank: int, folder: str) -> dict[str, Any]:
             wrapped = wrap(kind, model)
             handle = attach_layer_losses(wrapped)
         handle.weights = WEIGHTS
-        share = {name: value[SHARES[rank]] for name, value in batch(kind).items()}
-        # Gradients are averaged over the ranks: each divides by the mean number of items, as trainers do.
-        items = torch.tensor(items_of(kind) / RANKS)
-        step(wrapped, share, items)
-        wrapped.zero_grad()
-        sums, count, loss = step(wrapped, share, items)
-        reduced = torch.cat([sums, count.to(sums.dtype).reshape(1)])
+        share = {name: value[SHARES[rank]] for name, value in batch.items()}
+        for _ in range(2):  # with the check of the first forward, and without
+            wrapped.zero_grad()
+            # Gradients are averaged over the ranks: each divides by the mean number of items, as trainers do.
+            output = wrapped(**share, num_items_in_batch=torch.tensor(items / RANKS))
+            output.loss.backward()
+        count = output.layer_loss_count
+        reduced = torch.cat([output.layer_losses * count, count.double().reshape(1)])
         dist.all_reduce(reduced)
-        found = {}
-        for name, parameter in model.named_parameters():
-            gradient = parameter.grad
-            found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        results[kind] = (reduced, loss, found)
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+        results[kind] = (reduced, output.loss.detach(), whole)
     return results
-
-
-def items_of(kind: str) -> int:
-    labels = batch(kind)["labels"]
-    return int(((labels if kind == "classifier" else labels[:, 1:]) != -100).sum())
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +71,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_are_one(kind: str, results: list[dict[str, Any]]) -> None:
-    model, inputs = make(kind), batch(kind)
+    model, batch, items = case(kind)
     attach_layer_losses(model).weights = WEIGHTS
-    alone = model(**inputs)
+    alone = model(**batch)
     gradient = gradients(model, alone.loss)
-    losses = []
-    for rank in range(RANKS):
-        reduced, loss, found = results[rank][kind]
+    for reduced, _, found in (result[kind] for result in results):
         torch.testing.assert_close(reduced[:-1] / reduced[-1], alone.layer_losses, rtol=1e-6, atol=1e-9)
-        assert reduced[-1] == alone.layer_loss_count == items_of(kind)
-        losses.append(loss)
-        for name, of_parameter in found.items():
-            expected = gradient[name]
-            torch.testing.assert_close(
-                torch.zeros_like(expected) if of_parameter is None else of_parameter, expected, rtol=1e-6, atol=1e-9
-            )
-    torch.testing.assert_close(torch.stack(losses).mean(), alone.loss.detach(), rtol=1e-6, atol=0)
+        assert reduced[-1] == alone.layer_loss_count == items
+        for name, expected in gradient.items():
+            given = torch.zeros_like(expected) if found[name] is None else found[name]
+            torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-9)
+    mean = torch.stack([result[kind][1] for result in results]).mean()
+    torch.testing.assert_close(mean, alone.loss.detach(), rtol=1e-6, atol=0)

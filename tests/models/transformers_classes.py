@@ -1,6 +1,6 @@
 """Every class of the installed transformers that `attach_layer_losses` might take: right at all depths, or refused.
 
-    python -m tests.models.transformers_classes [NAME ...] [--out build/transformers_classes.md]
+    python -m tests.models.transformers_classes [NAME ...]
 
 Each class is built from a small configuration with random weights. The truth for depth l is the loss that a copy
 whose layers behind l are cut off returns itself; where the copy cannot run, the model whose layers behind l hand their
@@ -17,7 +17,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -240,45 +239,16 @@ def _line(error: Exception) -> str:
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text[:160]}"
 
 
-def table(verdicts: list[Verdict]) -> str:
-    """Markdown: how many of each kind, then a row a class."""
-    counts = Counter(verdict.kind for verdict in verdicts)
-    lines = [
-        f"# Layer losses of the classes of transformers {transformers.__version__}",
-        "",
-        "Written by `python -m tests.models.transformers_classes --out FILE`: "
-        + ", ".join(f"{counts[kind]} {kind}" for kind in (RIGHT, REFUSED, WRONG, NOT_BUILT))
-        + f". Right: every depth's loss to {TOLERANCE:g} of the loss of a copy without the layers behind it, and the "
-        "last one's of the model's own.",
-        "",
-        "| class | | largest error, or the reason |",
-        "|---|---|---|",
-    ]
-    for verdict in verdicts:
-        said = f"{verdict.error:.1e}" if verdict.kind == RIGHT else verdict.reason.replace("|", "\\|")
-        said = said.removeprefix(f"no layer losses for a {verdict.name}: ")
-        lines.append(f"| {verdict.name} | {verdict.kind} | {said} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="classes; all if none is named")
-    parser.add_argument("--out", type=Path, help="file for the table, Markdown")
-    arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    verdicts = []
-    for name in arguments.names or class_names():
-        verdicts.append(judge(name))
-        print(
-            f"{name:45s} {verdicts[-1].kind:9s} {verdicts[-1].error:.1e} {verdicts[-1].reason[:400]}",
-            flush=True,
-        )
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(table(verdicts), encoding="utf-8")
-    counts = Counter(verdict.kind for verdict in verdicts)
+    counts: Counter[str] = Counter()
+    for name in parser.parse_args().names or class_names():
+        verdict = judge(name)
+        counts[verdict.kind] += 1
+        print(f"{name:45s} {verdict.kind:9s} {verdict.error:.1e} {verdict.reason[:400]}", flush=True)
     print(", ".join(f"{counts[kind]} {kind}" for kind in (RIGHT, REFUSED, WRONG, NOT_BUILT)))
     return int(counts[WRONG] > 0)
 

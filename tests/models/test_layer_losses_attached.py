@@ -1,0 +1,471 @@
+"""A model with layer losses attached: what it costs, compiles, is copied, saved and changed; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cdt_fast.errors import InputError
+from cdt_fast.models.layer_losses import attach_layer_losses
+from cdt_fast.sequence.perturbation import perturbed
+from tests.models.layer_loss_cases import (
+    EXACT,
+    KINDS,
+    LAYERS,
+    OWN_LOSS,
+    VOCABULARY,
+    WEIGHTS,
+    build,
+    check,
+    expected,
+    inputs_of,
+    tokens,
+    unlabeled,
+)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Bytes of the storages that operations made and that were alive together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.alive:
+                    self.alive[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+def test_memory_does_not_grow_with_depth_times_vocabulary() -> None:
+    vocabulary, length, peaks = 4096, 256, {}
+    for layers in (2, 6):
+        model = build("llama", num_hidden_layers=layers, vocab_size=vocabulary).float().train()
+        attach_layer_losses(model)
+        for name, weights in (("all", [1.0] * (layers + 1)), ("last", [0.0] * layers + [1.0])):
+            with PeakBytes() as bytes_of:
+                model(**tokens(2, length), depth_weights=weights).loss.backward()
+            peaks[layers, name] = bytes_of.peak
+            model.zero_grad()
+    logits = 4 * 2 * length * vocabulary
+    grown = (peaks[6, "all"] - peaks[2, "all"]) - (peaks[6, "last"] - peaks[2, "last"])
+    # Beside its gradient [N, d] a depth costs nothing; the logits of one are 128 times as large.
+    assert grown < 0.1 * logits, (peaks, logits)
+    assert peaks[6, "all"] < 12 * logits
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_compiled_as_one_graph(name: str) -> None:
+    """After a forward with labels it is right; before, torch's refusal says what to do."""
+    torch._dynamo.reset()
+    model, inputs = build(name, num_hidden_layers=1), inputs_of(name)
+    attach_layer_losses(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="call the model once with labels before it is compiled"):
+        compiled(**inputs)
+    losses = model(**inputs).layer_losses
+    torch.testing.assert_close(compiled(**inputs).layer_losses, losses, **EXACT)
+    with pytest.raises(InputError, match="targets"):
+        compiled(**{**inputs, "labels": torch.full_like(inputs["labels"], 10**6)})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_remove_gives_the_model_back(name: str, tmp_path: Path) -> None:
+    model, inputs = build(name), inputs_of(name)
+    plain = model(**inputs)
+    model.save_pretrained(tmp_path / "plain")
+    names = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    state, settings = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    handle = attach_layer_losses(model)
+    with pytest.raises(InputError, match="has layer losses already"):
+        attach_layer_losses(model)
+    handle.weights = WEIGHTS
+    model(**inputs).loss.backward()
+    model.save_pretrained(tmp_path / "attached")
+    handle.remove()
+    handle.remove()
+    assert names == {name: sorted(vars(module)) for name, module in model.named_modules()}
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert settings == model.config.to_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    output = model(**inputs)
+    assert list(output) == list(plain)
+    assert torch.equal(output.logits, plain.logits)
+    with pytest.raises(InputError, match="were removed"):
+        handle.depth_logits(**unlabeled(inputs))
+    # A saved model knows nothing of its layer losses.
+    first, second = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("plain", "attached"))
+    assert first == second
+    again = type(model).from_pretrained(tmp_path / "attached")
+    assert "layer_losses" not in again(**inputs)
+    attach_layer_losses(model)
+
+
+def test_a_deep_copy_stands_alone() -> None:
+    model, inputs = build("llama"), inputs_of("llama")
+    attach_layer_losses(model).weights = WEIGHTS
+    before = model(**inputs).layer_losses
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(copied(**inputs).layer_losses, before, rtol=0, atol=0)
+    assert model(**inputs).layer_losses[0] != before[0]
+
+
+class Counted(nn.Dropout):
+    """Dropout with a buffer that only training changes."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_check_of_the_first_forward_changes_nothing(name: str) -> None:
+    model, inputs = build(name), inputs_of(name)
+    model.base_model.add_module("counted", Counted())
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: model.base_model.counted(output))
+    model.train()
+    torch.manual_seed(5)
+    plain = model(**inputs).loss.detach()
+    model.base_model.config.problem_type = None
+    attach_layer_losses(model)
+    losses = []
+    for _ in range(2):  # with the check, and without
+        torch.manual_seed(5)
+        losses.append(model(**inputs).layer_losses)
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+    torch.testing.assert_close(losses[0][-1].detach(), plain, **OWN_LOSS)
+    assert model.base_model.counted.calls == 3
+    assert all(module.training for module in model.modules())
+    assert model.config.problem_type is None
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_noise_on_the_embeddings_is_not_drawn_for_the_check(name: str) -> None:
+    model, inputs = build(name), inputs_of(name)
+    attach_layer_losses(model)
+    with perturbed(model, gamma=0.5, padding_id=0) as perturbation:
+        first = model(**inputs).layer_losses
+        assert perturbation.next_sample == len(inputs["input_ids"])
+        perturbation.next_sample = 0
+        torch.testing.assert_close(model(**inputs).layer_losses, first, rtol=0, atol=0)
+
+
+def bart(**settings: Any) -> Any:
+    sizes = {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, **settings}
+    config = transformers.BartConfig(vocab_size=VOCABULARY, is_decoder=True, is_encoder_decoder=False, **sizes)
+    return transformers.BartForCausalLM(config).eval()
+
+
+def test_a_model_that_does_not_shift_its_labels_counts_each() -> None:
+    with torch.device("meta"):  # no weight is read
+        meta = bart()
+    assert not attach_layer_losses(meta).shifts_labels
+    model, inputs = bart(), inputs_of("llama")
+    plain = model(**inputs).loss
+    attach_layer_losses(model)
+    output = model(**inputs)
+    assert output.layer_loss_count == (inputs["labels"] != -100).sum()
+    torch.testing.assert_close(output.loss, plain, **OWN_LOSS)
+
+
+class Smoothed(transformers.LlamaForCausalLM):
+    """A loss of its own in a forward that is like any other."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if labels is not None:
+            assert output.logits is not None
+            logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            output.loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.01)
+        return output
+
+
+@pytest.mark.parametrize("taps", [None, [-1]])
+def test_what_is_not_the_models_own_loss_is_refused_with_both_numbers(taps: Any) -> None:
+    plain = build("llama")
+    smoothed = Smoothed(plain.config).double().eval()
+    smoothed.load_state_dict(plain.state_dict())
+
+    def raised(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state + 1.0
+        return output
+
+    plain.model.register_forward_hook(raised)  # something unknown before the head
+    for model in (plain, smoothed):
+        handle = attach_layer_losses(model, taps)
+        with pytest.raises(InputError, match=rf"for a {type(model).__name__}: 4\.\d+ is read from depth 3 .* is 4\.\d"):
+            model(**tokens())
+        assert handle._reader._states is None
+
+
+UNKNOWN = {
+    "AutoModel BertConfig": "for a BertModel: it has no loss of labels",
+    "AutoModelForMaskedLM BertConfig": "for a BertForMaskedLM: it has no loss of labels",
+    "AutoModelForTokenClassification BertConfig": "for a BertForTokenClassification: it has no loss of labels",
+    "AutoModelForSequenceClassification BertConfig num_labels": "BertForSequenceClassification.*num_labels=1",
+    "AutoModelForSequenceClassification BertConfig problem_type": "problem_type='regression'",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_models(name: str) -> None:
+    head, config, *changes = name.split()
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 20, "num_labels": 3}
+    changed = {"num_labels": 1, "problem_type": "regression"}
+    settings = getattr(transformers, config)(**small, num_hidden_layers=3)
+    for change in changes:
+        setattr(settings, change, changed[change])
+    with pytest.raises(InputError, match=UNKNOWN[name]):
+        attach_layer_losses(getattr(transformers, head).from_config(settings))
+    for other in (nn.Linear(2, 2), None):
+        with pytest.raises(InputError, match=rf"for a {type(other).__name__}: it has no loss .*; supported are"):
+            attach_layer_losses(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        *(
+            ("llama", {"taps": taps}, rf"taps must be a list of increasing depths between 0 and 3.*got {got}")
+            for taps, got in (
+                ([], r"\[\]"),
+                (2, "2"),
+                ([0.5], r"\[0\.5"),
+                ([LAYERS + 1], r"\[4"),
+                ([-LAYERS - 2], r"\[-5"),
+                ([2, 1], r"\[2, 1"),
+                ([3, -1], r"\[3, -1"),
+            )
+        ),
+        ("llama", {"inner_fraction": 0.0}, r"inner_fraction must be a number in \(0, 1\]"),
+        ("llama", {"inner_fraction": "half"}, "inner_fraction must be a number"),
+        ("bert", {"inner_fraction": 0.5}, "inner_fraction must be 1 for a classifier, got 0.5"),
+        ("llama", {"inner_pooling": "mean"}, "must be 'own' for a causal language model, got 'mean'"),
+        ("bert", {"inner_pooling": "first"}, "inner_pooling must be one of 'own', 'mean', got 'first'"),
+    ],
+)
+def test_arguments_out_of_range(name: str, arguments: dict[str, Any], message: str) -> None:
+    model = build(name)
+    with pytest.raises(InputError, match=message):
+        attach_layer_losses(model, **arguments)
+    attach_layer_losses(model)  # nothing half-attached stays
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_labels_and_weights_that_cannot_be_used(name: str) -> None:
+    model, inputs = build(name), inputs_of(name)
+    handle, labels = attach_layer_losses(model), inputs.pop("labels")
+    classes, which = (VOCABULARY, ", but for a sequence's first,") if name == "llama" else (3, "")
+    cases = [
+        *((labels.clone().index_fill_(0, torch.tensor(1), wrong), f"got {wrong}") for wrong in (classes, -1)),
+        (torch.full_like(labels, -100), f"labels hold nothing to learn from: all of them{which} are -100"),
+        (labels.double(), "labels must be an integer tensor"),
+        (labels.tolist(), "labels must be an integer tensor"),
+        (labels[:-1], "labels have shape"),
+    ]
+    for wrong, message in cases:
+        with pytest.raises(InputError, match=message):
+            model(**inputs, labels=wrong)
+        assert handle._reader._states is None
+    wrong_weights: list[Any] = [[1.0], "one", torch.ones(3)]
+    for weights in wrong_weights:
+        with pytest.raises(InputError, match="depth_weights"):
+            handle.weights = weights
+        with pytest.raises(InputError, match="depth_weights"):
+            model(**inputs, labels=labels, depth_weights=weights)
+
+
+def test_a_layer_that_is_skipped() -> None:
+    model = build("opt-projected", layerdrop=1.0)
+    attach_layer_losses(model)
+    with pytest.raises(InputError, match=r"layer 1 did not run.*layerdrop"):
+        model.train()(**tokens())
+
+
+def a_larger_head(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(torch.randn(VOCABULARY + 20, 32, dtype=torch.float64))
+    model.config.vocab_size = VOCABULARY + 20
+
+
+def set_in(path: str, value: Any) -> Any:
+    """A change of a model: the attribute at `path` becomes `value(what it was)`."""
+    *owners, name = path.split(".")
+
+    def change(model: Any) -> None:
+        for owner in owners:
+            model = getattr(model, owner)
+        setattr(model, name, value(getattr(model, name)))
+
+    return change
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "more tokens, tied head": ("llama-tied", lambda model: model.resize_token_embeddings(VOCABULARY + 20)),
+    "fewer tokens": ("llama-tied", lambda model: model.resize_token_embeddings(VOCABULARY - 20)),
+    "another head": ("llama", lambda model: model.resize_token_embeddings(VOCABULARY + 1)),
+    "more rows of the head": ("llama", a_larger_head),
+    "dtype": ("llama", lambda model: model.float()),
+    "checkpointing": ("llama", lambda model: model.train().gradient_checkpointing_enable()),
+    "a layer in a wrapper": ("llama", lambda model: set_in("layers.1", checkpoint_wrapper)(model.model)),
+    "order of the layers": ("llama", set_in("model.layers", lambda layers: nn.ModuleList(reversed(layers)))),
+    "last norm": ("llama", set_in("model.norm", copy.deepcopy)),
+    "base model": ("llama", set_in("model", lambda base: build("llama", hidden_act="relu").model)),
+    "no softcap": ("gemma2-softcap", set_in("config.final_logit_softcapping", lambda cap: None)),
+    "scale": ("granite-scaled", set_in("config.logits_scaling", lambda scale: 0.1)),
+}
+
+
+@pytest.mark.parametrize("forward_before", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_after_attaching_is_followed(name: str, forward_before: bool) -> None:
+    family, change = CHANGES[name]
+    model = build(family)
+    handle = attach_layer_losses(model)
+    if forward_before:
+        model(**tokens())
+    change(model)
+    inputs = tokens()
+    inputs["labels"] = torch.linspace(0, len(model.lm_head.weight) - 1, inputs["labels"].numel()).long().view(3, -1)
+    inputs["input_ids"] = inputs["labels"].clamp(max=len(model.get_input_embeddings().weight) - 1)
+    output = model(**inputs)
+    handle.remove()
+    plain = model(**inputs).loss
+    for loss in (output.loss, output.layer_losses[-1]):
+        torch.testing.assert_close(loss, plain, rtol=1e-5, atol=0, check_dtype=False)
+    attach_layer_losses(model)
+    torch.testing.assert_close(model(**inputs).layer_losses, output.layer_losses, rtol=0, atol=0)
+
+
+def test_another_number_of_layers_is_refused() -> None:
+    model = build("llama")
+    attach_layer_losses(model, [0, -1])
+    model(**tokens())
+    model.model.layers = model.model.layers[:2]
+    with pytest.raises(InputError, match="it holds 0 lists of 3 layers"):
+        model(**tokens())
+    model.config.num_hidden_layers = 2
+    with pytest.raises(InputError, match=r"LlamaForCausalLM had 3 layers .* has 2 now: call remove.* attach after"):
+        model(**tokens())
+
+
+class LowRank(nn.Module):
+    """The shape of peft's `lora.Linear`: the wrapped layer, dictionaries of factors by adapter, and switches."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout) if dropout else nn.Identity()})
+        self.scaling, self.active_adapters, self.use_dora = {"default": 1.5}, ["default"], {"default": False}
+        self.merged = self.disable_adapters = False
+        self.double().requires_grad_(True)
+        base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.disable_adapters:
+            return self.base_layer(x)
+        down = self.lora_A["default"](self.lora_dropout["default"](x))
+        return self.base_layer(x) + self.scaling["default"] * self.lora_B["default"](down)
+
+
+def test_low_rank_adapter_on_the_head() -> None:
+    model, inputs = build("phi-bias"), inputs_of("phi-bias")
+    attach_layer_losses(model).weights = WEIGHTS
+    model.lm_head = LowRank(model.lm_head)
+    for disabled in (True, False):
+        model.lm_head.disable_adapters = disabled
+        answer = expected("phi-bias", model, inputs)
+        assert answer.gradients["lm_head.lora_B.default.weight"].any() != disabled
+        check(model, inputs, answer)
+    model.lm_head.lora_dropout["default"] = nn.Dropout(0.1)
+    with pytest.raises(InputError, match=r"dropout of 0\.1"):
+        model.train()(**inputs)
+    model.lm_head.use_dora["default"] = True
+    with pytest.raises(InputError, match="plain LoRA"):
+        model.eval()(**inputs)
+
+
+PEFT = {
+    "adapter on the head": ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+    "adapter beside the head": ("llama", {"target_modules": ["q_proj"]}),
+    "a copy of the head is trained": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "classifier": ("roberta", {"target_modules": ["query", "out_proj"]}),
+    "a copy of a classifier's head": ("roberta", {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
+}
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    """With a low-rank adapter that is not zero at first; `options` say on what."""
+    peft: Any = pytest.importorskip("peft", reason="the package 'peft' is not installed")
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options)).double().eval()
+
+
+@pytest.mark.parametrize("attached", ["before", "after"])
+@pytest.mark.parametrize("kind", PEFT)
+def test_peft(kind: str, attached: str) -> None:
+    name, options = PEFT[kind]
+    model, inputs = build(name), inputs_of(name)
+    wrapped = adapted(copy.deepcopy(model), **options)
+    plain = wrapped.get_base_model()
+    # What the wrapper calls in the place of a head that it holds twice.
+    held = {name: child for name, child in plain.named_children() if hasattr(child, "modules_to_save")}
+    for child_name, child in held.items():
+        setattr(plain, child_name, child.modules_to_save["default"])
+    answer = expected(name, plain, inputs)
+    for child_name, child in held.items():
+        setattr(plain, child_name, child)
+    answer.gradients = {name: p.grad.clone() for name, p in wrapped.named_parameters() if p.requires_grad}
+    if attached == "before":
+        handle = attach_layer_losses(model)
+        wrapped = adapted(model, **options)
+    else:
+        handle = attach_layer_losses(wrapped)
+    handle.weights = WEIGHTS
+    check(wrapped, inputs, answer)
+
+
+def test_merged_adapters() -> None:
+    inputs, wrapped = tokens(), adapted(build("llama"), target_modules=["q_proj", "lm_head"])
+    attach_layer_losses(wrapped)
+    before = wrapped(**inputs).layer_losses
+    wrapped.merge_adapter()
+    torch.testing.assert_close(wrapped(**inputs).layer_losses, before, **EXACT)
+    wrapped.unmerge_adapter()
+    torch.testing.assert_close(wrapped(**inputs).layer_losses, before, **EXACT)
+    torch.testing.assert_close(wrapped.merge_and_unload()(**inputs).layer_losses, before, **EXACT)
+
+
+def test_an_adapter_of_another_kind_on_the_head_is_refused() -> None:
+    peft: Any = pytest.importorskip("peft", reason="the package 'peft' is not installed")
+    scaled = peft.IA3Config(target_modules=["q_proj", "lm_head"], feedforward_modules=[])
+    wrapped = peft.get_peft_model(build("llama"), scaled)
+    attach_layer_losses(wrapped)
+    with pytest.raises(InputError, match="adapter of the head is a Linear: use plain LoRA"):
+        wrapped(**tokens())
