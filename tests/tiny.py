@@ -27,8 +27,6 @@ TINY: dict[str, dict[str, Any]] = {
         "layers": 2,
         "sparsity": 0.2,
         "scale": 1.0,
-        "readout": "own",
-        "initial_codes": "analysis",
     },
     "constraints": {
         "rate": 0.3,

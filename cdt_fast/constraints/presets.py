@@ -79,10 +79,7 @@ _FRAMES = {"frames": "resized", "window": 20, "stride": None, "size": 160, "patc
 _NOISE = {"gamma": 0.15, "unit": "deviation"}
 # Of the 3, 5 and 7 layers that are tabled, 7: the longest chain is what the constraints are for. One dictionary for all
 # layers (tied) only when unconstrained.
-_UNROLLED = {"layers": 7, "code_size": 1024, "tied": None, "adaptive": False, "step": None, "scale": 1.0} | {
-    "initial_codes": "analysis",
-    "readout": "own",
-}
+_UNROLLED = {"layers": 7, "code_size": 1024, "tied": None, "adaptive": False, "scale": 1.0}
 
 
 def _video_row(rate: float, reference: float, model: Mapping[str, Any], pretrained: str = "") -> PaperRow:

@@ -38,6 +38,10 @@ ANY = "any value"
 # Settings of earlier versions, each with the values at which it did nothing: a file that names such a value is read.
 GONE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("coefficients", "reference_losses"), ("none",)),
+    "step": ("none",),
+    "initial_codes": ("analysis",),
+    "readout": ("own",),
+    "split": ("auto",),
     "checkpoint_every": (ANY,),
     "log_every": (ANY,),
     "rank_timeout": (ANY,),

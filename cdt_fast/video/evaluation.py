@@ -11,9 +11,16 @@ from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.video.data import VideoData, Windows
-from cdt_fast.video.networks import Denoiser, device_of, dtype_of, known_deviation
+from cdt_fast.video.networks import (
+    Denoiser,
+    ReconstructionLosses,
+    device_of,
+    dtype_of,
+    known_deviation,
+    reconstructed,
+    training_input,
+)
 from cdt_fast.video.noise import LEVELS, noisy_batches
-from cdt_fast.video.overlap import ReconstructionLosses, reconstructed, training_input
 from cdt_fast.video.quality import BASELINES, mean_psnr, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 

@@ -26,9 +26,8 @@ from cdt_fast.training.figures import (
 )
 from cdt_fast.training.task import Drawing, EvaluatedRun, Table
 from cdt_fast.video.data import VideoData
-from cdt_fast.video.networks import Denoiser, device_of
+from cdt_fast.video.networks import Denoiser, device_of, reconstructed
 from cdt_fast.video.noise import noisy_batches
-from cdt_fast.video.overlap import reconstructed
 from cdt_fast.video.quality import dct3d_shifted_denoise, mean_psnr
 from cdt_fast.video.settings import VideoSettings
 

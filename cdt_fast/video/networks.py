@@ -1,45 +1,52 @@
-"""The networks that denoise video, from the settings or from what a run kept."""
+"""The networks that denoise video: patches on one grid, or the mean over shifted grids, and their losses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cdt_fast import ops
 from cdt_fast.errors import InputError
 from cdt_fast.models import DUST, DenoisingViT, VideoUT, load_pretrained
+from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.noise import LEAST_DEVIATION
-from cdt_fast.video.quality import THRESHOLD_FACTOR
+from cdt_fast.video.quality import THRESHOLD_FACTOR, continued
 from cdt_fast.video.settings import VideoSettings
 
 Denoiser = DUST | DenoisingViT
+Places = list[tuple[int, int]]  # rows and columns that grids of patches are moved by
 
 # A first layer with an orthonormal dictionary, a step of 1 and a hard threshold is the thresholded transform that the
 # baselines are, at their threshold. Later layers add a part of the noise again to what was denoised.
-FIRST_SPARSITY, INNER_SPARSITY, INNER_STEP = THRESHOLD_FACTOR, 3.5, 0.3
-SOFT_SPARSITY = 1.5
+_FIRST_SPARSITY, _INNER_SPARSITY, _INNER_STEP = THRESHOLD_FACTOR, 3.5, 0.3
+_SOFT_SPARSITY = 1.5
+# What is in a processor's caches together: more at once is slower there, and less leaves much of a GPU without work.
+_PIXELS_AT_ONCE = 2**20
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the weights are."""
+    """Return where the weights are."""
     return next(model.parameters()).device
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of the weights."""
+    """Return the dtype of the weights."""
     return next(model.parameters()).dtype
 
 
 def is_adaptive(model: Denoiser) -> bool:
-    """Whether the model takes the noise's standard deviation."""
+    """Tell whether the model takes the noise's standard deviation."""
     return isinstance(model, DUST) and model.noise_adaptive
 
 
 def known_deviation(model: Denoiser, deviation: Tensor | None, sequences: int) -> dict[str, Tensor]:
-    """What the methods of a model take of the noise: nothing, or its deviation for each of `sequences`, from that of
-    the windows `[b]`, which have equally many.
+    """Return what the methods of a model take of the noise: nothing, or its deviation for each of `sequences`, from
+    that of the windows `[b]`, which have equally many.
     """
     if deviation is None or not is_adaptive(model):
         return {}
@@ -47,64 +54,53 @@ def known_deviation(model: Denoiser, deviation: Tensor | None, sequences: int) -
 
 
 def build_network(settings: VideoSettings) -> Denoiser:
-    """The untrained network that the settings describe, or a pretrained ViT.
+    """Return the untrained network that the settings describe, or a pretrained ViT.
 
     Raises:
         InputError: the settings do not fit each other, or the pretrained ViT cannot be used.
         MissingExtra: transformers is not installed, which a ViT needs.
     """
-    model, patch = settings.model, settings.data.patch
+    model, data = settings.model, settings.data
+    pixels = data.patch_frames * data.patch**2
     if model.model == "vit":
-        return _build_vit(settings)
-    pixels = settings.data.patch_frames * patch**2
+        if data.sequence != "space" or data.frames != "resized" or data.patch_frames != 1 or settings.overlapping:
+            raise InputError(
+                "[data] sequence must be space, frames resized, patch_frames 1 and overlap 1 for a vit, which sees "
+                "whole frames of one size, one at a time: give --preset paper-vit"
+            )
+        grid = (data.size // data.patch,) * 2
+        if model.pretrained is None:
+            return DenoisingViT(pixels, grid, model.layers, width=model.width, heads=model.heads)
+        vit = DenoisingViT.from_pretrained(model.pretrained, grid=grid)
+        if vit.patch_size != pixels:
+            side = int(vit.patch_size**0.5)
+            raise InputError(f"[data] patch must be {side}, that of the ViT in {model.pretrained}; got {data.patch}")
+        return vit
     common: dict[str, Any] = {
         "patch_size": pixels,
-        "patch_frames": settings.data.patch_frames,
-        "tight_frame": settings.overlapping or settings.data.patch_frames > 1,
+        "patch_frames": data.patch_frames,
+        "tight_frame": settings.overlapping or data.patch_frames > 1,
         "noise_adaptive": model.adaptive,
         "code_size": model.code_size or pixels,
         "layers": model.layers,
         "tied": not settings.constrained if model.tied is None else model.tied,
-        "step": model.step,
         "scale": model.scale,
-        "initial_codes": model.initial_codes,
-        "readout": model.readout,
     }
-    sparsity, inner = model.sparsity, model.layers - 1
+    inner = model.layers - 1
     hard = model.model == "dust" and model.nonlinearity == "hard_threshold"
     # A layer that starts from the mean over grids would see nothing of it with a whole step.
-    if model.step is None and (hard or settings.overlapping):
+    if hard or settings.overlapping:
         largest = DUST(**{**common, "layers": 1}).step
-        common["step"] = [largest] + [INNER_STEP * largest] * inner
+        common["step"] = [largest] + [_INNER_STEP * largest] * inner
     if model.model == "ut":
         return VideoUT(**common)
-    if hard and sparsity is None:
-        sparsity = [FIRST_SPARSITY] + [INNER_SPARSITY] * inner
-    sparsity = SOFT_SPARSITY if sparsity is None else sparsity
+    default = [_FIRST_SPARSITY] + [_INNER_SPARSITY] * inner if hard else _SOFT_SPARSITY
+    sparsity = default if model.sparsity is None else model.sparsity
     return DUST(**common, sparsity=sparsity, nonlinearity=model.nonlinearity)
 
 
-def _build_vit(settings: VideoSettings) -> DenoisingViT:
-    model, data = settings.model, settings.data
-    if data.sequence != "space":
-        raise InputError(f"[data] sequence must be space for a vit, which sees a frame at once; got {data.sequence!r}")
-    if data.frames != "resized" or data.patch_frames != 1 or settings.overlapping:
-        raise InputError(
-            "[data] frames must be resized, patch_frames 1 and overlap 1 for a vit, which sees whole frames of one "
-            "size: give --preset paper-vit"
-        )
-    grid = (data.size // data.patch,) * 2
-    if model.pretrained is None:
-        return DenoisingViT(data.patch**2, grid, model.layers, width=model.width, heads=model.heads)
-    vit = DenoisingViT.from_pretrained(model.pretrained, grid=grid)
-    if vit.patch_size != data.patch**2:
-        side = int(vit.patch_size**0.5)
-        raise InputError(f"[data] patch must be {side}, that of the ViT in {model.pretrained}; got {data.patch}")
-    return vit
-
-
 def load_network(folder: Path, device: str) -> Denoiser:
-    """The trained network of a run, on the GPU where there is one and `device` is not "cpu".
+    """Return the trained network of a run, on the GPU where there is one and `device` is not "cpu".
 
     Raises:
         InputError: the run's model cannot be read.
@@ -112,5 +108,162 @@ def load_network(folder: Path, device: str) -> Denoiser:
     model = load_pretrained(folder)
     if not isinstance(model, Denoiser):
         raise InputError(f"{folder}: holds a {type(model).__name__}, expected a model for video")
-    use_cuda = device != "cpu" and torch.cuda.is_available()
-    return model.to("cuda" if use_cuda else "cpu").eval()
+    return model.to("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu").eval()
+
+
+def training_input(frames: Tensor, settings: VideoSettings) -> Tensor:
+    """Return what losses are of: frames `[b, T, h, w]` as they are where grids overlap, else their tokens."""
+    return frames if settings.overlapping else tokens_of(frames, settings)
+
+
+def tokens_of(frames: Tensor, settings: VideoSettings) -> Tensor:
+    """Return frames `[b, T, h, w]` as the tokens that the settings describe."""
+    data = settings.data
+    return to_patches(frames, data.patch, data.sequence, data.patch_frames)
+
+
+def reconstructed(
+    model: Denoiser,
+    settings: VideoSettings,
+    noisy: Tensor,
+    deviation: Tensor | None,
+    grids: int | None,
+    depth: int | None = None,
+    only_last: bool = False,
+) -> list[Tensor]:
+    """Return the frames `[b, T, h, w]` of every depth up to `depth`, each the mean over shifted grids of patches.
+
+    In a network that was trained on overlapping grids this mean is what the next layer starts from, and depth 0 is the
+    input; else every grid goes through the network alone.
+
+    Args:
+        model, settings: the model and the settings of its run.
+        noisy: `[b, T, h, w]`; at the borders they are continued by their mirror image.
+        deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
+        grids: how many of them along each side; None: as `VideoSettings.grid_places` says.
+        depth: number of layers, None for all.
+        only_last: the result of the last of these depths is enough.
+    """
+    stop = 1 + (model.layers if depth is None else depth)
+    cut, results = _Grids(settings, grids, noisy), [noisy]
+    whole = cut.continued(noisy)
+
+    def known(tokens: Tensor) -> dict[str, Tensor]:
+        return known_deviation(model, deviation, len(tokens))
+
+    def alone(some: Places) -> list[Tensor]:
+        tokens = cut.tokens(whole, some)
+        if only_last:
+            return [model(tokens, depth=depth, **known(tokens))]
+        return model.reconstructions(tokens, **known(tokens))[:stop]
+
+    if not settings.overlapping:
+        return cut.means(alone)
+    assert isinstance(model, DUST)
+
+    def prepared(some: Places) -> tuple[Tensor, Callable[[int, Tensor], Tensor]]:
+        tokens = cut.tokens(whole, some)
+        return tokens, model.refinement(tokens, **known(tokens))
+
+    of_all = prepared(cut.places) if len(cut.groups) == 1 else None
+    for level in range(1, stop):
+        given = whole if level == 1 else cut.continued(results[-1])
+
+        def refined(some: Places, level: int = level, given: Tensor = given) -> list[Tensor]:
+            tokens, refine = of_all or prepared(some)
+            return [refine(level, tokens if given is whole else cut.tokens(given, some))]
+
+        results += cut.means(refined)
+    return results
+
+
+class _Grids:
+    """Shifted grids of patches over frames `[b, T, h, w]`: of small frames all at once, as so many more windows."""
+
+    def __init__(self, settings: VideoSettings, grids: int | None, frames: Tensor) -> None:
+        self._settings, (_, self._times, *self._shape) = settings, frames.shape
+        self.places = settings.grid_places(grids)
+        # A sequence over places would see what grids of one size hold beyond the frame's border.
+        together = max(1, _PIXELS_AT_ONCE // frames.numel()) if settings.data.sequence == "time" else 1
+        self.groups = [self.places[first : first + together] for first in range(0, len(self.places), together)]
+
+    def continued(self, frames: Tensor) -> Tensor:
+        """Return frames as far as the grids reach beyond them."""
+        (top, left), (height, width) = _furthest(self.places), self._filled(self.places)
+        return continued(frames, (left, width - self._shape[1], top, height - self._shape[0]))
+
+    def tokens(self, whole: Tensor, some: Places) -> Tensor:
+        """Return the tokens of these grids, from what `continued` gave."""
+        (top, left), size = _furthest(self.places), self._filled(some)
+        parts = [_part(whole, top - row, left - column, *size) for row, column in some]
+        return tokens_of(torch.stack(parts, 1).flatten(0, 1), self._settings)
+
+    def means(self, tokens_at: Callable[[Places], list[Tensor]]) -> list[Tensor]:
+        """Return the frames of several results, from the tokens of each for some of the grids."""
+        totals: list[Tensor] = []
+        for some in self.groups:
+            found = [self._sum(tokens, some) for tokens in tokens_at(some)]
+            totals = [total + more for total, more in zip(totals, found, strict=True)] if totals else found
+        return [total / len(self.places) for total in totals]
+
+    def _sum(self, tokens: Tensor, some: Places) -> Tensor:
+        data, shape = self._settings.data, (-1, self._times, *self._filled(some))
+        frames = from_patches(tokens, shape, data.patch, data.sequence, data.patch_frames)
+        moved = frames.unflatten(0, (-1, len(some))).unbind(1)
+        return torch.stack([_part(part, *at, *self._shape) for part, at in zip(moved, some, strict=True)]).sum(0)
+
+    def _filled(self, some: Places) -> list[int]:
+        """Return the least size that holds the frames as these grids move them, and that patches fill."""
+        patch = self._settings.data.patch
+        return [-(-(side + by) // patch) * patch for side, by in zip(self._shape, _furthest(some), strict=True)]
+
+
+def _part(frames: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
+    """Cut a part out of frames; the gradient of a negative pad is one operation, and that of a slice several."""
+    right, below = left + width - frames.shape[-1], top + height - frames.shape[-2]
+    return torch.nn.functional.pad(frames, (-left, right, -top, below))
+
+
+def _furthest(places: Places) -> list[int]:
+    return [max(along) for along in zip(*places, strict=True)]
+
+
+class ReconstructionLosses(nn.Module):
+    """The losses of a model that denoises as a forward, so that the hooks of a distributed wrapper fire.
+
+    Args:
+        model: the network.
+        autocast: the dtype of the matrix products; None: that of the weights.
+        overlapping: the settings of a run whose losses are those of the mean over shifted grids of patches; None: of
+            the patches of one grid.
+    """
+
+    def __init__(self, model: Denoiser, autocast: torch.dtype | None, overlapping: VideoSettings | None = None) -> None:
+        super().__init__()
+        self.model, self._autocast, self._overlapping = model, autocast, overlapping
+
+    def forward(
+        self, noisy: Tensor, clean: Tensor, deviation: Tensor, weights: Tensor | Sequence[float] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `(total, per_depth)` as `DUST.layer_losses`.
+
+        Args:
+            noisy, clean: tokens, or frames `[b, T, h, w]` where grids overlap.
+            deviation: of the noise, `[b]`.
+            weights: of the depths.
+        """
+        # Without autocast's cache: a copy of the weights that outlives a capture would be read at the next one.
+        narrow = torch.autocast(noisy.device.type, self._autocast, cache_enabled=False) if self._autocast else None
+        with narrow or nullcontext():
+            if self._overlapping is None:
+                known = known_deviation(self.model, deviation, len(noisy))
+                return self.model.layer_losses(noisy, clean, weights, **known)
+            data = self._overlapping.data
+            depths = reconstructed(self.model, self._overlapping, noisy, deviation, data.overlap)
+            # A row of pixels is a token to the loss: scaled, its mean over rows is the sum over a patch's pixels.
+            scale = torch.full_like(deviation, (data.patch_frames * data.patch**2 / clean.shape[-1]) ** 0.5)
+            if is_adaptive(self.model):
+                scale = scale / deviation.clamp(min=LEAST_DEVIATION)
+            scale = scale.to(clean)[:, None, None, None]
+            scaled = [depth * scale for depth in depths]
+            return ops.layerwise_reconstruction_loss(scaled, clean * scale, depth_weights=weights)

@@ -26,6 +26,7 @@ _UNROLLED, _DUST, _VIT, _RANDOM_VIT = "model=dust,ut", "model=dust", "model=vit"
 # The least and the greatest noise that is meant in a unit: gray levels beyond rounding, and standard deviations of the
 # frames that leave something of them.
 _MEANT = {"level": (0.5, 255.0), "deviation": (0.0, 5.0)}
+_UNITS = {"level": "gray levels of 0..255", "deviation": "standard deviations of the training frames"}
 
 
 class VideoDataSettings(Section):
@@ -33,11 +34,7 @@ class VideoDataSettings(Section):
 
     source: str | None = setting(None, "video file, frame folder, .npy or a tree of them, or demo, a generated clip")
     frames: Literal["crops", "resized"] = setting(
-        "crops",
-        "what is trained on: crops at full resolution, gray and colors, or the luma of whole frames made square",
-    )
-    split: Literal["auto", "time"] = setting(
-        "auto", "train, validate and test on whole clips where there are three or more, or on parts of each"
+        "crops", "train on crops at full resolution, gray and colors, or on the luma of whole frames made square"
     )
     window: Positive = setting(8, "T, frames per window")
     stride: Positive | None = setting(None, "frames between training windows (default: window)", "frames=resized")
@@ -63,34 +60,21 @@ class VideoModelSettings(Section):
 
     model: Literal["dust", "ut", "vit"] = setting("dust", "network")
     layers: Positive = setting(3, "L", "pretrained=none")
-    code_size: Positive | None = setting(
-        None, "m, atoms of a dictionary (default: as many as a patch has pixels)", _UNROLLED
-    )
+    code_size: Positive | None = setting(None, "m, atoms of a dictionary (default: pixels of a patch)", _UNROLLED)
     tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)", _UNROLLED)
     adaptive: bool = setting(
-        True,
-        "the layers see patches less their mean, in units of the noise",
-        _UNROLLED,
-        unit_of="sparsity reference",
+        True, "the layers see patches less their mean, in units of the noise", _UNROLLED, unit_of="sparsity reference"
     )
     nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting(
         "hard_threshold", "of the codes ('ut': relu)", _DUST
     )
     sparsity: NonNegative | list[NonNegative] | None = setting(
         None,
-        "lambda_1, one number or one a layer; the threshold is lambda_1 * step (default: 2.7, from layer 2 on 3.5; "
+        "lambda_1, one number or one a layer; the threshold is lambda_1 / c (default: 2.7, from layer 2 on 3.5; "
         "soft: 1.5)",
         _DUST,
     )
-    step: float | list[float] | None = setting(
-        None,
-        "1/c, one number or one a layer (default: 1 / squared spectral norm of the initial dictionary; "
-        "with hard thresholds or several grids 0.3 of it from layer 2 on)",
-        _UNROLLED,
-    )
     scale: float = setting(0.02, "beta, factor of the attention scores", f"{_UNROLLED} tokens!=1")
-    initial_codes: Literal["analysis", "zero"] = setting("analysis", "H_0: X D / c, or zero", f"{_UNROLLED} overlap=1")
-    readout: Literal["own", "next", "shared"] = setting("own", "dictionary that reads each depth", _UNROLLED)
     pretrained: str | None = setting(None, "folder of a transformers ViT to start from (default: random weights)", _VIT)
     width: Annotated[int, Field(ge=2)] = setting(192, "d", _RANDOM_VIT)
     heads: Positive = setting(3, "attention heads", _RANDOM_VIT)
@@ -130,9 +114,7 @@ class VideoSettings(RunSettings):
     @property
     def objective(self) -> ObjectiveName:
         """As `RunSettings.objective`; a denoiser under constraints minimizes all depths on a relative scale."""
-        if self.constraints.objective is None and self.constrained:
-            return "log"
-        return super().objective
+        return "log" if self.constraints.objective is None and self.constrained else super().objective
 
     @property
     def coefficients(self) -> list[float] | None:
@@ -144,23 +126,54 @@ class VideoSettings(RunSettings):
     @property
     def untrained_depth(self) -> str:
         """As `RunSettings.untrained_depth`."""
-        if self.overlapping:
-            return "which is the noisy input where grids overlap"
-        zero = self.model.model != "vit" and self.model.initial_codes == "zero"
-        return "which is zero by initial_codes" if zero else ""
+        return "which is the noisy input where grids overlap" if self.overlapping else ""
+
+    def check(self) -> None:
+        """Refuse settings of the data and of the network that do not fit each other.
+
+        Raises:
+            InputError: it names the setting, what was given and what is expected.
+        """
+        self.check_noise()
+        data, model = self.data, self.model.model
+        paper = f"that is for crops, the paper's whole frames are --preset paper-{model}"
+        for refused, words in (
+            (
+                data.frames == "crops" and model != "dust",
+                f"[model] model must be dust, got {model}; {paper}",
+            ),
+            (
+                data.frames == "crops" and data.sequence != "time",
+                f"[data] sequence must be time, got {data.sequence}: attention over places blurs; {paper}",
+            ),
+            (
+                data.frames == "crops" and data.overlap == 1,
+                f"[data] overlap must not be 1: on one grid the layers after the first change nothing; {paper}",
+            ),
+            (
+                self.overlapping and (data.sequence != "time" or model != "dust"),
+                "[data] overlap must be 1 but for model dust and sequence time, which alone work on a mean over grids; "
+                f"got {data.overlap or 'eight grids'}",
+            ),
+            (
+                data.window % data.patch_frames,
+                f"[data] window must be a multiple of patch_frames ({data.patch_frames}), got {data.window}",
+            ),
+            (data.size % data.patch, f"[data] size must be a multiple of patch ({data.patch}), got {data.size}"),
+        ):
+            if refused:
+                raise InputError(words)
 
     def check_noise(self) -> None:
         """As `RunSettings.check_noise`."""
         unit = self.data.unit
         least, most = _MEANT[unit]
-        words = {"level": "gray levels of 0..255", "deviation": "standard deviations of the training frames"}
         for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):
-            greatest = max(levels)
-            if greatest > most or 0 < greatest < least:
-                (other,) = {*words} - {unit}
+            if max(levels) > most or 0 < max(levels) < least:
+                other = next(word for word in _UNITS if word != unit)
                 raise InputError(
-                    f"{name} reaches {greatest:g} {words[unit]}, and must be {least:g} to {most:g}; with "
-                    f"unit {other} it counts in {words[other]}"
+                    f"{name} reaches {max(levels):g} {_UNITS[unit]}, and must be {least:g} to {most:g}; with unit "
+                    f"{other} it counts in {_UNITS[other]}"
                 )
         if self.adaptive and self.noise[1] == 0:
             raise InputError(
@@ -169,25 +182,21 @@ class VideoSettings(RunSettings):
             )
 
     def grid_places(self, grids: int | None) -> list[tuple[int, int]]:
-        """Rows and columns by which `grids²` grids of patches are moved.
+        """Return rows and columns by which `grids²` grids of patches are moved.
 
-        None: the default, eight grids, every other one of 4 x 4 like the squares of one color of a
-        chessboard: nearly as good as all sixteen.
+        None: the default, eight grids, every other one of 4 x 4 like the squares of one color of a chessboard: nearly
+        as good as all sixteen.
         """
         along = _CHESSBOARD if grids is None else grids
-        places = [self.data.patch * number // along for number in range(along)]
-        return [
-            (top, left)
-            for row, top in enumerate(places)
-            for column, left in enumerate(places)
-            if grids is not None or (row + column) % 2 == 0
-        ]
+        places = [(row, column) for row in range(along) for column in range(along)]
+        side = self.data.patch
+        return [(side * r // along, side * c // along) for r, c in places if grids is not None or (r + c) % 2 == 0]
 
     @property
     def tokens(self) -> int:
         """T of a sequence."""
         times, places = self.data.window // self.data.patch_frames, (self.data.size // self.data.patch) ** 2
-        return {"time": times, "space": places}[self.data.sequence]
+        return times if self.data.sequence == "time" else places
 
     @property
     def overlapping(self) -> bool:

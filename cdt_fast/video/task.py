@@ -26,12 +26,16 @@ from cdt_fast.video.comparison import as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses
-from cdt_fast.video.networks import build_network, device_of, dtype_of, load_network
+from cdt_fast.video.networks import (
+    ReconstructionLosses,
+    build_network,
+    device_of,
+    dtype_of,
+    load_network,
+    training_input,
+)
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
-from cdt_fast.video.overlap import ReconstructionLosses, training_input
 from cdt_fast.video.settings import VideoSettings
-
-_LARGEST_RATIO = 2.0  # of a step to what makes LISTA a descent method
 
 
 class VideoWorkload:
@@ -59,17 +63,13 @@ class VideoWorkload:
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
-        overlapping = self._settings if self._settings.overlapping else None
-        return ReconstructionLosses(self._denoiser, autocast, overlapping)
+        return ReconstructionLosses(self._denoiser, autocast, self._settings if self._settings.overlapping else None)
 
     def count(self, sample: int) -> int:
         return self._tokens
 
     def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
-        """Noisy and clean tokens of windows with their seeds, and each window's noise, in the dtype of the model.
-
-        Frames `[b, T, h, w]` in the place of tokens where grids overlap.
-        """
+        """Return noisy and clean tokens of windows (frames where grids overlap), and each window's noise."""
         windows, seeds = zip(*chosen, strict=True)
         frames = self._data.train.augmented(windows, seeds)
         frames = to_device(frames, device).to(dtype_of(self._denoiser)) / LEVELS
@@ -97,9 +97,7 @@ class VideoWorkload:
         if not backend.startswith("triton"):
             return f"ops on {backend}"
         data = self._settings.data
-        positions, times = (data.size // data.patch) ** 2, data.window // data.patch_frames
-        tokens = {"time": times, "space": positions}[data.sequence]
-        reason = fused_unsupported_reason(tokens, data.patch_frames * data.patch**2, dtype)
+        reason = fused_unsupported_reason(self._settings.tokens, data.patch_frames * data.patch**2, dtype)
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"
@@ -113,16 +111,13 @@ class VideoTask(Task):
     fixed_shapes = True
 
     def check(self, settings: VideoSettings) -> None:
-        _check_patches(settings)
+        settings.check()
         check_trained_depths(settings)
         if settings.model.pretrained is None:
-            network = build_network(settings)
-            build_constraints(settings, network.layers)
-            if isinstance(network, DUST):
-                _check_step(network)
+            build_constraints(settings, build_network(settings).layers)
 
     def load(self, settings: VideoSettings, progress: bool = True) -> VideoData:
-        _check_patches(settings)
+        settings.check()
         data = settings.data
         if data.source is None:
             raise InputError("SOURCE is missing: cdt-fast train video SOURCE")
@@ -133,7 +128,6 @@ class VideoTask(Task):
             stride=data.stride,
             crops=data.frames == "crops",
             unit=data.unit,
-            by_time=data.split == "time",
             progress=progress,
         )
 
@@ -228,7 +222,7 @@ class VideoTask(Task):
 
 
 def _doubts(folder: RunFolder, settings: VideoSettings) -> str:
-    """What speaks against the model of a run, in words; nothing where its evaluation calls it a success."""
+    """Say what speaks against the model of a run; nothing where its evaluation calls it a success."""
     evaluation = read_json(folder.evaluation, VideoEvaluation) if folder.evaluation.exists() else None
     evaluated, steps = 0 if evaluation is None else evaluation.trained_steps, settings.training.steps
     step, words = max(saved_step(folder.checkpoint), evaluated), []  # a copied run may lack its checkpoint
@@ -241,41 +235,3 @@ def _doubts(folder: RunFolder, settings: VideoSettings) -> str:
     elif evaluation.success is False:
         words.append(f"is no success: {evaluation.verdict.removeprefix('No success: ').partition('. ')[0]}")
     return " and ".join(words)
-
-
-def _check_step(network: DUST) -> None:
-    ratio = network.spectral_ratio().max().item()
-    if ratio > _LARGEST_RATIO:
-        raise InputError(
-            f"[model] step {max(network.steps):g} times the squared spectral norm of the initial dictionary is "
-            f"{ratio:.3g}, and must be at most {_LARGEST_RATIO:g}: beyond it codes grow from layer to layer"
-        )
-
-
-def _check_patches(settings: VideoSettings) -> None:
-    settings.check_noise()
-    data, model, _ = settings.data, settings.model, settings.noise
-    if data.frames == "crops":
-        refused = (
-            (model.model != "dust", f"[model] model must be dust, got {model.model}"),
-            (
-                data.sequence != "time",
-                f"[data] sequence must be time, got {data.sequence}: attention over places blurs",
-            ),
-            (data.overlap == 1, "[data] overlap must not be 1: on one grid the layers after the first change nothing"),
-            (
-                model.initial_codes == "zero",
-                "[model] initial_codes must be analysis: layers start from a mean of grids",
-            ),
-        )
-        for reason in (words for holds, words in refused if holds):
-            raise InputError(f"{reason}; that is for crops, the paper's whole frames are --preset paper-{model.model}")
-    elif settings.overlapping and (data.sequence != "time" or model.model != "dust"):
-        raise InputError(
-            "[data] overlap must be 1 but for model dust and sequence time, which alone work on a mean over grids; got "
-            f"{data.overlap or 'eight grids'}"
-        )
-    if data.window % data.patch_frames:
-        raise InputError(f"[data] window must be a multiple of patch_frames ({data.patch_frames}), got {data.window}")
-    if data.size % data.patch:
-        raise InputError(f"[data] size must be a multiple of patch ({data.patch}), got {data.size}")

@@ -13,7 +13,7 @@ from cdt_fast import models
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.training.cuda_graph import CapturedStep
 from cdt_fast.training.optimizer import TrainingStep, build_optimizer
-from cdt_fast.video.overlap import ReconstructionLosses
+from cdt_fast.video.networks import ReconstructionLosses
 
 PATCH, CODES, LAYERS, TIME = 64, 96, 3, 20
 # The sequences of the micro-batches of a step: the third is the smaller one that ends an epoch.

@@ -146,7 +146,7 @@ def test_a_preset_is_a_whole_row_of_the_paper(
         assert (config.model.code_size, config.model.tied) == (1024, None), (
             "a dictionary a layer only under constraints"
         )
-        assert (config.model.initial_codes, config.model.scale, config.training.batch) == ("analysis", 1, 32)
+        assert (config.model.scale, config.training.batch) == (1, 32)
     alone = DescentConstraints.preset(name, layers or 6)  # pyright: ignore[reportArgumentType]
     assert build_constraints(config, layers or 6).get_extra_state() == alone.get_extra_state()
 
@@ -184,7 +184,6 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
         ("video", {"constraints": {"rate": 0.1, "constrained": False}}, f"rate {IDLE} constrained true"),
         ("lm", {"constraints": {"bounds": "2=1", "constrained": False}}, f"bounds {IDLE} constrained true"),
         ("video", {"data": {"stride": 4}}, f"[data] stride {IDLE} frames resized, and frames is crops"),
-        ("video", {"model": {"initial_codes": "zero"}}, f"initial_codes {IDLE} overlap 1, and overlap is none"),
         ("video", {"model": {"width": 64}}, f"width {IDLE} model vit, and model is dust"),
         ("video", {"model": {"model": "vit", "code_size": 64}}, f"code_size {IDLE} model dust or ut, and model is vit"),
         ("video", {"model": {"model": "vit", "pretrained": "x", "layers": 3}}, f"layers {IDLE} pretrained none"),
@@ -309,12 +308,6 @@ def test_depth_0_has_no_weight_or_bound_where_nothing_trains_it(task: str, given
         check_trained_depths(config)
 
 
-def test_codes_that_start_at_zero_are_not_bounded() -> None:
-    config = VideoSettings.chosen({"model": {"initial_codes": "zero"}}, "paper-dust")
-    with pytest.raises(InputError, match="reference_mode constraint must not be of depth 0, which is zero"):
-        task_of(config).check(config)
-
-
 @pytest.mark.parametrize(
     ("text", "facts"),
     [
@@ -387,8 +380,6 @@ def test_settings_that_do_not_fit_each_other_are_found_without_data(tiny_config:
         ({"rate": 1.5}, "rate"),
         ({"reference": None, "coupling": "absolute"}, "reference"),
         ({"betas": [0.5]}, "betas"),
-        ({"step": -1.0}, "step"),
-        ({"step": 3.0}, "step 3 times the squared spectral norm of the initial dictionary is .*must be at most 2"),
         ({"bounds": {7: 0.9}}, "depth 7, which is not read: the depths are 0 to 2"),
         ({"bounds": {2: "1.01y"}}, "a factor such as"),
     ]:

@@ -16,8 +16,8 @@ from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.video.data import open_source
 from cdt_fast.video.denoising import denoise_video
+from cdt_fast.video.networks import reconstructed
 from cdt_fast.video.noise import estimated_noise
-from cdt_fast.video.overlap import reconstructed
 from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
 

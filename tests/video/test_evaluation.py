@@ -17,12 +17,11 @@ from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.results import HISTOGRAM_EDGES
 from cdt_fast.video.data import VideoData, Windows, from_patches, to_patches
 from cdt_fast.video.data.cache import DecodedClip
-from cdt_fast.video.data.splits import Part
+from cdt_fast.video.data.windows import Part
 from cdt_fast.video.evaluation import evaluate, mean_depth_losses
 from cdt_fast.video.figures import keep_frames, read_frames
-from cdt_fast.video.networks import build_network
+from cdt_fast.video.networks import build_network, reconstructed
 from cdt_fast.video.noise import noisy_batches
-from cdt_fast.video.overlap import reconstructed
 from cdt_fast.video.quality import (
     THRESHOLD_FACTOR,
     dct3d_denoise,

@@ -12,10 +12,9 @@ from cdt_fast.errors import InputError
 from cdt_fast.models import DUST
 from cdt_fast.models.dictionary import tight_cosines
 from cdt_fast.training.factory import build_constraints
-from cdt_fast.video import overlap
+from cdt_fast.video import networks
 from cdt_fast.video.data import from_patches, to_patches
-from cdt_fast.video.networks import build_network
-from cdt_fast.video.overlap import ReconstructionLosses, reconstructed, tokens_of
+from cdt_fast.video.networks import ReconstructionLosses, build_network, reconstructed, tokens_of
 from cdt_fast.video.quality import continued
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.task import VideoTask
@@ -113,7 +112,6 @@ def test_any_size_of_patch_and_code_removes_noise_before_training(sizes: dict[st
         ("model", "model", "ut", "model must be dust, got ut.*--preset paper-ut"),
         ("data", "sequence", "space", "sequence must be time, got space"),
         ("data", "overlap", 1, "overlap must not be 1"),
-        ("model", "initial_codes", "zero", "initial_codes must be analysis"),
         ("model", "code_size", 600, "the nearest are 576 and 640; got 600"),
     ],
 )
@@ -176,8 +174,8 @@ def test_grids_that_go_through_together_give_what_they_give_alone(
     noisy, _, deviation = windows(4)
     noisy = noisy[..., :13]  # neither side alike, nor filled by patches
     found = []
-    for at_once in (overlap._PIXELS_AT_ONCE, 3 * noisy.numel(), 1):
-        monkeypatch.setattr(overlap, "_PIXELS_AT_ONCE", at_once)
+    for at_once in (networks._PIXELS_AT_ONCE, 3 * noisy.numel(), 1):
+        monkeypatch.setattr(networks, "_PIXELS_AT_ONCE", at_once)
         depths = reconstructed(network, settings, noisy, deviation, None)
         assert all(depth.shape == noisy.shape for depth in depths)
         (gradient,) = torch.autograd.grad(torch.stack(depths).square().sum(), network.dictionary)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from cdt_fast.errors import InputError, printable
 from cdt_fast.video.data.cache import DecodedClip, load_clip
-from cdt_fast.video.data.clips import find_clips
+from cdt_fast.video.data.clips import Split, find_clips
 from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, plane_of, unscaled
 from cdt_fast.video.data.demo import DEMO_FRAME_RATE, demo_clip
-from cdt_fast.video.data.splits import ClipLength, Part, split_clips
 
 _MAX_LEVEL = 255
 _NOTES_SHOWN = 10
@@ -26,11 +25,95 @@ _ROOM = 8  # pixels by which crops are larger than what is trained on
 _DEMO_SIDE = 320  # of the generated clip where crops are taken of it
 
 
+class ClipLength(NamedTuple):
+    """What a split needs to know of a clip: its name, its number of frames, and the split its tree gives it."""
+
+    name: str
+    frames: int
+    split: Split | None = None
+
+
+class Part(NamedTuple):
+    """Frames `start` up to (not including) `stop` of the clip with this index."""
+
+    clip: int
+    start: int
+    stop: int
+
+
 class WindowName(NamedTuple):
     """Which window this is, the same in every run: its clip, and its first frame counted from the clip's start."""
 
     clip: str
     first_frame: int
+
+
+class Splits(NamedTuple):
+    """The parts of each split, how they were made, and what was left out."""
+
+    train: list[Part]
+    validation: list[Part]
+    test: list[Part]
+    method: Literal["clip", "time"]
+    notes: list[str]
+
+
+def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
+    """Divide clips into training, validation and test parts for windows of `window` frames.
+
+    Clips marked "test" are the test set, and the last tenth of the others (at least one) validates. Without marks the
+    last tenth of the clips tests and the tenth before validates. When that leaves a split empty (fewer than three
+    clips without marks, fewer than two training clips with them), each clip is divided by time, in whole windows, one
+    of which is left out before each held-out part, since neighboring frames are near copies. Shorter clips are left out
+    with a note.
+
+    Raises:
+        InputError: there are no training clips, or too few frames.
+    """
+    marked = any(clip.split == "test" for clip in clips)
+    groups: list[list[Part]] = [[], []]  # whole clips: for training, and for the test alone
+    for index, clip in enumerate(clips):
+        if clip.frames >= window:
+            groups[clip.split == "test"].append(Part(index, 0, clip.frames))
+    for is_test, kind in enumerate(("training", "test")[: 1 + marked]):
+        if not groups[is_test]:
+            of_kind = [clip for clip in clips if (clip.split == "test") == is_test]
+            longest = max(of_kind, key=lambda clip: clip.frames, default=ClipLength("the data set", 0))
+            raise InputError(
+                f"{longest.name}: the longest {kind} clip has {longest.frames} frames, less than one window of "
+                f"{window} frames; choose a shorter window"
+            )
+    train, test = groups
+    number = 1 if marked else 2  # of parts that are held out: validation, and test where no clip is marked
+    by_clip = len(train) > number
+    if by_clip:
+        tenth = max(1, len(train) // 10)
+        held_out = [train[-tenth * left : len(train) - tenth * (left - 1)] for left in range(number, 0, -1)]
+        train = train[: -tenth * number]
+    else:
+        divided = [_divided(clips[part.clip], part.clip, window, number) for part in train]
+        train, *held_out = map(list, zip(*divided, strict=True))
+    notes = [
+        f"{clip.name}: left out, its {clip.frames} frames are less than a window of {window}"
+        for clip in clips
+        if clip.frames < window
+    ]
+    return Splits(train, held_out[0], test if marked else held_out[1], "clip" if by_clip else "time", notes)
+
+
+def _divided(clip: ClipLength, index: int, window: int, held_out: int) -> list[Part]:
+    """Divide a clip by time into a part for training and so many that are held out."""
+    windows, needed = clip.frames // window, 1 + 2 * held_out
+    if windows < needed:
+        raise InputError(
+            f"{clip.name}: has {clip.frames} frames, and dividing it by time needs {needed} windows of {window}, "
+            f"{needed * window} frames; choose a window of at most {clip.frames // needed}"
+        )
+    tenth = max(1, windows // 10)
+    end = windows - held_out * (tenth + 1)
+    starts = [end + 1 + number * (tenth + 1) for number in range(held_out)]
+    held = [Part(index, start * window, (start + tenth) * window) for start in starts]
+    return [Part(index, 0, end * window), *held]
 
 
 class Windows:
@@ -153,7 +236,6 @@ def load_video(
     stride: int | None = None,
     crops: bool = False,
     unit: Literal["level", "deviation"] = "deviation",
-    by_time: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> VideoData:
@@ -167,7 +249,6 @@ def load_video(
         stride: frames between the starts of training windows, None: `window`; all others never overlap.
         crops: windows are crops at full resolution, not whole frames made square.
         unit: what `sigma` is: a gray level of 0..255, or the standard deviation of the training frames.
-        by_time: divide each clip by time, however many there are.
         cache_dir: where decoded clips are kept; see `cache.default_cache_dir`.
         progress: show a bar on stderr while decoding.
 
@@ -189,9 +270,7 @@ def load_video(
     else:
         clips = [load_clip(clip, side, cache_dir, progress, window if crops else None) for clip in find_clips(source)]
     rows = window if crops else 1  # frames of a clip in a row of its array
-    splits = split_clips(
-        [ClipLength(clip.name, rows * len(clip.frames), clip.split) for clip in clips], window, by_time
-    )
+    splits = split_clips([ClipLength(clip.name, rows * len(clip.frames), clip.split) for clip in clips], window)
     deviation = _standard_deviation(clips, splits.train, rows)
     rates = {clip.frame_rate for clip in clips}
     return VideoData(

@@ -7,7 +7,7 @@ import torch
 from cdt_fast.video.data import Windows, from_opponent, load_video, to_opponent
 from cdt_fast.video.data.cache import DecodedClip
 from cdt_fast.video.data.crops import cut_crops, moving_leaves
-from cdt_fast.video.data.splits import Part
+from cdt_fast.video.data.windows import Part
 from tests.tiny import scrolling_clip
 
 

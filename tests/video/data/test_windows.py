@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from cdt_fast.errors import InputError
 from cdt_fast.video.data.demo import demo_clip
-from cdt_fast.video.data.splits import ClipLength, split_clips
-from cdt_fast.video.data.windows import VideoData, load_video
+from cdt_fast.video.data.windows import ClipLength, VideoData, load_video, split_clips
 
 
 def lengths(*frames: int, split: str | None = None) -> list[ClipLength]:
@@ -26,12 +25,11 @@ def lengths(*frames: int, split: str | None = None) -> list[ClipLength]:
 @given(
     clips=st.lists(st.tuples(st.integers(2, 400), st.sampled_from([None, "train", "test"])), min_size=1, max_size=25),
     window=st.integers(1, 60),
-    by_time=st.booleans(),
 )
-def test_splits_never_share_frames(clips, window, by_time):
+def test_splits_never_share_frames(clips, window):
     described = [ClipLength(f"clip{index}", *clip) for index, clip in enumerate(clips)]
     try:
-        splits = split_clips(described, window, by_time)
+        splits = split_clips(described, window)
     except InputError:
         assume(False)
         return
@@ -104,7 +102,7 @@ def test_short_clips_are_left_out_with_a_note():
             ["clip0", "25 frames", "3 windows of 10, 30 frames", "at most 8"],
         ),
         (lengths(90, 90, split="train") + lengths(7, split="test"), 10, ["clip0", "test clip", "7 frames"]),
-        (lengths(90, split="test"), 10, ["no training clips"]),
+        (lengths(90, split="test"), 10, ["the longest training clip has 0 frames"]),
     ],
 )
 def test_too_few_frames_are_refused(clips, window, facts):
@@ -172,16 +170,12 @@ def test_flat_training_frames_are_refused(tmp_path, load, refused):
     refused(Path("flat.npy"), "flat gray", "level 7", by=lambda: load(tmp_path / "flat.npy", window=5, size=16))
 
 
-def test_a_marked_tree_and_clips_that_are_divided_by_time_on_request(tmp_path, load):
+def test_a_marked_tree(tmp_path, load):
     save_clips(tmp_path / "set" / "training", 20, 20)
     save_clips(tmp_path / "set" / "testing", 20)
     data = load(tmp_path / "set", window=5, size=16)
     names = [part.name(0) for part in (data.train, data.validation, data.test)]
     assert names == [("training/0.npy", 0), ("training/1.npy", 0), ("testing/0.npy", 0)]
-    save_clips(tmp_path / "flat", 40, 40, 40)
-    data = load(tmp_path / "flat", window=4, size=16, by_time=True)
-    assert data.method == "time"
-    assert {data.test.name(index).clip for index in range(len(data.test))} == {"0.npy", "1.npy", "2.npy"}
 
 
 def test_frame_rate_is_given_when_clips_agree(tmp_path, load, write_video):
