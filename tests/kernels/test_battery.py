@@ -6,7 +6,7 @@ Sizes lie around the tiles of the kernels, inputs lie between NaN, and fresh mem
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,19 @@ SIZES = {
     "long": (1, 70, 20, 40),
     "wide": (2, 3, 259, 20),
 }
-SLOW = ("below and above a tile", "several tiles", "wide")
+QUICK_SIZES = ("ones", "several in a tile")
+# A call of each op with all that it can take: the rest of `VARIANTS` is slow where a test says so.
+FULLEST = (
+    *("lista_step", "residual_linear with a bias", "symmetric_attention with all", "unrolled_layer with all"),
+    *("layerwise_reconstruction_loss with all", "layerwise_cross_entropy with all"),
+)
+
+
+def slow_unless(quick: Sequence[str], names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names]
+
+
+FULLEST_FIRST = pytest.mark.parametrize("name", slow_unless(FULLEST, OPERATORS))
 
 
 def drawn(name: str, sizes: str, **changes: Any) -> Iterator[Case]:
@@ -74,7 +86,7 @@ def drawn(name: str, sizes: str, **changes: Any) -> Iterator[Case]:
     return (build(op, *extras, seed=seed, **given) for seed in itertools.count())
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SIZES])
+@pytest.mark.parametrize("sizes", slow_unless(QUICK_SIZES, SIZES))
 @EVERY
 def test_is_its_formula_with_every_gradient(name: str, sizes: str, device: torch.device, dtype: torch.dtype) -> None:
     assert_as_precise_as_torch(drawn(name, sizes), dtype, device, draws=2, placed=between_nan, products=F32)
@@ -82,7 +94,7 @@ def test_is_its_formula_with_every_gradient(name: str, sizes: str, device: torch
 
 # What `make test` emulates: rows that are aligned, with the blocks that the card gets.
 @pytest.mark.emulated
-@EVERY
+@FULLEST_FIRST
 def test_is_its_formula_with_the_blocks_of_the_card(name: str, device: torch.device, dtype: torch.dtype) -> None:
     sizes = {"leading": (2,), "tokens": 20, "width": 32, "atoms": 48}
     given = drawn(name, "several tiles", **sizes)
@@ -123,7 +135,7 @@ def test_products_in_tf32(name: str, device: torch.device, emulated: bool, monke
 
 
 @pytest.mark.parametrize("layout", ["transposed", "inside a poisoned buffer", "stride 0"])
-@EVERY
+@FULLEST_FIRST
 def test_strides(name: str, layout: str, device: torch.device) -> None:
     case = variant(name, leading=(3,), tokens=19, width=18, atoms=33).to(device, torch.float32)
     found = []
@@ -211,12 +223,12 @@ def test_a_sample_that_is_not_finite_shows(name: str, device: torch.device) -> N
         assert_a_nan_shows_in_its_sample(name, dtype, device, alone=False)
 
 
-@EVERY
+@FULLEST_FIRST
 def test_repeats_are_bitwise_equal(name: str, device: torch.device, dtype: torch.dtype) -> None:
     assert_repeats(name, dtype, device)
 
 
-@EVERY
+@FULLEST_FIRST
 def test_frozen_tensors_get_no_gradient_and_change_no_other(name: str, device: torch.device) -> None:
     assert_frozen_tensors_change_nothing(name, torch.float32, device, 1e-5)
 
@@ -354,7 +366,7 @@ def test_float64_is_refused_with_the_reason(device: torch.device) -> None:
         ops.layerwise_reconstruction_loss(depths, torch.zeros(2, 3, device=device))
 
 
-@EVERY
+@FULLEST_FIRST
 def test_the_gradient_runs_where_the_forward_has_run(name: str, device: torch.device) -> None:
     case = variant(name, tokens=20, width=30, atoms=50).to(device, torch.float32)
     for forward, backward in (("torch", "triton"), ("triton", "torch")):
@@ -366,7 +378,9 @@ def test_the_gradient_runs_where_the_forward_has_run(name: str, device: torch.de
         assert_equal(found, expected[len(outputs) :])
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATORS if VARIANTS[name][0] != "layerwise_cross_entropy"])
+@pytest.mark.parametrize(
+    "name", slow_unless(FULLEST, [name for name in OPERATORS if VARIANTS[name][0] != "layerwise_cross_entropy"])
+)
 def test_a_compiled_function_follows_the_backend(name: str, device: torch.device) -> None:
     case = variant(name, tokens=20, width=30, atoms=50).to(device, torch.float16)
     torch._dynamo.reset()

@@ -367,7 +367,9 @@ def _product(
 
 
 @pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
-@pytest.mark.parametrize("shape", [(16, 16, 16), (128, 64, 64), (64, 128, 32)])
+@pytest.mark.parametrize(
+    "shape", [(16, 16, 16), *(pytest.param(large, marks=pytest.mark.slow) for large in ((128, 64, 64), (64, 128, 32)))]
+)
 @pytest.mark.parametrize(
     ("narrow", "precision"),
     [(torch.float16, "ieee"), (torch.bfloat16, "ieee"), (torch.float32, "ieee"), (torch.float32, "tf32")],
