@@ -15,6 +15,7 @@ from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm, 
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.common import (
     LayerNonlinearity,
+    LayerwiseLosses,
     check_factor,
     check_shape,
     check_tensor,
@@ -116,7 +117,7 @@ class DUST(PretrainedModel):
         self.readout_dictionary = nn.Parameter(initial.clone()) if readout == "shared" else None
 
     @property
-    def config(self) -> dict[str, object]:  # type: ignore[override]
+    def config(self) -> dict[str, Any]:
         """The constructor's arguments, with the step as computed."""
         names = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "nonlinearity")
         config = {name: getattr(self, name) for name in (*names, "initial_codes", "readout")}
@@ -214,8 +215,8 @@ class DUST(PretrainedModel):
         depth_weights: Tensor | Sequence[float] | None = None,
         *,
         deviation: Tensor | float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`(total, per_layer)` of all depths against `clean` `[..., T, n]`.
+    ) -> LayerwiseLosses:
+        """The losses of all depths against `clean` `[..., T, n]`, and their weighted sum.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable. Used as
         `total, losses = model.layer_losses(noisy, clean, constraints.weights())`. Those of a noise-adaptive model are
@@ -241,12 +242,12 @@ class DUST(PretrainedModel):
         errors = [first.squeeze(0), *(error for _, error in depths[1:] if error is not None)]
         per_depth = torch.stack(errors) / tokens
         if weights is None:
-            return per_depth.sum(), per_depth
+            return LayerwiseLosses(per_depth.sum(), per_depth)
         if isinstance(depth_weights, Tensor):
-            return torch.dot(weights.to(per_depth), per_depth), per_depth.detach()
+            return LayerwiseLosses(torch.dot(weights.to(per_depth), per_depth), per_depth.detach())
         # Numbers of the host multiply where they are: no copy to the device, and no backward for a depth of weight 0.
         counted = [weight / tokens * error for weight, error in zip(weights.tolist(), errors, strict=True) if weight]
-        return torch.stack(counted or [0 * errors[-1]]).sum(), per_depth.detach()
+        return LayerwiseLosses(torch.stack(counted or [0 * errors[-1]]).sum(), per_depth.detach())
 
     def spectral_ratio(self) -> Tensor:
         """`‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`): above 1 the LISTA step may overshoot."""
@@ -260,10 +261,10 @@ class DUST(PretrainedModel):
         check_together(noisy=noisy, dictionary=self.dictionary)
         if not self.noise_adaptive:
             if deviation is not None:
-                raise InputError("deviation is of no use: the model is not noise-adaptive")
+                raise InputError("deviation requires noise_adaptive=True")
             return None
         if deviation is None:
-            raise InputError("deviation is missing: a noise-adaptive model needs the noise's standard deviation")
+            raise InputError("noise_adaptive=True requires deviation, the noise's standard deviation")
         mean = noisy.mean((-2, -1), keepdim=True)
         if isinstance(deviation, Tensor) and deviation.ndim:
             check_shape("deviation", deviation, tuple(noisy.shape[:-2]), "one a sequence")
@@ -332,6 +333,21 @@ class DUST(PretrainedModel):
                 casts=(cast, projected_on[level][1]),
             )
             yield reconstruction, error
+
+
+class VideoUT(DUST):
+    """UT, the unrolled transformer of Yang et al., for video: `DUST` with ReLU in place of the shrinkage.
+
+    Arguments, attributes and methods are those of `DUST`, less `sparsity` and `nonlinearity`.
+    """
+
+    def __init__(self, patch_size: int = 256, code_size: int = 1024, layers: int = 5, **options: Any) -> None:
+        super().__init__(patch_size, code_size, layers, sparsity=0.0, nonlinearity="relu", **options)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments, with the step as computed."""
+        return {name: value for name, value in super().config.items() if name not in ("sparsity", "nonlinearity")}
 
 
 def _of_each_layer(name: str, given: Any, layers: int, non_negative: bool = False) -> tuple[float, ...]:

@@ -10,20 +10,14 @@ from typing import Any
 from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, read_toml, shown
 
-FILES = ("config.json", "model.safetensors")
+_FILES = ["config.json", "model.safetensors"]
 _UNKNOWN = "not recorded"
 
 
 def local_folder(
     name: str | os.PathLike[str], *, download: bool = False, revision: str | None = None, token: str | None = None
 ) -> Path:
-    """The folder on this machine that holds the model `name`.
-
-    Args:
-        name: a folder, or "owner/model" on the hub, where there is no such folder.
-        download: whether the network may be used; else a name is looked for in the hub's cache alone.
-        revision: branch, tag or commit of the hub's repository.
-        token: for repositories that are not public; None: that of `hf auth login`.
+    """The folder on this machine that holds the model `name`; the arguments are those of `load_pretrained`.
 
     Raises:
         InputError: the name has the form of one of the hub's, and is neither in the cache nor can be fetched.
@@ -37,17 +31,14 @@ def local_folder(
         validate_repo_id(str(name))
     except HFValidationError:
         return Path(name)
+    options: dict[str, Any] = {"local_files_only": not download, "revision": revision, "token": token}
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                str(name), allow_patterns=list(FILES), local_files_only=not download, revision=revision, token=token
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=_FILES, **options))
     except Exception as error:  # of the hub's library, or of whichever library it reaches the network with
-        message = f"{name}: no such folder, nor is it in the hub's cache; download=True fetches a model of the hub"
+        reason = "nor is it in the hub's cache; download=True fetches a model of the hub"
         if download:
-            message = f"{name}: no such folder, and it cannot be fetched from the hub ({reason_of(error)})"
-        raise InputError(message) from error
+            reason = f"and it cannot be fetched from the hub ({reason_of(error)})"
+        raise InputError(f"{name}: no such folder, {reason}") from error
 
 
 def model_card(repo_id: str, config: Mapping[str, Any], run: str | os.PathLike[str] | None = None) -> str:
@@ -56,8 +47,7 @@ def model_card(repo_id: str, config: Mapping[str, Any], run: str | os.PathLike[s
     Args:
         repo_id: where it will be.
         config: its config.json, with its class as "model".
-        run: the run folder that trained it, whose config.toml and evaluation.json say the rest; of the data nothing is
-            said but the task.
+        run: the run folder that trained it, of which nothing is said but task, constraints and verdict.
 
     Raises:
         InputError: `run` is no run folder, or a file of it cannot be read.
@@ -69,17 +59,13 @@ def model_card(repo_id: str, config: Mapping[str, Any], run: str | os.PathLike[s
     task = constraints = verdict = _UNKNOWN
     if run is not None:
         settings, evaluation = read_toml(Path(run) / "config.toml"), Path(run) / "evaluation.json"
-        task = str(settings.get("task", "video"))
+        task, given = str(settings.get("task", "video")), settings.get("constraints", {})
         # What is off, and the paths of this machine, are nobody's business.
-        given = {
-            name: value
-            for name, value in settings.get("constraints", {}).items()
-            if value not in ("none", False) and not (isinstance(value, str) and os.sep in value)
-        }
-        constraints = _listed(given) if "constrained" in given else "none"
+        said = {name: value for name, value in given.items() if value not in ("none", False)}
+        said = {name: value for name, value in said.items() if not (isinstance(value, str) and os.sep in value)}
+        constraints = _listed(said) if "constrained" in said else "none"
         if evaluation.exists():
             verdict = str(read_json(evaluation, dict[str, Any]).get("report", {}).get("text", _UNKNOWN))
-    data = ModelCardData(library_name="cdt_fast", tags=["cdt_fast", model])
     lines = {
         "Task": task,
         "Configuration": f"{model}: {_listed(config)}",
@@ -89,6 +75,7 @@ def model_card(repo_id: str, config: Mapping[str, Any], run: str | os.PathLike[s
         "Integrity": "model.safetensors holds a checksum of each tensor and of config.json; loading checks them",
     }
     card = [f"- {title}: {' '.join(text.split())}" for title, text in lines.items()]
+    data = ModelCardData(library_name="cdt_fast", tags=["cdt_fast", model])
     return "\n".join(["---", data.to_yaml(), "---", f"# {repo_id}", "", *card, ""])
 
 

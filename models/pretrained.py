@@ -36,7 +36,7 @@ def check_depth(name: str, depth: Any, least: int, layers: int) -> int:
 class PretrainedModel(nn.Module):
     """A module that is rebuilt from its `config`, the keyword arguments of its constructor."""
 
-    config: dict[str, Any]
+    config: Any
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -74,7 +74,7 @@ class PretrainedModel(nn.Module):
         branch: str | None = None,
         create_pr: bool = False,
     ) -> str:
-        """Upload the model to the Hugging Face hub, with a card that says what it is; see `hub.model_card`.
+        """Upload the model to the Hugging Face hub, with a card that says what it is, and return the commit's address.
 
         Args:
             repo_id: "owner/model", which is made where there is none.
@@ -83,21 +83,18 @@ class PretrainedModel(nn.Module):
             private: whether a new repository is; None: as the owner's default is.
             token: None: that of `hf auth login`.
 
-        Returns:
-            The address of the commit.
-
         Raises:
             InputError: the hub cannot be reached, or refuses; `run` is no run folder.
         """
         import huggingface_hub
 
+        options: dict[str, Any] = {"commit_message": commit_message, "revision": branch, "create_pr": create_pr}
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder) / "README.md", hub.model_card(repo_id, self._described, run))
             self.save_pretrained(folder)
             try:
                 api = huggingface_hub.HfApi(token=token)
                 repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-                options: dict[str, Any] = {"commit_message": commit_message, "revision": branch, "create_pr": create_pr}
                 return str(api.upload_folder(repo_id=repo_id, folder_path=folder, **options))
             except Exception as error:
                 raise InputError(f"{repo_id}: cannot be pushed to the hub ({hub.reason_of(error)})") from error
@@ -142,19 +139,19 @@ def load_pretrained(
     folder = hub.local_folder(name, download=download, revision=revision, token=token)
     if (folder / "config.toml").exists() and (folder / "model").is_dir():
         raise InputError(f"{folder}: is a run folder; its model is in {folder / 'model'}")
-    config = read_json(folder / "config.json")
+    described, path = folder / "config.json", folder / "model.safetensors"
+    config = read_json(described)
     if not isinstance(config, dict) or config.get("model") not in list(_classes):
-        raise InputError(f'{folder / "config.json"}: "model" must be one of {", ".join(sorted(_classes))}')
+        raise InputError(f'{described}: "model" must be one of {", ".join(sorted(_classes))}')
     saved = _canonical(config)
     kind = config.pop("model")
     try:
         model = _classes[kind](**config)
     except (TypeError, InputError) as error:
-        raise InputError(f"{folder / 'config.json'}: does not fit {kind} ({error})") from error
-    path = folder / "model.safetensors"
+        raise InputError(f"{described}: does not fit {kind} ({error})") from error
     tensors, metadata = load_tensors(path)
     if metadata is not None and metadata.get("config", saved) != saved:
-        raise InputError(f"{path}: does not fit {folder / 'config.json'}, which was another one when it was saved")
+        raise InputError(f"{path}: does not fit {described}, which was another one when it was saved")
     if metadata is None:
         warnings.warn(f"{path}: has no checksums, as another tool wrote it: damage would not be seen", stacklevel=2)
     for key, value in tensors.items():
@@ -164,7 +161,7 @@ def load_pretrained(
         # As they are: a constructor builds in torch's default dtype, and to copy would cast.
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise InputError(f"{path}: does not fit {folder / 'config.json'} ({error})") from error
+        raise InputError(f"{path}: does not fit {described} ({error})") from error
     check_finite(model, f"{path}")
     return model
 

@@ -15,6 +15,7 @@ from cdt_fast.checks import check_choice, check_integer
 from cdt_fast.errors import InputError
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.common import (
+    LayerwiseLosses,
     check_factor,
     check_lengths,
     check_shape,
@@ -93,33 +94,26 @@ class TextUT(PretrainedModel):
         self.positions = None if positions is None else check_integer("positions", positions, 1)
         # Everything that is new has the dtype of the embeddings, so that bfloat16 ones of a pretrained model fit.
         dtype = self.embedding.weight.dtype
-        self.projection = (
-            None
-            if self.width == self.embedding.embedding_dim
-            else nn.Linear(self.embedding.embedding_dim, self.width, bias=False, dtype=dtype)
-        )
+        source = self.embedding.embedding_dim
+        self.projection = None if self.width == source else nn.Linear(source, self.width, bias=False, dtype=dtype)
         copies = () if tied else (self.layers,)
-        self.attention_weight = nn.Parameter(torch.empty(*copies, self.attention_width, self.width, dtype=dtype))
-        self.feedforward_weight = nn.Parameter(torch.empty(*copies, self.width, self.width, dtype=dtype))
-        self.residual_bias = nn.Parameter(torch.zeros(*copies, self.width, dtype=dtype)) if residual == "bias" else None
-        self.position_embedding = (
-            None if self.positions is None else nn.Parameter(torch.zeros(self.positions, self.width, dtype=dtype))
-        )
+        new: Any = functools.partial(torch.zeros, dtype=dtype)
+        self.attention_weight = nn.Parameter(new(*copies, self.attention_width, self.width))
+        self.feedforward_weight = nn.Parameter(new(*copies, self.width, self.width))
+        self.residual_bias = nn.Parameter(new(*copies, self.width)) if residual == "bias" else None
+        self.position_embedding = None if positions is None else nn.Parameter(new(self.positions, self.width))
         self.head = nn.Linear(self.width, self.classes, dtype=dtype)
-        self._initialize()
-
-    def _initialize(self) -> None:
         matrices = [self.head.weight, *([] if self.projection is None else [self.projection.weight])]
         for weight in (self.attention_weight, self.feedforward_weight):
             # One matrix at a time: the fans of a stack would count the layers in.
-            matrices += [weight] if self.tied else list(weight.unbind())
+            matrices += [weight] if tied else weight.unbind()
         with torch.no_grad():
             for matrix in matrices:
                 nn.init.xavier_uniform_(matrix)
             self.head.bias.zero_()
 
     @property
-    def config(self) -> dict[str, Any]:  # type: ignore[override]
+    def config(self) -> dict[str, Any]:
         """The constructor's arguments; of the embeddings their size, as the values are among the weights."""
         names = ("classes", "layers", "width", "attention_width", "residual", "tied", "scale", "positions")
         size = [self.embedding.num_embeddings, self.embedding.embedding_dim]
@@ -169,11 +163,11 @@ class TextUT(PretrainedModel):
         *,
         lengths: Tensor | None = None,
         attention_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`(total, per_layer)`: the cross-entropies `[L+1]` of all depths in nats, and their weighted sum.
+    ) -> LayerwiseLosses:
+        """The cross-entropies of all depths in nats, and their weighted sum.
 
         See `ops.layerwise_cross_entropy` for what is differentiable. Used as
-        `total, losses = model.layer_losses(ids, labels, constraints.weights(), lengths=lengths)`.
+        `total, per_depth = model.layer_losses(ids, labels, constraints.weights(), lengths=lengths)`.
 
         Args:
             tokens, lengths, attention_mask: as `forward`.
@@ -188,9 +182,9 @@ class TextUT(PretrainedModel):
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
             raise InputError(f"labels must be an int64 tensor with one class a text, got {describe(labels)}")
         check_shape("labels", labels, tuple(states[0].shape[:-1]), "one class a text")
-        return ops.layerwise_cross_entropy(
-            states, self.head.weight, labels, self.head.bias, depth_weights=depth_weights
-        )[:2]
+        head = self.head
+        losses = ops.layerwise_cross_entropy(states, head.weight, labels, head.bias, depth_weights=depth_weights)
+        return LayerwiseLosses(*losses)
 
     def _depths(
         self, tokens: Tensor, depth: int, lengths: Tensor | None, attention_mask: Tensor | None
@@ -239,11 +233,8 @@ class TextUT(PretrainedModel):
             tokens, lengths = _right_padded(tokens, attention_mask, shape)
         states = self._look_up(tokens) if is_ids else tokens
         check_lengths(lengths, states)
-        if lengths is not None and lengths.device.type == "cpu" and lengths.numel():
-            shortest, longest = int(lengths.min()), int(lengths.max())
-            if shortest < 1 or longest > shape[-1]:
-                wrong = shortest if shortest < 1 else longest
-                raise InputError(f"lengths must be from 1 to the {shape[-1]} tokens of a text, got {wrong}")
+        if lengths is not None:
+            _check_range(lengths, 1, shape[-1], f"lengths must be from 1 to the {shape[-1]} tokens of a text, got {{}}")
         # Before the projections: what stands at padding (NaN too) would reach their weights' gradients.
         states = without_padding(states, padding_mask(lengths, states))
         if self.projection is not None:
@@ -253,16 +244,20 @@ class TextUT(PretrainedModel):
         return states, lengths
 
     def _look_up(self, ids: Tensor) -> Tensor:
+        words = self.embedding.num_embeddings
         if ids.device != self.embedding.weight.device:
             raise InputError(f"tokens is on {ids.device} but the model is on {self.embedding.weight.device}")
-        if ids.device.type == "cpu" and ids.numel():
-            lowest, highest = int(ids.min()), int(ids.max())
-            if lowest < 0 or highest >= self.embedding.num_embeddings:
-                wrong = lowest if lowest < 0 else highest
-                raise InputError(
-                    f"tokens holds the id {wrong}, outside the vocabulary of {self.embedding.num_embeddings}"
-                )
+        _check_range(ids, 0, words - 1, f"tokens holds the id {{}}, outside the vocabulary of {words}")
         return self.embedding(ids)
+
+
+def _check_range(numbers: Tensor, least: int, most: int, message: str) -> None:
+    """Require integers within a range, where they can be looked at without a host sync; `message` has a place for one
+    that is not."""
+    if numbers.device.type == "cpu" and numbers.numel():
+        for number in (int(numbers.min()), int(numbers.max())):
+            if not least <= number <= most:
+                raise InputError(message.format(number))
 
 
 def _pooled(states: Tensor, pooling: Tensor | None) -> Tensor:

@@ -39,10 +39,8 @@ def load_complete(
     )
     # A mismatched key comes with its two shapes.
     mismatched = {key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]}
-    for keys, what in (
-        (set(loading["missing_keys"]), "lacks {} weights"),
-        (mismatched, "has {} weights of other shapes"),
-    ):
+    problems = {"lacks {} weights": set(loading["missing_keys"]), "has {} weights of other shapes": mismatched}
+    for what, keys in problems.items():
         wrong = sorted(key for key in keys if not (new_head and _is_new(model, key)))
         if wrong:
             raise InputError(f"{name}: {what.format(len(wrong))} of a {type(model).__name__}, the first is {wrong[0]}")
@@ -51,11 +49,7 @@ def load_complete(
 
 
 def check_finite(model: nn.Module, where: str) -> None:
-    """Require weights without NaN and infinity.
-
-    Raises:
-        InputError: there are some; it begins with `where`.
-    """
+    """Require weights without NaN and infinity; the InputError begins with `where`."""
     numbers = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     wrong = [name for name, value in numbers.items() if value.is_floating_point() and not value.isfinite().all()]
     if wrong:

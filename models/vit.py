@@ -21,7 +21,7 @@ from cdt_fast.files import read_json
 from cdt_fast.models.hub import local_folder
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.models.transformers_weights import load_complete
-from cdt_fast.ops.common import check_shape, check_tensor, check_together
+from cdt_fast.ops.common import LayerwiseLosses, check_shape, check_tensor, check_together
 
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
 
@@ -82,18 +82,19 @@ class DenoisingViT(PretrainedModel):
     ) -> None:
         super().__init__()
         transformers = require("transformers", "transformers", "DenoisingViT")
-        self.patch_size = check_integer("patch_size", patch_size, 1)
-        side = math.isqrt(self.patch_size)
-        if side * side != self.patch_size:
+        self.patch_size, side = check_integer("patch_size", patch_size, 1), math.isqrt(patch_size)
+        if side * side != patch_size:
             raise InputError(f"patch_size must be a square number (pixels of a patch), got {patch_size!r}")
-        self.grid = _check_grid(grid)
+        if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
+            raise InputError(f"grid must be (rows, columns) of patches, got {grid!r}")
+        rows, columns = zip(("grid[0], the rows,", "grid[1], the columns,"), grid, strict=True)
+        self.grid = check_integer(*rows, 1), check_integer(*columns, 1)
         self.layers = check_integer("layers", layers, 1)
         self.width, self.heads = check_integer("width", width, 1), check_integer("heads", heads, 1)
         if self.width % self.heads:
             raise InputError(f"width must be a multiple of heads, got {width!r} and {heads!r}")
-        self.feedforward_width = (
-            4 * self.width if feedforward_width is None else check_integer("feedforward_width", feedforward_width, 1)
-        )
+        inner = 4 * self.width if feedforward_width is None else feedforward_width
+        self.feedforward_width = check_integer("feedforward_width", inner, 1)
         self.activation = check_choice("activation", activation, ACTIVATIONS)
         self.bias, self.epsilon = bool(bias), check_positive("epsilon", epsilon)
         configuration = transformers.ViTConfig(
@@ -117,7 +118,7 @@ class DenoisingViT(PretrainedModel):
         self.register_load_state_dict_pre_hook(_rename_weights)
 
     @property
-    def config(self) -> dict[str, Any]:  # type: ignore[override]
+    def config(self) -> dict[str, Any]:
         """The constructor's arguments."""
         names = ("patch_size", "layers", "width", "heads", "feedforward_width", "activation", "bias", "epsilon")
         return {"grid": list(self.grid), **{name: getattr(self, name) for name in names}}
@@ -161,30 +162,25 @@ class DenoisingViT(PretrainedModel):
                 raise InputError(f"{name}: is a model of this package, whose grid and pixels are settled")
             return super().from_pretrained(name, download=download, revision=revision, token=token)
         mean, std = check_number("pixel_mean", pixel_mean), check_positive("pixel_std", pixel_std)
-        source = _load_vit(str(name), download, revision, token)
-        side, rows, columns = _geometry(source.config, str(name))
+        vit, side, trained_grid = _load_vit(str(name), download, revision, token)
         model = cls(
             side * side,
-            (rows, columns) if grid is None else grid,
-            source.config.num_hidden_layers,
-            width=source.config.hidden_size,
-            heads=source.config.num_attention_heads,
-            feedforward_width=source.config.intermediate_size,
-            activation=source.config.hidden_act,
-            bias=source.config.qkv_bias,
-            epsilon=source.config.layer_norm_eps,
+            trained_grid if grid is None else grid,
+            vit.config.num_hidden_layers,
+            width=vit.config.hidden_size,
+            heads=vit.config.num_attention_heads,
+            feedforward_width=vit.config.intermediate_size,
+            activation=vit.config.hidden_act,
+            bias=vit.config.qkv_bias,
+            epsilon=vit.config.layer_norm_eps,
         )
-        weights = source.state_dict()
+        weights = vit.state_dict()
         weights.pop("embeddings.mask_token", None)
-        embeddings = source.embeddings
-        kernel = embeddings.patch_embeddings.projection.weight.detach().sum(1, keepdim=True) / std
-        weights["embeddings.patch_embeddings.projection.weight"] = kernel
-        weights["embeddings.patch_embeddings.projection.bias"] = (
-            embeddings.patch_embeddings.projection.bias.detach() - mean * kernel.sum((1, 2, 3))
-        )
-        weights["embeddings.position_embeddings"] = interpolated_positions(
-            embeddings.position_embeddings.detach(), (rows, columns), model.grid
-        )
+        patches, positions = "embeddings.patch_embeddings.projection.", "embeddings.position_embeddings"
+        kernel = weights[f"{patches}weight"].sum(1, keepdim=True) / std
+        weights[f"{patches}weight"] = kernel
+        weights[f"{patches}bias"] = weights[f"{patches}bias"] - mean * kernel.sum((1, 2, 3))
+        weights[positions] = interpolated_positions(weights[positions], trained_grid, model.grid)
         try:
             model.vit.load_state_dict(weights)
         except RuntimeError as error:
@@ -211,11 +207,11 @@ class DenoisingViT(PretrainedModel):
 
     def layer_losses(
         self, noisy: Tensor, clean: Tensor, depth_weights: Tensor | Sequence[float] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`(total, per_layer)` of all depths against `clean` `[..., T, n]`; a loss is the mean over the pixels.
+    ) -> LayerwiseLosses:
+        """The losses of all depths against `clean` `[..., T, n]`, each a mean over the pixels, and their weighted sum.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable; its losses are sums over a patch, n times
-        those here. Used as `total, losses = model.layer_losses(noisy, clean, constraints.weights())`.
+        those here. Used as `total, per_depth = model.layer_losses(noisy, clean, constraints.weights())`.
 
         Raises:
             InputError: a wrong shape, dtype or device, or `depth_weights` are not one number a depth.
@@ -223,10 +219,8 @@ class DenoisingViT(PretrainedModel):
         self._check(noisy)
         check_tensor("clean", clean, 2, "[..., T, n]")
         check_shape("clean", clean, tuple(noisy.shape), "as noisy")
-        total, per_layer = ops.layerwise_reconstruction_loss(
-            self.reconstructions(noisy), clean, depth_weights=depth_weights
-        )
-        return total / self.patch_size, per_layer / self.patch_size
+        sums = ops.layerwise_reconstruction_loss(self.reconstructions(noisy), clean, depth_weights=depth_weights)
+        return LayerwiseLosses(*(losses / self.patch_size for losses in sums))
 
     def _check(self, noisy: Tensor) -> None:
         check_tensor("noisy", noisy, 2, "[..., T, n]")
@@ -291,18 +285,9 @@ def _rename_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *_:
                 break
 
 
-def _check_grid(grid: Any) -> tuple[int, int]:
-    if not isinstance(grid, Sequence) or isinstance(grid, str) or len(grid) != 2:
-        raise InputError(f"grid must be (rows, columns) of patches, got {grid!r}")
-    return check_integer("grid[0], the rows,", grid[0], 1), check_integer("grid[1], the columns,", grid[1], 1)
-
-
-def _load_vit(name: str, download: bool, revision: str | None, token: str | None) -> Any:
-    """A `transformers.ViTModel` in float32 with all weights from `name`."""
+def _load_vit(name: str, download: bool, revision: str | None, token: str | None) -> tuple[Any, int, tuple[int, int]]:
+    """A `transformers.ViTModel` in float32 with all weights from `name`, the side of its patches, and its grid."""
     transformers = require("transformers", "transformers", "loading a ViT")
-    remedy = "give a folder with the config.json and model.safetensors of a ViT" + (
-        "" if download else ", or ask for the hub with download=True"
-    )
     options = {"local_files_only": not download, "revision": revision or "main", "token": token}
     try:
         configuration = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
@@ -313,15 +298,11 @@ def _load_vit(name: str, download: bool, revision: str | None, token: str | None
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = "give a folder with the config.json and model.safetensors of a ViT"
+        remedy += "" if download else ", or ask for the hub with download=True"
         raise InputError(f"{name}: no ViT can be loaded from there ({reason}); {remedy}") from error
-    return model.to(torch.float32)
-
-
-def _geometry(configuration: Any, name: str) -> tuple[int, int, int]:
-    """Side of a patch in pixels, rows and columns of patches."""
-    image, patch = configuration.image_size, configuration.patch_size
-    height, width = (image, image) if isinstance(image, int) else image
-    side, other = (patch, patch) if isinstance(patch, int) else patch
+    sizes = (configuration.image_size, configuration.patch_size)
+    (height, width), (side, other) = ((size, size) if isinstance(size, int) else size for size in sizes)
     if side != other:
         raise InputError(f"{name}: has patches of {side}x{other} pixels, expected square ones")
-    return side, height // side, width // side
+    return model.to(torch.float32), side, (height // side, width // side)

@@ -62,9 +62,9 @@ def losses_and_gradients(
     with ops.use_backend(backend), pytest.MonkeyPatch.context() as patch:
         for name in ("unrolled_layer", "residual_linear"):
             patch.setattr(ops, name, recording(getattr(ops, name)))
-        total, per_layer = model.layer_losses(noisy, clean, weights)
+        total, per_depth = model.layer_losses(noisy, clean, weights)
         found = torch.autograd.grad(total, [noisy, *model.parameters()])
-    return [tensor.detach().cpu() for tensor in (total, per_layer, *found)], masks
+    return [tensor.detach().cpu() for tensor in (total, per_depth, *found)], masks
 
 
 @pytest.mark.parametrize("weighted", [True, False])

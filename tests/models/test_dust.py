@@ -108,17 +108,17 @@ def test_equals_the_network_written_out(
 
     losses = written_out(model, noisy.requires_grad_(), clean)
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
-    total, per_layer = model.layer_losses(noisy, clean, weights)
-    assert not per_layer.requires_grad
-    assert_same([per_layer, total], [losses, torch.dot(weights, losses)])
+    total, per_depth = model.layer_losses(noisy, clean, weights)
+    assert not per_depth.requires_grad
+    assert_same([per_depth, total], [losses, torch.dot(weights, losses)])
     right = parameter_gradients(model, torch.dot(weights, losses), noisy)
     assert_same(parameter_gradients(model, total, noisy), right)
 
-    total, per_layer = model.layer_losses(noisy, clean)
+    total, per_depth = model.layer_losses(noisy, clean)
     losses = written_out(model, noisy, clean)
-    assert_same([per_layer, total], [losses, losses.sum()])
+    assert_same([per_depth, total], [losses, losses.sum()])
     assert_same(
-        parameter_gradients(model, per_layer[1] - 2 * per_layer[2]),
+        parameter_gradients(model, per_depth[1] - 2 * per_depth[2]),
         parameter_gradients(model, losses[1] - 2 * losses[2]),
     )
 
@@ -213,15 +213,15 @@ def test_autocast_is_as_precise_as_the_eager_network_under_autocast(
         for name in squares:
             with torch.autocast("cpu", dtype=dtype):
                 if name == "ours":
-                    total, per_layer = model.layer_losses(noisy, clean, weights)
+                    total, per_depth = model.layer_losses(noisy, clean, weights)
                 else:
-                    per_layer = written_out(model, noisy, clean)
-                    total = torch.dot(weights, per_layer)
+                    per_depth = written_out(model, noisy, clean)
+                    total = torch.dot(weights, per_depth)
             gradient = parameter_gradients(model, total)[0]
             assert gradient is not None
             assert gradient.dtype == torch.float32
-            assert per_layer.dtype == torch.float32
-            for index, (given, true) in enumerate(zip((per_layer, gradient), exact, strict=True)):
+            assert per_depth.dtype == torch.float32
+            for index, (given, true) in enumerate(zip((per_depth, gradient), exact, strict=True)):
                 assert true is not None
                 squares[name][index] += (given.double() - true).square().sum().item()
         sizes = [size + true.square().sum().item() for size, true in zip(sizes, exact, strict=True) if true is not None]
@@ -240,8 +240,8 @@ def test_torch_compile_sees_one_graph(kind: type[models.DUST], options: dict[str
     compiled = torch.compile(model.layer_losses, fullgraph=True, backend="aot_eager")
     results = []
     for losses in (compiled, model.layer_losses):
-        total, per_layer = losses(noisy, clean, weights)
-        results.append([total, per_layer, *parameter_gradients(model, total)])
+        total, per_depth = losses(noisy, clean, weights)
+        results.append([total, per_depth, *parameter_gradients(model, total)])
     assert_same(*results)
 
 
@@ -256,9 +256,9 @@ def test_torch_compile_gives_the_same_numbers() -> None:
     (gradient,) = torch.autograd.grad(expected_total, model.dictionary)
     torch._dynamo.reset()
     compiled = torch.compile(model.layer_losses, fullgraph=False)
-    total, per_layer = compiled(noisy, clean, weights)
+    total, per_depth = compiled(noisy, clean, weights)
     (given,) = torch.autograd.grad(total, model.dictionary)
-    for one, other in ((total, expected_total), (per_layer, expected), (given, gradient)):
+    for one, other in ((total, expected_total), (per_depth, expected), (given, gradient)):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
@@ -356,13 +356,13 @@ def test_a_noise_adaptive_model_is_the_plain_one_in_units_of_the_noise() -> None
 
 @pytest.mark.parametrize(
     ("deviation", "words"),
-    [(None, "deviation is missing"), (0.0, "above 0"), (-1.0, "above 0"), (torch.ones(3), "one a sequence")],
+    [(None, "requires deviation"), (0.0, "above 0"), (-1.0, "above 0"), (torch.ones(3), "one a sequence")],
 )
 def test_a_noise_adaptive_model_needs_a_noise(deviation: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         models.DUST(16, 16, 1, noise_adaptive=True)(torch.rand(2, 3, 16), deviation=deviation)
     if deviation is not None:
-        with pytest.raises(InputError, match="of no use"):
+        with pytest.raises(InputError, match="deviation requires noise_adaptive=True"):
             models.DUST(16, 16, 1)(torch.rand(2, 3, 16), deviation=deviation)
 
 
@@ -423,5 +423,5 @@ def test_refine_refuses_what_it_cannot_take() -> None:
             model.refine(level, noisy, noisy)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="estimate must have shape"):
         model.refine(1, noisy, noisy[:1])
-    with pytest.raises(InputError, match="deviation is of no use"):
+    with pytest.raises(InputError, match="deviation requires noise_adaptive=True"):
         model.refine(1, noisy, noisy, deviation=0.1)

@@ -106,10 +106,10 @@ def test_losses_and_gradients_are_those_of_the_formula(options: dict[str, Any], 
     expected = written_losses(model, tokens)
     factors = torch.ones(4, dtype=torch.float64) if weights is None else torch.tensor(weights, dtype=torch.float64)
     wanted = torch.autograd.grad((factors * expected).sum(), parameters)
-    total, per_layer = model.layer_losses(tokens, LABELS, weights, lengths=LENGTHS)
-    torch.testing.assert_close(per_layer, expected, rtol=1e-11, atol=1e-12)
+    total, per_depth = model.layer_losses(tokens, LABELS, weights, lengths=LENGTHS)
+    torch.testing.assert_close(per_depth, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(total, (factors * expected).sum(), rtol=1e-11, atol=1e-12)
-    assert per_layer.requires_grad == (weights is None)
+    assert per_depth.requires_grad == (weights is None)
     for name, found, want in zip(names, torch.autograd.grad(total, parameters), wanted, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 

@@ -88,10 +88,10 @@ def test_a_loss_is_the_mean_over_the_pixels(weights: list[float] | None) -> None
     factors = torch.tensor([1.0, 1.0, 1.0] if weights is None else weights, dtype=torch.float64)
     used = [parameter for name, parameter in model.named_parameters() if "mask_token" not in name]
     wanted = torch.autograd.grad((factors * expected).sum(), used)
-    total, per_layer = model.layer_losses(noisy, clean, weights)
-    torch.testing.assert_close(per_layer, expected, rtol=1e-12, atol=1e-13)
+    total, per_depth = model.layer_losses(noisy, clean, weights)
+    torch.testing.assert_close(per_depth, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(total, (factors * expected).sum(), rtol=1e-12, atol=1e-13)
-    assert per_layer.requires_grad == (weights is None)
+    assert per_depth.requires_grad == (weights is None)
     for found, want in zip(torch.autograd.grad(total, used), wanted, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
 

@@ -54,8 +54,8 @@ def _looks_at_losses(patch: pytest.MonkeyPatch) -> None:
     losses = DUST.layer_losses
 
     def looking(*arguments: Any) -> tuple[Tensor, Tensor]:
-        total, per_layer = losses(*arguments)
-        return (total if total > 0 else -total), per_layer
+        total, per_depth = losses(*arguments)
+        return (total if total > 0 else -total), per_depth
 
     patch.setattr(DUST, "layer_losses", looking)
 
