@@ -96,7 +96,7 @@ _GONE_COMMANDS = ("search", "completion", "check")
 class _HelpAll(argparse.Action):
     """`--help-all`: the help with all settings."""
 
-    def __call__(self, parser: Any, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, parser: Any, *_: Any, **__: Any) -> None:
         for action, text in parser.unusual.items():
             action.help = text
         parser.print_help()

@@ -273,7 +273,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _found(ctx: Any, grad: Tensor, needs: list[bool], needs_target: bool) -> tuple[Tensor | None, list[Any]]:
     """The gradients of the target and of the depths."""
     target, padding, *depths = ctx.saved_tensors
-    call = _gradients if is_plain_eager(grad, target, *depths) else _gradients_operator
+    call: Any = _gradients if is_plain_eager(grad, target, *depths) else _gradients_operator
     found = call(grad, target, padding, depths, ctx.reduction, needs, needs_target, ctx.backend)
     *of_depths, of_target = scatter(found, [*needs, needs_target])
     return of_target, of_depths

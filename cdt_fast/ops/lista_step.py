@@ -145,22 +145,21 @@ def _gradients(
 ) -> list[Tensor]:
     """The gradients that are needed, of the codes, the signal and the dictionary."""
     atoms = dictionary.to(output.dtype)
-    grad_codes = grad_dictionary = None
-    fused = backend == "triton"
-    if fused:
+    parts = grad_dictionary = None
+    if backend == "triton":
         from cdt_fast.kernels import lista_step as kernels
 
         try:
-            grad_codes, grad_residual, grad_update = kernels.backward(
-                *(grad_output, output, atoms, step, nonlinearity, needs_codes, needs_dictionary),
-                blocks_for(kernels.BLOCKS, output),
-            )
+            blocks = blocks_for(kernels.BLOCKS, output)
+            needs = needs_codes, needs_dictionary
+            parts = kernels.backward(grad_output, output, atoms, step, nonlinearity, *needs, blocks)
         except Exception as error:
             disable_kernel("lista_step", error)
-            fused = False
-    if not fused:
+    if parts is None:
         grad_update = shrink_backward(grad_output, output, nonlinearity)
-        grad_residual = torch.mm(grad_update, atoms.mT).mul_(step)
+        grad_codes, grad_residual = None, torch.mm(grad_update, atoms.mT).mul_(step)
+    else:
+        grad_codes, grad_residual, grad_update = parts
     if needs_dictionary:
         assert codes is not None
         assert residual is not None
@@ -169,7 +168,7 @@ def _gradients(
         grad_dictionary = product_over_rows(residual, grad_update, wide).mul_(step)
         grad_dictionary.sub_(product_over_rows(grad_residual, codes, wide))
         grad_dictionary = grad_dictionary.to(dictionary.dtype)
-    if needs_codes and not fused:
+    if needs_codes and grad_codes is None:
         # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
         grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
     return compress((grad_codes, grad_residual, grad_dictionary), (needs_codes, needs_signal, needs_dictionary))
@@ -199,7 +198,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
         return (None,) * 8
     next_codes, dictionary, codes, residual = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    call = _gradients if is_plain_eager(grad_output, next_codes) else _gradients_operator
+    call: Any = _gradients if is_plain_eager(grad_output, next_codes) else _gradients_operator
     found = call(grad_output, next_codes, dictionary, codes, residual, ctx.step, ctx.nonlinearity, *needs, ctx.backend)
     return *scatter(found, needs), None, None, None, None, None
 
@@ -207,7 +206,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
 class _ListaStep(torch.autograd.Function):
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
+    backward: Any = staticmethod(_backward)
 
 
 _operator = define(

@@ -192,7 +192,7 @@ def _backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
         return (None,) * 7
     needs = ctx.needs_input_grad[:3]
     saved = ctx.saved_tensors
-    call = _gradients if is_plain_eager(grad_output, *saved) else _gradients_operator
+    call: Any = _gradients if is_plain_eager(grad_output, *saved) else _gradients_operator
     found = call(grad_output, *saved, ctx.weight_dtype, ctx.alpha, ctx.nonlinearity, needs[2])
     if needs[2]:
         rows, dtype = found[-1], ctx.residual_dtype
@@ -203,7 +203,7 @@ def _backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
 class _ResidualLinear(torch.autograd.Function):
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
+    backward: Any = staticmethod(_backward)
 
 
 _operator = define(

@@ -254,7 +254,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]
         return (None,) * 7
     needs = ctx.needs_input_grad[:2]
     saved = ctx.saved_tensors
-    call = _gradients if is_plain_eager(grad_output, saved[0]) else _gradients_operator
+    call: Any = _gradients if is_plain_eager(grad_output, saved[0]) else _gradients_operator
     found = call(grad_output.contiguous(), *saved, ctx.scale, ctx.energy, *needs, ctx.backend)
     return *scatter(found, needs), None, None, None, None, None
 
@@ -262,7 +262,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]
 class _SymmetricAttention(torch.autograd.Function):
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
+    backward: Any = staticmethod(_backward)
 
 
 _operator = define(

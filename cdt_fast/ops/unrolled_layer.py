@@ -431,7 +431,8 @@ def _backward(
     # The codes alone do not depend on the next dictionary.
     needs.append(needs_next and (grad_projection is not None or grad_error is not None))
     saved = ctx.saved_tensors
-    call = _gradients if is_plain_eager(grad_codes, grad_projection, grad_error, *saved[:5]) else _gradients_operator
+    plain = is_plain_eager(grad_codes, grad_projection, grad_error, *saved[:5])
+    call: Any = _gradients if plain else _gradients_operator
     found = call(
         *saved,
         None if grad_codes is None else grad_codes.contiguous(),
@@ -445,7 +446,7 @@ def _backward(
 class _UnrolledLayer(torch.autograd.Function):
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
+    backward: Any = staticmethod(_backward)
 
 
 _TENSORS = (

@@ -188,7 +188,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
             AcceleratorState._reset_state()
         assert kind in ("trainer", "ddp", "lightning") or isinstance(model, FSDPModule)
         whole = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
             gather = getattr(parameter.detach(), "full_tensor", parameter.detach)
             whole[name.removeprefix("module.")] = gather().clone()
         results[kind] = (found, whole)

@@ -193,7 +193,8 @@ def test_more_sequences_than_32_bits_count_numbers_of(tokens: int, device: torch
 @EVERY
 def test_empty(name: str, device: torch.device) -> None:
     op, extras, options = VARIANTS[name]
-    for sizes in ({"leading": (0,)}, {"tokens": 0}, {"width": 0}, {"atoms": 0}, {"tokens": 70, "width": 0}):
+    every: Any = ({"leading": (0,)}, {"tokens": 0}, {"width": 0}, {"atoms": 0}, {"tokens": 70, "width": 0})
+    for sizes in every:
         if op.startswith("layerwise") and set(sizes) != {"width"}:
             continue  # which has no mean
         given = build(op, *extras, **options, **sizes)
@@ -369,7 +370,8 @@ def test_float64_is_refused_with_the_reason(device: torch.device) -> None:
 @FULLEST_FIRST
 def test_the_gradient_runs_where_the_forward_has_run(name: str, device: torch.device) -> None:
     case = variant(name, tokens=20, width=30, atoms=50).to(device, torch.float32)
-    for forward, backward in (("torch", "triton"), ("triton", "torch")):
+    orders: Any = (("torch", "triton"), ("triton", "torch"))
+    for forward, backward in orders:
         with ops.use_backend(forward):
             expected, leaves = results(case), leaves_of(case)
             outputs = call(case, leaves)

@@ -100,17 +100,13 @@ class Case:
         return replace(self, tensors=moved, options={name: other(value) for name, value in self.options.items()})
 
 
-def build(
-    op: str,
-    *extras: str,
-    seed: int = 0,
-    leading: tuple[int, ...] = (2,),
-    tokens: int = 3,
-    width: int = 4,
-    atoms: int = 5,
-    **options: Any,
-) -> Case:
-    """A case with the `extras` of `EXTRAS`, and the options given in place of the defaults of `OPTIONS`."""
+def build(op: str, *extras: str, **options: Any) -> Case:
+    """Build a case with the `extras` of `EXTRAS`, and the options given in place of the defaults of `OPTIONS`.
+
+    Its sizes are options too: `leading`, `tokens`, `width`, `atoms`, and the `seed` of its values.
+    """
+    sizes = {"seed": 0, "leading": (2,), "tokens": 3, "width": 4, "atoms": 5}
+    seed, leading, tokens, width, atoms = (options.pop(name, default) for name, default in sizes.items())
     source, rows = generator(seed), (*leading, tokens)
     options = {name: values[0] for name, values in OPTIONS[op].items()} | options
     tensors: dict[str, Tensor] = {}
@@ -168,11 +164,11 @@ def build(
 def call(case: Case, tensors: dict[str, Tensor] | None = None, function: Callable[..., Any] | None = None) -> list[Any]:
     """The outputs of the public function, or of another with its arguments."""
     given = {**(case.tensors if tensors is None else tensors), **case.options}
-    function = function or getattr(ops, case.op)
+    chosen: Any = function or getattr(ops, case.op)
     if case.op in LOSSES:
-        found = function([given.pop(name) for name in DEPTHS], **given)
+        found = chosen([given.pop(name) for name in DEPTHS], **given)
         return list(found[:2])
-    found = function(**given)
+    found = chosen(**given)
     return [found] if isinstance(found, Tensor) else [output for output in found if output is not None]
 
 

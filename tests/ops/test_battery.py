@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -157,7 +158,8 @@ def test_opcheck(name: str) -> None:
     leaves = leaves_of(case)
     with Noted() as noted:
         differentiate(call(case, leaves), list(leaves.values()))
-    (forward, *arguments), *backward = noted.calls
+    calls: list[Any] = noted.calls
+    (forward, *arguments), *backward = calls
     assert forward._opname == case.op
     torch.library.opcheck(forward, *arguments)
     assert backward

@@ -96,7 +96,8 @@ def test_one_depth_and_no_leading_dimension(op: str) -> None:
 @BOTH
 @pytest.mark.parametrize("weights", [None, [1.0, 0.0, 2.0]])
 def test_an_upstream_gradient_or_weight_of_zero_keeps_a_nan_out(op: str, weights: list[float] | None) -> None:
-    case = build(op, **({} if weights is None else {"depth_weights": weights}))
+    options: dict[str, Any] = {} if weights is None else {"depth_weights": weights}
+    case = build(op, **options)
     expected = build(op)
     right = torch.autograd.grad(
         formula(expected, leaves := leaves_of(expected))[1],

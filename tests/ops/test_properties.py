@@ -287,7 +287,8 @@ def test_casts_of_the_caller_take_the_place_of_the_layer_s_own(extras: tuple[str
             None if (d := leaves.get(n)) is None else d.detach().bfloat16() for n in ("dictionary", "next_dictionary")
         ]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs = call(case, {**leaves, **({"casts": tuple(casts)} if cast_before else {})})
+            given: Any = {**leaves, **({"casts": tuple(casts)} if cast_before else {})}
+            outputs = call(case, given)
         found.append([*outputs, *differentiate(outputs, list(leaves.values()))])
     assert_equal(*found)
 

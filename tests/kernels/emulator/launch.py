@@ -95,7 +95,7 @@ def install(card: GpuSpec) -> None:
     CompiledKernel._init_handles = prepare
     for module in (common, cards):
         module._unavailable_reason = lambda: None  # type: ignore[assignment]
-        module.unsupported_reason = unsupported_reason
+        module.unsupported_reason = unsupported_reason  # type: ignore[attr-defined]
         module.spec_of = lambda device: card  # type: ignore[assignment]
 
 
