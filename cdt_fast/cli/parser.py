@@ -82,8 +82,9 @@ class Parser(argparse.ArgumentParser):
             return
         if value in _GONE_COMMANDS:
             raise argparse.ArgumentError(None, f"{value} {gone(value)}")
-        what = (action.metavar or action.dest).lower() if isinstance(action.metavar, str) else action.dest
-        message = f"unknown {what} {value!r}{suggestion(str(value), map(str, action.choices))}"
+        name = action.metavar if isinstance(action.metavar, str) else action.dest
+        what = f"{action.option_strings[0]}: unknown" if action.option_strings else f"unknown {name.lower()}"
+        message = f"{what} {value!r}{suggestion(str(value), map(str, action.choices))}"
         raise argparse.ArgumentError(None, message)
 
     def error(self, message: str) -> NoReturn:
