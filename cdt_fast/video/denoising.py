@@ -154,7 +154,7 @@ def denoise_video(
     denoising = Denoising(model, settings, depth, sigma, settings.data.overlap if grids is None else grids)
     # A clip may change from gray to color.
     colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())
-    shown = progress_bar(colored, desc=f"denoise {frames.name}", unit="frame", shown=progress)
+    shown = progress_bar(colored, desc=f"denoise {frames.path.name}", unit="frame", shown=progress)
     with replaced_atomically(target) as temporary:
         written, notes = write_video(temporary, target, denoising.frames(shown), frames)
     found = float(np.median(denoising.found)) if denoising.found else None

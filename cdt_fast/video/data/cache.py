@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +29,11 @@ class DecodedClip(NamedTuple):
         name, split: those of its `Clip`.
         frames: uint8 [frames, size, size], or crops [windows, crops, 3, T, side, side]; of a clip on the disk a memory
             map, read-only.
-        frame_rate: frames a second as the clip states it, or None.
         notes: what is wrong with frames that were decoded all the same, a line each.
     """
 
     name: str
     frames: np.ndarray
-    frame_rate: Fraction | None = None
     split: Split | None = None
     notes: tuple[str, ...] = ()
 
@@ -97,7 +94,7 @@ def load_clip(
                 "with CDT_FAST_CACHE"
             ) from error
         found = _mapped(path, contents) or (np.empty((0, *shape), np.uint8), source.notes)  # shorter than a window
-    return DecodedClip(clip.name, found[0], source.frame_rate, clip.split, tuple(found[1]))
+    return DecodedClip(clip.name, found[0], clip.split, tuple(found[1]))
 
 
 def _mapped(path: Path, contents: Path) -> tuple[np.ndarray, list[str]] | None:

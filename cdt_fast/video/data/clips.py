@@ -29,12 +29,8 @@ _MAX_WRAPPERS = 4
 
 
 class Clip(NamedTuple):
-    """One clip of a data set.
-
-    Attributes:
-        name: path below the folder that was asked for, unique within it, for example "training_videos/01.avi".
-        path: a video, an array file or a folder of frames.
-        split: "train" or "test" where the tree says so, otherwise None.
+    """A clip of a data set: its name, the path below what was asked for ("training_videos/01.avi"), where it lies, and
+    the split where the tree says so.
     """
 
     name: str
@@ -43,7 +39,7 @@ class Clip(NamedTuple):
 
 
 def open_source(path: str | os.PathLike[str]) -> FrameSource:
-    """Open the clip at `path`: a video file, a folder of pictures, a TIFF of several pages, or a .npy or .npz array.
+    """Open a clip: a video file, a folder of pictures, a TIFF of several pages, or a .npy or .npz array.
 
     Opening checks what a look at the header shows; the rest is checked while `frames()` reads. A video is always
     decoded from the start, in order.
@@ -55,10 +51,9 @@ def open_source(path: str | os.PathLike[str]) -> FrameSource:
     place = Path(path)
     if place.is_dir():
         return Pictures(place)
-    if not place.exists():
-        raise InputError(f"{place}: no such file or folder")
     if not place.is_file():
-        raise InputError(f"{place}: is neither a file nor a folder")
+        missing = "is neither a file nor a folder" if place.exists() else "no such file or folder"
+        raise InputError(f"{place}: {missing}")
     if place.suffix.lower() in ARRAY_SUFFIXES:
         return FrameArray(place)
     return Pictures(place) if holds_pictures(place) else VideoFile(place)
@@ -76,27 +71,30 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
     root = Path(path)
     if not root.exists():
         raise InputError(f"{root}: no such file or folder")
-    clips = _clips_below(root, root, 0, {root.resolve()}) if root.is_dir() else [_clip(root, root)]
+    clips = _clips_below(root, 0, {root.resolve()}) if root.is_dir() else [(root, None)]
     if not clips:
         others = "".join(f"; {other.name} is not supported" for other in other_images(root)[:1])
         raise InputError(
             f"{root}: no clips found; expected videos, .npy or .npz arrays, folders of frames "
             f"({', '.join(sorted(IMAGE_SUFFIXES))}), or a tree of Avenue, UCSD or ShanghaiTech{others}"
         )
-    return clips
+    return [
+        Clip(root.resolve().name if clip == root else clip.relative_to(root).as_posix(), clip, split)
+        for clip, split in clips
+    ]
 
 
-def _clips_below(folder: Path, root: Path, depth: int, seen: set[Path]) -> list[Clip]:
+def _clips_below(folder: Path, depth: int, seen: set[Path]) -> list[tuple[Path, Split | None]]:
     """Find the clips of `folder`; `seen` are the folders that were opened so far, which a link may lead to again."""
     subfolders = [path for path in entries(folder) if path.is_dir()]
-    marked = [
-        _clip(source, root, split)
+    marked: list[tuple[Path, Split | None]] = [
+        (source, split)
         for part in subfolders
         if (split := _SPLIT_FOLDERS.get(part.name.casefold()))
         for source in _sources(_clip_folder(part))
     ]
     if marked:
-        return sorted(marked, key=lambda clip: clip.split != "train")
+        return sorted(marked, key=lambda clip: clip[1] != "train")
     sources = _sources(folder)
     if images(folder):
         if sources:
@@ -104,13 +102,14 @@ def _clips_below(folder: Path, root: Path, depth: int, seen: set[Path]) -> list[
                 f"{folder}: holds both pictures and clips ({sources[0].name}); give the frames of one clip a folder "
                 "of their own"
             )
-        return [_clip(folder, root)]
+        return [(folder, None)]
     if sources or depth == _MAX_WRAPPERS:
-        return [_clip(source, root) for source in sources]
+        return [(source, None) for source in sources]
+    # A folder goes before a link to it.
     unseen = {part.resolve(): part for part in sorted(subfolders, key=Path.is_symlink, reverse=True)}
     unseen = {place: part for place, part in unseen.items() if place not in seen}
     seen |= unseen.keys()
-    data_sets = [(part, found) for part in unseen.values() if (found := _clips_below(part, root, depth + 1, seen))]
+    data_sets = [(part, found) for part in unseen.values() if (found := _clips_below(part, depth + 1, seen))]
     if len(data_sets) > 1:
         choices = ", ".join(sorted(str(part) for part, _ in data_sets))
         raise InputError(f"{folder}: holds {len(data_sets)} data sets; give one of them: {choices}")
@@ -124,12 +123,5 @@ def _clip_folder(part: Path) -> Path:
 
 def _sources(folder: Path) -> list[Path]:
     """List the videos, arrays and folders of frames directly in `folder`."""
-    return [
-        path
-        for path in entries(folder)
-        if (bool(images(path)) if path.is_dir() else path.suffix.lower() in VIDEO_SUFFIXES | ARRAY_SUFFIXES)
-    ]
-
-
-def _clip(path: Path, root: Path, split: Split | None = None) -> Clip:
-    return Clip(root.resolve().name if path == root else path.relative_to(root).as_posix(), path, split)
+    suffixes = VIDEO_SUFFIXES | ARRAY_SUFFIXES
+    return [path for path in entries(folder) if (images(path) if path.is_dir() else path.suffix.lower() in suffixes)]

@@ -18,6 +18,8 @@ from torch import Tensor
 
 CROPS_VERSION = 3  # raise it with any change that can move a pixel
 CROPS_PER_WINDOW = 12
+GENERATED = 0.5  # probability with which generated frames take the place of a training crop
+PLANES = 4  # samples of a crop: `plane_of` says which
 
 _LUMA = (0.299, 0.587, 0.114)
 # An orthonormal change of basis: white noise of red, green and blue is white noise of the same deviation in these.
@@ -26,12 +28,9 @@ _OPPONENT = (
     (1 / math.sqrt(2), 0.0, -1 / math.sqrt(2)),
     (1 / math.sqrt(6), -2 / math.sqrt(6), 1 / math.sqrt(6)),
 )
-_COLORS = 3
-PLANES = 1 + _COLORS  # samples of a crop: `plane_of` says which
 _PLACES_SEED = 20_260_118
 _PLACES = 3  # that a crop is the most detailed of
 _PAN = 3.0  # of smaller crops along each axis, in their pixels a frame
-GENERATED = 0.5  # probability with which generated frames take the place of a training crop
 _SPEED = 4.0  # of pasted pieces, in pixels a frame
 _LEAVES = (60, 160)  # shapes of a generated picture
 _SMALLEST = 4.0  # the radius that half of what is cast is within a factor of 1.4 of, in pixels
@@ -61,33 +60,29 @@ def cut_crops(
     gathered: list[np.ndarray] = []
     number = 0
     for frame in frames:
-        gathered.append(frame if frame.ndim == 3 else np.repeat(frame[..., np.newaxis], _COLORS, axis=2))
+        gathered.append(frame if frame.ndim == 3 else np.repeat(frame[..., np.newaxis], 3, axis=2))
         if len(gathered) == window:
-            places = np.random.default_rng([_PLACES_SEED, number])
-            yield np.stack(
-                [_crop(np.stack(gathered), crop < unscaled(crops), crop, side, places) for crop in range(crops)]
-            )
+            places, block = np.random.default_rng([_PLACES_SEED, number]), np.stack(gathered)
+            more = [(0, max(0, side - length)) for length in block.shape[1:3]]
+            block = np.pad(block, ((0, 0), *more, (0, 0)), mode="symmetric")
+            yield np.stack([_crop(block, crop < unscaled(crops), crop, side, places) for crop in range(crops)])
             gathered, number = [], number + 1
 
 
 def _crop(block: np.ndarray, whole: bool, crop: int, side: int, places: np.random.Generator) -> np.ndarray:
-    height, width = block.shape[1:3]
-    if height < side or width < side:
-        more = ((0, 0), (0, max(0, side - height)), (0, max(0, side - width)), (0, 0))
-        block = np.pad(block, more, mode="symmetric")
-        height, width = block.shape[1:3]
-    factor = max(1, min(1 if whole else 2 + crop % 2, min(height, width) // side))  # by which frames are made smaller
+    lengths = block.shape[1:3]
+    factor = max(1, min(1 if whole else 2 + crop % 2, min(lengths) // side))  # by which frames are made smaller
     cut = side * factor
-    found = [tuple(int(places.integers(0, length - cut + 1)) for length in (height, width)) for _ in range(_PLACES)]
+    found = [tuple(int(places.integers(0, length - cut + 1)) for length in lengths) for _ in range(_PLACES)]
     start = max(found, key=lambda place: _detail(block[0, place[0] : place[0] + cut, place[1] : place[1] + cut]))
-    path = np.zeros(len(block)) if whole else np.linspace(-0.5, 0.5, len(block)) * len(block) * factor
+    path = np.linspace(-0.5, 0.5, len(block)) * len(block) * factor
     rows, columns = (
         np.clip(np.rint(first + path * (0 if whole else places.uniform(-_PAN, _PAN))).astype(int), 0, length - cut)
-        for first, length in zip(start, (height, width), strict=True)
+        for first, length in zip(start, lengths, strict=True)
     )
     chosen = np.stack([frame[r : r + cut, c : c + cut] for frame, r, c in zip(block, rows, columns, strict=True)])
     if factor > 1:
-        pooled = chosen.reshape(len(chosen), side, factor, side, factor, _COLORS).astype(np.float32)
+        pooled = chosen.reshape(len(chosen), side, factor, side, factor, 3).astype(np.float32)
         chosen = np.rint(pooled.mean((2, 4))).astype(np.uint8)
     return chosen.transpose(3, 0, 1, 2)
 
@@ -100,7 +95,8 @@ def _detail(picture: np.ndarray) -> int:
 
 def plane_of(crop: np.ndarray, plane: int) -> Tensor:
     """Return float32 `[T, side, side]` in 0..255 of a crop `[3, T, side, side]`: 0 is luma, 1 to 3 are opponent planes;
-    a difference of colors is around 0."""
+    a difference of colors is around 0.
+    """
     weights = torch.tensor(_LUMA if plane == 0 else _OPPONENT[plane - 1])
     return torch.einsum("c,cthw->thw", weights, torch.from_numpy(np.array(crop, order="C")).to(torch.float32))
 
@@ -111,13 +107,8 @@ def augmented(
     """Return a training sample `[T, size, size]`: a crop moved, turned, mirrored or played backwards as its seed says.
 
     Half are generated in the place of the crop (`moving_leaves`), and half have a piece of another crop that moves
-    across: what a clip shows in few of its frames would otherwise be wiped out.
-
-    Args:
-        crop: returns the plane `[T, side, side]` of a crop.
-        piece: returns that of another crop, drawn with the generator that it is given.
-        size: at most the side of the crops.
-        seed: of all that is drawn.
+    across: what a clip shows in few of its frames would otherwise be wiped out. `crop` returns its plane
+    `[T, side, side]`, and `piece` that of another crop, which it draws.
     """
     draw = np.random.default_rng(seed)
     generated = draw.random() < GENERATED
@@ -140,14 +131,10 @@ def _paste(frames: Tensor, other: Tensor, draw: np.random.Generator) -> None:
     height, width = (int(draw.integers(max(1, size // 8), max(2, 2 * size // 3))) for _ in range(2))
     speeds = draw.uniform(-_SPEED, _SPEED, 2)
     middle = draw.uniform(0, size, 2)
-    for number in range(len(frames)):
-        moved = middle + speeds * (number - len(frames) / 2)
-        top, left = (round(place) for place in moved.tolist())
-        first_row, last_row = max(0, top), min(size, top + height)
-        first_column, last_column = max(0, left), min(size, left + width)
-        if first_row < last_row and first_column < last_column:
-            piece = other[number, first_row - top : last_row - top, first_column - left : last_column - left]
-            frames[number, first_row:last_row, first_column:last_column] = piece
+    for number, (frame, shown) in enumerate(zip(frames, other, strict=True)):
+        top, left = (round(place) for place in (middle + speeds * (number - len(frames) / 2)).tolist())
+        there = frame[max(0, top) : max(0, top + height), max(0, left) : max(0, left + width)]
+        there.copy_(shown[max(0, -top) :, max(0, -left) :][: there.shape[0], : there.shape[1]])
 
 
 def moving_leaves(frames: int, size: int, draw: np.random.Generator) -> Tensor:
@@ -178,7 +165,12 @@ def moving_leaves(frames: int, size: int, draw: np.random.Generator) -> Tensor:
 def _leaves(side: int, draw: np.random.Generator) -> np.ndarray:
     """Return float32 `[side, side]` in 0..255: ellipses and rectangles, plain, shaded, striped or grainy."""
     row, column = np.mgrid[:side, :side].astype(np.float32)
-    grain = _grain(side, draw)
+    # Grain of mean 0 and deviation 1, whose amplitude falls with a power of the frequency.
+    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None])
+    frequency[0, 0] = np.inf
+    white = np.fft.rfft2(draw.standard_normal((side, side)))
+    grain = np.fft.irfft2(white * frequency ** -draw.uniform(0.3, 1.5), (side, side))
+    grain = (grain / grain.std()).astype(np.float32)
     picture = (draw.uniform(0, 255) + draw.uniform(0, 25) * grain).astype(np.float32)
     for _ in range(draw.integers(*_LEAVES)):
         radius = min(side / 2, _SMALLEST / math.sqrt(draw.uniform(1e-3, 1)))
@@ -197,12 +189,3 @@ def _leaves(side: int, draw: np.random.Generator) -> np.ndarray:
             level += draw.uniform(0, 25) * grain[box]
         picture[box] = np.where(inside, level, picture[box])
     return picture.clip(0, 255)
-
-
-def _grain(side: int, draw: np.random.Generator) -> np.ndarray:
-    """Return float32 `[side, side]` of mean 0 and deviation 1, whose amplitude falls with a power of the frequency."""
-    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None])
-    frequency[0, 0] = np.inf
-    white = np.fft.rfft2(draw.standard_normal((side, side)))
-    grain = np.fft.irfft2(white * frequency ** -draw.uniform(0.3, 1.5), (side, side))
-    return (grain / grain.std()).astype(np.float32)

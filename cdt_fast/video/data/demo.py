@@ -11,13 +11,10 @@ resolution of the frames and averaged, which smooths the edges. All numbers are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 
 import numpy as np
 
 from cdt_fast.errors import InputError
-
-DEMO_FRAME_RATE = Fraction(12)
 
 _UNIT, _CANVAS, _LEVEL, _LIGHT = 16, 320, 16, 1 << 12
 _WALL_BOTTOM, _WALK_BOTTOM = 132, 230

@@ -13,9 +13,7 @@ import numpy as np
 from cdt_fast.errors import InputError
 from cdt_fast.files import shown
 
-MINIMUM_FRAMES = 2
 DEFAULT_FRAME_RATE = Fraction(25)  # where a source states none, as folders of frames and arrays
-_MAX_UNPACKED_BYTES = 2 << 30
 _EXPECTED_ARRAY = "expected uint8, or floats within [0, 1], of shape [frames, h, w] or [frames, h, w, 3]"
 
 
@@ -23,7 +21,6 @@ class FrameSource(ABC):
     """A clip on the disk.
 
     Attributes:
-        name: file or folder name, with its suffix.
         path: where it lies.
         files: those that the frames come from.
         frame_rate: frames a second as the file states it, None where it states none (frame folders, arrays).
@@ -34,9 +31,7 @@ class FrameSource(ABC):
     """
 
     def __init__(self, path: Path) -> None:
-        self.name = path.resolve().name
-        self.path = path
-        self.files = [path]
+        self.path, self.files = path, [path]
         self.frame_rate: Fraction | None = None
         self.notes: list[str] = []
         self.times: list[Fraction] = []
@@ -55,12 +50,12 @@ class FrameSource(ABC):
         """
         count, first = 0, (0, 0)
         for label, frame in self._read():
-            size = (frame.shape[1], frame.shape[0])
-            first = size if count == 0 else first
-            if size != first:
+            height, width = frame.shape[:2]
+            first = first if count else (height, width)
+            if (height, width) != first:
                 raise InputError(
-                    f"{self.path}: {label} is {size[0]}x{size[1]} pixels and the first frame is "
-                    f"{first[0]}x{first[1]}; all frames of a clip must have one size"
+                    f"{self.path}: {label} is {width}x{height} pixels and the first frame is {first[1]}x{first[0]}; "
+                    "all frames of a clip must have one size"
                 )
             count += 1
             yield frame
@@ -69,9 +64,8 @@ class FrameSource(ABC):
 
 def require_frames(path: Path, count: int) -> None:
     """Raise InputError for a clip of fewer than two frames."""
-    if count < MINIMUM_FRAMES:
-        frames = "no frames" if count == 0 else "only one frame"
-        raise InputError(f"{path}: {frames} found; a clip needs at least {MINIMUM_FRAMES} frames")
+    if count < 2:
+        raise InputError(f"{path}: {'only one frame' if count else 'no frames'} found; a clip needs at least 2 frames")
 
 
 class FrameArray(FrameSource):
@@ -86,8 +80,7 @@ class FrameArray(FrameSource):
         array = self._load()
         if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
             raise InputError(f"{path}: the array has dtype {array.dtype}; {_EXPECTED_ARRAY}")
-        channels = array.ndim == 4 and array.shape[3] in (1, 3)
-        if not (array.ndim == 3 or channels) or 0 in array.shape[1:]:
+        if not (array.ndim == 3 or (array.ndim == 4 and array.shape[3] in (1, 3))) or 0 in array.shape[1:]:
             raise InputError(f"{path}: the array has shape {list(array.shape)}; {_EXPECTED_ARRAY}")
         require_frames(path, array.shape[0])
 
@@ -105,29 +98,21 @@ class FrameArray(FrameSource):
 
     def _load(self) -> np.ndarray:
         try:
-            loaded = np.load(self.path, mmap_mode="r", allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return loaded
-            with loaded:
-                array = self._member(loaded)
+            loaded: Any = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(loaded, np.ndarray):
+                with loaded as archive:
+                    names = archive.files
+                    if "frames" not in names and len(names) != 1:
+                        raise InputError(
+                            f"{self.path}: expected one array, or one called 'frames'; the arrays are: {shown(names)}"
+                        )
+                    loaded = archive["frames" if "frames" in names else names[0]]
         except InputError:
             raise
         # NumPy reports broken files by SyntaxError, TypeError, MemoryError and what unpacks the member reports, too.
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{self.path}: cannot be read as a NumPy array ({reason}); {_EXPECTED_ARRAY}") from error
-        if not isinstance(array, np.ndarray):
+        if not isinstance(loaded, np.ndarray):
             raise InputError(f"{self.path}: holds something else than an array; {_EXPECTED_ARRAY}")
-        return array
-
-    def _member(self, archive: Any) -> Any:
-        names = archive.files
-        if "frames" not in names and len(names) != 1:
-            raise InputError(f"{self.path}: expected one array, or one called 'frames'; the arrays are: {shown(names)}")
-        size = max(entry.file_size for entry in archive.zip.infolist())
-        if size > _MAX_UNPACKED_BYTES:
-            raise InputError(
-                f"{self.path}: unpacks to {size / (1 << 30):.1f} GiB, which would fill the memory; save the array as "
-                ".npy, which is read a frame at a time"
-            )
-        return archive["frames" if "frames" in names else names[0]]
+        return loaded

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from cdt_fast.errors import InputError, printable
 from cdt_fast.video.data.cache import DecodedClip, load_clip
 from cdt_fast.video.data.clips import Split, find_clips
 from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, plane_of, unscaled
-from cdt_fast.video.data.demo import DEMO_FRAME_RATE, demo_clip
+from cdt_fast.video.data.demo import demo_clip
 
 _MAX_LEVEL = 255
 _NOTES_SHOWN = 10
@@ -161,26 +162,22 @@ class Windows:
     def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Return a copy of windows `[b, T, size, size]` in 0..255: uint8, or float32 of crops, whose differences of
         colors are around 0.
-
-        Raises:
-            IndexError: there is no such window.
         """
-        found = [self._frames(int(index))[:, : self.size, : self.size] for index in indices]
-        return torch.stack(found) if found else torch.empty(0, self.window, self.size, self.size, dtype=torch.uint8)
+        return torch.stack([self._frames(int(index))[:, : self.size, : self.size] for index in indices])
 
     def augmented(self, indices: Sequence[int], seeds: Sequence[int]) -> Tensor:
         """Return training samples as `batch` does; those of crops vary with their seed (`crops.augmented`)."""
         if not self._cropped:
             return self.batch(indices)
 
-        def sample(index: int, seed: int) -> Tensor:
-            def piece(draw: np.random.Generator) -> Tensor:  # of the same plane of any crop
-                other = int(draw.integers(0, len(self) // self._planes))
-                return self._frames(self._planes * other + index % self._planes)
+        def piece(index: int, draw: np.random.Generator) -> Tensor:  # of the same plane of any crop
+            return self._frames(self._planes * int(draw.integers(0, len(self) // self._planes)) + index % self._planes)
 
-            return augmented(lambda: self._frames(index), piece, self.size, seed)
-
-        return torch.stack([sample(index, seed) for index, seed in zip(indices, seeds, strict=True)])
+        samples = [
+            augmented(partial(self._frames, index), partial(piece, index), self.size, seed)
+            for index, seed in zip(indices, seeds, strict=True)
+        ]
+        return torch.stack(samples)
 
     def _frames(self, index: int) -> Tensor:
         clip, first, crop, plane = self._samples[index]
@@ -196,19 +193,16 @@ class VideoData:
 
     Attributes:
         train, validation, test: windows; no frame is in two of them.
-        sigma: the unit of noise levels, in [0, 1].
-        frame_rate: frames a second, None where the clips do not state one and the same.
+        sigma: the unit of noise levels, in [0, 1]; `unit` says what it is.
         clips: names of all clips, in order.
         method: "clip" when the splits are of whole clips, "time" when each clip is divided.
         notes: what was left out, and what may be damaged, a line each.
-        unit: what `sigma` is, in words.
     """
 
     train: Windows
     validation: Windows
     test: Windows
     sigma: float
-    frame_rate: Fraction | None
     clips: tuple[str, ...]
     method: str
     notes: tuple[str, ...]
@@ -216,16 +210,17 @@ class VideoData:
 
     def describe(self) -> str:
         """Say what was loaded, in a few lines."""
-        rate = "unknown" if self.frame_rate is None else f"{float(self.frame_rate):.4g} a second"
-        number = f"{len(self.clips)} clip{'' if len(self.clips) == 1 else 's'}"
         lines = [
-            f"{number}, split by {self.method}; frames {self.train.size}x{self.train.size}, rate {rate}",
+            f"{len(self.clips)} clip{'' if len(self.clips) == 1 else 's'}, split by {self.method}; frames "
+            f"{self.train.size}x{self.train.size}",
             f"windows of {self.train.window} frames: {len(self.train)} training, {len(self.validation)} validation, "
             f"{len(self.test)} test",
             f"noise in units of {self.sigma:.6f} ({self.unit}, frames in [0, 1])",
+            *self.notes[:_NOTES_SHOWN],
         ]
-        more = [f"and {len(self.notes) - _NOTES_SHOWN} more notes"] if len(self.notes) > _NOTES_SHOWN else []
-        return printable("\n".join([*lines, *self.notes[:_NOTES_SHOWN], *more]))
+        if len(self.notes) > _NOTES_SHOWN:
+            lines.append(f"and {len(self.notes) - _NOTES_SHOWN} more notes")
+        return printable("\n".join(lines))
 
 
 def load_video(
@@ -253,32 +248,23 @@ def load_video(
         progress: show a bar on stderr while decoding.
 
     Raises:
-        InputError: a setting is not usable, a clip cannot be read, there are too few frames for the windows, or the
-            training frames are one flat gray.
+        InputError: a clip cannot be read, there are too few frames for the windows, or the training frames are one
+            flat gray.
     """
-    for name, value in (("window", window), ("size", size), ("stride", window if stride is None else stride)):
-        if not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} is {value}; expected a whole number, at least 1")
-    if crops and stride not in (None, window):
-        raise InputError(f"stride is {stride}, and windows of crops do not overlap: it can only be {window}")
     side = size + _ROOM if crops else size
     if source == "demo":
         frames = demo_clip(size=max(_DEMO_SIDE, side) if crops else size)
-        clips = [
-            DecodedClip("demo", np.stack(list(cut_crops(frames, window, side))) if crops else frames, DEMO_FRAME_RATE)
-        ]
+        clips = [DecodedClip("demo", np.stack(list(cut_crops(frames, window, side))) if crops else frames)]
     else:
         clips = [load_clip(clip, side, cache_dir, progress, window if crops else None) for clip in find_clips(source)]
     rows = window if crops else 1  # frames of a clip in a row of its array
     splits = split_clips([ClipLength(clip.name, rows * len(clip.frames), clip.split) for clip in clips], window)
     deviation = _standard_deviation(clips, splits.train, rows)
-    rates = {clip.frame_rate for clip in clips}
     return VideoData(
         train=Windows(clips, splits.train, window, size, True, stride),
         validation=Windows(clips, splits.validation, window, size),
         test=Windows(clips, splits.test, window, size),
         sigma=deviation if unit == "deviation" else 1 / _MAX_LEVEL,
-        frame_rate=rates.pop() if len(rates) == 1 else None,
         clips=tuple(clip.name for clip in clips),
         method=splits.method,
         notes=(*splits.notes, *(note for clip in clips for note in clip.notes)),

@@ -5,7 +5,6 @@ import os
 import stat
 import subprocess
 import sys
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +130,7 @@ def test_notes_are_kept_with_the_frames(tmp_path, write_lying_video, decoded):
     assert len(decoded) == len(first.frames)
     assert first.notes == again.notes
     assert "frames that it states" in first.notes[0]
-    assert (again.frame_rate, again.frames.shape) == (Fraction(25), first.frames.shape)
+    assert again.frames.shape == first.frames.shape
 
 
 def test_a_clip_without_a_whole_window_of_crops_is_empty(clip, tmp_path):
