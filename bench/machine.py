@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 
 import cdt_fast
-from cdt_fast import constraints, kernels, models, ops, training
 from cdt_fast.ops.common import cpu_has_bf16_products
 
 
 def processor_name() -> str:
-    """The processor as it calls itself; its architecture where the system does not say."""
+    """The name that the processor gives itself, or its architecture."""
     information = Path("/proc/cpuinfo")
     said = information.read_text(encoding="utf-8") if information.exists() else ""
     match = re.search(r"^model name\s*:\s*(.+)$", said, re.MULTILINE)
@@ -40,7 +38,6 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "cdt_fast": cdt_fast.__version__,
-        "source": source_digest(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -55,17 +52,8 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
     return facts
 
 
-def source_digest() -> str:
-    """Eight digits that differ wherever the code that is measured does."""
-    digest = hashlib.sha256()
-    for part in (constraints, ops, training, kernels, models):
-        for file in sorted(Path(part.__path__[0]).rglob("*.py")):
-            digest.update(f"{file.parent.name}/{file.name}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:8]
-
-
 def version_of(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """The version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -5,45 +5,89 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
-from cdt_fast.bench.ceilings import Ceilings, floor_seconds
-from cdt_fast.bench.clock import Rounds, calls_a_reading, round_robin, seconds
 
+Name = TypeVar("Name")
 # Peak memory of an implementation of a case: bytes, or the reason why there is no figure.
 PeakMemory = Callable[[Case, Implementation, Any], "int | str"]
 
-_LONGEST_REASON = 300
-
-# Seconds: the gate's own run of an implementation tells well enough how long one takes, if that is so long.
-_LONG = 1.0
+MAX_REASON = 300  # characters
+# Steps shorter than this are called several times a reading: what a reading costs itself must not count, nor, on a GPU,
+# what its clock rate does from one millisecond to the next.
+SHORTEST_READING = {"cpu": 0.005, "cuda": 0.05}  # seconds
+MAX_CALLS = {"cpu": 100, "cuda": 1000}
 
 
 class Refused(Exception):
-    """An implementation that the gate does not let through; the message is the reason."""
+    """An implementation does not compute what the formula does; the message is the difference."""
+
+
+class Rounds(NamedTuple):
+    """How many rounds of a case are timed: as many as fit into `seconds`, within these bounds."""
+
+    least: int
+    most: int
+    seconds: float
+
+    def fitting(self, round_seconds: float) -> int:
+        """The number of rounds if one takes `round_seconds`."""
+        return min(self.most, max(self.least, int(self.seconds / max(round_seconds, 1e-9))))
 
 
 @dataclass
 class _Timed:
-    """What takes its turn in a round, an implementation or a probe, and what has been measured of it."""
+    """What has been measured of an implementation."""
 
-    step: Callable[[], Any] | None = None  # None once it cannot run
-    calls: int = 1
-    once: float = 0.0
+    step: Step | None = None  # None once it cannot run
+    calls: int = 1  # of the step in a reading
+    once: float = 0.0  # seconds of a call
     difference: float | None = None
     status: str = "timed"
     reason: str = ""
     seconds: list[float] = field(default_factory=list)
 
     def drop(self, status: str, reason: str) -> None:
-        self.status, self.reason, self.step = status, " ".join(reason.split())[:_LONGEST_REASON], None
+        self.status, self.reason, self.step = status, " ".join(reason.split())[:MAX_REASON], None
+
+
+def seconds(step: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Mean time of `calls` calls, by the GPU's own clock if there is one."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        for _ in range(calls):
+            step()
+        return (time.perf_counter() - started) / calls
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start.record()
+    for _ in range(calls):
+        step()
+    stop.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(stop) / 1e3 / calls
+
+
+def calls_per_reading(once: float, device: torch.device) -> int:
+    """How often a step of `once` seconds is called for one reading."""
+    return min(MAX_CALLS[device.type], max(1, math.ceil(SHORTEST_READING[device.type] / max(once, 1e-9))))
+
+
+def round_robin(names: Sequence[Name], rounds: int) -> Iterator[list[Name]]:
+    """The order of each round: every name once, each round begins one further on.
+
+    A drift of the machine's speed then cancels in the ratios of a round, and no implementation is always the first.
+    """
+    for number in range(rounds if names else 0):
+        first = number % len(names)
+        yield [*names[first:], *names[:first]]
 
 
 def disagreement(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -75,8 +119,8 @@ class Gate:
         self._case = case
         self._known: dict[Step, list[Tensor]] = {}
 
-    def open(self, candidate: Implementation) -> tuple[Step, float, float]:
-        """Prepare one and run it once; its step, by how much it differs, and the seconds until the host resumed.
+    def open(self, candidate: Implementation) -> tuple[Step, float]:
+        """Prepare an implementation and run it once; returns its step, and by how much it differs.
 
         Raises:
             Refused: it differs by more than rounding.
@@ -84,9 +128,7 @@ class Gate:
             Exception: whatever the implementation itself raises.
         """
         step = candidate.prepare()
-        started = time.perf_counter()
         actual = step()
-        spent = time.perf_counter() - started
         formula = candidate.expected or self._case.expected
         if formula not in self._known:
             self._known[formula] = formula()
@@ -95,83 +137,71 @@ class Gate:
             raise Refused(
                 f"differs from the formula by {difference:.1e}, more than {self._case.tolerance:.0e}: not timed"
             )
-        return step, difference, spent
+        return step, difference
 
 
-def measure(case: Case, device: torch.device, rounds: Rounds, ceilings: Ceilings, peak: PeakMemory) -> dict[str, Any]:
-    """Times, ratios, peak memory and share of the floor of every implementation to do a case, in words and numbers.
+def measure(case: Case, device: torch.device, rounds: Rounds, peak: PeakMemory) -> dict[str, Any]:
+    """Times, ratios and peak memory of every implementation of a case, as the results file has them.
 
-    What could not run, or was wrong, has a status, a reason and no figure. The probes of the ceilings take turns with
-    the implementations where the case has a floor.
+    One that could not run, or was wrong, has a status and a reason, and no figure.
     """
     gate = Gate(case)
     taken = {one.name: _admitted(gate, one, device) for one in case.implementations}
     del gate  # what was expected is not part of any implementation's peak
     running = [one for one in taken.values() if one.step is not None]
-    probes = [ceilings.product(case.dtype), ceilings.copy()] if running and (case.flop or case.moved) else []
-    probed = [_Timed(probe.step, probe.calls, probe.work / probe.rate) for probe in probes]
-    _time_round_robin([*running, *probed], device, rounds)
-    result: dict[str, Any] = {
-        "suite": case.suite,
-        "case": case.name,
-        "shape": dict(case.shape),
-        "dtype": case.dtype,
-        "note": case.note,
-        "flop": case.flop,
-        "moved_bytes": case.moved,
-        "tolerance": case.tolerance,
-        "floor_seconds": None,
-    }
-    floors: list[float] = []
-    if probes:
-        both = zip(probes, probed, strict=True)
-        product, copy = ([probe.work / spent for spent in one.seconds] for probe, one in both)
-        flop_rate, byte_rate = statistics.median(product), statistics.median(copy)
-        result["floor_seconds"] = floor_seconds(case.flop, case.moved, flop_rate, byte_rate)
-        result |= {"flop_per_second": flop_rate, "bytes_per_second": byte_rate}
-        # A round at a time: a drift of the machine slows the probes of a round as it slows the work.
-        floors = [floor_seconds(case.flop, case.moved, *rates) for rates in zip(product, copy, strict=True)]
+    for order in round_robin(running, rounds.fitting(sum(one.calls * one.once for one in running))):
+        for one in order:
+            if one.step is None:
+                continue
+            try:
+                one.seconds.append(seconds(one.step, device, one.calls))
+            except Exception as error:
+                one.drop("failed", f"{type(error).__name__}: {error}")
     timed = [one for one in case.implementations if taken[one.name].status == "timed"]
-    eager = next((one.name for one in case.implementations if one.role == "eager"), None)
+    eager = next((one.name for one in timed if one.role == "eager"), None)
     peers = [one.name for one in timed if one.role == "peer"]
     best = min(peers, key=lambda name: statistics.median(taken[name].seconds), default=None)
-    result["best_peer"] = best
     peaks: dict[str, int | str] = {}
     if case.with_memory:
         # On a CPU each is a process of its own, which does little but import and prepare.
         with ThreadPoolExecutor(2 if device.type == "cpu" else 1) as workers:
             found = workers.map(lambda one: peak(case, one, taken[one.name].step), timed)
             peaks = dict(zip((one.name for one in timed), found, strict=True))
-    result["implementations"] = {}
+    implementations: dict[str, Any] = {}
     for candidate in case.implementations:
         one = taken[candidate.name]
         figures = {"role": candidate.role, "status": one.status, "reason": one.reason, "difference": one.difference}
         if one.status == "timed":
+            known = peaks.get(candidate.name, "not measured for this case")
             figures |= {
                 "median_seconds": statistics.median(one.seconds),
                 "spread_seconds": [min(one.seconds), max(one.seconds)],
                 "seconds": one.seconds,
                 "calls": one.calls,
+                "over_eager": median_ratio(taken[eager].seconds, one.seconds) if eager else None,
+                "over_best_peer": median_ratio(taken[best].seconds, one.seconds) if best else None,
+                "peak_bytes": known if isinstance(known, int) else None,
+                "peak_reason": "" if isinstance(known, int) else known,
             }
-            for name, other in (("over_eager", eager), ("over_best_peer", best)):
-                beside = taken[other].seconds if other and taken[other].status == "timed" else None
-                figures[name] = median_ratio(beside, one.seconds) if beside else None
-            if floors:
-                figures["share_of_floor"] = median_ratio(floors, one.seconds)
-            found = peaks.get(candidate.name, "not measured for this case")
-            known = isinstance(found, int)
-            figures |= {"peak_bytes": found if known else None, "peak_reason": "" if known else found}
-        result["implementations"][candidate.name] = figures
-    return result
+        implementations[candidate.name] = figures
+    return {
+        "suite": case.suite,
+        "case": case.name,
+        "shape": dict(case.shape),
+        "dtype": case.dtype,
+        "note": case.note,
+        "tolerance": case.tolerance,
+        "best_peer": best,
+        "implementations": implementations,
+    }
 
 
 def _admitted(gate: Gate, candidate: Implementation, device: torch.device) -> _Timed:
     one = _Timed()
     try:
-        one.step, one.difference, one.once = gate.open(candidate)
-        if one.once < _LONG or device.type == "cuda":  # on a GPU the host does not wait
-            one.once = seconds(one.step, device)
-        one.calls = calls_a_reading(one.once, device)
+        one.step, one.difference = gate.open(candidate)
+        one.once = seconds(one.step, device)
+        one.calls = calls_per_reading(one.once, device)
     except Unavailable as reason:
         one.drop("unavailable", str(reason))
     except Refused as reason:
@@ -181,19 +211,6 @@ def _admitted(gate: Gate, candidate: Implementation, device: torch.device) -> _T
     if one.step is None and device.type == "cuda":
         torch.cuda.empty_cache()  # one that ran out of memory must not leave too little for the next
     return one
-
-
-def _time_round_robin(taken: Sequence[_Timed], device: torch.device, rounds: Rounds) -> None:
-    """Fill in the seconds of all."""
-    count = rounds.fitting(sum(one.calls * one.once for one in taken))
-    for order in round_robin(taken, count if taken else 0):
-        for one in order:
-            if one.step is None:
-                continue
-            try:
-                one.seconds.append(seconds(one.step, device, one.calls))
-            except Exception as error:
-                one.drop("failed", f"{type(error).__name__}: {error}")
 
 
 def median_ratio(others: Sequence[float], own: Sequence[float]) -> float:

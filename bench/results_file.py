@@ -1,7 +1,6 @@
 """Results files: one for each card or processor and suite, to which every run adds its cases.
 
-A case is replaced when it is measured again; the others stay, each with the run that measured it: its machine, its
-versions, its date and its command. Nothing is averaged over runs.
+A case that is measured again replaces its earlier figures; the others stay, each with the run that measured it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from cdt_fast.files import read_json
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The contents of a results file; InputError where it is not one."""
+    """The contents of a results file; InputError if it is not one."""
     contents = read_json(path)
     if not isinstance(contents, dict) or not {"name", "device", "suite", "size", "runs", "cases"} <= contents.keys():
         raise InputError(f"{path}: expected a file that cdt-fast bench wrote")
@@ -24,8 +23,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def open_file(folder: Path, device: str, suite: str, size: str, name: str) -> tuple[Path, dict[str, Any]]:
-    """Path and contents of the file of a suite on a card or processor: `folder/NAME-SUITE.json`, and other shapes than
-    the device's own apart."""
+    """Path and contents of the file of a suite on a card or processor: `folder/NAME-SUITE.json`, and with the size in
+    its name if that is not the device's own."""
     own = {"cpu": "cpu", "cuda": "gpu"}[device]
     path = folder / f"{file_stem(name)}-{suite}{'' if size == own else f'-{size}'}.json"
     if path.exists():
@@ -34,12 +33,12 @@ def open_file(folder: Path, device: str, suite: str, size: str, name: str) -> tu
 
 
 def add(contents: dict[str, Any], case: Mapping[str, Any], run: Mapping[str, Any], order: Sequence[str]) -> None:
-    """Take a case into the contents of a file, in place of an earlier measurement of it.
+    """Put a case into the contents of a file, in place of an earlier measurement of it.
 
     Args:
         contents: what is changed.
         case: what `measure.measure` returned.
-        run: machine, versions, date, command and ceilings of this run.
+        run: machine, versions and date of this run.
         order: names of the suite's cases; the file forgets those that the suite no longer has.
     """
     known = {known["case"]: known for known in contents["cases"]}

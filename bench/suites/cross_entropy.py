@@ -1,21 +1,38 @@
-"""The cross-entropy of all depths through one head, forward and backward, at the shapes of GPT2-small and Llama-8B."""
+"""The cross-entropy of all depths through one head, forward and backward, at the shapes of GPT2-small and Llama-8B.
+
+No peer weights depths within a call: either each depth is a call, or the depths are concatenated, the losses of all
+tokens asked for, and the weights put on those, as a user of such a function would write it.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.bench.baselines import cross_entropy as others
-from cdt_fast.bench.baselines.cross_entropy import Depths, Loss, a_depth_at_a_time, all_depths_then_backward, flattened
-from cdt_fast.bench.baselines.support import compiled, modes
-from cdt_fast.bench.case import Case, Implementation, Step
-from cdt_fast.bench.suites.inputs import TOLERANCE, compilers, formula_dtype, name_of, normal, peer, seeded, shared
+from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
+from cdt_fast.bench.suites.support import (
+    TOLERANCE,
+    compiled,
+    formula_dtype,
+    imported,
+    modes,
+    name_of_mode,
+    normal,
+    peer,
+    seeded,
+    shared,
+)
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
+
+# (hidden [N, d], head [V, d], targets [N], "mean" or "none") → the loss, one number or [N].
+Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 
 class Shape(NamedTuple):
@@ -28,125 +45,77 @@ class Shape(NamedTuple):
     vocabulary: int
     note: str = ""
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """By the names of the tables."""
-        return {"depths": self.depths, "N": self.tokens, "d": self.width, "V": self.vocabulary}
-
 
 # A head of a few classes, on the mean token of each text: the cost is that of the calls, not of the products.
 CLASSIFIER = "classifier"
-_CLASSIFIERS = [
-    (4, 64, 64, 2),
-    (4, 64, 384, 2),
-    (4, 64, 384, 32),
-    (4, 256, 128, 10),
-    (13, 256, 128, 64),
-    (4, 4096, 384, 10),
-]
 SHAPES = {
     "toy": (Shape("toy", 3, 24, 16, 100), Shape(CLASSIFIER, 2, 8, 16, 2)),
     "cpu": (
         Shape("GPT2-small", 13, 256, 192, 12564, "scaled down from N 8,192, d 768, V 50,257"),
         Shape("Llama-8B", 33, 128, 256, 8016, "scaled down from N 2,048, d 4,096, V 128,256"),
-        *(Shape(CLASSIFIER, *sizes) for sizes in _CLASSIFIERS),
+        *(Shape(CLASSIFIER, *sizes) for sizes in ((4, 64, 64, 2), (13, 256, 128, 64), (4, 4096, 384, 10))),
     ),
     "gpu": (
         Shape("GPT2-small", 13, 8192, 768, 50257),
         Shape("Llama-8B", 33, 2048, 4096, 128256),
-        *(Shape(CLASSIFIER, 4, 256, 768, classes) for classes in (2, 32)),
+        Shape(CLASSIFIER, 4, 256, 768, 32),
     ),
 }
 
-KNOWN, UNKNOWN, SAMPLED = "weights known", "weights from the losses", "1/8 of the tokens on inner depths"
-FRACTION = 1 / 8
-ALL_ALIVE = "eager, the logits of all depths alive"
+
+@dataclass
+class Depths:
+    """What a layerwise cross-entropy reads."""
+
+    hidden: list[Tensor]  # `[N, d]` each, L+1 of them, with gradients
+    head: Tensor  # `[V, d]`, with a gradient
+    targets: Tensor  # `[N]` int64
+    weights: Tensor  # `[L+1]` float32
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
-    """Every shape in float32 and bfloat16: with the weights known before, with weights that follow, and sampled; those
-    of a classifier neither sampled nor compiled, as there is nothing to save."""
+    """Every shape in float32 and bfloat16; those of a classifier not compiled."""
     for shape in SHAPES[size]:
-        for dtype in (torch.float32, torch.bfloat16):
-            classifies = shape.model == CLASSIFIER
-            for work in (KNOWN, UNKNOWN) if classifies else (KNOWN, UNKNOWN, SAMPLED):
-                # At toy size once: compiling takes longer than all the rest.
-                compiles = not classifies and (size != "toy" or (work == KNOWN and dtype == torch.float32))
-                yield case_of(shape, work, dtype, device, size, modes(device, size == "gpu") if compiles else ())
-            if not classifies:
-                yield _against_the_last_depth(shape, dtype, device, size)
+        for dtype in ("float32", "bfloat16"):
+            # At toy size once: compiling takes longer than all the rest.
+            compiles = (size != "toy" or dtype == "float32") and shape.model != CLASSIFIER
+            yield case_of(shape, dtype, device, size, modes(device, size == "gpu") if compiles else ())
 
 
-def _against_the_last_depth(shape: Shape, dtype: torch.dtype, device: torch.device, size: str) -> Case:
-    """What the inner depths, sampled, add to the loss of an unconstrained step; other work, so there is no floor."""
-    inputs = shared(lambda: make_inputs(shape, dtype, device))
-
-    def last() -> Depths:
-        every = inputs()
-        return Depths(every.hidden[-1:], every.head, every.targets, torch.ones_like(every.weights[-1:]))
-
-    def formula() -> list[Tensor]:
-        return _formula(last(), KNOWN, size)()
-
-    alone = Implementation("the last depth alone", "eager", lambda: fused(last(), KNOWN), formula)
-    return Case(
-        suite="cross_entropy",
-        name=f"layerwise cross-entropy, {SAMPLED}, against the last depth alone, {name_of(dtype)}, {shape.model}",
-        shape=shape.sizes,
-        dtype=name_of(dtype),
-        implementations=(alone, Implementation("all depths", "ours", lambda: fused(inputs(), SAMPLED))),
-        expected=lambda: _formula(inputs(), SAMPLED, size)(),
-        tolerance=TOLERANCE[dtype],
-        note="; ".join(filter(None, ("both by cdt_fast", shape.note))),
-    )
-
-
-def case_of(
-    shape: Shape, work: str, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...] = ()
-) -> Case:
+def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
     """The losses of all depths and their gradients in every implementation, of torch.compile in these modes."""
-    inputs = shared(lambda: make_inputs(shape, dtype, device))
+    inputs = shared(lambda: make_inputs(shape, getattr(torch, dtype), device))
+    peers: dict[str, Callable[[], Step]] = {
+        name_of_mode(mode): lambda mode=mode: a_depth_at_a_time(compiled(eager, mode, device), inputs())
+        for mode in modes
+    }
+    # What a training loop does that sums the losses of the depths.
+    peers["eager, the logits of all depths alive"] = lambda: all_depths_then_backward(eager, inputs())
+    peers["eager, flattened"] = lambda: flattened(eager, inputs())
+    for name, make in PEERS.items():
+        peers[f"{name}, a depth at a time"] = lambda make=make: a_depth_at_a_time(make(device, dtype), inputs())
+        peers[f"{name}, flattened"] = lambda make=make: flattened(make(device, dtype), inputs())
     return Case(
         suite="cross_entropy",
-        name=f"layerwise cross-entropy, {work}, {name_of(dtype)}, {shape.model}: {shape.depths} depths, "
+        name=f"layerwise cross-entropy, weights known, {dtype}, {shape.model}: {shape.depths} depths, "
         f"N {shape.tokens}, d {shape.width}, V {shape.vocabulary}",
-        shape=shape.sizes,
-        dtype=name_of(dtype),
-        implementations=tuple(_implementations(inputs, work, dtype, device, modes)),
-        expected=lambda: _formula(inputs(), work, size)(),
+        shape={"depths": shape.depths, "N": shape.tokens, "d": shape.width, "V": shape.vocabulary},
+        dtype=dtype,
+        implementations=(
+            Implementation("eager, a depth at a time", "eager", lambda: a_depth_at_a_time(eager, inputs())),
+            *(peer(name, prepare) for name, prepare in peers.items()),
+            Implementation("cdt_fast", "ours", lambda: fused(inputs())),
+        ),
+        expected=lambda: formula(inputs(), formula_dtype(size))(),
         tolerance=TOLERANCE[dtype],
-        flop=flop(shape, work),
-        moved=moved(shape, dtype),
         note=shape.note,
         with_memory=shape.model != CLASSIFIER,  # less than what a system counts in
     )
 
 
-def _implementations(
-    inputs: Callable[[], Depths], work: str, dtype: torch.dtype, device: torch.device, modes: tuple[str, ...]
-) -> Iterator[Implementation]:
-    def each(loss: Loss) -> Step:
-        if work == UNKNOWN:
-            return all_depths_then_backward(loss, inputs())
-        return a_depth_at_a_time(loss, inputs(), draw_of(inputs(), work))
-
-    yield Implementation("eager, a depth at a time", "eager", lambda: each(others.eager))
-    yield from compilers(modes, lambda mode: each(compiled(others.eager, mode, device)), ", a depth at a time")
-    if work == KNOWN:
-        # What a training loop does that sums the losses of the depths: the baseline of the claim about memory.
-        yield peer(ALL_ALIVE, lambda: all_depths_then_backward(others.eager, inputs()))
-    for name, prepare in others.PEERS.items():
-        yield peer(f"{name}, a depth at a time", lambda prepare=prepare: each(prepare(device, dtype)))
-    if work != SAMPLED:
-        yield peer("eager, flattened", lambda: flattened(others.eager, inputs()))
-        for name, prepare in others.PEERS.items():
-            yield peer(f"{name}, flattened", lambda prepare=prepare: flattened(prepare(device, dtype), inputs()))
-    yield Implementation("cdt_fast", "ours", lambda: fused(inputs(), work))
-
-
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depths:
     """Hidden states that point to their targets the more the deeper, as trained ones do, plus noise; the last depth's
-    loss is 2 to 3 nats: where all logits are alike, to leave small gradients of logits out would be flattered."""
+    loss is 2 to 3 nats: if all logits were alike, to leave small gradients of logits out would be flattered."""
     generator = seeded(device)
     head = normal(generator, shape.vocabulary, shape.width).mul_(shape.width**-0.5)
     targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator, device=device)
@@ -165,58 +134,122 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depth
     )
 
 
-def draw_of(depths: Depths, work: str) -> Callable[[], Tensor | None]:
-    """Draws the tokens of the inner depths where they are sampled: as the op does, anew in each step."""
-    if work != SAMPLED:
-        return lambda: None
-    generator = torch.Generator(depths.targets.device)
-    tokens = len(depths.targets)
-
-    def draw() -> Tensor:
-        # From the same seed in every step: the gate compares with a formula on the same tokens.
-        order = torch.randperm(tokens, generator=generator.manual_seed(2), device=depths.targets.device)
-        return order[: math.ceil(FRACTION * tokens)]
-
-    return draw
+# Losses of one depth
 
 
-def fused(depths: Depths, work: str) -> Step:
+def eager(hidden: Tensor, head: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """All logits at once in eager torch, the softmax in float32."""
+    return torch.nn.functional.cross_entropy((hidden @ head.mT).float(), targets, reduction=reduction)
+
+
+def torch_chunked(device: torch.device, dtype: str) -> Loss:
+    """torch's own `linear_cross_entropy`, chunked as its `LinearCrossEntropyOptions()` decides."""
+    # Looked up by name: the package supports versions of torch that lack both.
+    chunked = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if chunked is None or options is None:
+        raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    return lambda hidden, head, targets, reduction: chunked(
+        hidden, head, targets, reduction=reduction, options=options()
+    )
+
+
+def liger(device: torch.device, dtype: str) -> Loss:
+    """Liger's fused linear cross-entropy, the head's gradient summed in float32.
+
+    With reduction "none" it computes the logits again in the backward (and in versions that do not, its gradients are
+    wrong and it is not timed).
+    """
+    kind = imported("liger_kernel.transformers", device).LigerFusedLinearCrossEntropyLoss
+    options = {"accum_dtype": torch.float32}
+    return lambda hidden, head, targets, reduction: kind(reduction=reduction, **options)(head, hidden, targets)
+
+
+def cce(device: torch.device, dtype: str, *, filtered: bool) -> Loss:
+    """Cut cross-entropy, whose logits never leave the chip; filtered: gradients of small logits are left out, as is its
+    default."""
+    function = imported("cut_cross_entropy", device).linear_cross_entropy
+    if dtype == "float32":
+        raise Unavailable("CCE differentiates float16 and bfloat16 alone, not float32")
+    options = {} if filtered else {"filter_eps": None}
+    return lambda hidden, head, targets, reduction: function(hidden, head, targets, reduction=reduction, **options)
+
+
+def quack(device: torch.device, dtype: str) -> Loss:
+    """QuACK's chunked cross-entropy, which gives a mean or a sum, and no losses of single tokens."""
+    function = imported("quack.linear_cross_entropy", device).chunked_linear_cross_entropy
+    return lambda hidden, head, targets, reduction: function(hidden, head, targets, reduction=reduction)
+
+
+PEERS: dict[str, Callable[[torch.device, str], Loss]] = {
+    "torch linear_cross_entropy": torch_chunked,
+    "Liger": liger,
+    "CCE": functools.partial(cce, filtered=True),
+    "CCE without its filter": functools.partial(cce, filtered=False),
+    "QuACK": quack,
+}
+
+
+# Weighted losses of all depths
+
+
+def fused(depths: Depths) -> Step:
     """The package's own op."""
-    leaves, weights = [*depths.hidden, depths.head], depths.weights
 
     def step() -> list[Tensor]:
-        options: dict[str, Any] = {} if work == UNKNOWN else {"depth_weights": weights}
-        if work == SAMPLED:
-            options |= {"inner_fraction": FRACTION, "generator": torch.Generator(depths.targets.device).manual_seed(2)}
-        total, losses = ops.layerwise_cross_entropy(depths.hidden, depths.head, depths.targets, **options)
-        outputs, upstream = (losses, weights) if work == UNKNOWN else (total, None)
-        return [losses.detach(), *torch.autograd.grad(outputs, leaves, upstream)]
+        given = depths.hidden, depths.head, depths.targets
+        total, losses = ops.layerwise_cross_entropy(*given, depth_weights=depths.weights)
+        return [losses, *torch.autograd.grad(total, [*depths.hidden, depths.head])]
 
     return step
 
 
-def _formula(depths: Depths, work: str, size: str) -> Step:
-    dtype = formula_dtype(size)
+def a_depth_at_a_time(loss: Loss, depths: Depths) -> Step:
+    """Loss and gradients of one depth after the other, so that nothing of a depth is kept: the weights are known."""
+
+    def step() -> list[Tensor]:
+        losses, of_hidden, of_head = [], [], torch.zeros(())
+        for depth, hidden in enumerate(depths.hidden):
+            value = loss(hidden, depths.head, depths.targets, "mean")
+            gradient, more = torch.autograd.grad(depths.weights[depth] * value, [hidden, depths.head])
+            of_head = of_head.add_(more) if depth else more
+            of_hidden.append(gradient)
+            losses.append(value.detach().float())
+        return [torch.stack(losses), *of_hidden, of_head]
+
+    return step
+
+
+def all_depths_then_backward(loss: Loss, depths: Depths) -> Step:
+    """All losses before any gradient."""
+
+    def step() -> list[Tensor]:
+        losses = torch.stack([loss(hidden, depths.head, depths.targets, "mean").float() for hidden in depths.hidden])
+        gradients = torch.autograd.grad(losses, [*depths.hidden, depths.head], depths.weights)
+        return [losses.detach(), *gradients]
+
+    return step
+
+
+def flattened(loss: Loss, depths: Depths) -> Step:
+    """One call for the tokens of all depths, one after the other."""
+
+    def step() -> list[Tensor]:
+        count = len(depths.hidden)
+        each = loss(torch.cat(depths.hidden), depths.head, depths.targets.repeat(count), "none")
+        losses = each.view(count, -1).float().mean(1)
+        gradients = torch.autograd.grad(losses, [*depths.hidden, depths.head], depths.weights)
+        return [losses.detach(), *gradients]
+
+    return step
+
+
+def formula(depths: Depths, dtype: torch.dtype) -> Step:
+    """The reference in another dtype."""
     hidden = [states.detach().to(dtype).requires_grad_() for states in depths.hidden]
     head = depths.head.detach().to(dtype).requires_grad_()
-    wide = Depths(hidden, head, depths.targets, depths.weights.to(dtype))
 
     def loss(hidden: Tensor, head: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return layerwise_cross_entropy_reference([hidden], head, targets)[0]
 
-    return a_depth_at_a_time(loss, wide, draw_of(depths, work))
-
-
-def flop(shape: Shape, work: str) -> float:
-    """Of the products, at two a multiplication: logits, and the gradients of hidden states and head. Weights that
-    follow from the losses need no more: what keeps the logits has them when the weights come."""
-    rows = shape.depths * shape.tokens
-    if work == SAMPLED:
-        rows = shape.tokens + (shape.depths - 1) * math.ceil(FRACTION * shape.tokens)
-    return 2.0 * rows * shape.width * shape.vocabulary * 3
-
-
-def moved(shape: Shape, dtype: torch.dtype) -> float:
-    """Bytes of the hidden states, the head and their gradients, and of the targets."""
-    numbers = shape.depths * shape.tokens * shape.width + shape.vocabulary * shape.width
-    return 2.0 * dtype.itemsize * numbers + torch.int64.itemsize * shape.tokens
+    return a_depth_at_a_time(loss, Depths(hidden, head, depths.targets, depths.weights.to(dtype)))

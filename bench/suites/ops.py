@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from cdt_fast import ops
-from cdt_fast.bench.baselines.formulas import identity_step
-from cdt_fast.bench.baselines.support import compiled, modes
 from cdt_fast.bench.case import Case, Implementation
-from cdt_fast.bench.suites.inputs import (
+from cdt_fast.bench.suites.step import identity_step
+from cdt_fast.bench.suites.support import (
     TOLERANCE,
     Apply,
     Inputs,
-    compilers,
+    compiled,
     formula_dtype,
-    name_of,
+    modes,
+    name_of_mode,
     normal,
     peer,
     seeded,
@@ -31,201 +32,165 @@ from cdt_fast.ops.residual_linear import residual_linear_reference
 from cdt_fast.ops.soft_threshold import soft_threshold_reference
 from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
 
-# B windows of T tokens, signals of width n, codes of width m, L+1 depths.
-SHAPES = {"toy": (3, 5, 8, 24, 3), "cpu": (400, 20, 256, 1024, 6), "gpu": (3200, 20, 256, 1024, 6)}
-# A power of two, so that no dtype rounds it.
-THRESHOLD = 2.0**-4
+
+class Sizes(NamedTuple):
+    """B windows of T tokens, signals of width n, codes of width m, L+1 depths."""
+
+    B: int
+    T: int
+    n: int
+    m: int
+    depths: int
+
+
+SIZES = {"toy": Sizes(3, 5, 8, 24, 3), "cpu": Sizes(400, 20, 256, 1024, 6), "gpu": Sizes(3200, 20, 256, 1024, 6)}
+THRESHOLD = 2.0**-4  # a power of two, so that no dtype rounds it
 
 
 class Work(NamedTuple):
-    """An op at one shape, and the implementations to do it."""
+    """An op, and the implementations of it."""
 
-    name: str  # as the case has it
-    sizes: Mapping[str, int]  # as the case has them
-    make: Callable[[torch.Generator], Inputs]  # draws the inputs in float32
+    name: str
+    sizes: str  # the names of those that the case has
+    make: Callable[[Generator, Sizes], Inputs]  # draws the inputs in float32
     eager: Apply  # the formula, which is also compiled
     ours: Apply  # the op
-    flop: float  # of the cheapest known implementation
-    numbers: float  # that it reads and writes
     peers: Mapping[str, Apply] = {}  # other implementations in eager torch, by name
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """Every op in float32 and bfloat16."""
-    for number, make in enumerate((soft_threshold, lista_step, unrolled_layer, residual_linear, loss)):
-        for dtype in (torch.float32, torch.bfloat16):
+    for number, work in enumerate(WORKS):
+        for dtype in ("float32", "bfloat16"):
             # At toy size once: compiling takes longer than all the rest.
-            compiles = size != "toy" or (number == 0 and dtype == torch.float32)
-            yield _case(make(*SHAPES[size]), dtype, device, size, modes(device, size == "gpu") if compiles else ())
+            compiles = size != "toy" or (number == 0 and dtype == "float32")
+            yield _case(work, dtype, device, size, modes(device, size == "gpu") if compiles else ())
 
 
-def _case(work: Work, dtype: torch.dtype, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
-    inputs = shared(lambda: work.make(seeded(device)).to(dtype))
+def _case(work: Work, dtype: str, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
+    inputs = shared(lambda: work.make(seeded(device), SIZES[size]).to(getattr(torch, dtype)))
+    shape = {name: getattr(SIZES[size], name) for name in work.sizes.split()}
+    compiled_steps = {
+        name_of_mode(mode): lambda mode=mode: step_of(compiled(work.eager, mode, device), inputs()) for mode in modes
+    }
+    peers = {name: lambda apply=apply: step_of(apply, inputs()) for name, apply in work.peers.items()}
     return Case(
         suite="ops",
-        name=", ".join([work.name, name_of(dtype), *(f"{name} {count}" for name, count in work.sizes.items())]),
-        shape=work.sizes,
-        dtype=name_of(dtype),
+        name=", ".join([work.name, dtype, *(f"{name} {count}" for name, count in shape.items())]),
+        shape=shape,
+        dtype=dtype,
         implementations=(
             Implementation("eager", "eager", lambda: step_of(work.eager, inputs())),
-            *compilers(modes, lambda mode: step_of(compiled(work.eager, mode, device), inputs())),
-            *(peer(name, lambda apply=apply: step_of(apply, inputs())) for name, apply in work.peers.items()),
+            *(peer(name, prepare) for name, prepare in {**compiled_steps, **peers}.items()),
             Implementation("cdt_fast", "ours", lambda: step_of(work.ours, inputs())),
         ),
         expected=lambda: step_of(work.eager, inputs().to(formula_dtype(size)))(),
         tolerance=TOLERANCE[dtype],
-        flop=work.flop,
-        moved=work.numbers * dtype.itemsize,
     )
 
 
-def soft_threshold(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
-    """Shrinkage of codes."""
-    count = batch * tokens * m
-    return Work(
-        "soft_threshold",
-        {"B": batch, "T": tokens, "m": m},
-        lambda generator: Inputs([normal(generator, batch, tokens, m)], [], [normal(generator, batch, tokens, m)]),
-        eager=lambda inputs: [soft_threshold_reference(inputs.leaves[0], THRESHOLD)],
-        ours=lambda inputs: [ops.soft_threshold(inputs.leaves[0], THRESHOLD)],
-        # Forward a magnitude, a difference, a maximum and a sign; backward a comparison and a choice.
-        flop=6.0 * count,
-        numbers=4.0 * count,
-    )
+def _codes(generator: Generator, sizes: Sizes) -> Inputs:
+    codes = normal(generator, sizes.B, sizes.T, sizes.m)
+    return Inputs([codes], [normal(generator, sizes.B, sizes.T, sizes.m)], [])
 
 
-def lista_step(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
-    """One LISTA step: two products forward, and backward two for the tokens and two for the dictionary."""
-    rows = batch * tokens
-
-    def make(generator: torch.Generator) -> Inputs:
-        inputs = _layer_inputs(generator, batch, tokens, n, m)
-        inputs.upstream.append(normal(generator, batch, tokens, m))
-        return inputs
-
-    return Work(
-        "lista_step",
-        {"B": batch, "T": tokens, "n": n, "m": m},
-        make,
-        eager=lambda inputs: [lista_step_reference(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)],
-        ours=lambda inputs: [ops.lista_step(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)],
-        flop=2.0 * rows * n * m * 6,
-        numbers=4.0 * rows * m + 2.0 * rows * n + 2.0 * n * m,
-    )
-
-
-def unrolled_layer(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
-    """A layer alone, which computes its own first projection, with the error of its reconstruction."""
-    rows = batch * tokens
-
-    def with_error(outputs: Sequence[Tensor], target: Tensor) -> list[Tensor]:
-        wide = torch.promote_types(target.dtype, torch.float32)
-        return [*outputs, (outputs[1].to(wide) - target.to(wide)).square().sum()]
-
-    def eager(inputs: Inputs) -> list[Tensor]:
-        outputs = unrolled_layer_reference(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)
-        return with_error(outputs, inputs.others[0])
-
-    def identity(inputs: Inputs) -> list[Tensor]:
-        codes, signal, dictionary = inputs.leaves
-        projection = codes @ dictionary.mT
-        codes = identity_step(codes, projection, signal, dictionary, step=inputs.step, threshold=THRESHOLD)
-        return with_error([codes, codes @ dictionary.mT], inputs.others[0])
-
-    def ours(inputs: Inputs) -> list[Tensor]:
-        options = {"step": inputs.step, "threshold": THRESHOLD}
-        return list(ops.unrolled_layer(*inputs.leaves, **options, target=inputs.others[0]))
-
-    def make(generator: torch.Generator) -> Inputs:
-        inputs = _layer_inputs(generator, batch, tokens, n, m)
-        inputs.upstream += [normal(generator, batch, tokens, m), normal(generator, batch, tokens, n)]
-        inputs.upstream.append(torch.tensor(0.5, device=generator.device))
-        inputs.others.append(inputs.leaves[1] + 0.1 * normal(generator, batch, tokens, n))
-        return inputs
-
-    # A product with the dictionary: three forward (one of them the first projection), six backward. Products with the
-    # attention weights: forward scores, mixed signal and mixed codes; backward the scores again, the gradient of the
-    # weights from signal and codes, and the gradients of scores, signal and codes.
-    large, narrow, wide = 9, 6, 3
-    return Work(
-        "unrolled_layer",
-        {"B": batch, "T": tokens, "n": n, "m": m},
-        make,
-        eager,
-        ours,
-        flop=2.0 * rows * (n * m * large + tokens * (n * narrow + m * wide)),
-        # Codes before and after and signal before and after, each with a gradient; the target; the dictionary.
-        numbers=4.0 * rows * m + 5.0 * rows * n + 2.0 * n * m,
-        peers={"eager by the identity": identity},
-    )
-
-
-def residual_linear(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
-    """A linear map on a residual, behind a ReLU: one product forward and two backward."""
-    rows = batch * tokens
-
-    def make(generator: torch.Generator) -> Inputs:
-        weight = normal(generator, n, m).mul_(0.2 * n**-0.5)
-        residual = normal(generator, batch, tokens, m)
-        residual += residual.sign()  # rounding decides about no sign
-        leaves = [normal(generator, batch, tokens, n), weight, residual]
-        return Inputs(leaves, [], [normal(generator, batch, tokens, m)])
-
-    return Work(
-        "residual_linear",
-        {"B": batch, "T": tokens, "n": n, "m": m},
-        make,
-        eager=lambda inputs: [residual_linear_reference(*inputs.leaves)],
-        ours=lambda inputs: [ops.residual_linear(*inputs.leaves)],
-        flop=2.0 * rows * n * m * 3,
-        numbers=4.0 * rows * m + 2.0 * rows * n + 2.0 * n * m,
-    )
-
-
-def loss(batch: int, tokens: int, n: int, m: int, depths: int) -> Work:
-    """The reconstruction loss of all depths, weighted."""
-    count = batch * tokens * n
-
-    def make(generator: torch.Generator) -> Inputs:
-        clean = normal(generator, batch, tokens, n)
-        leaves = [clean + 0.3 * normal(generator, batch, tokens, n) for _ in range(depths)]
-        weights = torch.linspace(-0.5, 1.5, 2 * depths, device=generator.device)[1::2]  # none of them zero
-        return Inputs(leaves, [clean, weights], [torch.ones((), device=generator.device)])
-
-    def eager(inputs: Inputs) -> list[Tensor]:
-        target, weights = inputs.others
-        wide = torch.promote_types(target.dtype, torch.float32)
-        reconstructions = [reconstruction.to(wide) for reconstruction in inputs.leaves]
-        losses = layerwise_reconstruction_loss_reference(reconstructions, target.to(wide))
-        return [(weights * losses).sum().to(target.dtype)]
-
-    def ours(inputs: Inputs) -> list[Tensor]:
-        target, weights = inputs.others
-        total, _ = ops.layerwise_reconstruction_loss(inputs.leaves, target, depth_weights=weights)
-        return [total.to(target.dtype)]
-
-    return Work(
-        "layerwise_reconstruction_loss",
-        {"B": batch, "T": tokens, "n": n, "depths": depths},
-        make,
-        eager,
-        ours,
-        # Forward a difference, a square and a sum; backward a difference and a factor.
-        flop=5.0 * depths * count,
-        numbers=(2.0 * depths + 1.0) * count,
-    )
-
-
-def _layer_inputs(generator: torch.Generator, batch: int, tokens: int, n: int, m: int) -> Inputs:
+def _layer(generator: Generator, sizes: Sizes, projects: bool = False) -> Inputs:
     """Sparse codes, a signal near what they stand for, a dictionary, and 1/c with c about its squared norm.
 
     The tokens of a window share their support, as those of a still scene do, so that no update comes near the
-    threshold: there rounding would decide whether a gradient passes, and hide what the gate looks for.
+    threshold: there rounding would decide whether a gradient passes, and hide what is to be compared.
     """
+    batch, tokens, n, m, _ = sizes
     dictionary = normal(generator, n, m).mul_(n**-0.5)
     support = soft_threshold_reference(normal(generator, batch, 1, m), 1.5).sign()
     # Squared norms of projections of a few units: in bfloat16 larger scores would be off by a whole one.
     codes = support * (4 + torch.rand(batch, tokens, m, generator=generator, device=generator.device)) * THRESHOLD
     signal = codes @ dictionary.mT + 0.1 * THRESHOLD * normal(generator, batch, tokens, n)
+    upstream, others = [normal(generator, batch, tokens, m)], []
+    if projects:  # the next projection, and the error of the reconstruction
+        upstream += [normal(generator, batch, tokens, n), torch.tensor(0.5, device=generator.device)]
+        others = [signal + 0.1 * normal(generator, batch, tokens, n)]
     # The largest singular value of such a matrix is close to 1 + sqrt(m / n).
-    return Inputs([codes, signal, dictionary], [], [], step=1 / (1 + (m / n) ** 0.5) ** 2)
+    return Inputs([codes, signal, dictionary], upstream, others, step=1 / (1 + (m / n) ** 0.5) ** 2)
+
+
+def _linear(generator: Generator, sizes: Sizes) -> Inputs:
+    batch, tokens, n, m, _ = sizes
+    weight = normal(generator, n, m).mul_(0.2 * n**-0.5)
+    residual = normal(generator, batch, tokens, m)
+    residual += residual.sign()  # rounding decides about no sign
+    return Inputs([normal(generator, batch, tokens, n), weight, residual], [normal(generator, batch, tokens, m)], [])
+
+
+def _depths(generator: Generator, sizes: Sizes) -> Inputs:
+    clean = normal(generator, sizes.B, sizes.T, sizes.n)
+    leaves = [clean + 0.3 * normal(generator, *clean.shape) for _ in range(sizes.depths)]
+    weights = torch.linspace(-0.5, 1.5, 2 * sizes.depths, device=generator.device)[1::2]  # none of them zero
+    return Inputs(leaves, [torch.ones((), device=generator.device)], [clean, weights])
+
+
+def _with_error(outputs: Sequence[Tensor], target: Tensor) -> list[Tensor]:
+    wide = torch.promote_types(target.dtype, torch.float32)
+    return [*outputs[:2], (outputs[1].to(wide) - target.to(wide)).square().sum()]
+
+
+def _eager_layer(inputs: Inputs) -> list[Tensor]:
+    outputs = unrolled_layer_reference(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)
+    return _with_error(outputs, inputs.others[0])
+
+
+def _identity_layer(inputs: Inputs) -> list[Tensor]:
+    codes, signal, dictionary = inputs.leaves
+    codes = identity_step(codes, codes @ dictionary.mT, signal, dictionary, step=inputs.step, threshold=THRESHOLD)
+    return _with_error([codes, codes @ dictionary.mT], inputs.others[0])
+
+
+def _ours_layer(inputs: Inputs) -> list[Tensor]:
+    options: dict[str, Any] = {"step": inputs.step, "threshold": THRESHOLD, "target": inputs.others[0]}
+    return list(ops.unrolled_layer(*inputs.leaves, **options))
+
+
+def _eager_loss(inputs: Inputs) -> list[Tensor]:
+    target, weights = inputs.others
+    wide = torch.promote_types(target.dtype, torch.float32)
+    losses = layerwise_reconstruction_loss_reference([one.to(wide) for one in inputs.leaves], target.to(wide))
+    return [(weights * losses).sum().to(target.dtype)]
+
+
+def _ours_loss(inputs: Inputs) -> list[Tensor]:
+    target, weights = inputs.others
+    return [ops.layerwise_reconstruction_loss(inputs.leaves, target, depth_weights=weights)[0].to(target.dtype)]
+
+
+WORKS = (
+    Work(
+        "soft_threshold",
+        "B T m",
+        _codes,
+        lambda inputs: [soft_threshold_reference(inputs.leaves[0], THRESHOLD)],
+        lambda inputs: [ops.soft_threshold(inputs.leaves[0], THRESHOLD)],
+    ),
+    Work(
+        "lista_step",
+        "B T n m",
+        _layer,
+        lambda inputs: [lista_step_reference(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)],
+        lambda inputs: [ops.lista_step(*inputs.leaves, step=inputs.step, threshold=THRESHOLD)],
+    ),
+    Work(
+        "unrolled_layer",
+        "B T n m",
+        functools.partial(_layer, projects=True),
+        _eager_layer,
+        _ours_layer,
+        {"eager by the identity": _identity_layer},
+    ),
+    Work(
+        "residual_linear",
+        "B T n m",
+        _linear,
+        lambda inputs: [residual_linear_reference(*inputs.leaves)],
+        lambda inputs: [ops.residual_linear(*inputs.leaves)],
+    ),
+    Work("layerwise_reconstruction_loss", "B T n depths", _depths, _eager_loss, _ours_loss),
+)

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cdt_fast.bench.baselines.cross_entropy import Depths
 from cdt_fast.bench.suites import cross_entropy
-from cdt_fast.bench.suites.trained import TextWork, VideoWork
-from cdt_fast.bench.suites.training_step import TrainingStep, fused
+from cdt_fast.bench.suites.step import TrainingStep, Work, fused
 from cdt_fast.bench.tools.compile_kernels import DOCUMENT, Launch, OperatorsOnMeta, recording, write_between
 from cdt_fast.ops.common import CARDS
 from cdt_fast.tables import as_markdown
@@ -39,7 +37,7 @@ class Entry(NamedTuple):
     moved: int  # bytes read and written
 
 
-def training_step(work: VideoWork | TextWork) -> Callable[[], object]:
+def training_step(work: Work) -> Callable[[], object]:
     """The constrained step, with optimizer and multipliers."""
     step = TrainingStep(work, fused, META, dtype=torch.bfloat16)
     step()  # the optimizer makes its state
@@ -51,13 +49,13 @@ def losses(shape: cross_entropy.Shape) -> Callable[[], object]:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": META, "requires_grad": True}
     hidden = [torch.empty(shape.tokens, shape.width, **options) for _ in range(shape.depths)]
     head, targets = torch.empty(shape.vocabulary, shape.width, **options), torch.empty(shape.tokens, device=META).long()
-    depths = Depths(hidden, head, targets, torch.empty(shape.depths, device=META))
-    return cross_entropy.fused(depths, cross_entropy.KNOWN)
+    depths = cross_entropy.Depths(hidden, head, targets, torch.empty(shape.depths, device=META))
+    return cross_entropy.fused(depths)
 
 
 STEPS: dict[str, Callable[[], Callable[[], object]]] = {
-    "DUST, 64,000 tokens": lambda: training_step(VideoWork("DUST", 3200)),
-    "TextUT, 64,000 tokens": lambda: training_step(TextWork(256, 250, 768)),
+    "DUST, 64,000 tokens": lambda: training_step(Work("DUST", 3200)),
+    "VideoUT, 64,000 tokens": lambda: training_step(Work("VideoUT", 3200, tied=False, readout="next")),
     "cross-entropy, GPT2-small": lambda: losses(cross_entropy.SHAPES["gpu"][0]),
 }
 

@@ -1,161 +1,94 @@
-"""Every suite at toy size through the command line, and what a run leaves behind."""
+"""A run through the command line, the results files to which it adds, and the document made from them."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cdt_fast.bench import run as running
-from cdt_fast.bench.case import ROLES, Case, Implementation, Step
-from cdt_fast.bench.run import parts_of
+from cdt_fast.bench import document as documents
+from cdt_fast.bench.case import Implementation, Step
+from cdt_fast.bench.document import document
+from cdt_fast.bench.machine import describe
+from cdt_fast.bench.measure import Rounds, measure
+from cdt_fast.bench.results_file import add, open_file, read
 from cdt_fast.bench.suites import SUITES
+from cdt_fast.errors import InputError
+from cdt_fast.files import write_json
 from tests.bench.bench_cases import case_of, fails, made_up, steady, unavailable
 
 CPU = torch.device("cpu")
 Call = Callable[..., Any]
+EAGER = Implementation("eager", "eager", steady(1.0))
 
 
-def results_of(folder: Path, suite: str) -> dict[str, Any]:
+def run(call: Call, folder: Path, suite: str, *more: object) -> Any:
+    return call("bench", "--suite", suite, "--device=cpu", "--size=toy", "--repeats=2", f"--out={folder}", *more)
+
+
+def results(folder: Path, suite: str) -> dict[str, Any]:
     (file,) = folder.glob(f"*-{suite}-toy.json")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-SECONDS = ("attention",)  # the others take up to a quarter of a minute, most of it compilers
-
-
-@pytest.mark.parametrize(
-    "suite", [suite if suite in SECONDS else pytest.param(suite, marks=pytest.mark.slow) for suite in SUITES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", SUITES)
 def test_a_suite_at_toy_size(suite: str, call: Call, tmp_path: Path) -> None:
-    answer = call("bench", "--suite", suite, "--device=cpu", "--size=toy", "--repeats=1", f"--out={tmp_path}")
+    answer = run(call, tmp_path, suite)
     assert answer.status == 0, answer.err
-    cases = results_of(tmp_path, suite)["cases"]
+    cases = results(tmp_path, suite)["cases"]
     assert [case["case"] for case in cases] == [case.name for case in SUITES[suite](CPU, "toy")]
-    assert len({case["case"] for case in cases}) == len(cases) > 0
     for case in cases:
-        assert answer.err.count(f"{suite}: {case['case']}: ") == 1
         assert case["case"] in answer.out
-        for name, candidate in case["implementations"].items():
-            assert candidate["role"] in ROLES
-            assert candidate["status"] in ("timed", "unavailable"), (case["case"], name, candidate["reason"])
-            assert candidate["status"] == "timed" or candidate["reason"]
-            if "CUDA graph" in case["case"]:
-                assert candidate["reason"] == "a CUDA graph needs an NVIDIA GPU"
-            elif candidate["role"] in ("eager", "ours"):
-                assert candidate["status"] == "timed" or "bfloat16" in case["case"], (
-                    case["case"],
-                    name,
-                    candidate["reason"],
-                )
-    assert f"1 of {len(cases)}, about " in answer.err or len(cases) == 1
-    assert f"{len(cases)} of {len(cases)}\n" in answer.err
+        for one in case["implementations"].values():
+            assert one["status"] in ("timed", "unavailable"), one["reason"]
     assert len(list(tmp_path.glob(f"*-{suite}-toy.png"))) == 1
 
 
 def test_only_the_cases_that_are_asked_for(call: Call, tmp_path: Path) -> None:
-    options = ("--suite", "ops", "--device=cpu", "--size=toy", "--repeats=1", f"--out={tmp_path}")
-    answer = call("bench", *options, "--case", "lista_step, float32")
+    answer = run(call, tmp_path, "ops", "--case", "lista_step, float32")
     assert answer.status == 0, answer.err
-    found = results_of(tmp_path, "ops")
+    found = results(tmp_path, "ops")
     assert ["lista_step, float32" in case["case"] for case in found["cases"]] == [True]
-    (run,) = found["runs"].values()
-    assert run["machine"]["command"].endswith(" --case 'lista_step, float32'")
-    answer = call("bench", *options, "--case", "no such work")
-    assert answer.status == 2
-    assert "--case is 'no such work'" in answer.err
+    (one,) = found["runs"].values()
+    assert one["machine"]["torch"] == torch.__version__
+    assert str(Path.home()) not in json.dumps(found)
+    answer = run(call, tmp_path, "ops", "--case", "no such work")
+    assert "--case is 'no such work', which no name of a case of ops contains" in answer.line()
 
 
-def test_the_floor_of_the_reference_step_is_that_of_the_plan() -> None:
-    case = next(case for case in SUITES["step"](CPU, "toy"))
-    assert case.flop > 0
-    from cdt_fast.bench.suites.trained import VideoWork
-
-    work = VideoWork("DUST", 3200)
-    large = 30 * 2.0 * 64_000 * 256 * 1024  # two products forward and four backward in each of five layers
-    assert large < work.flop < 1.1 * large
-    untied = VideoWork("DUST", 3200, tied=False), VideoWork("DUST", 3200, tied=False, readout="next")
-    assert untied[0].flop > 1.3 * work.flop > untied[1].flop
-
-
-def run_step(call: Call, folder: Path, *more: object) -> Any:
-    return call("bench", "--suite", "step", "--device=cpu", "--size=toy", f"--out={folder}", *more)
-
-
-def test_skipped_and_wrong_ways_are_listed_with_their_reasons(
+def test_what_was_not_timed_is_listed_with_its_reason(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    candidates = [
-        Implementation("eager", "eager", steady(1.0)),
-        Implementation("peer", "peer", unavailable),
-        Implementation("broken", "peer", fails),
-        Implementation("ours", "ours", steady(3.0)),
-    ]
-    monkeypatch.setitem(SUITES, "step", made_up(case_of(*candidates, suite="step")))
-    answer = run_step(call, tmp_path, "--repeats=2")
+    others = [Implementation("peer", "peer", unavailable), Implementation("broken", "peer", fails)]
+    wrong = Implementation("ours", "ours", steady(3.0))
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(EAGER, *others, wrong, suite="step")))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    answer = run(call, tmp_path, "step")
     assert answer.status == 0
     assert "  peer: unavailable: no such package\n" in answer.out
     assert "  broken: failed: RuntimeError: no such kernel and a second line\n" in answer.out
     assert "  ours: wrong: differs from the formula by 2.0e+00" in answer.out
-
-
-def test_the_head_says_what_was_measured_with_what(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SUITES, "step", made_up(case_of(Implementation("eager", "eager", steady(1.0)), suite="step")))
-    run_step(call, tmp_path, "--repeats=2")
-    found = results_of(tmp_path, "step")
-    (run,) = found["runs"].values()
-    machine = run["machine"]
-    assert machine["command"] == "cdt-fast bench --suite step --device cpu --size toy --repeats 2"
-    assert (machine["torch"], machine["threads"]) == (torch.__version__, torch.get_num_threads())
-    assert machine["allocator"] in ("freed memory kept", "as it comes")
-    assert {"name", "cores", "instructions", "bf16_instructions", "triton", "python", "source"} <= machine.keys()
-    assert str(Path.home()) not in json.dumps(found)
-
-
-def interrupted() -> Step:
-    raise KeyboardInterrupt
+    assert "no pictures: drawing the bench needs the package 'matplotlib'" in answer.out
 
 
 def test_what_was_measured_is_kept_when_a_run_is_stopped(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def interrupted() -> Step:
+        raise KeyboardInterrupt
+
     ends = case_of(Implementation("eager", "eager", interrupted), suite="step", name="the end")
-    first = case_of(Implementation("eager", "eager", steady(1.0)), suite="step")
-    monkeypatch.setitem(SUITES, "step", made_up(first, ends))
-    answer = run_step(call, tmp_path)
+    monkeypatch.setitem(SUITES, "step", made_up(case_of(EAGER, suite="step"), ends))
+    answer = run(call, tmp_path, "step")
     assert answer.status == 130
     assert "stopped by SIGINT; what was measured so far is in" in answer.err
-    assert [case["case"] for case in results_of(tmp_path, "step")["cases"]] == ["three ones"]
-
-
-def test_a_suite_whose_package_is_missing_leaves_the_others(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(device: torch.device, size: str) -> Iterator[Case]:
-        raise ModuleNotFoundError("No module named 'tqdm'")
-
-    monkeypatch.setitem(SUITES, "ops", missing)
-    monkeypatch.setitem(SUITES, "step", made_up(case_of(Implementation("eager", "eager", steady(1.0)), suite="step")))
-    answer = call("bench", "--suite", "ops", "step", "--device=cpu", "--size=toy", f"--out={tmp_path}")
-    assert answer.status == 0
-    assert "ModuleNotFoundError: No module named 'tqdm'" in answer.err
-    assert results_of(tmp_path, "step")["cases"]
-
-
-def test_without_matplotlib_only_the_pictures_are_missing(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SUITES, "step", made_up(case_of(Implementation("eager", "eager", steady(1.0)), suite="step")))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    answer = run_step(call, tmp_path)
-    assert answer.status == 0
-    assert "no pictures: drawing the bench needs the package 'matplotlib'" in answer.out
-    assert results_of(tmp_path, "step")["cases"]
+    assert [case["case"] for case in results(tmp_path, "step")["cases"]] == ["three ones"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -166,35 +99,80 @@ def test_bad_input_is_one_line(call: Call, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_on_a_gpu_a_case_is_measured_without_its_late_ones_first() -> None:
-    candidates = [
-        Implementation("eager", "eager", steady(1.0)),
-        Implementation("compiler", "peer", steady(1.0), late=True),
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """A made-up case as it was measured."""
+    others = Implementation("SDPA", "peer", unavailable), Implementation("cdt_fast", "ours", steady(1.0))
+    case = case_of(EAGER, *others, suite="step", name="DUST, float32", note="made up")
+    return measure(case, CPU, Rounds(2, 2, 0.0), lambda *_: 2**20)
+
+
+def add_to(folder: Path, case: dict[str, Any], order: list[str], date: str, suite: str = "step", **facts: Any) -> Path:
+    """Add a case as a run does; the path of the file."""
+    machine = {**describe(CPU, "as it comes"), "name": "Made Up (R) 1", **facts}
+    path, contents = open_file(folder, "cpu", suite, "cpu", machine["name"])
+    add(contents, case, {"machine": machine, "date": date}, order)
+    write_json(path, contents)
+    return path
+
+
+def test_a_run_adds_its_cases_and_replaces_what_it_measures_again(measured: dict[str, Any], tmp_path: Path) -> None:
+    order = ["a", "b", "c"]
+    for name in ("c", "gone", "a"):
+        add_to(tmp_path, {**measured, "case": name}, [*order, "gone"], "2026-01-01 00:00")
+    for name in ("b", "c"):
+        path = add_to(tmp_path, {**measured, "case": name, "note": "again"}, order, "2026-02-02 00:00", torch="9.9")
+    assert path.name == "made-up-r-1-step.json"
+    found = read(path)
+    assert [(case["case"], case["note"]) for case in found["cases"]] == [
+        ("a", "made up"),
+        ("b", "again"),
+        ("c", "again"),
     ]
-    case = case_of(*candidates, Implementation("ours", "ours", steady(1.0)))
-    first, whole = parts_of(case, torch.device("cuda"))
-    assert [candidate.name for candidate in first.implementations] == ["eager", "ours"]
-    assert whole is case
-    assert parts_of(case, CPU) == [case]
-    assert parts_of(first, torch.device("cuda")) == [first]
+    runs = [found["runs"][case["run"]] for case in found["cases"]]
+    assert [one["machine"]["torch"] == "9.9" for one in runs] == [False, True, True]
+    path = add_to(tmp_path, {**measured, "case": "a"}, order, "2026-03-03 00:00")
+    assert list(read(path)["runs"]) == ["2026-02-02 00:00", "2026-03-03 00:00"]  # of the first nothing is left
+    assert add_to(tmp_path, measured, ["DUST, float32"], "2026-01-01", "ops").name == "made-up-r-1-ops.json"
 
 
-def test_a_part_of_a_case_is_saved_and_replaced(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped() -> Step:
-        (before,) = results_of(tmp_path, "step")["cases"]
-        assert list(before["implementations"]) == ["eager", "ours"]
-        raise KeyboardInterrupt
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    write_json(tmp_path / "other.json", {"card": "?"})
+    with pytest.raises(InputError, match=r"other\.json: expected a file that cdt-fast bench wrote"):
+        read(tmp_path / "other.json")
 
-    def slow() -> Step:
-        return stopped() if stopping else steady(1.0)()
 
-    candidates = [Implementation("eager", "eager", steady(1.0)), Implementation("compiler", "peer", slow, late=True)]
-    case = case_of(*candidates, Implementation("ours", "ours", steady(1.0)), suite="step")
-    monkeypatch.setitem(SUITES, "step", made_up(case))
-    monkeypatch.setattr(running, "parts_of", lambda case, device: parts_of(case, torch.device("cuda")))
-    stopping = True
-    assert run_step(call, tmp_path).status == 130
-    stopping = False
-    assert run_step(call, tmp_path).status == 0
-    (whole,) = results_of(tmp_path, "step")["cases"]
-    assert list(whole["implementations"]) == ["eager", "compiler", "ours"]
+def test_the_document_has_a_table_for_each_suite_with_the_dtypes_side_by_side(
+    measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = ["DUST, float32", "DUST, bfloat16", "UT, float32"]
+    ours = measured["implementations"]["cdt_fast"]
+    ours |= {"median_seconds": 0.5, "over_eager": 2.0, "over_best_peer": 1.5}
+    for name in order:
+        case = {**measured, "case": name, "dtype": name.split(", ")[1], "best_peer": "SDPA"}
+        add_to(tmp_path / "results", case, order, "2026-01-01 00:00", torch="9.9")
+    out = tmp_path / "docs" / "benchmarks.md"
+    monkeypatch.setattr(sys, "argv", ["document", "--results", str(tmp_path / "results"), "--out", str(out)])
+    documents.main()
+    text = out.read_text(encoding="utf-8")
+    assert "## step on Made Up (R) 1\n" in text
+    assert "torch 9.9" in text
+    figures = "500 ms (1) | 2.00 | 1.50 SDPA | 1.0 (1.0)"
+    assert f"| DUST | {figures} | {figures} |\n| UT | {figures} |  |  |  |  |\n" in text
+    assert "\n1. made up\n" in text
+    assert "- SDPA (3): unavailable: no such package\n" in text
+    assert text.count("(../results/made-up-r-1-step.png)") == text.count("(../results/made-up-r-1-step.json)") == 1
+    assert (tmp_path / "results" / "made-up-r-1-step.png").exists()
+    assert "None" not in text
+    path = tmp_path / "results" / "made-up-r-1-step.json"
+    assert "Made Up" not in document({path.name: {**read(path), "size": "toy"}})
+
+
+def test_the_results_that_are_kept_are_of_cases_that_exist() -> None:
+    """A case that was renamed would stay in the document under its old name."""
+    files = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.json"))
+    assert files
+    for path in files:
+        found = read(path)
+        known = {case.name for case in SUITES[found["suite"]](torch.device(found["device"]), found["size"])}
+        assert {case["case"] for case in found["cases"]} <= known, path.name

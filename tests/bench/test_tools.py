@@ -17,7 +17,7 @@ import torch
 from cdt_fast import kernels
 from cdt_fast.bench.case import Implementation
 from cdt_fast.bench.measure import Refused
-from cdt_fast.bench.suites.trained import VideoWork
+from cdt_fast.bench.suites.step import Work
 from cdt_fast.ops import common
 from cdt_fast.ops.common import CARDS, GpuSpec
 from tests.bench.bench_cases import case_of, steady
@@ -87,7 +87,7 @@ class TestCompileKernels:
     @pytest.mark.parametrize("family", ["DUST", "VideoUT"])
     def test_batches_of_any_size_share_their_kernels(self, family: str) -> None:
         # Full batches, one of the validation, a short last one, and a single sequence.
-        works = [VideoWork(family, sequences, layers=3) for sequences in (400, 256, 37, 1)]
+        works = [Work(family, sequences, layers=3) for sequences in (400, 256, 37, 1)]
         launches = [one for work in works for one in recorded(functools.partial(ledger.training_step, work))[1]]
         counts = Counter(kernel for kernel, _ in keys(ledger.CARD, launches))
         assert {"unrolled_forward_kernel", "unrolled_backward_kernel"} <= counts.keys()
@@ -157,7 +157,7 @@ class TestLedger:
     CODES, SIGNAL, DICTIONARY = 2 * 8000 * 1024, 2 * 8000 * 256, 2 * 256 * 1024
 
     def test_a_layer_moves_what_was_counted_by_hand(self) -> None:
-        step, _ = recorded(lambda: ledger.training_step(VideoWork("DUST", 400)))
+        step, _ = recorded(lambda: ledger.training_step(Work("DUST", 400)))
         # Codes, signal, projection and target are read, codes and projection written, and an error for each program.
         # The first layer has no codes.
         moved = 2 * self.CODES + 4 * self.SIGNAL + self.DICTIONARY + 4 * 264

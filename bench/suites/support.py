@@ -1,0 +1,145 @@
+"""What the suites share: inputs that live only while a case is measured, tolerances, torch.compile, and the reasons why
+a peer cannot run here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cdt_fast.bench.case import Implementation, Step, Unavailable
+
+Made = TypeVar("Made")
+
+# Relative root mean square. A result is rounded once, and before that attention weights, gradients of scores or logits
+# are, and sums over tokens; each rounding adds at most half a unit, 2^-9 in bfloat16 and 2^-24 in float32, relative to
+# terms that partly cancel. Measured at toy size on a CPU, the worst is 9e-3 in bfloat16 and 5e-7 in float32.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
+# Every shape of a suite compiles the same functions anew; beyond its limit torch would go on in eager without a word.
+MAX_SHAPES = 100_000
+
+
+@dataclass
+class Inputs:
+    """What an op reads."""
+
+    leaves: list[Tensor]  # with gradients, in the order in which the op takes them
+    upstream: list[Tensor]  # gradients of the outputs
+    others: list[Tensor]  # without a gradient
+    step: float = 0.0  # 1/c of the dictionary among the leaves
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same numbers as leaves of another dtype."""
+        return Inputs(
+            [leaf.detach().to(dtype).requires_grad_() for leaf in self.leaves],
+            [gradient.to(dtype) for gradient in self.upstream],
+            [other.to(dtype) if other.is_floating_point() else other for other in self.others],
+            self.step,
+        )
+
+
+Apply = Callable[[Inputs], Sequence[Tensor]]
+
+
+def step_of(apply: Apply, inputs: Inputs) -> Step:
+    """Outputs and gradients of an op."""
+
+    def step() -> list[Tensor]:
+        outputs = apply(inputs)
+        gradients = torch.autograd.grad(outputs, inputs.leaves, inputs.upstream)
+        return [*(output.detach() for output in outputs), *gradients]
+
+    return step
+
+
+def shared(make: Callable[[], Made]) -> Callable[[], Made]:
+    """Inputs of a case: made when the first step is prepared, and freed with the last one that reads them."""
+    made: weakref.WeakValueDictionary[str, Made] = weakref.WeakValueDictionary()
+    return lambda: made.get("inputs") or made.setdefault("inputs", make())
+
+
+def seeded(device: torch.device) -> torch.Generator:
+    """The generator that every case draws its inputs from: the same ones in every process."""
+    return torch.Generator(device).manual_seed(0)
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Standard normal numbers in float32 on the generator's device."""
+    return torch.randn(*shape, generator=generator, device=generator.device)
+
+
+def formula_dtype(size: str) -> torch.dtype:
+    """The precision of what the implementations are compared with: float64, but where a card could not hold it."""
+    return torch.float32 if size == "gpu" else torch.float64
+
+
+def imported(name: str, device: torch.device) -> Any:
+    """The module `name`, a peer for NVIDIA GPUs; a package built for another torch fails in many ways.
+
+    Raises:
+        Unavailable: there is no such GPU, or the package cannot be imported.
+    """
+    require_gpu(name, device)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise Unavailable(f"{name} cannot be imported: {_one_line(error)}") from error
+
+
+def require_gpu(what: str, device: torch.device) -> None:
+    """Raise `Unavailable` unless `device` is an NVIDIA GPU."""
+    if device.type != "cuda":
+        raise Unavailable(f"{what} needs an NVIDIA GPU")
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
+
+
+def peer(name: str, prepare: Callable[[], Step]) -> Implementation:
+    """A peer, which is unavailable also if its first run fails; that run compiles what torch.compile has to compile."""
+
+    def first_run() -> Step:
+        step = prepare()
+
+        def marked() -> list[Tensor]:
+            # Without the mark, a CUDA graph would keep the outputs of the steps before alive.
+            torch.compiler.cudagraph_mark_step_begin()
+            return step()
+
+        limits = {"recompile_limit": MAX_SHAPES, "accumulated_recompile_limit": MAX_SHAPES}
+        try:
+            with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True):
+                marked()
+        except Exception as error:
+            raise Unavailable(_one_line(error)) from error
+        return marked if name.startswith("torch.compile") else step
+
+    return Implementation(name, "peer", first_run)
+
+
+def modes(device: torch.device, autotune: bool = True) -> tuple[str, ...]:
+    """The modes of torch.compile that are timed; CUDA graphs come with "max-autotune"."""
+    if not autotune:
+        return ("default",)
+    return ("default", "max-autotune" if device.type == "cuda" else "max-autotune-no-cudagraphs")
+
+
+def name_of_mode(mode: str) -> str:
+    """The name that is printed."""
+    return "torch.compile" if mode == "default" else f"torch.compile, {mode}"
+
+
+def compiled(function: Callable[..., Any], mode: str, device: torch.device, fullgraph: bool = True) -> Any:
+    """`function`, compiled for static shapes on its first call, by a C++ compiler (CPU) or Triton (GPU)."""
+    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and shutil.which(name)]
+    if device.type != "cuda" and not compilers:
+        raise Unavailable("torch.compile needs a C++ compiler on a CPU, and finds neither $CXX nor g++ nor clang++")
+    return torch.compile(function, mode=mode, dynamic=False, fullgraph=fullgraph)
