@@ -15,50 +15,49 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import check_integer, check_non_negative, check_number
+from cdt_fast.checks import InputError, check_integer, check_non_negative, check_number
 from cdt_fast.constraints import presets
 from cdt_fast.constraints.duals import DualVariables
 from cdt_fast.constraints.feasibility import FeasibilityReport, judge
 from cdt_fast.constraints.formulation import Descent, Objective, ResultBounds, Violations
 from cdt_fast.constraints.presets import DEFAULTS, DescentOptions, options_of
-from cdt_fast.errors import InputError
 
 
 class DescentConstraints(nn.Module):
-    """The multipliers of the constraints on the losses of L+1 depths, and what moves them.
+    """The multipliers of the constraints on the losses of L+1 depths, and the rule that moves them.
 
-    One step of training (docs/constraints.md §2):
+    One training step (docs/constraints.md §2):
 
         weights = constraints.weights()                        # known before the forward
         total, per_depth = model.layer_losses(noisy, clean, depth_weights=weights)
         total.backward()
-        constraints.record(per_depth, count)                   # once a micro-batch
+        constraints.record(per_depth, count)                   # once per micro-batch
         optimizer.step()
-        constraints.step()                                     # the multipliers move for the next step
+        constraints.step()                                     # moves the multipliers for the next step
 
-    In a warm-up `measure` takes the place of `step`: the multipliers stay zero, and the weights those of the objective.
+    In a warm-up, call `step(update=False)`: the multipliers stay zero, and the weights are those of the objective.
     `epoch_end` restarts the slacks. None of these waits for the device.
 
-    It is a module without parameters, whose state is in buffers, in float64: `to`, `state_dict` and `load_state_dict`
-    are torch's own. Keep it beside the model, not in it, where DistributedDataParallel would overwrite the sums of each
-    rank and a cast would take the digits. The tensors that it exposes are live; clone what you want to keep.
+    The module has no parameters; its state is in float64 buffers, so `to`, `state_dict` and `load_state_dict` are
+    torch's own. Keep it beside the model and not inside it, where DistributedDataParallel would overwrite the sums of
+    each rank and a cast would round them. The tensors that it exposes are live; clone what you want to keep.
 
-    What is minimized is the objective F (docs/constraints.md §1):
+    The objective F is minimized (docs/constraints.md §1):
 
         objective    F                        its weights
         "last"       ℓ_L                      (0, …, 0, 1)
         "depths"     Σ_l c_l ℓ_l              c_l
         "log"        Σ_l c_l log ℓ_l          c_l ā_L / ā_l           ā: the average over the last ten measurements
 
-    Let r_l = 1 − α_l, and ε₀ the reference. The constraints of descent g_l ≤ 0 add to the weights
+    With r_l = 1 − α_l and the reference ε₀, the constraints of descent g_l ≤ 0 add to the weights
 
         coupling     g_l (l = 1..L)           to w_l (l < L)          to w_L
         "chain"      ℓ_l − r_l ℓ_{l−1}        λ_l − r_{l+1} λ_{l+1}   λ_L
         "detach"     the same                 λ_l                     λ_L        ℓ_{l−1} is a constant in the gradient
         "absolute"   ℓ_l − ε₀ ∏_{j≤l} r_j     λ_l                     λ_L
 
-    with g_0 = ℓ_0 − ε₀ when there is a reference. With reference_mode="anchor" there is no g_0, g_1 = ℓ_1 − r_1 ε₀
-    under "chain" and "detach", and λ_0 = 0. A dual update (docs/constraints.md §3), all of it from the state before it:
+    and g_0 = ℓ_0 − ε₀ where there is a reference. With reference_mode="anchor" there is no g_0 and λ_0 = 0; under
+    "chain" and "detach" g_1 = ℓ_1 − r_1 ε₀. One dual update, from the state before it (docs/constraints.md §3):
 
         ĝ = g,  or g_l / s_l with normalize=True              s_l = |ℓ_{l−1}|, or the size of the bound in its place
         e = ĝ − u  under "slack", ĝ − λ/β under "decay", else ĝ                                    β = slack_cost
@@ -70,33 +69,31 @@ class DescentConstraints(nn.Module):
     Args:
         layers: L, at least 1. There are L+1 losses: depth 0 is the input of layer 1.
         rate: α, one number for all layers or L of them, in [0, 1); None: no constraints of descent.
-        reference: ε₀, a positive number in units of the loss, "auto" or None. "auto" takes the mean of ℓ_0 over the
-            first 20 calls of `step` or `measure` with finite losses; the constraints that need it are off until then.
-        objective: "last", "depths" or "log"; for losses that are positive.
+        reference: ε₀, a positive number in units of the loss, "auto" or None. "auto" is the mean of ℓ_0 over the first
+            20 steps with finite losses; the constraints that need it are off until then.
+        objective: "last", "depths" or "log" (for positive losses).
         coefficients: c of "depths" and "log", L+1 numbers >= 0, not all zero; None: ones.
-        bounds: results that chosen depths are to reach, `{depth: b}` with ℓ_depth ≤ b: a number, or a factor such as
-            "1.01x" of `reference_losses` at that depth. Its multiplier is added to the weight of the depth.
-        reference_losses: L+1 losses of a reference run; None: what the warm-up came to, averaged over ten `measure`s.
+        bounds: bounds on single depths, `{depth: b}` for ℓ_depth ≤ b: a number, or a factor such as "1.01x" of
+            `reference_losses` at that depth. The multiplier of a bound is added to the weight of its depth.
+        reference_losses: L+1 losses of a reference run; None: those of the last ten steps of the warm-up, averaged.
         dual_lr: η. Adam moves a multiplier by about this much a step whatever the scale of the losses; ascent by this
             times the violation. None: 0.002 with Adam and the objective "last", else 0.05.
         betas: Adam's decay of the first and second moment; None: gradient ascent. Dual momentum overshoots.
         resilience: "slack", "decay" or None. Without it an infeasible problem sends λ to infinity.
-        slack_cost: β, what a unit of squared slack costs, β/2 ‖u‖²: the larger, the harder the constraints.
+        slack_cost: β, the cost of squared slack, β/2 ‖u‖²: the larger, the harder the constraints.
         coupling: "chain", "detach" or "absolute"; "absolute" needs a reference.
         reference_mode: "constraint" (g_0) or "anchor"; "anchor" needs a reference.
-        normalize: whether the dual step sees relative violations; for losses that are positive. With resilience the
-            slack is relative then: the rest point is that of the raw problem with the cost β / s_l at layer l.
-        margin: share, in [0, 1), by which the bounds of descent are lowered in training, not in `report`: a solution
-            sits on its bounds, and on held-out data a little above or below them.
+        normalize: whether the dual step sees relative violations (for positive losses). With resilience the slack is
+            relative then: the rest point is that of the raw problem with the cost β / s_l at layer l.
+        margin: share, in [0, 1), by which the bounds of descent are lowered in training but not in `report`: a solution
+            sits on its bounds, so held-out losses are a little above or below them.
 
     Attributes:
-        options: the options, with every rate and the dual rate that is used.
+        options: the options, with a rate per layer and the dual rate that is used.
 
     Raises:
-        InputError: an argument is outside what is said above.
+        InputError: an argument is outside its range.
     """
-
-    accumulated: Tensor
 
     def __init__(
         self,
@@ -124,23 +121,23 @@ class DescentConstraints(nn.Module):
         self.objective = Objective(self.layers, options)
         self.descent = Descent(self.layers, options)
         self.bounds = None if bounds is None and reference_losses is None else ResultBounds(self.layers, options)
-        # A multiplier a depth for descent, and as many for bounds where there are any.
+        # One multiplier per depth for descent, and as many for bounds where there are any.
         self.duals = DualVariables((self.layers + 1) * (1 if self.bounds is None else 2), options)
-        # The sums of the losses since the last step, and behind them the count of their items.
-        self.register_buffer("accumulated", torch.zeros(self.layers + 2, dtype=torch.float64))
+        # The sums of the losses since the last step, then the count of their items.
+        self.accumulated = nn.Buffer(torch.zeros(self.layers + 2, dtype=torch.float64))
         self._recorded = False
         self.options = replace(
-            options, rate=self.descent.numbers, reference=self.descent.reference, dual_lr=self.duals.dual_lr
+            options, rate=self.descent.rates, reference=self.descent.reference, dual_lr=self.duals.dual_lr
         )
         self.register_load_state_dict_pre_hook(self._check_settings)
 
     @classmethod
     def preset(cls, name: presets.Preset, layers: int, **overrides: Any) -> DescentConstraints:
-        """Build the constraints of a named setting; `overrides` are options of the constructor that win over it.
+        """Build the constraints of a named setting; `overrides` are options of the constructor that replace its own.
 
-        "video", "text" and "lm" are what `cdt-fast train` starts from in these tasks; "paper-dust" and the others are
-        the constraints of a row of the paper, which warms up for one epoch; "safe" is for a new problem: no depth is
-        ever pushed up, relative violations, no dual momentum, ε₀ from the first steps, decay.
+        "video", "text" and "lm" are the defaults of `cdt-fast train` in these tasks; "paper-dust" and the others are
+        the constraints of a row of the paper, whose warm-up is one epoch; "safe" is for a new problem: no depth is ever
+        pushed up, no dual momentum, decay.
 
         Raises:
             InputError: there is no such preset or option, or the value of an option is not valid.
@@ -164,18 +161,13 @@ class DescentConstraints(nn.Module):
 
     @property
     def skipped_updates(self) -> Tensor:
-        """How many dual updates a non-finite loss has skipped, a scalar int64 tensor, live."""
+        """The number of dual updates that a non-finite loss skipped, a scalar int64 tensor, live."""
         return self.duals.skipped_updates
 
     @property
     def reference_level(self) -> Tensor:
         """ε₀, a scalar tensor: NaN without a reference, the running mean so far while "auto" is not fixed."""
         return self.descent.reference_level
-
-    @property
-    def rates(self) -> Tensor:
-        """α, (L,); NaN without constraints of descent."""
-        return self.descent.rates
 
     @property
     def any(self) -> bool:
@@ -189,7 +181,7 @@ class DescentConstraints(nn.Module):
 
     @property
     def needs_warmup(self) -> bool:
-        """Whether a bound is a factor of what the warm-up comes to."""
+        """Whether a bound is a factor of the losses of the warm-up."""
         return self.bounds is not None and self.bounds.average is not None
 
     @property
@@ -207,9 +199,9 @@ class DescentConstraints(nn.Module):
         return weights if self.bound_multipliers is None else weights + self.bound_multipliers
 
     def objective_weights(self) -> tuple[float, ...] | None:
-        """The weights of the objective alone, those of a warm-up, as numbers; None for "log": they follow the losses.
+        """Return the weights in a warm-up, those of the objective, as numbers; None for "log": they follow the losses.
 
-        Losses that are given numbers skip the backward of a depth of weight zero.
+        With numbers the losses can skip the backward of a depth of weight zero.
         """
         return None if self.objective.average is not None else self.objective.numbers
 
@@ -219,9 +211,9 @@ class DescentConstraints(nn.Module):
 
         Args:
             losses: the mean loss over the items of the micro-batch at each depth, (L+1,).
-            count: the number of those items (tokens, patches, windows), a number >= 0 or a tensor of one element. What
-                a dual update sees is the mean over the items of all micro-batches and ranks. A rank that has none for
-                this step records a count of zero; what the losses are does not matter then.
+            count: the number of those items (tokens, patches, windows), a number >= 0 or a tensor of one element. A
+                dual update sees the mean over the items of all micro-batches and ranks. A rank without items for this
+                step records a count of zero; its losses are ignored.
 
         Raises:
             InputError: a shape, the count or a device is wrong.
@@ -243,48 +235,40 @@ class DescentConstraints(nn.Module):
         sums[-1].add_(count)
         self._recorded = True
 
-    def step(self) -> None:
-        """Move the multipliers once, by all that was recorded since the last step, also of several optimizer steps.
+    @torch.no_grad()
+    def step(self, update: bool = True) -> None:
+        """End a step: move the multipliers once, by everything recorded since the last call.
 
-        It is one all-reduce of L+2 numbers on the default group where torch.distributed is initialized (every rank must
-        call this), and exact: sums and counts are reduced, and g is formed once.
+        With update=False, in a warm-up, only an automatic reference and the averages move. Where torch.distributed is
+        initialized, every rank must call this: sums and counts, L+2 numbers, are all-reduced on the default group, and
+        g is formed once from the result, so that it is exact.
 
         Raises:
             InputError: nothing was recorded since the last step.
         """
-        self._end_step(update=True)
-
-    def measure(self) -> None:
-        """End a step of a warm-up: as `step`, but nothing moves except an automatic reference and the averages."""
-        self._end_step(update=False)
-
-    @torch.no_grad()
-    def _end_step(self, update: bool) -> None:
         if not self._recorded:
             raise InputError("nothing was recorded since the last step(); expected record(losses, count) before it")
         self._recorded = False
-        reference, average = self.descent.measured, self.objective.average
-        in_warmup = None if update or self.bounds is None else self.bounds.average
-        if update or reference is not None or average is not None or in_warmup is not None:
+        reference = self.descent.measured
+        averages = [self.objective.average, None if update or self.bounds is None else self.bounds.average]
+        if update or reference is not None or any(average is not None for average in averages):
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.all_reduce(self.accumulated)
             losses = self.accumulated[:-1] / self.accumulated[-1]
             finite = losses.isfinite().all()
             if reference is not None:
                 reference.update(losses[0], finite)
-            for mean in (average, in_warmup):
-                if mean is not None:
-                    mean.update(losses, finite)
+            for average in averages:
+                if average is not None:
+                    average.update(losses, finite)
             if update:
                 groups = self._violations(losses, self.options.margin)
-                seen = [
-                    group.violation / group.scale if self.options.normalize else group.violation for group in groups
-                ]
+                seen = [g.violation / g.scale if self.options.normalize else g.violation for g in groups]
                 self.duals.update(torch.cat(seen), torch.cat([group.active for group in groups]), finite)
         self.accumulated.zero_()
 
     def epoch_end(self) -> None:
-        """Restart the slacks at zero, so that each epoch asks for the constraints anew before it gives way."""
+        """Restart the slacks at zero, so that each epoch enforces the constraints anew before they give way."""
         self.duals.state[1].zero_()
 
     @torch.no_grad()
@@ -296,32 +280,34 @@ class DescentConstraints(nn.Module):
         Raises:
             InputError: the number of losses, or the tolerance, is wrong.
         """
-        tolerance = check_non_negative("tolerance", tolerance)
-        losses = torch.as_tensor(losses, dtype=self.accumulated.dtype, device=self.device)
-        if losses.shape != (self.layers + 1,):
-            raise InputError(f"losses has shape {tuple(losses.shape)}; expected ({self.layers + 1},), one a depth")
+        tolerance, losses = check_non_negative("tolerance", tolerance), self._as_losses(losses)
         chained = self.descent.uses_reference.logical_not().tolist()
         existing = int(self.descent.exists.sum()) + (0 if self.bounds is None else int(self.bounds.exists.sum()))
-        return judge(losses, self._violations(losses), chained, self.rates.tolist(), tolerance, existing)
+        return judge(losses, self._violations(losses), chained, self.options.rate, tolerance, existing)
 
     @torch.no_grad()
     def merit(self, losses: Tensor | Sequence[float], *, priced: bool = True) -> float:
-        """By what models are compared, lower is better: F(ℓ) + β/2 Σ_l s_l [ĝ_l]₊². This waits for the device.
+        """Return F(ℓ) + β/2 Σ_l s_l [ĝ_l]₊², by which models are compared: lower is better. This waits for the device.
 
         It is the objective of the resilient problem, whose minimum the training seeks: at its rest u = [ĝ]₊ = λ/β, so
-        that the price is that of the multipliers, without their history. s is 1 where `normalize` is off. Bounds are
-        those of `report`; with priced=False the price is left out. Only values of one moment compare, as the averages
-        and the references that they rest on move.
+        the price is that of the multipliers without their history. s is 1 where `normalize` is off. Bounds are those of
+        `report`; priced=False leaves the price out. Compare only values of one moment: averages and references move.
         """
-        losses = torch.as_tensor(losses, dtype=self.accumulated.dtype, device=self.device)
+        losses = self._as_losses(losses)
         merit = self.objective.value(losses)
         for violation, scale, active in self._violations(losses) if priced else ():
             squared = violation.square() / scale if self.options.normalize else violation.square()
             merit += self.duals.slack_cost / 2 * torch.where(active & (violation > 0), squared, 0.0).sum()
         return float(merit)
 
+    def _as_losses(self, losses: Tensor | Sequence[float]) -> Tensor:
+        losses = torch.as_tensor(losses, dtype=self.accumulated.dtype, device=self.device)
+        if losses.shape != (self.layers + 1,):
+            raise InputError(f"losses has shape {tuple(losses.shape)}; expected ({self.layers + 1},), one a depth")
+        return losses
+
     def _violations(self, losses: Tensor, margin: float = 0.0) -> list[Violations]:
-        """Of descent, and of bounds where there are any, in the order of their multipliers."""
+        """Return those of descent, then those of bounds, if any: the order of the multipliers."""
         groups = [self.descent.violations(losses, margin)]
         return groups if self.bounds is None else [*groups, self.bounds.violations(losses)]
 
@@ -336,7 +322,7 @@ class DescentConstraints(nn.Module):
 
     @staticmethod
     def saved_settings(state: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
-        """What `get_extra_state` put into a saved state, or InputError: it is the state of an earlier version."""
+        """Return what `get_extra_state` put into a saved state; that of an earlier version is an InputError."""
         if f"{prefix}_extra_state" not in state:
             raise InputError("the saved constraints are of an earlier version: the git tag full (1178e39) reads them")
         return state[f"{prefix}_extra_state"]

@@ -8,9 +8,8 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import check_choice, check_fraction, check_positive
+from cdt_fast.checks import InputError, check_choice, check_fraction, check_positive
 from cdt_fast.constraints.presets import DUAL_LR, OTHER_DUAL_LR, DescentOptions, Resilience
-from cdt_fast.errors import InputError
 
 # As in torch.optim.Adam: it keeps the step finite where the gradient has always been zero.
 ADAM_EPSILON = 1e-8
@@ -23,15 +22,11 @@ class DualVariables(nn.Module):
     """λ and u of some constraints, and the moments of Adam.
 
     Attributes:
-        state: one row a variable, one column a constraint, zeros at first: λ and u; with Adam also its first and second
-            moment and the number of updates of each constraint. A constraint that becomes active late, or an update
-            that was skipped, must not count as a gradient of zero: the bias correction would be wrong.
-        skipped_updates: how many updates a number that is not finite has skipped.
-        dual_lr, betas, resilience, slack_cost: η, those of Adam (None: ascent), as chosen, and β.
+        state: one row per variable, one column per constraint, initially zero: λ and u; with Adam also its first and
+            second moment and the number of updates of each constraint. A constraint that becomes active late, or an
+            update that was skipped, must not count as a gradient of zero: the bias correction would be wrong.
+        skipped_updates: how many updates were skipped because of a number that is not finite.
     """
-
-    state: Tensor
-    skipped_updates: Tensor
 
     def __init__(self, size: int, options: DescentOptions) -> None:
         super().__init__()
@@ -50,9 +45,8 @@ class DualVariables(nn.Module):
                 f"dual_lr is {self.dual_lr!r}; expected less than 2 × slack_cost = {2 * self.slack_cost:g} "
                 'with resilience="decay", or each step of the decay overshoots by more than the last'
             )
-        rows = 2 if self.betas is None else 5
-        self.register_buffer("state", torch.zeros(rows, size, dtype=torch.float64))
-        self.register_buffer("skipped_updates", torch.zeros((), dtype=torch.int64))
+        self.state = nn.Buffer(torch.zeros(2 if self.betas is None else 5, size, dtype=torch.float64))
+        self.skipped_updates = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def update(self, violation: Tensor, active: Tensor, finite: Tensor) -> None:
         """Move λ and u once, both from the values before the update.
@@ -60,14 +54,14 @@ class DualVariables(nn.Module):
         Args:
             violation: g, or the relative g, `[size]`.
             active: which constraints are in force, `[size]` bool. The others keep their values.
-            finite: whether the losses were finite, `[]` bool. If not, or if an active proposal is not finite, nothing
-                moves and `skipped_updates` grows by one.
+            finite: whether the losses were finite, a bool scalar. If not, or if an active proposal is not finite,
+                nothing moves and `skipped_updates` grows by one.
         """
         multipliers, slacks, *moments = self.state
         cost = self.slack_cost
         gradient = violation - slacks if self.resilience == "slack" else violation
         if self.resilience == "decay":
-            # Inside of the gradient that Adam normalizes: decoupled, as in AdamW, it leads to another point.
+            # Inside the gradient that Adam normalizes: decoupled, as in AdamW, it leads to another point.
             gradient = gradient - multipliers / cost
         if self.betas is None:
             multipliers = multipliers + self.dual_lr * gradient

@@ -23,16 +23,16 @@ class FeasibilityReport:
     Attributes:
         feasible: at least one constraint was judged, all of them hold within `tolerance`, and every loss is finite.
         violation: g_l for l = 0..L, in units of the loss, positive where violated; None where none is in force.
-        relative_violation: g_l over |ℓ_{l−1}|, or over the size of the reference or bound in its place.
+        relative_violation: g_l over |ℓ_{l−1}|, or over the reference or bound in its place.
         ratio: ℓ_l / ℓ_{l−1} for l = 1..L.
-        worst_layer, worst_violation: the depth with the largest relative violation, and that (negative: how much is to
-            spare); None when no constraint was judged.
-        worst_kind: whether that is its constraint of descent or the bound on its loss.
-        bound_violation, relative_bound_violation: ℓ_k − b_k, and the same over |b_k|; empty where there are no bounds.
-        advice: where the worst constraint is violated, what to ask for in its place.
+        worst_layer, worst_violation: the depth with the largest relative violation, and its value (negative: the
+            margin that is left); None when no constraint was judged.
+        worst_kind: whether that is a constraint of descent or a bound.
+        bound_violation, relative_bound_violation: ℓ_k − b_k, and the same over |b_k|; empty without bounds.
+        advice: what to ask for instead of the worst constraint, where it is violated.
         unjudged: how many constraints are not in force yet: the reference or the warm-up's loss is not known.
-        caveat: where all that is judged holds, which layers lower the loss by less than their rate all the same: a
-            bound by the reference can be far above the loss of the layer's input.
+        caveat: which layers miss their rate although all that was judged holds: a bound by the reference can be far
+            above the loss of the layer's input.
     """
 
     feasible: bool
@@ -69,62 +69,55 @@ class FeasibilityReport:
                 f"No verdict: none of the {self.unjudged} constraints is in force yet: they wait for the warm-up, or "
                 f"for the {REFERENCE_MEASUREMENTS} measurements of an automatic reference."
             )
-        judged, where = self._relative(), self._where(self.worst_layer)
-        absolute = (self.bound_violation if self.worst_kind == "bound" else self.violation)[self.worst_layer]
-        excess = (
-            f"{where.removeprefix('the bound of ')} is above its bound by {absolute:.4g} "
-            f"(relative violation {self.worst_violation:.2%})"
-        )
+        judged, depth, where = self._relative(), self.worst_layer, f"depth {self.worst_layer}"
+        tightest, above = f"the bound of {where}", self.bound_violation
+        if self.worst_kind == "descent":
+            where = tightest = f"layer {depth}" if depth else "depth 0 (the reference)"
+            above = self.violation
+        size = f"{above[depth]:.4g} (relative violation {self.worst_violation:.2%})"
+        worst = f"the worst: {where} is above its bound by {size}"
         total = len(judged) + self.unjudged
         if not self.feasible:
             violated = sum(relative > self.tolerance for relative in judged)
-            return (
-                f"Infeasible: {violated} of {total} constraints {'is' if violated == 1 else 'are'} violated; "
-                f"the worst: {excess}{self.advice and f'; {self.advice}'}."
-            )
+            verb = "is" if violated == 1 else "are"
+            advice = self.advice and f"; {self.advice}"
+            return f"Infeasible: {violated} of {total} constraints {verb} violated; {worst}{advice}."
         held = f"the {total} bounds hold" if self.caveat else f"all {total} constraints hold"
         if self.unjudged:
             held = f"{len(judged)} of {total} constraints are judged, and hold"
-        margin = f"the tightest, {where}, has {abs(self.worst_violation):.2%} to spare"
+        margin = f"the tightest, {tightest}, has {abs(self.worst_violation):.2%} to spare"
         if self.worst_violation > 0:
-            margin = f"the worst: {excess}, within the tolerance of {self.tolerance:.2%}"
+            margin = f"{worst}, within the tolerance of {self.tolerance:.2%}"
         return f"Feasible: {held}{self.caveat and f', but {self.caveat}'}; {margin}."
 
     def _relative(self) -> list[float]:
         parts = (self.relative_violation, self.relative_bound_violation)
         return [relative for part in parts for relative in part if relative is not None]
 
-    def _where(self, layer: int) -> str:
-        if self.worst_kind == "bound":
-            return f"the bound of depth {layer}"
-        return f"layer {layer}" if layer else "depth 0 (the reference)"
-
 
 def judge(
-    losses: Tensor, groups: Sequence[Violations], chained: list[bool], rates: list[float], tolerance: float, total: int
+    losses: Tensor, groups: Sequence[Violations], chained: list[bool], rates: Any, tolerance: float, total: int
 ) -> FeasibilityReport:
     """Judge losses, `[L+1]`.
 
     Args:
         groups: the constraints of descent, then the bounds, if there are any.
-        chained: of each depth 0..L, whether its constraint of descent is on the ratio to the depth before.
-        rates: α of the layers; NaN: no constraint of descent.
+        chained: for each depth 0..L, whether its constraint of descent is on the ratio to the previous depth.
+        rates: α of each layer; None without constraints of descent.
         tolerance: the relative violation that still counts as feasible.
         total: how many constraints there are, in force or not yet.
     """
     absolute: dict[Kind, list[float | None]] = {"descent": [], "bound": []}
     relative: dict[Kind, list[float | None]] = {"descent": [], "bound": []}
+    entries: list[tuple[float, Kind, int]] = []
     for kind, (violation, scale, active) in zip(absolute, groups, strict=False):
         shares = torch.where(violation == 0, 0.0, violation / scale)  # a bound of zero that is met exactly is 0/0
-        for found, numbers in ((absolute, violation), (relative, shares)):
-            pairs = zip(numbers.tolist(), active.tolist(), strict=True)
-            found[kind] = [number if holds else None for number, holds in pairs]
-    entries: list[tuple[float, Kind, int]] = [
-        (number, kind, depth)
-        for kind, numbers in relative.items()
-        for depth, number in enumerate(numbers)
-        if number is not None
-    ]
+        rows = zip(violation.tolist(), shares.tolist(), active.tolist(), strict=True)
+        for depth, (number, share, judged) in enumerate(rows):
+            absolute[kind].append(number if judged else None)
+            relative[kind].append(share if judged else None)
+            if judged:
+                entries.append((share, kind, depth))
     finite = bool(losses.isfinite().all())
     feasible = finite and bool(entries) and all(number <= tolerance for number, *_ in entries)
     ratio: list[float] = (losses[1:] / losses[:-1]).tolist()
@@ -137,7 +130,7 @@ def judge(
         advice = _advice(kind, layer, losses.tolist(), ratio, chained[layer])
     caveats = [
         f"layer {layer} multiplies the loss by {value:.5g} (its rate allows {1 - rate:.5g})"
-        for layer, (value, rate) in enumerate(zip(ratio, rates, strict=True), 1)
+        for layer, (value, rate) in enumerate(zip(ratio, rates or [math.nan] * len(ratio), strict=True), 1)
         if feasible and not chained[layer] and value > (1 - rate) * (1 + tolerance)
     ]
     return FeasibilityReport(
@@ -159,7 +152,7 @@ def judge(
 
 
 def _advice(kind: Kind, depth: int, losses: list[float], ratio: list[float], chained: bool) -> str:
-    """What would be met where the worst constraint is not."""
+    """Say what would be met where the worst constraint is not."""
     if kind == "bound":
         return f"a bound of {losses[depth]:.4g} would be met"
     if chained:

@@ -1,7 +1,7 @@
-"""What is minimized and what is asked for, as functions of the losses of L+1 depths (docs/constraints.md §1 and §2).
+"""The objective and the constraints, as functions of the losses of L+1 depths (docs/constraints.md §1 and §2).
 
-Averages and references are in buffers; what the options alone give is in buffers that are not saved. Nothing in a step
-of training waits for the device.
+Running averages are buffers; constants of the options are buffers that are not saved, so that both follow `.to()`. No
+function here waits for the device.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import check_choice, check_fraction, check_non_negative, check_number, check_positive
+from cdt_fast.checks import InputError, check_choice, check_fraction, check_non_negative, check_number, check_positive
 from cdt_fast.constraints import presets
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS, DescentOptions
-from cdt_fast.errors import InputError
 
 _AVERAGED = 10  # measurements that an average follows
 
 
 class Violations(NamedTuple):
-    """Constraints of one kind, an entry a depth, `[L+1]` each."""
+    """Constraints of one kind, one entry per depth, `[L+1]` each."""
 
-    violation: Tensor  # positive where violated; without meaning where not active
-    scale: Tensor  # what makes it relative
-    active: Tensor  # which are in force, bool
+    violation: Tensor  # positive where violated; meaningless where not active
+    scale: Tensor  # divides the violation to make it relative
+    active: Tensor  # which constraints are in force, bool
+
+
+def _constant(values: Any) -> nn.Buffer:
+    return nn.Buffer(torch.as_tensor(values), persistent=False)
 
 
 class RunningMean(nn.Module):
-    """A mean over measurements: ā ← ā + (ℓ − ā) / min(n, window) at the n-th; with `fixes` for n ≤ window alone."""
-
-    mean: Tensor
-    count: Tensor
+    """A mean over measurements: ā ← ā + (ℓ − ā) / min(n, window) at the n-th; with `fixes` only while n ≤ window."""
 
     def __init__(self, shape: tuple[int, ...], window: int, fixes: bool = False) -> None:
         super().__init__()
         self.window, self.fixes = window, fixes
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.mean = nn.Buffer(torch.zeros(shape, dtype=torch.float64))
+        self.count = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def update(self, value: Tensor, finite: Tensor) -> None:
         """Take in one measurement, unless it is not finite."""
@@ -52,20 +52,16 @@ class RunningMean(nn.Module):
 class Objective(nn.Module):
     """F, as weights that are known before the forward.
 
-    The gradient of log ℓ_l is that of ℓ_l over ℓ_l. In the place of the ℓ_l of the step, which is not known before its
-    forward, stands the average ā_l over the last measurements. The common factor ā_L leaves the minimum where it is and
-    gives the last depth the weight c_L, so that multipliers mean what they mean beside ℓ_L. Before the first
-    measurement all depths weigh c_l.
+    The gradient of log ℓ_l is that of ℓ_l over ℓ_l. The ℓ_l of the step is not known before its forward, so the average
+    ā_l over the last measurements stands for it. The common factor ā_L leaves the minimum where it is and gives the
+    last depth the weight c_L, so that multipliers mean what they mean beside ℓ_L. Before the first measurement the
+    weights are c.
     """
-
-    coefficients: Tensor
 
     def __init__(self, layers: int, options: DescentOptions) -> None:
         super().__init__()
-        name, given = (
-            check_choice("objective", options.objective, get_args(presets.ObjectiveName)),
-            options.coefficients,
-        )
+        name, given = options.objective, options.coefficients
+        check_choice("objective", name, get_args(presets.ObjectiveName))
         self.numbers = (*[0.0 if name == "last" else 1.0] * layers, 1.0)
         if given is not None:
             if name == "last":
@@ -75,18 +71,18 @@ class Objective(nn.Module):
             if not any(self.numbers):
                 raise InputError("coefficients must not all be zero: nothing would be minimized")
         self.average = RunningMean((layers + 1,), _AVERAGED) if name == "log" else None
-        self.register_buffer("coefficients", torch.tensor(self.numbers, dtype=torch.float64), persistent=False)
+        self.coefficients = _constant(torch.tensor(self.numbers, dtype=torch.float64))
 
     def weights(self) -> Tensor:
-        """The weights of the depths, `[L+1]`."""
+        """Return the weights of the depths, `[L+1]`."""
         if self.average is None:
             return self.coefficients
         ratio = self.average.mean[-1] / self.average.mean
-        # A loss of zero, or none yet: no finite weight does justice to it.
+        # A loss of zero, or none yet, has no finite weight.
         return self.coefficients * torch.where(ratio.isfinite(), ratio, 1.0)
 
     def value(self, losses: Tensor) -> Tensor:
-        """F of losses `[L+1]`, `[]`; that of "log" times ā_L (1 before the first measurement), as its weights are."""
+        """Return F of losses `[L+1]`; that of "log" times ā_L (1 before the first measurement), as in the weights."""
         if self.average is None:
             return (self.coefficients * losses).sum()
         factor = torch.where(self.average.count > 0, self.average.mean[-1], 1.0)
@@ -97,60 +93,49 @@ class Descent(nn.Module):
     """g_0..g_L, and the weights that their multipliers give the depths; see `DescentConstraints`.
 
     Attributes:
-        rates: α, `[L]`; NaN: no constraints of descent.
-        exists: which constraints there are, `[L+1]` bool; g_0 is the reference constraint.
-        uses_reference: which are bounded by the reference and not by the loss before, `[L+1]` bool.
+        rates: α of each layer; None without constraints of descent.
+        exists: which constraints there are, `[L+1]` bool; entry 0 is the reference constraint.
+        uses_reference: which are bounded by the reference instead of the previous loss, `[L+1]` bool.
         measured: the mean that becomes an automatic reference, else None.
     """
 
-    rates: Tensor
-    exists: Tensor
-    uses_reference: Tensor
-    kept: Tensor
-    upstream: Tensor
-    level: Tensor
-
     def __init__(self, layers: int, options: DescentOptions) -> None:
         super().__init__()
-        self.reference, expected = options.reference, 'a finite number > 0, "auto" or None'
-        if self.reference not in (None, "auto"):
-            self.reference = check_number("reference", self.reference, expected, lambda number: number > 0)
+        reference, expected = options.reference, 'a finite number > 0, "auto" or None'
+        if reference not in (None, "auto"):
+            reference = check_number("reference", reference, expected, lambda number: number > 0)
+        self.reference = reference
         coupling = check_choice("coupling", options.coupling, get_args(presets.Coupling))
         anchored = check_choice("reference_mode", options.reference_mode, get_args(presets.ReferenceMode)) == "anchor"
         margin = check_fraction("margin", options.margin)
-        self.absolute, self.numbers = coupling == "absolute", _rates(options.rate, layers)
-        if self.reference is None and self.numbers is not None and (self.absolute or anchored):
+        self.absolute, self.rates = coupling == "absolute", _rates(options.rate, layers)
+        if reference is None and self.rates is not None and (self.absolute or anchored):
             needs = 'coupling="absolute"' if self.absolute else 'reference_mode="anchor"'
             raise InputError(f'reference is None; {needs} needs one: a number > 0 or "auto"')
-        rates = torch.tensor(self.numbers or [math.nan] * layers, dtype=torch.float64)
-        exists = torch.full((layers + 1,), self.numbers is not None)
-        exists[0] = self.reference is not None and not anchored
-        uses_reference = torch.full((layers + 1,), self.absolute)
-        uses_reference[0] = True
-        uses_reference[1] |= anchored
-        kept = torch.cat([torch.ones(1, dtype=torch.float64), 1 - rates.nan_to_num(0.0)])
+        self.exists = _constant([reference is not None and not anchored, *[self.rates is not None] * layers])
+        self.uses_reference = _constant([True, self.absolute or anchored, *[self.absolute] * (layers - 1)])
+        rates = torch.tensor([0.0, *(self.rates or [0.0] * layers)], dtype=torch.float64)
+        self.kept = _constant(1 - rates)
         # The share of λ_l that depth l−1 carries: none where the bound of layer l is a constant in the gradient.
-        pushes = ~uses_reference[1:] & (coupling == "chain")
-        upstream = torch.where(pushes, (1 - margin) * kept[1:], 0.0)
-        self.measured = RunningMean((), REFERENCE_MEASUREMENTS, fixes=True) if self.reference == "auto" else None
-        level = torch.tensor(math.nan if self.measured or not self.reference else self.reference, dtype=torch.float64)
-        buffers = {"rates": rates, "exists": exists, "uses_reference": uses_reference, "kept": kept}
-        for name, buffer in (buffers | {"upstream": upstream, "level": level}).items():
-            self.register_buffer(name, buffer, persistent=False)
+        pushes = ~self.uses_reference[1:] & (coupling == "chain")
+        self.upstream = _constant(torch.where(pushes, (1 - margin) * self.kept[1:], 0.0))
+        self.measured = RunningMean((), REFERENCE_MEASUREMENTS, fixes=True) if reference == "auto" else None
+        level = reference if isinstance(reference, float) else math.nan
+        self.level = _constant(torch.tensor(level, dtype=torch.float64))
 
     @property
     def reference_level(self) -> Tensor:
-        """ε₀, `[]`: NaN without a reference, the running mean so far while an automatic one is not fixed."""
+        """ε₀, a scalar: NaN without a reference, the running mean so far while an automatic one is not fixed."""
         return self.level if self.measured is None else self.measured.mean
 
     def weights(self, multipliers: Tensor) -> Tensor:
-        """What multipliers λ `[L+1]` add to the weights of the depths, `[L+1]`."""
+        """Return what multipliers λ `[L+1]` add to the weights of the depths, `[L+1]`."""
         weights = multipliers.clone()
         weights[:-1].sub_(self.upstream * multipliers[1:])
         return weights
 
     def violations(self, losses: Tensor, margin: float) -> Violations:
-        """g of losses `[L+1]`, with the bounds lowered by the share `margin`; those without a fixed ε₀ not active."""
+        """Return g of losses `[L+1]` with bounds lowered by the share `margin`; inactive where ε₀ is not fixed."""
         reference, active = self.reference_level, self.exists
         if self.measured is not None:
             active = active & ((self.measured.count >= REFERENCE_MEASUREMENTS) | ~self.uses_reference)
@@ -166,43 +151,34 @@ class ResultBounds(nn.Module):
 
     Attributes:
         exists: which bounds there are, `[L+1]` bool.
-        average: the average losses of the warm-up, where a bound is a factor of those, else None.
+        average: the average losses of the warm-up, where a bound is a factor of them, else None.
     """
-
-    exists: Tensor
-    levels: Tensor
-    factors: Tensor
 
     def __init__(self, layers: int, options: DescentOptions) -> None:
         super().__init__()
         bounds, reference = options.bounds, options.reference_losses
         if bounds is not None and (not isinstance(bounds, Mapping) or not bounds):
-            raise InputError(
-                f"bounds must be a dictionary of depths, such as {{{layers}: 0.9}}, or None, got {bounds!r}"
-            )
-        if reference is not None:
-            _check_each("reference_losses", reference, layers + 1, "losses")
-            reference = [check_positive(f"reference_losses[{depth}]", loss) for depth, loss in enumerate(reference)]
-        exists = torch.zeros(layers + 1, dtype=torch.bool)
+            expected = f"a dictionary of depths, such as {{{layers}: 0.9}}, or None"
+            raise InputError(f"bounds must be {expected}, got {bounds!r}")
+        self.exists = _constant(torch.zeros(layers + 1, dtype=torch.bool))
         levels, factors = torch.zeros(2, layers + 1, dtype=torch.float64)
         for depth, bound in (bounds or {}).items():
             if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= layers:
                 raise InputError(f"bounds holds depth {depth!r}, which is not read: the depths are 0 to {layers}")
             number, is_factor = _parsed(f"bounds[{depth}]", bound)
-            exists[depth] = True
+            self.exists[depth] = True
             (factors if is_factor else levels)[depth] = number
         self.average = RunningMean((layers + 1,), _AVERAGED) if factors.any() and reference is None else None
         if reference is not None:
+            _check_each("reference_losses", reference, layers + 1, "losses")
+            reference = [check_positive(f"reference_losses[{depth}]", loss) for depth, loss in enumerate(reference)]
             if not factors.any():
-                raise InputError(
-                    'reference_losses is what factors such as "1.01x" are taken of; bounds holds no factor'
-                )
+                raise InputError('reference_losses needs factors of them such as "1.01x", and bounds holds no factor')
             levels += factors * torch.tensor(reference, dtype=torch.float64)
-        for name, buffer in {"exists": exists, "levels": levels, "factors": factors}.items():
-            self.register_buffer(name, buffer, persistent=False)
+        self.levels, self.factors = _constant(levels), _constant(factors)
 
     def violations(self, losses: Tensor) -> Violations:
-        """ℓ − b of losses `[L+1]`; a bound that is a factor of the warm-up's loss is active once that is known."""
+        """Return ℓ − b of losses `[L+1]`; a factor of the warm-up's loss is inactive until that is known."""
         levels, active = self.levels, self.exists
         if self.average is not None:
             levels = levels + self.factors * self.average.mean
@@ -227,7 +203,7 @@ def _rates(rate: Any, layers: int) -> list[float] | None:
 
 
 def _parsed(name: str, bound: Any) -> tuple[float, bool]:
-    """The number of a bound, and whether it is a factor: `0.9` or `"1.01x"`."""
+    """Return the number of a bound, and whether it is a factor: `0.9` or `"1.01x"`."""
     number, is_factor, expected = bound, False, 'a finite number > 0, or a factor such as "1.01x"'
     if isinstance(bound, str):
         text = bound.strip().lower()

@@ -233,10 +233,7 @@ class DescentCallback(_Callback):
             for losses, count in self._pending:
                 self.constraints.record(losses, count)
                 self._logged.add(losses, count)
-            if trainer.global_step < self._unconstrained_steps:
-                self.constraints.measure()
-            else:
-                self.constraints.step()
+            self.constraints.step(update=trainer.global_step >= self._unconstrained_steps)
             if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
                 entries, _count = self._logged.take()
                 pl_module.log_dict({**entries, **self._logged.multipliers()})

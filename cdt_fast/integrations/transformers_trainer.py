@@ -173,10 +173,7 @@ class _DescentTrainer(Trainer):
             return  # its gradient scaler found an infinity
         for losses, count in self._pending:
             self.constraints.record(losses, count)
-        if self.state.global_step < self._unconstrained_steps:
-            self.constraints.measure()
-        else:
-            self.constraints.step()
+        self.constraints.step(update=self.state.global_step >= self._unconstrained_steps)
 
     def _measured(self, output: Any) -> tuple[Tensor, Tensor]:
         if "layer_losses" not in output:

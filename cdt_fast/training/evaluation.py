@@ -58,7 +58,7 @@ def judged(measured: dict[str, Any], settings: RunSettings, constraints: Descent
         "source": settings.data.source,
         **measured,
         "layer_ratio": found["ratio"],
-        "rate": [None if math.isnan(rate) else rate for rate in constraints.rates.tolist()],
+        "rate": constraints.options.rate or [None] * constraints.layers,
         "feasible": found["feasible"],
         "violation": found["violation"],
         "report": {**found, "judged": report.judged, "text": str(report)},

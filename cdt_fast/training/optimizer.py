@@ -116,4 +116,4 @@ class TrainingStep:
         nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT_NORM)
         self.optimizer.step()
         if self.constraints is not None:
-            self.constraints.step() if update else self.constraints.measure()
+            self.constraints.step(update)

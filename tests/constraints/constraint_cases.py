@@ -73,7 +73,7 @@ def step_on(constraints: DescentConstraints, number: int, *parts: tuple[Tensor, 
     """Record micro-batches and take step `number`, of which the first few are a warm-up."""
     for losses, count in parts:
         constraints.record(losses, count)
-    constraints.measure() if number < WARMUP else constraints.step()
+    constraints.step(update=number >= WARMUP)
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -49,7 +49,7 @@ def train(kind: int, ranks: tuple[int, ...]) -> tuple[DescentConstraints, Tensor
             # One rank alone meets a NaN: all must skip, or they drift apart.
             broken = torch.full((3,), torch.nan if 1 in ranks else 1.0, dtype=torch.float64)
             constraints.record(broken, 1)
-        constraints.measure() if step < 3 else constraints.step()
+        constraints.step(update=step >= 3)
         history.append(constraints.duals.state[0].clone())
     return constraints, torch.stack(history)
 
