@@ -44,14 +44,8 @@ _FILTERS: dict[str, Callable[[float], str]] = {
 
 
 class Measured(NamedTuple):
-    """What a denoiser did at each noise level.
-
-    Attributes:
-        name: what to call it.
-        psnr: in dB on 0..255, the mean over clips.
-        ssim: the mean over frames.
-        seconds_a_frame: on this machine, the median over levels.
-        skipped: why there is nothing, or "".
+    """What a denoiser did at each noise level: means over clips, PSNR in dB on 0..255; `skipped` says why there is
+    nothing.
     """
 
     name: str
@@ -79,7 +73,6 @@ def compare_denoisers(
         model, settings: of a run; a noise-adaptive network.
         sources: clean clips, as `find_clips` takes them.
         at: standard deviations of the noise in gray levels.
-        progress: show a bar on stderr.
 
     Raises:
         InputError: a clip cannot be read or has fewer frames, or the model takes one level alone.
@@ -141,13 +134,9 @@ def peers() -> dict[str, Denoise]:
 def measured(
     name: str, denoise: Denoise, clips: Sequence[Tensor], at: Sequence[float], on_measured: Callable[[], Any]
 ) -> Measured:
-    """Denoise each clip at each noise level; noise is that of the clip's and the level's number, the same for all.
+    """Denoise each clip, clean frames `[T, h, w]` in [0, 1], at each noise level in gray levels.
 
-    Args:
-        name, denoise: the denoiser.
-        clips: clean frames `[T, h, w]` in [0, 1].
-        at: the levels, in gray levels.
-        on_measured: called after each level.
+    The noise is that of the clip's and the level's number, the same for all denoisers.
     """
     psnr, alike, seconds = [], [], []
     for level, sigma in enumerate(at):

@@ -128,9 +128,8 @@ def denoise_video(
         caution: a line that is printed on stderr before anything is written.
 
     Returns:
-        `frames`, `width`, `height`, `frame_rate` of what was written, the `depth` that was run, the model's
-        `layers`, the `sigma` that was given or found (the median, None where the model takes none), and `notes` of what
-        is wrong with the source or did not come through.
+        `frames`, `width`, `height`, `frame_rate`, `depth`, the model's `layers`, the `sigma` that was given or found
+        (the median, None where the model takes none), and `notes` of what is wrong or did not come through.
 
     Raises:
         InputError: the source cannot be read, or the target exists or cannot be written as video.

@@ -108,21 +108,21 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:
     """Draw a row a noise level; None where a run has kept no frames."""
-    kept = [frames for run in runs if (frames := read_frames(run.folder.frames)) is not None]
+    kept = [read_frames(run.folder.frames) for run in runs if run.folder.frames.exists()]
     if len(kept) < len(runs):
         return None
-    first, sign = kept[0], level_sign(runs[0])
-    rows, columns = len(first["gammas"]), 3 + len(runs)
-    size = (2.6 * columns, 2.8 * rows)
-    figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for number, (row, gamma) in enumerate(zip(axes, first["gammas"].tolist(), strict=True)):
-        shown = {"clean": first["clean"], f"noisy, {sign} = {gamma:g}": first["noisy"][number]}
-        shown[baseline_label(runs[0], "dct3d_shifted")] = first["transformed"][number]
-        shown.update({run.label: frames["denoised"][number] for run, frames in zip(runs, kept, strict=True)})
-        for axis, (title, frame) in zip(row, shown.items(), strict=True):
-            error = 255 * (frame - first["clean"]).square().mean().sqrt().item()
+    gammas, frames = kept[0]
+    titles = ["clean", "noisy", baseline_label(runs[0], "dct3d_shifted"), *(run.label for run in runs)]
+    size = (2.6 * len(titles), 2.8 * len(gammas))
+    figure, axes = pyplot().subplots(len(gammas), len(titles), figsize=size, squeeze=False, layout="constrained")
+    for number, (row, gamma) in enumerate(zip(axes, gammas.tolist(), strict=True)):
+        shown = [*frames[number, :3], *(others[number, 3] for _, others in kept)]
+        for axis, title, frame in zip(row, titles, shown, strict=True):
+            level = f", {level_sign(runs[0])} = {gamma:g}" if title == "noisy" else ""
+            error = 255 * (frame - shown[0]).square().mean().sqrt().item()
             axis.imshow(frame.numpy(), cmap="gray", vmin=0, vmax=1)
-            axis.set_title(f"{title}\nRMSE {error:.1f}" if error else title, fontsize="small", wrap=True)
+            rmse = f"\nRMSE {error:.1f}" if error else ""
+            axis.set_title(f"{title}{level}{rmse}", fontsize="small", wrap=True)
             axis.axis("off")
     return figure
 
@@ -135,34 +135,28 @@ def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSet
     nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
     gammas = sorted({settings.typical_noise, nearest})
     number = max(range(len(data.test)), key=lambda index: data.test.batch([index]).float().diff().var().item())
-    shown: dict[str, list[Tensor]] = {name: [] for name in ("clean", "noisy", "transformed", "denoised")}
+    shown = []
     for gamma in gammas:
         batches = noisy_batches(data.test, gamma, data.sigma, device_of(model), batch=1)
         given, clean, deviation = next(islice(batches, number, None))
         transformed = dct3d_shifted_denoise(given, deviation.item(), settings.data.patch)
         denoised = reconstructed(model, settings, given, deviation, settings.data.overlap, only_last=True)[-1]
-        for frames, kept in zip((clean, given, transformed, denoised), shown.values(), strict=True):
-            kept.append(frames[0, data.test.window // 2].float().cpu())
-    tensors = {name: torch.stack(kept) for name, kept in shown.items()}
+        shown.append(torch.cat([clean, given, transformed, denoised])[:, data.test.window // 2].float().cpu())
     with replaced_atomically(path) as temporary:
-        levels = torch.tensor(gammas, dtype=torch.float64)
-        save_file({**tensors, "clean": tensors["clean"][0], "gammas": levels}, temporary)
+        save_file({"gammas": torch.tensor(gammas, dtype=torch.float64), "frames": torch.stack(shown)}, temporary)
 
 
-def read_frames(path: Path) -> dict[str, Tensor] | None:
-    """Return `gammas` `[levels]`, and frames in [0, 1]: `clean` `[h, w]`, and `[levels, h, w]` `noisy`, `denoised` and
-    `transformed`, by the shifted 3-D DCT; None where there is no file.
+def read_frames(path: Path) -> tuple[Tensor, Tensor]:
+    """Return the noise levels, and frames in [0, 1] `[levels, 4, h, w]`: clean, noisy, by the DCT, denoised.
 
     Raises:
         InputError: the file is not whole, or no such file.
     """
-    if not path.exists():
-        return None
     try:
-        frames = load_file(path)
-        levels = (len(frames["gammas"]), *frames["clean"].shape)
-        if all(frames[name].shape == levels for name in ("noisy", "transformed", "denoised")):
-            return frames
+        kept = load_file(path)
+        gammas, frames = kept["gammas"], kept["frames"]
+        if frames.ndim == 4 and frames.shape[:2] == (len(gammas), 4):
+            return gammas, frames
     except (OSError, SafetensorError, KeyError) as error:
         raise InputError(f"{path}: cannot be read, or is cut short ({error}); evaluate the run again") from error
     raise InputError(f"{path}: its frames do not fit each other")

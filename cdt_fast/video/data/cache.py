@@ -23,13 +23,8 @@ _RED, _GREEN, _BLUE = np.float32(0.299), np.float32(0.587), np.float32(0.114)
 
 
 class DecodedClip(NamedTuple):
-    """A clip as the networks see it.
-
-    Attributes:
-        name, split: those of its `Clip`.
-        frames: uint8 [frames, size, size], or crops [windows, crops, 3, T, side, side]; of a clip on the disk a memory
-            map, read-only.
-        notes: what is wrong with frames that were decoded all the same, a line each.
+    """A clip as the networks see it: uint8 [frames, size, size], or crops [windows, crops, 3, T, side, side], of a clip
+    on the disk a read-only memory map; and notes of what is wrong with frames that were decoded all the same.
     """
 
     name: str
@@ -60,7 +55,7 @@ def load_clip(
     Args:
         clip: from `find_clips`.
         size: height and width of the result in pixels.
-        cache_dir: folder of the cache; see `default_cache_dir`.
+        cache_dir: folder of the cache, None: `default_cache_dir()`.
         progress: show a bar on stderr while decoding.
         crops_of: cut the frames into crops of so many frames (`cut_crops`) in place of resizing them.
 
@@ -119,14 +114,7 @@ def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
     """Return the luma of one frame, resized to a square: the one way from whole frames to what a model sees.
 
     Every published number rests on these pixels, so the path is pinned: a decoder's own gray conversion differs from it
-    by up to four levels.
-
-    Args:
-        frame: uint8 [h, w, 3] RGB, or [h, w] gray, in 0..255.
-        size: height and width of the result in pixels; the aspect ratio is not kept.
-
-    Returns:
-        uint8 [size, size], 0..255.
+    by up to four levels. The aspect ratio is not kept; uint8 [h, w, 3] or [h, w] becomes uint8 [size, size].
     """
     pixels = torch.from_numpy(luma(frame))[None, None]
     resized = torch.nn.functional.interpolate(
