@@ -104,16 +104,16 @@ def test_the_output_plays_like_the_input(
     assert sorted(os.listdir(tmp_path)) == sorted(["in.mkv", target.name])
 
 
-def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
-    np.save(tmp_path / "in.npy", scrolling_clip(13, 16, 16))
-    config = paper_settings()
-    model = _Identity()
-    denoise_video(model, config, tmp_path / "in.npy", tmp_path / "out.mp4", grids=1, progress=False)
-    assert model.lengths == [5, 5, 5]
-    model.lengths.clear()
-    np.save(tmp_path / "short.npy", scrolling_clip(3, 16, 16))
-    denoise_video(model, config, tmp_path / "short.npy", tmp_path / "short.mp4", grids=1, progress=False)
-    assert model.lengths == [3]
+@pytest.mark.parametrize("sequence", ["time", "space"])
+def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path, sequence: str) -> None:
+    model, config = _Identity(), paper_settings(sequence=sequence)
+    for count, lengths in ((13, [5, 5, 5]), (3, [3])):
+        np.save(tmp_path / "in.npy", scrolling_clip(count, 17, 23))
+        options: dict[str, Any] = {"grids": 1, "progress": False, "overwrite": True}
+        denoise_video(model, config, tmp_path / "in.npy", tmp_path / "out.mp4", **options)
+        assert model.lengths == (lengths if sequence == "time" else [9] * len(lengths))
+        model.lengths.clear()
+        assert decoded(tmp_path / "out.mp4")[0].shape == (count, 17, 23, 3)
 
 
 def test_frames_are_those_of_the_model_in_every_plane_and_window(model_and_config: tuple[DUST, VideoSettings]) -> None:
@@ -232,13 +232,6 @@ def test_every_depth_is_an_early_exit(call: Callable[..., Any], trained: Any, cl
             "--depth must be from 0 to 2"
             in call("denoise", trained.constrained, clip, "x.mp4", f"--depth={depth}").line()
         )
-
-
-def test_sequences_over_space_are_denoised_too(tmp_path: Path) -> None:
-    np.save(tmp_path / "in.npy", scrolling_clip(7, 17, 23))
-    config = paper_settings(sequence="space")
-    denoise_video(_Identity(), config, tmp_path / "in.npy", tmp_path / "out.mp4", progress=False)
-    assert decoded(tmp_path / "out.mp4")[0].shape == (7, 17, 23, 3)
 
 
 def test_bad_targets_are_one_line_and_change_nothing(

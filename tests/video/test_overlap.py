@@ -64,17 +64,14 @@ def test_before_training_the_first_layer_is_the_thresholded_transform() -> None:
     torch.testing.assert_close(network(tokens, depth=1, deviation=0.05), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("layers", [1, 5])
-def test_step_and_threshold_fit_any_number_of_layers(layers: int) -> None:
-    network = network_of(denoiser(layers=layers))
-    assert network.steps == pytest.approx((1.0, *[0.3] * (layers - 1)), rel=1e-6)
-    assert network.thresholds == pytest.approx((2.7, *[1.05] * (layers - 1)), rel=1e-6)
-
-
-@pytest.mark.parametrize("other", [{"model": "ut"}, {"nonlinearity": "soft_threshold"}])
-def test_other_layers_that_start_from_a_mean_take_a_part_of_a_step_too(other: dict[str, str]) -> None:
-    assert network_of(denoiser(**other)).steps == pytest.approx((1.0, 0.3, 0.3), rel=1e-6)
-    assert len(set(network_of(denoiser(**other, overlap=1)).steps)) == 1
+def test_layers_that_start_from_a_mean_take_a_part_of_a_step() -> None:
+    for layers in (1, 5):
+        network = network_of(denoiser(layers=layers))
+        assert network.steps == pytest.approx((1.0, *[0.3] * (layers - 1)), rel=1e-6)
+        assert network.thresholds == pytest.approx((2.7, *[1.05] * (layers - 1)), rel=1e-6)
+    for other in ({"model": "ut"}, {"nonlinearity": "soft_threshold"}):
+        assert network_of(denoiser(**other)).steps == pytest.approx((1.0, 0.3, 0.3), rel=1e-6)
+        assert len(set(network_of(denoiser(**other, overlap=1)).steps)) == 1
 
 
 @pytest.mark.parametrize(
