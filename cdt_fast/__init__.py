@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from cdt_fast.constraints.constraints import DescentConstraints
     from cdt_fast.constraints.feasibility import FeasibilityReport
     from cdt_fast.errors import InputError, MissingExtra
-    from cdt_fast.integrations import DescentCallback, with_descent
+    from cdt_fast.integrations.lightning_callback import DescentCallback
+    from cdt_fast.integrations.transformers_trainer import with_descent
     from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
     from cdt_fast.sequence.perturbation import perturbed
 
@@ -44,7 +45,8 @@ _PLACES = {
     "cdt_fast.constraints.constraints": ("DescentConstraints",),
     "cdt_fast.constraints.feasibility": ("FeasibilityReport",),
     "cdt_fast.errors": ("InputError", "MissingExtra"),
-    "cdt_fast.integrations": ("DescentCallback", "with_descent"),
+    "cdt_fast.integrations.lightning_callback": ("DescentCallback",),
+    "cdt_fast.integrations.transformers_trainer": ("with_descent",),
     "cdt_fast.models.layer_losses": ("LayerLosses", "attach_layer_losses"),
     "cdt_fast.sequence.perturbation": ("perturbed",),
 }

@@ -19,6 +19,7 @@ from cdt_fast.integrations.shared import (
     constraints_for,
     items_in,
     mean_over_ranks,
+    measured,
     sum_over_ranks,
 )
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
@@ -67,10 +68,9 @@ class DescentCallback(_Callback):
     ) -> None:
         require("lightning.pytorch", "lightning", "DescentCallback")
         super().__init__()
-        self._given = constraints
+        self._given, self._model_name = constraints, model
         self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
         self._reads: dict[str, Any] = {"taps": taps, "inner_fraction": inner_fraction}
-        self._model_name = model
         self._constraints: DescentConstraints | None = None
         self._layer_losses: LayerLosses | None = None
         self._hooks: list[Any] = []
@@ -84,22 +84,14 @@ class DescentCallback(_Callback):
 
     @property
     def constraints(self) -> DescentConstraints:
-        """The constraints.
-
-        Raises:
-            InputError: they were given as a dictionary, and no model has been seen yet.
-        """
+        """The constraints; an InputError where they were given as a dictionary, and no model has been seen yet."""
         if self._constraints is None:
             raise InputError("the constraints are made when training starts; there is no model before")
         return self._constraints
 
     @property
     def layer_losses(self) -> LayerLosses:
-        """The handle of `attach_layer_losses`, while the trainer runs.
-
-        Raises:
-            InputError: it does not run.
-        """
+        """The handle of `attach_layer_losses`; an InputError where the trainer does not run."""
         if self._layer_losses is None:
             raise InputError("the layer losses are attached while the trainer runs, not before or after")
         return self._layer_losses
@@ -173,17 +165,14 @@ class DescentCallback(_Callback):
         return args, {**kwargs, "num_items_in_batch": self._items, "return_dict": True}
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        losses = output.get("layer_losses") if isinstance(output, Mapping) else None
-        if losses is None:
+        if not isinstance(output, Mapping) or "layer_losses" not in output:
             return
-        device = self.constraints.device
-        losses, count = losses.detach().to(device), output["layer_loss_count"].to(device)
-        if not module.training:
-            if self._evaluated is not None:
-                self._evaluated.add(losses, count)
-        elif output["loss"].requires_grad:
+        losses = measured(output, self.constraints)
+        if module.training and output["loss"].requires_grad:
             # In the backward: a training step may look at a loss, and return None.
-            output["loss"].register_hook(lambda gradient: self._pending.append((losses, count)))
+            output["loss"].register_hook(lambda gradient: self._pending.append(losses))
+        elif not module.training and self._evaluated is not None:
+            self._evaluated.add(*losses)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         self._any_backward = True
@@ -215,14 +204,9 @@ class DescentCallback(_Callback):
         # Each micro-batch was divided by `items` and by their number, and the ranks were averaged.
         parts = trainer.accumulate_grad_batches * trainer.world_size
         total = sum_over_ranks(torch.stack([count for _, count in self._pending]).sum()).clamp(min=1)
-        gradients = [
-            parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        for gradient in gradients:
-            gradient.mul_((parts * self._items / total).to(gradient.dtype))
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.mul_((parts * self._items / total).to(parameter.grad.dtype))
         self._items = total / parts
 
     def _after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, *_: Any) -> None:
@@ -235,8 +219,7 @@ class DescentCallback(_Callback):
                 self._logged.add(losses, count)
             self.constraints.step(update=trainer.global_step >= self._unconstrained_steps)
             if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-                entries, _count = self._logged.take()
-                pl_module.log_dict({**entries, **self._logged.multipliers()})
+                pl_module.log_dict(self._logged.take(multipliers=True)[0])
         self._forget_step()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

@@ -72,7 +72,7 @@ def mean_over_ranks(items: Tensor) -> Tensor:
 
 
 class LossSums:
-    """Sums of the losses of `taps` and their count, on the device of the constraints; to add does not wait for it."""
+    """Sums of the losses of `taps` and their count, on the device of the constraints, without a host sync."""
 
     def __init__(self, constraints: DescentConstraints, taps: Sequence[int]) -> None:
         self._constraints, self._taps = constraints, taps
@@ -80,24 +80,31 @@ class LossSums:
 
     @torch.no_grad()
     def add(self, losses: Tensor, count: Tensor) -> None:
-        """The mean losses of one micro-batch and their count."""
+        """Add the mean losses of one micro-batch, and their count."""
         self._sums[:-1].add_(losses.to(self._sums.dtype) * count)
         self._sums[-1].add_(count)
 
-    def take(self, prefix: str = "") -> tuple[dict[str, float], int]:
-        """Mean losses over all ranks, and what the constraints say of them, one number an entry, named by the depth;
-        and their count. It starts anew. Every rank must call it; it waits."""
+    def take(self, prefix: str = "", *, multipliers: bool = False) -> tuple[dict[str, float], int]:
+        """Return what to log, one number an entry, named by the depth: mean losses over all ranks, what the constraints
+        say of them, maybe λ; and the count. It starts anew. Every rank must call it; it waits."""
         sums = sum_over_ranks(self._sums.clone())
         self._sums.zero_()
         losses = sums[:-1] / sums[-1]
         report = self._constraints.report(losses)
-        entries = dict(zip([f"layer_loss_{depth}" for depth in self._taps], losses.tolist(), strict=True))
-        for depth, violation in zip(self._taps, report.violation, strict=True):
-            if violation is not None:
-                entries[f"violation_{depth}"] = violation
-        entries["feasible"] = float(report.feasible)
-        return {f"{prefix}{name}": value for name, value in entries.items()}, int(sums[-1].item())
+        columns: dict[str, Sequence[float | None]] = {"layer_loss": losses.tolist(), "violation": report.violation}
+        if multipliers:
+            columns["multiplier"] = self._constraints.multipliers.tolist()
+        entries = {
+            f"{prefix}{name}_{depth}": value
+            for name, values in columns.items()
+            for depth, value in zip(self._taps, values, strict=True)
+            if value is not None
+        }
+        return {**entries, f"{prefix}feasible": float(report.feasible)}, int(sums[-1].item())
 
-    def multipliers(self) -> dict[str, float]:
-        """λ, one number an entry, named by the depth. This waits."""
-        return dict(zip([f"multiplier_{d}" for d in self._taps], self._constraints.multipliers.tolist(), strict=True))
+
+def measured(output: Mapping[str, Any], constraints: DescentConstraints) -> tuple[Tensor, Tensor]:
+    """The losses of a forward and their count, on the device of the constraints: a model split over devices has its
+    head on another one."""
+    losses, count = output["layer_losses"].detach(), output["layer_loss_count"]
+    return losses.to(constraints.device, non_blocking=True), count.to(constraints.device, non_blocking=True)

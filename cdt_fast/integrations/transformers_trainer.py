@@ -20,6 +20,7 @@ from cdt_fast.integrations.shared import (
     constraints_for,
     items_in,
     mean_over_ranks,
+    measured,
     number_of_ranks,
 )
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
@@ -119,17 +120,17 @@ class _DescentTrainer(Trainer):
         args: Any = self.args
         parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
         split = any(getattr(parallelism, name, False) for name in ("cp_enabled", "sp_enabled"))
-        problems = {
-            "label_smoothing_factor": "a loss of its own: set it to 0" if args.label_smoothing_factor else None,
-            # Before the next one, which some versions of TRL set for it.
-            "loss_type": "a loss of its own: use 'nll'" if "nll" not in getattr(args, "loss_type", "nll") else None,
-            "compute_loss_func": "a loss of its own: leave it out" if self.compute_loss_func is not None else None,
-            "n_gpu": "DataParallel: start with torchrun or accelerate launch" if args.n_gpu > 1 else None,
-            "deepspeed": "DeepSpeed: use DDP or FSDP2" if self.is_deepspeed_enabled else None,
-            "parallelism_config": "sequences split over devices: use whole ones" if split else None,
-        }
-        for name, problem in problems.items():
-            if problem is not None:
+        loss_type = getattr(args, "loss_type", "nll")  # some versions of TRL set compute_loss_func for it
+        problems = (
+            (args.label_smoothing_factor, "label_smoothing_factor", "a loss of its own: set it to 0"),
+            ("nll" not in loss_type, "loss_type", "a loss of its own: use 'nll'"),
+            (self.compute_loss_func is not None, "compute_loss_func", "a loss of its own: leave it out"),
+            (args.n_gpu > 1, "n_gpu", "DataParallel: start with torchrun or accelerate launch"),
+            (self.is_deepspeed_enabled, "deepspeed", "DeepSpeed: use DDP or FSDP2"),
+            (split, "parallelism_config", "sequences split over devices: use whole ones"),
+        )
+        for given, name, problem in problems:
+            if given:
                 raise InputError(f"descent constraints do not go with {name}, which asks for {problem}")
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -152,48 +153,37 @@ class _DescentTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        inputs = {**inputs, "return_dict": True}
-        if model.training:
-            self.layer_losses.weights = self.constraints.weights()
-            # Not num_items_in_batch: transformers 4.48 counts it and does not hand it on.
-            output = model(**inputs, num_items_in_batch=self._items)
-            losses, count = self._measured(output)
-            self._pending.append((losses, count))
-            self._logged.add(losses, count)
-        else:
-            self.layer_losses.weights = None
-            items = items_in(self.layer_losses, inputs).clamp(min=1)
-            output = model(**inputs, num_items_in_batch=items)
-            if self._evaluated is not None:
-                self._evaluated.add(*self._measured(output))
-        return (output["loss"], output) if return_outputs else output["loss"]
-
-    def _dual_step(self) -> None:
-        if self.accelerator.optimizer_step_was_skipped:
-            return  # its gradient scaler found an infinity
-        for losses, count in self._pending:
-            self.constraints.record(losses, count)
-        self.constraints.step(update=self.state.global_step >= self._unconstrained_steps)
-
-    def _measured(self, output: Any) -> tuple[Tensor, Tensor]:
+        self.layer_losses.weights = self.constraints.weights() if model.training else None
+        # Not num_items_in_batch: some versions count it and do not hand it on.
+        items = self._items if model.training else items_in(self.layer_losses, inputs).clamp(min=1)
+        output = model(**{**inputs, "return_dict": True, "num_items_in_batch": items})
         if "layer_losses" not in output:
             raise InputError(
                 "the model's forward returned no losses of its depths: something has replaced it since the "
                 "trainer was made (use_liger_kernel does)"
             )
-        device = self.constraints.device  # a model split over devices has its head on another one
-        losses, count = output["layer_losses"].detach(), output["layer_loss_count"]
-        return losses.to(device, non_blocking=True), count.to(device, non_blocking=True)
+        losses = measured(output, self.constraints)
+        if model.training:
+            self._pending.append(losses)
+            self._logged.add(*losses)
+        elif self._evaluated is not None:
+            self._evaluated.add(*losses)
+        return (output["loss"], output) if return_outputs else output["loss"]
+
+    def _dual_step(self) -> None:
+        if not self.accelerator.optimizer_step_was_skipped:  # where a gradient scaler found an infinity
+            for losses, count in self._pending:
+                self.constraints.record(losses, count)
+            self.constraints.step(update=self.state.global_step >= self._unconstrained_steps)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            entries, count = self._logged.take()
+            self._entries, count = self._logged.take(multipliers=True)
             if not count:
                 raise InputError(
                     f"no label counted since step {self._globalstep_last_logged}: all are -100. Look at what masks "
                     "them (the prompt, a maximal length, a template that is not recognized)"
                 )
-            self._entries = {**entries, **self._logged.multipliers()}
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -77,7 +77,8 @@ class DepthReader:
         Raises:
             InputError: a layer did not run, or the layers do not refine one state.
         """
-        layout, given = self.layout, []  # what the head is given in the forward, and its autocast
+        layout = self.layout
+        given: list[tuple[Tensor, _Autocast]] = []  # what the head is given in the forward, and its autocast
 
         def head(features: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             given.append((features, _autocast_of(features)))

@@ -13,8 +13,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from cdt_fast import DescentConstraints, attach_layer_losses
-from cdt_fast.integrations import with_descent
+from cdt_fast import DescentConstraints, attach_layer_losses, with_descent
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
@@ -103,7 +102,7 @@ def by_trainer(rank: int, folder: str, sharded: bool = False) -> tuple[Any, Any]
 def by_lightning(rank: int, folder: str) -> tuple[Any, Any]:
     import lightning  # type: ignore[import-not-found]
 
-    from cdt_fast.integrations import DescentCallback
+    from cdt_fast import DescentCallback
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast import DescentConstraints, InputError
-from cdt_fast.integrations import DescentCallback
+from cdt_fast import DescentCallback, DescentConstraints, InputError
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,

@@ -10,8 +10,7 @@ import pytest
 import torch
 import transformers
 
-from cdt_fast import attach_layer_losses
-from cdt_fast.integrations import with_descent
+from cdt_fast import attach_layer_losses, with_descent
 from tests.integrations.integration_cases import ASCENT, language_model, rows, stacked
 from tests.models.layer_loss_cases import build, inputs_of
 

@@ -14,9 +14,8 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from cdt_fast import DescentConstraints, InputError
+from cdt_fast import DescentConstraints, InputError, with_descent
 from cdt_fast.checksums import CHECKSUMS
-from cdt_fast.integrations import with_descent
 from cdt_fast.models.transformers_weights import load_complete
 from tests.integrations.integration_cases import (
     ASCENT,
@@ -283,7 +282,7 @@ def test_importing_loads_no_trainer_and_a_missing_one_is_named() -> None:
         "import sys; import cdt_fast, cdt_fast.integrations; "
         "print([name for name in ('transformers', 'lightning', 'trl') if name in sys.modules]); "
         "sys.modules['transformers'] = None; sys.modules['lightning.pytorch'] = None\n"
-        "from cdt_fast.integrations import DescentCallback, with_descent\n"
+        "from cdt_fast import DescentCallback, with_descent\n"
         "for call in (lambda: with_descent(object), lambda: DescentCallback({})):\n"
         "    try:\n        call()\n    except cdt_fast.MissingExtra as error:\n        print(error)\n"
     )

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast import InputError
-from cdt_fast.integrations import with_descent
+from cdt_fast import InputError, with_descent
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,

@@ -50,6 +50,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
             handle = attach_layer_losses(wrapped)
         handle.weights = WEIGHTS
         share = {name: value[SHARES[rank]] for name, value in batch.items()}
+        output: Any = None
         for _ in range(2):  # with the check of the first forward, and without
             wrapped.zero_grad()
             # Gradients are averaged over the ranks: each divides by the mean number of items, as trainers do.
