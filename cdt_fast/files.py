@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and what others wrote read within limits."""
+"""Atomic writes and size-limited reads."""
 
 from __future__ import annotations
 
@@ -8,26 +8,20 @@ import glob
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
-from typing import IO, Any, TypeVar, overload
+from typing import IO, Any
 
 from cdt_fast.errors import InputError
 
-T = TypeVar("T")
-
-MOST_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 """The largest JSON or TOML file that is read: none of this package comes near it."""
-
-MOST_LEVELS = 64
-"""How deep values may be nested in one another."""
 
 
 @contextmanager
 def replaced_atomically(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Path]:
-    """Give a temporary path beside `path`; move it there once the block has ended without an error.
+    """Yield a temporary path beside `path`; move it there once the block has ended without an error.
 
     The temporary file keeps the suffix of `path` (writers of video and pictures choose the format by it). The data
     is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or a full
@@ -60,7 +54,7 @@ def replaced_atomically(path: str | os.PathLike[str], *, mode: int = 0o666) -> I
 
 
 def _locked_temporary(target: Path, mode: int) -> tuple[Path, IO[bytes]]:
-    """A new file beside `target`, locked while it is open, so that `remove_leftovers` knows it is in use."""
+    """Make a file beside `target`, locked while it is open, so that `remove_leftovers` knows it is in use."""
     while True:
         temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}.tmp{target.suffix}")
         handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
@@ -95,7 +89,7 @@ def remove_leftovers(folder: str | os.PathLike[str], pattern: str = ".*.tmp*") -
 
 
 def file_state(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """What changes where a file is written or replaced; None where there is none."""
+    """Return what changes where a file is written or replaced; None where there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -114,12 +108,8 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-@overload
-def read_json(path: str | os.PathLike[str]) -> Any: ...
-@overload
-def read_json(path: str | os.PathLike[str], kind: type[T]) -> T: ...
 def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
-    """Read a JSON file of at most `MOST_BYTES` that holds a `kind`, see `parsed_json`.
+    """Read a JSON file of at most `MAX_JSON_BYTES` that holds a `kind`, see `parsed_json`.
 
     Raises:
         InputError: the file is missing, cannot be read, is too large, is not whole, or does not hold a `kind`.
@@ -128,7 +118,7 @@ def read_json(path: str | os.PathLike[str], kind: Any = Any) -> Any:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a TOML file of at most `MOST_BYTES`.
+    """Read a TOML file of at most `MAX_JSON_BYTES`.
 
     Raises:
         InputError: the file is missing, cannot be read, is too large or is no TOML.
@@ -137,23 +127,13 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib  # pyright: ignore[reportMissingImports]  # on 3.10 alone
-    content = _content(path, "TOML")
-    try:
-        document = tomllib.loads(content.decode("utf-8"))
-        _check_plain(document)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as TOML ({_problem(error)})") from error
-    return document
+    return _plain(lambda: tomllib.loads(_content(path, "TOML").decode("utf-8")), str(path), "TOML")
 
 
-@overload
-def parsed_json(text: str | bytes, where: str) -> Any: ...
-@overload
-def parsed_json(text: str | bytes, where: str, kind: type[T]) -> T: ...
 def parsed_json(text: str | bytes, where: str, kind: Any = Any) -> Any:
-    """The value that a JSON text from outside stands for.
+    """Parse a JSON text from outside.
 
-    Refused besides what is no JSON: values nested deeper than `MOST_LEVELS`, whole numbers of more digits than Python
+    Refused besides what is no JSON: values nested deeper than Python's stack, whole numbers of more digits than Python
     converts (4,300), and halves of surrogate pairs, which cannot be written or printed again.
 
     Args:
@@ -164,52 +144,11 @@ def parsed_json(text: str | bytes, where: str, kind: Any = Any) -> Any:
     Raises:
         InputError: it is no such value; one line that says where, and what was expected.
     """
-    try:
-        value = json.loads(text)
-        _check_plain(value)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: cannot be read as JSON ({_problem(error)})") from error
-    return value if kind is Any else _as_kind(value, where, kind)
-
-
-def _content(path: str | os.PathLike[str], form: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read as {form} ({error.strerror})") from error
-    if len(content) > MOST_BYTES:
-        raise InputError(f"{path}: is larger than {MOST_BYTES >> 20} MiB, the most that is read of such a file")
-    return content
-
-
-def _check_plain(value: Any) -> None:
-    """Raise ValueError for what is nested too deeply, and for words that UTF-8 cannot represent."""
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        inner: list[Any] = []
-        for entry in level:
-            if isinstance(entry, str):
-                entry.encode("utf-8")
-            elif isinstance(entry, dict):
-                inner.extend(chain(entry, entry.values()))
-            elif isinstance(entry, list):
-                inner.extend(entry)
-        if not inner:
-            return
-        level = inner
-    raise RecursionError
-
-
-def _problem(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"line {error.lineno}: {error.msg}" if error.lineno > 1 else error.msg
-    return f"nested deeper than {MOST_LEVELS} levels" if isinstance(error, RecursionError) else str(error)
-
-
-def _as_kind(value: Any, where: str, kind: Any) -> Any:
     from pydantic import TypeAdapter, ValidationError
 
+    value = _plain(lambda: json.loads(text), where, "JSON")
+    if kind is Any:
+        return value
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
@@ -219,7 +158,33 @@ def _as_kind(value: Any, where: str, kind: Any) -> Any:
         raise InputError(f"{place}: {first['msg']}, got {shown(first['input'])}{more}") from error
 
 
+def _content(path: str | os.PathLike[str], form: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read as {form} ({error.strerror})") from error
+    if len(content) > MAX_JSON_BYTES:
+        raise InputError(f"{path}: is larger than {MAX_JSON_BYTES >> 20} MiB, the most that is read of such a file")
+    return content
+
+
+def _plain(parse: Callable[[], Any], where: str, form: str) -> Any:
+    """Return what `parse` does, which can be written again."""
+    try:
+        value = parse()
+        json.dumps(value, ensure_ascii=False, default=str).encode()  # refuses halves of pairs
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        problem = "nested deeper than Python reads" if isinstance(error, RecursionError) else str(error)
+        if isinstance(error, json.JSONDecodeError):
+            problem = f"line {error.lineno}: {error.msg}" if error.lineno > 1 else error.msg
+        raise InputError(f"{where}: cannot be read as {form} ({problem})") from error
+    return value
+
+
 def shown(value: Any) -> str:
-    """A value in a message, no longer than a part of a line."""
+    """Return a value for a message, no longer than a part of a line."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

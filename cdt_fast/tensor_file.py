@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ _OURS = "cdt_fast"
 
 
 def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The content of a safetensors file: tensors by name, words by name, and a checksum (CRC-32) of each.
+    """Return the content of a safetensors file: tensors by name, words by name, and a checksum (CRC-32) of each.
 
-    To write it is left to the caller, to whom the system reports a full disk; safetensors' own writer would reword it.
+    Writing is left to the caller, to whom the system reports a full disk; safetensors' own writer would reword it.
     Tensors that share memory come back apart.
     """
     from safetensors.torch import save
@@ -48,8 +49,7 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
     ours, tensors = _read(path)
     if ours is None:
         return tensors, None
-    found = _parsed(path, ours)
-    metadata, expected = found.get("metadata", {}), found.get("checksums", {})
+    metadata, expected = ours.get("metadata", {}), ours.get("checksums", {})
     checksums = _checksums(tensors, metadata)
     wrong = sorted(name for name in {*expected, *checksums} if expected.get(name) != checksums.get(name))
     if wrong:
@@ -59,42 +59,40 @@ def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
 
 
 def recorded(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The metadata that `serialized` was given, of which nothing is checked; the tensors are not read.
+    """Return the metadata that `serialized` was given, unchecked; the tensors are not read.
 
     Raises:
         InputError: the file is missing, no safetensors file, or holds no such metadata.
     """
-    return _parsed(path, _read(path, with_tensors=False)[0] or "").get("metadata", {})
+    return (_read(path, with_tensors=False)[0] or {}).get("metadata", {})
 
 
-def _parsed(path: str | os.PathLike[str], ours: str) -> dict[str, dict[str, str]]:
-    return parsed_json(ours, f"{path}: is damaged: its metadata", dict[str, dict[str, str]])
-
-
-def _read(path: str | os.PathLike[str], with_tensors: bool = True) -> tuple[str | None, dict[str, Tensor]]:
-    """Our entry of a file's metadata and its tensors, all of one state of the file.
+def _read(path: str | os.PathLike[str], with_tensors: bool = True) -> tuple[Any, dict[str, Tensor]]:
+    """Return our entry of a file's metadata and its tensors, all of one state of the file.
 
     safetensors opens a file twice, by its name: where another process replaces it in between, it is read again.
     """
     from safetensors import SafetensorError, safe_open
 
     while True:
-        state = file_state(path)
+        state, failure, ours, tensors = file_state(path), None, None, {}
         try:
             with safe_open(path, framework="pt") as file:
                 ours = (file.metadata() or {}).get(_OURS)
                 # Copies: in the file they start on any 8 bytes, and where they start decides how products round.
                 tensors = {name: file.get_tensor(name).clone() for name in (file.keys() if with_tensors else ())}
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch cannot map the file
-            if file_state(path) == state:
-                raise InputError(f"{path}: cannot be read, or is cut short ({error})") from error
-        else:
-            if file_state(path) == state:
-                return ours, tensors
+            failure = error
+        if file_state(path) == state:
+            break
+    if failure is not None:
+        raise InputError(f"{path}: cannot be read, or is cut short ({failure})") from failure
+    where = f"{path}: is damaged: its metadata"
+    return None if ours is None else parsed_json(ours, where, dict[str, dict[str, str]]), tensors
 
 
 def _checksums(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """CRC-32 of each tensor with its dtype and shape, and under "" of the metadata."""
+    """Return the CRC-32 of each tensor with its dtype and shape, and under "" of the metadata."""
     checksums = {"": zlib.crc32(json.dumps(sorted(metadata.items())).encode())}
     for name, tensor in tensors.items():
         form = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())

@@ -120,7 +120,6 @@ BROKEN = {
     "5,000 digits": b'{"a": ' + b"1" * 5000 + b"}",
     "deep lists": b"[" * 5000 + b"]" * 5000,
     "deep objects": b'{"a": ' * 5000 + b"1" + b"}" * 5000,
-    "nested 65 times": b"[" * 65 + b"]" * 65,
     "half of a pair": b'{"a": "\\ud800"}',
     "half of a pair as a key": b'{"\\udfff": 1}',
     "zeros": bytes(100),
@@ -141,7 +140,6 @@ def test_a_json_file_that_is_not_whole_is_named_in_one_line(tmp_path: Path, cont
 BROKEN_TOML = [
     b"a = " + b"1" * 5000,
     b"a = " + b"[" * 5000 + b"]" * 5000,
-    b".".join([b"a"] * 100) + b" = 1",
     b'a = "\\ud800"',
     b"a = \xff",
     b"[a",
@@ -165,7 +163,7 @@ def test_a_file_that_is_missing_a_folder_or_too_large_is_refused(
             read(tmp_path / "none")
         with pytest.raises(InputError, match=r"cannot be read as (JSON|TOML) \(Is a directory"):
             read(tmp_path)
-    monkeypatch.setattr("cdt_fast.files.MOST_BYTES", 2 << 20)
+    monkeypatch.setattr("cdt_fast.files.MAX_JSON_BYTES", 2 << 20)
     (tmp_path / "large").write_bytes(b" " * (3 << 20))
     for read in (read_json, read_toml):
         with pytest.raises(InputError, match="large: is larger than 2 MiB"):
