@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import cdt_fast
-from cdt_fast import integrations, models, ops
+from cdt_fast import models, ops
 from cdt_fast.cli.parser import build_parser
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +94,7 @@ def test_every_op_is_one_file_with_its_formula() -> None:
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    for module in (cdt_fast, ops, models, integrations):
+    for module in (cdt_fast, ops, models):
         for name in module.__all__:
             assert inspect.getdoc(getattr(module, name)), f"{module.__name__}.{name}"
 

@@ -157,7 +157,7 @@ BAD = [
     ("lm", [], ["SOURCE is missing"]),
     ("lm", ["TABLE"], ["no column 'instruction'"]),
     ("lm", ["INSTRUCTIONS", "--max-tokens", "20"], ["all tokens are masked", "--max-tokens"]),
-    ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be depths between 0 and 2"]),
+    ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be a list of increasing depths between 0 and 2"]),
     ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction", "greater than 0"]),
     ("lm", ["INSTRUCTIONS", "--width", "18", "--heads", "4"], ["width must be a multiple"]),
     ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
