@@ -1,3 +1,5 @@
+"""`compare` and the report: one table of all, pictures, and runs that cannot stand side by side."""
+
 from __future__ import annotations
 
 import json
@@ -6,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,56 +16,39 @@ import pytest
 from cdt_fast.files import read_json, write_json
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import open_evaluated
-from cdt_fast.training import figures, report
+from cdt_fast.training import report
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import EvaluatedRun
+from cdt_fast.video.settings import VideoSettings
+from tests.runs import task_of
+
+Call = Callable[..., Any]
 
 
-@pytest.fixture
-def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand in for the pictures where a test is about something else."""
-
-    def draw(folder: Path, runs: object) -> list[tuple[str, str]]:
-        (folder / "picture.png").write_bytes(b"")
-        return [("picture.png", "A picture")]
-
-    monkeypatch.setattr(figures, "write_figures", draw)
-
-
-def test_compare_prints_one_table_of_all_and_writes_a_report(
-    call: Callable[..., Any], trained: Any, tmp_path: Path
-) -> None:
+def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained: Any, tmp_path: Path) -> None:
     out, values = tmp_path / "my comparison", tmp_path / "values.json"
     answer = call("compare", trained.constrained, trained.plain, "--out", out, "--json", values)
-    assert answer.status == 0
-    assert answer.err == ""
+    assert (answer.status, answer.err) == (0, "")
     table = answer.out.strip().split("\n\n")[0].splitlines()
-    assert [line[:29].strip() for line in table[2:]] == [
-        "identity (the noisy frames)",
-        "mean of 3x3 pixels",
-        "DCT 8x8, hard threshold",
-        "3-D DCT 8x8x5, hard threshold",
-        "3-D DCT 8x8x5, shifted grids",
-        "constrained (constrained, cha",
-        "plain (unconstrained, tied)",
-    ]
+    names = ["identity (the noisy frames)", "mean of 3x3 pixels", "DCT 8x8, hard threshold"]
+    names += ["3-D DCT 8x8x5, hard threshold", "3-D DCT 8x8x5, shifted grids"]
+    assert [line[:29].strip() for line in table[2:7]] == names
     constrained, plain = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
     assert table[2].split()[-3:-1] == [f"{value:.2f}" for value in constrained["identity_rmse"]]
-    for line, evaluation in ((table[7], constrained), (table[8], plain)):
+    labels = "constrained (constrained, chain, untied)", "plain (unconstrained, tied)"
+    for line, label, evaluation in zip(table[7:], labels, (constrained, plain), strict=True):
+        assert line.startswith(label)
         numbers = [*evaluation["rmse"], evaluation["mean_rmse"]]
         assert line.split()[-3:] == [f"{value:.2f}" for value in numbers]
     assert answer.out.rstrip().endswith(f"report: {out / 'report.md'}")
-
     text = (out / "report.md").read_text(encoding="utf-8")
     assert f"cdt-fast compare {trained.constrained} {trained.plain} --out '{out}'" in text
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    assert {"loss_over_depth.png", "rmse_over_noise.png", "multipliers.png"} < set(pictures)
-    assert {"sample_ratios.png", "frames.png", "early_exit.png"} < set(pictures)
-    for picture in pictures:
-        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    known = {"loss_over_depth.png", "rmse_over_noise.png", "multipliers.png", "sample_ratios.png", "frames.png"}
+    assert known < set(pictures)
+    assert all((out / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert {path.name for path in out.iterdir()} == {"report.md", *pictures}
-    assert json.loads(values.read_text()) == {
-        "constrained (constrained, chain, untied)": constrained,
-        "plain (unconstrained, tied)": plain,
-    }
+    assert json.loads(values.read_text()) == dict(zip(labels, (constrained, plain), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -77,65 +63,46 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(
     ],
 )
 def test_runs_of_different_data_are_not_compared(
-    call: Callable[..., Any], trained: Any, copied_run: Any, tmp_path: Path, key: str, value: Any
+    call: Call, trained: Any, copied_run: Any, tmp_path: Path, key: str, value: Any
 ) -> None:
     write_json(copied_run.evaluation, {**read_json(copied_run.evaluation), key: value})
     line = call("compare", trained.plain, copied_run.path, "--out", tmp_path / "out").line()
-    assert f"different data: {key} is" in line
+    assert all(part in line for part in (f"different data: {key} is", str(copied_run.path), str(trained.plain)))
     assert ("cdt-fast evaluate RUN" in line) == (key == "gamma")
-    assert str(copied_run.path) in line
-    assert str(trained.plain) in line
     assert not (tmp_path / "out").exists()
 
 
-def test_compare_refuses_what_is_no_evaluated_run(
-    call: Callable[..., Any], trained: Any, copied_run: Any, tmp_path: Path
-) -> None:
+def test_compare_refuses_what_is_no_evaluated_run(call: Call, trained: Any, copied_run: Any, tmp_path: Path) -> None:
     assert "is no run folder" in call("compare", tmp_path).line()
     copied_run.evaluation.unlink()
     assert "cdt-fast evaluate" in call("compare", trained.plain, copied_run.path).line()
-    copied_run.evaluation.write_text('{"task": "vid')
-    assert str(copied_run.evaluation) in call("compare", trained.plain, copied_run.path).line()
-    for content in ('{"task": "video"}', "[]"):
+    for content in ('{"task": "vid', '{"task": "video"}', "[]"):
         copied_run.evaluation.write_text(content)
         line = call("compare", trained.plain, copied_run.path).line()
         assert str(copied_run.evaluation) in line
         assert "cdt-fast evaluate" in line
 
 
-def test_runs_whose_folders_have_one_name_are_told_apart(
-    call: Callable[..., Any], trained: Any, tmp_path: Path, quick_figures: None
-) -> None:
-    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
-    for path in paths:
-        shutil.copytree(trained.constrained, path)
-    answer = call("compare", *paths, "--out", tmp_path, "--json", tmp_path / "values.json")
-    assert answer.status == 0
-    assert set(read_json(tmp_path / "values.json")) == {f"{path} (constrained, chain, untied)" for path in paths}
-
-
-def test_a_report_without_matplotlib_has_its_tables(
-    call: Callable[..., Any], trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_runs_of_one_name_are_told_apart_and_without_matplotlib_there_are_tables(
+    call: Call, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    answer = call("compare", trained.plain, "--out", tmp_path)
-    assert answer.status == 0
+    paths = [shutil.copytree(trained.constrained, tmp_path / name / "run") for name in "ab"]
+    assert call("compare", *paths, "--out", tmp_path, "--json", tmp_path / "values.json").status == 0
+    assert set(read_json(tmp_path / "values.json")) == {f"{path} (constrained, chain, untied)" for path in paths}
     text = (tmp_path / "report.md").read_text()
     assert "identity" in text
     assert "No pictures: drawing a report needs the package 'matplotlib'" in text
 
 
-def test_the_verdict_table_shows_held_out_ratios_and_the_worst_layer(trained: Any) -> None:
+def test_the_verdict_table_shows_held_out_ratios_and_blanks_where_none_is_known(trained: Any) -> None:
     runs = [open_evaluated(path) for path in (trained.constrained, trained.plain)]
-    header, first, second = report.descent_table(runs)
+    header, *rows = report.descent_table(runs)
     assert header[1:6] == ["ℓ_0", "ℓ_1/ℓ_0", "ℓ_2/ℓ_1", "ℓ_L", "feasible"]
-    for row, run in ((first, runs[0]), (second, runs[1])):
+    for row, run in zip(rows, runs, strict=True):
         assert row[2:4] == [f"{ratio:.3f}" for ratio in run.evaluation.layer_ratio]
         assert row[5] == ("yes" if run.evaluation.feasible else "no")
-
-
-def test_numbers_that_are_not_known_are_blank(trained: Any) -> None:
-    run = open_evaluated(trained.constrained)
+    run = runs[0]
     run.evaluation.layer_ratio = [None, 0.5]
     for name in ("mean_ratio", "median_ratio", "descending_fraction"):
         setattr(run.evaluation.per_sample, name, None)
@@ -146,3 +113,21 @@ def test_numbers_that_are_not_known_are_blank(trained: Any) -> None:
 def test_a_table_is_aligned() -> None:
     assert as_text([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc   d"
     assert as_markdown([["a", "bb"], ["ccc", "d"]]) == "| a | bb |\n|---|---:|\n| ccc | d |"
+
+
+def test_runs_that_differ_in_the_seed_alone_are_summed_up_together() -> None:
+    def run(seed: int, mean: float, feasible: bool, ratios: list[float | None], **model: Any) -> EvaluatedRun:
+        config = VideoSettings()
+        config.use_preset("paper-dust")
+        config.update("training", {"seed": seed})
+        config.update("model", model)
+        measured = {"gamma": [0.1, 1.0], "rmse": [mean, 2 * mean], "mean_rmse": mean, "layer_loss": [4.0, mean / 10]}
+        kind = {"layer_ratio": ratios, "feasible": feasible, "constrained": True, "tied": False}
+        return EvaluatedRun(RunFolder(Path("run")), config, task_of(config), SimpleNamespace(**measured, **kind))
+
+    runs = [run(0, 4.0, True, [0.5, 0.7]), run(1, 6.0, False, [1.1, None]), run(0, 9.0, True, [0.5, 0.6], layers=3)]
+    head, row = report.seed_table(runs)
+    assert head[3:5] == ["RMSE, γ 0.1", "RMSE, γ 1"]
+    numbers = ["5 (4..6)", "5 (4..6)", "10 (8..12)", "0.5 (0.4..0.6)", "0.9 (0.7..1.1)"]
+    assert row == ["constrained, chain, untied", "2", *numbers, "1 of 2"]
+    assert report.seed_table(runs[1:]) == []

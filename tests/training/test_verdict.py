@@ -12,7 +12,7 @@ from cdt_fast.training.evaluation import plain_run, verdict
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Reading
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import evaluate_run, train
+from tests.runs import evaluate_run, trained
 
 INPUT = {"the input": 5.6, "DCT": 4.0}
 
@@ -32,30 +32,27 @@ def run_of(
     settings = VideoSettings()
     settings.constraints.constrained = constrained
     settings.training.seed = seed
+    report = dict(zip(("judged", "unjudged", "caveat"), judged, strict=True))
     evaluation: Any = SimpleNamespace(
         feasible=feasible,
         constrained=constrained,
         layers=len(depths) - 1,
         parameters=parameters,
-        report=SimpleNamespace(
-            worst_layer=1 if judged[0] else None, **dict(zip(("judged", "unjudged", "caveat"), judged, strict=True))
-        ),
+        report=SimpleNamespace(worst_layer=1 if judged[0] else None, **report),
         **dict(zip(("kept_step", "warmup_steps", "trained_steps"), steps, strict=True)),
         **dict(zip(("untrained_loss", "kept_loss", "final_loss"), validated, strict=True)),
     )
     task: Any = SimpleNamespace(reading=lambda run: Reading("RMSE at γ 0.15", depths, INPUT, margins, "40 texts"))
-    return EvaluatedRun(RunFolder(Path("plain" if not constrained else "mine")), settings, task, evaluation)
+    return EvaluatedRun(RunFolder(Path("mine" if constrained else "plain")), settings, task, evaluation)
 
 
 def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_config: Any, tmp_path: Path) -> None:
     config = tiny_config(steps=2, reference="none", rate=0.0001, warmup_epochs=0, validate_every=1)
-    run = RunFolder.create(tmp_path / "run", config)
-    train(run, config, progress=False)
-    evaluated = evaluate_run(run, config)
-    assert evaluated.evaluation.success is False
-    assert evaluated.evaluation.kept_step in (1, 2)
-    assert evaluated.evaluation.verdict.startswith("No success: ")
-    assert "is not better than the input (" in evaluated.evaluation.verdict
+    evaluation = evaluate_run(trained(config, tmp_path / "run"), config).evaluation
+    assert evaluation.success is False
+    assert evaluation.kept_step in (1, 2)
+    assert evaluation.verdict.startswith("No success: ")
+    assert "is not better than the input (" in evaluation.verdict
 
 
 HOLD = "all constraints hold; "
@@ -95,39 +92,29 @@ def test_a_verdict_is_about_constraints(options: dict[str, Any], text: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("depths", "margins", "success", "text"),
+    ("depths", "margins", "plain", "success", "text"),
     [
-        ([60.0, 50.0, 44.0], None, False, "44) is not better than the input (5.6) and DCT (4). Exits better than all"),
-        ([9.0, 5.0, 3.5, 3.0], None, True, "DCT (4). Exits better than the input: 1 to 2; than DCT: 2."),
-        ([9.0, 5.0], [0.0, 0.5], False, "5 ±0.5 on 40 texts) is better than the input (5.6); not better than DCT (4)."),
-        ([9.0, 5.0, 3.5, 3.99], [0.1, 0.61, 0.6, 0.011], False, "no different from DCT (4). Exits better than the inp"),
-        ([9.0, 3.99999], None, True, "3.99999) is better than the input (5.6) and DCT (4)."),
+        ([60, 50, 44], None, None, False, "44) is not better than the input (5.6) and DCT (4). Exits better than all"),
+        ([9, 5, 3.5, 3], None, None, True, "DCT (4). Exits better than the input: 1 to 2; than DCT: 2."),
+        ([9, 5], [0, 0.5], None, False, "5 ±0.5 on 40 texts) is better than the input (5.6); not better than DCT (4)."),
+        ([9, 5, 3.5, 3.99], [0.1, 0.6, 0.6, 0.02], None, False, "no different from DCT (4). Exits better than the inp"),
+        ([9, 3.99999], None, None, True, "3.99999) is better than the input (5.6) and DCT (4)."),
+        # Depth by depth, and by more than the margins of both.
+        ([9, 5, 5, 5, 3], None, [9, 6, 9, 2, 2.9], False, "than plain training (plain): 1 to 2."),
+        ([9, 5, 5, 5, 3], None, [9, 6, 9, 2, 2.9], False, "; not better than plain training (plain) (2.9)."),
+        ([9, 5, 5, 5, 2.8], None, [9, 6, 9, 2, 2.9], True, "plain training (plain) (2.9)"),
+        ([9, 2.51], [0, 0.3], [9, 3], False, "no different from plain training (plain) (3)"),
+        ([9, 2.49], [0, 0.3], [9, 3], True, "plain training (plain) (3)"),
     ],
 )
-def test_a_verdict_is_about_the_input_and_the_baselines(
-    depths: list[float], margins: list[float] | None, success: bool, text: str
+def test_a_verdict_is_about_the_input_the_baselines_and_a_plain_run(
+    depths: list[float], margins: list[float] | None, plain: list[float] | None, success: bool, text: str
 ) -> None:
-    found = verdict(run_of(depths, margins=margins))
+    others = [run_of(plain, constrained=False, margins=margins and [0.0, 0.4])] if plain else []
+    found = verdict(run_of(depths, margins=margins), others)
     assert found[0] == success
     assert text in found[1]
-
-
-def test_a_plain_run_beside_it_has_to_be_beaten_depth_by_depth() -> None:
-    plain = run_of([9.0, 6.0, 9.0, 2.0, 2.9], constrained=False)
-    success, text = verdict(run_of([9.0, 5.0, 5.0, 5.0, 3.0]), [plain])
-    assert not success
-    assert "; not better than plain training (plain) (2.9)." in text
-    assert text.endswith("than plain training (plain): 1 to 2.")
-    assert verdict(run_of([9.0, 5.0, 5.0, 5.0, 2.8]), [plain])[0]
-    assert "plain training" not in verdict(plain, [run_of([9.0, 5.0, 5.0, 5.0, 1.0])])[1]
-
-
-def test_a_plain_run_has_to_be_beaten_by_more_than_the_margins_of_both() -> None:
-    plain = run_of([9.0, 3.0], constrained=False, margins=[0.0, 0.4])
-    success, text = verdict(run_of([9.0, 2.51], margins=[0.0, 0.3]), [plain])
-    assert not success
-    assert "no different from plain training (plain) (3)" in text
-    assert verdict(run_of([9.0, 2.49], margins=[0.0, 0.3]), [plain])[0]
+    assert not plain or "plain training" not in verdict(others[0], [run_of([1.0] * len(depths))])[1]
 
 
 def test_the_plain_run_is_of_the_same_size_and_seed() -> None:
