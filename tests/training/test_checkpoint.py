@@ -123,9 +123,15 @@ def test_no_flipped_bit_passes_and_the_checkpoint_before_it_is_used_with_a_warni
 
 RUN = {"[training] seed": 0}
 TRAINING: dict[str, Any] = {
-    **{"step": 3, "steps": 6, "run": RUN, "model": {"weight": torch.ones(2)}},
+    "step": 3,
+    "steps": 6,
+    "run": RUN,
+    "model": {"weight": torch.ones(2)},
     "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.1}]},
-    **{"schedule": {}, "constraints": {}, "best": None, "data": {}},
+    "schedule": {},
+    "constraints": {},
+    "best": None,
+    "data": {},
 }
 NAN = torch.tensor([1.0, torch.nan])
 

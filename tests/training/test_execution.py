@@ -81,7 +81,10 @@ def test_float16_without_a_scaler_and_a_gpu_that_is_not_there_are_refused(tiny_c
     ],
 )
 def test_the_first_line_says_which_kernels_run_and_why(
-    tiny_config: Callable[..., VideoSettings], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any] | None, what: str
+    tiny_config: Callable[..., VideoSettings],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any] | None,
+    what: str,
 ) -> None:
     if changes is None:
         monkeypatch.setattr(common, "unavailable_reason", lambda: what)

@@ -107,9 +107,7 @@ def test_a_run_that_a_signal_stopped_resumes_bit_for_bit(
 
 
 # What the process was doing when it died: the function, and whether that had happened.
-MOMENTS = [
-    (name, when) for name in ("_train_step", "_validate", "_save_checkpoint") for when in ("before", "after")
-]
+MOMENTS = [(name, when) for name in ("_train_step", "_validate", "_save_checkpoint") for when in ("before", "after")]
 
 
 @pytest.mark.parametrize(("name", "when"), MOMENTS)

@@ -64,9 +64,7 @@ def test_micro_batches_of_any_size_give_the_same_training(
     assert constraints or found[0][1].max() > 0, "the test shows nothing"
 
 
-def test_a_step_is_that_of_one_batch_written_out(
-    make: Make, in_float64: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_that_of_one_batch_written_out(make: Make, in_float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, gradient, clipping, Adam and multipliers of the first steps, by hand, without the trainer's own pieces."""
     monkeypatch.setattr(optimizer_module, "LARGEST_GRADIENT_NORM", 0.25)
     duals = {"warmup_epochs": 0, "reference": 0.01, "resilience": "none", "betas": "none"}
@@ -294,9 +292,7 @@ def test_metrics_hold_the_means_since_the_line_before(
     assert lines[3][-1]["multipliers"] == trainer.constraints.multipliers.tolist()
 
 
-def test_progress_outside_of_a_terminal_is_a_line_a_validation(
-    make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_outside_of_a_terminal_is_a_line_a_validation(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make(steps=4, validate_every=2)
     train(trainer.folder, trainer.settings, progress=True)
     shown = capsys.readouterr().err
