@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,6 @@ from cdt_fast.errors import require
 from cdt_fast.files import replaced_atomically
 
 Case = Mapping[str, Any]
-
-MARKS = "os^vDP*X<>"
-OWN = {"marker": "o", "label": "cdt_fast", "markersize": 8, "zorder": 2}
-PEER = {"markersize": 6, "fillstyle": "none", "zorder": 1}
-# Inches: of the axis, of a letter of a label, of a line.
-AXIS, LETTER, LINE = 5.5, 0.068, 0.26
 
 
 def draw(files: Mapping[Path, Mapping[str, Any]]) -> None:
@@ -30,8 +25,7 @@ def draw(files: Mapping[Path, Mapping[str, Any]]) -> None:
         for path, contents in files.items():
             timed = [case for case in contents["cases"] if _ratios(case)]
             if timed:
-                figure = _picture(timed)
-                figure.suptitle(f"{contents['suite']} on {contents['name']}", fontsize="medium")
+                figure = _picture(timed, f"{contents['suite']} on {contents['name']}")
                 with replaced_atomically(path.with_suffix(".png")) as temporary:
                     figure.savefig(temporary, dpi=110, bbox_inches="tight")
                 pyplot.close(figure)
@@ -40,47 +34,42 @@ def draw(files: Mapping[Path, Mapping[str, Any]]) -> None:
 
 
 def _ratios(case: Case) -> dict[str, float]:
-    """How many times as fast as the baseline each implementation is."""
-    every = case["implementations"].items()
-    return {name: one["over_eager"] for name, one in every if one["role"] != "eager" and one.get("over_eager")}
+    """How many times as fast as the baseline each implementation is; ours is called "cdt_fast"."""
+    every = [(name, one) for name, one in case["implementations"].items() if one.get("over_eager")]
+    named = [("cdt_fast" if one["role"] == "ours" else name, one) for name, one in every if one["role"] != "eager"]
+    return {name: one["over_eager"] for name, one in named}
 
 
-def _picture(cases: Sequence[Case]) -> Any:
+def _picture(cases: Sequence[Case], title: str) -> Any:
     """A line a case, a mark an implementation: how many times as fast as the baseline, which is the line at 1."""
     from matplotlib import pyplot, ticker
 
     from cdt_fast.training.figures import COLORS, GRAY
 
-    ours, *others = [COLORS[1], *(color for color in COLORS if color != COLORS[1])]
-    own = [name for case in cases for name, one in case["implementations"].items() if one["role"] == "ours"]
-    peers = list(dict.fromkeys(name for case in cases for name in _ratios(case) if name not in own))
-    styles: dict[str, dict[str, Any]] = {
-        name: {"marker": MARKS[number % len(MARKS)], "color": others[number % len(others)], "label": name, **PEER}
-        for number, name in enumerate(peers)
-    }
     titles = without_common_start([case["case"] for case in cases])
-    width = AXIS + LETTER * max(map(len, titles))
-    figure, axis = pyplot.subplots(figsize=(width, 1.2 + LINE * len(cases)), layout="constrained")
+    size = (5.5 + 0.068 * max(map(len, titles)), 1.2 + 0.26 * len(cases))
+    figure, axis = pyplot.subplots(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize="medium")
     axis.axvline(1.0, color=GRAY, linewidth=1, zorder=0)
-    for place, case in enumerate(cases):
-        for name, ratio in _ratios(case).items():
-            axis.plot(ratio, place, linestyle="none", **styles.get(name, {**OWN, "color": ours}))
-            if name in own:
-                above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
-                axis.annotate(f"{ratio:.2f}", (ratio, place), fontsize="xx-small", **above)
+    found = [(name, ratio, place) for place, case in enumerate(cases) for name, ratio in _ratios(case).items()]
+    peers = [name for name in dict.fromkeys(name for name, *_ in found) if name != "cdt_fast"]
+    marks = zip(itertools.cycle("s^vDP*X<>"), itertools.cycle([COLORS[0], *COLORS[2:]]), strict=False)
+    styles = ("o", COLORS[1]), *itertools.islice(marks, len(peers))
+    for name, (mark, color) in zip(["cdt_fast", *peers], styles, strict=True):
+        _, ratios, places = zip(*(one for one in found if one[0] == name), strict=True)
+        style = {"fillstyle": "none", "zorder": 1} if name in peers else {"markersize": 8, "zorder": 2}
+        axis.plot(ratios, places, marker=mark, color=color, label=name, linestyle="none", **style)
+    for name, ratio, place in found:
+        if name == "cdt_fast":
+            above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+            axis.annotate(f"{ratio:.2f}", (ratio, place), fontsize="xx-small", **above)
     axis.set_yticks(range(len(cases)), titles, fontsize="x-small")
     axis.set_ylim(len(cases) - 0.5, -0.7)
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=12))
     axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_xlabel("times as fast as the baseline, the gray line", fontsize="small")
-    axis.tick_params(axis="x", labelsize="small")
     axis.grid(axis="y", alpha=0.25)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    known = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    order = [name for name in ("cdt_fast", *peers) if name in known]
-    places = {"loc": "outside lower left", "ncols": 2, "frameon": False, "fontsize": "x-small"}
-    figure.legend([known[name] for name in order], order, **places)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize="x-small")
     return figure
 
 

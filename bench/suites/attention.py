@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,21 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cdt_fast import ops
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
-from cdt_fast.bench.suites.support import (
-    TOLERANCE,
-    Inputs,
-    compiled,
-    formula_dtype,
-    imported,
-    modes,
-    name_of_mode,
-    normal,
-    peer,
-    require_gpu,
-    seeded,
-    shared,
-    step_of,
-)
+from cdt_fast.bench.suites import support
+from cdt_fast.bench.suites.support import Inputs, compiled, imported, normal, peer, require_gpu, step_of
 from cdt_fast.ops.common import padding_mask, without_padding
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 
@@ -55,55 +42,35 @@ class Shape(NamedTuple):
     padded: bool = False
 
 
-# Packed (T 20 is a training window), one tile, many tiles; narrow and wide.
-SHAPES = {
-    "toy": (Shape(3, 5, 8), Shape(2, 20, 16, values=24), Shape(3, 7, 8, padded=True)),
-    "cpu": (
-        Shape(400, 20, 256),
-        Shape(64, 128, 64),
-        Shape(16, 512, 128),
-        Shape(4, 1024, 1024),
-        Shape(1, 4096, 64),
-        Shape(400, 20, 256, values=1024),
-        Shape(8, 512, 64, values=256),
-        Shape(400, 20, 256, padded=True),
-        Shape(16, 512, 128, padded=True),
-    ),
-    "gpu": (
-        Shape(3200, 20, 64),
-        Shape(3200, 20, 256),
-        Shape(512, 64, 256),
-        Shape(256, 512, 64),
-        Shape(64, 1024, 128),
-        Shape(16, 2048, 1024),
-        Shape(8, 4096, 256),
-        Shape(3200, 20, 256, values=1024),
-        Shape(64, 1024, 128, values=512),
-        Shape(3200, 20, 256, padded=True),
-        Shape(64, 1024, 128, padded=True),
-    ),
+# Packed (T 20 is a training window), one tile, many tiles; narrow and wide; wider values; padding.
+_CPU = (400, 20, 256), (64, 128, 64), (16, 512, 128), (4, 1024, 1024), (1, 4096, 64), (400, 20, 256, 1024)
+_GPU = (3200, 20, 64), (3200, 20, 256), (512, 64, 256), (256, 512, 64), (64, 1024, 128), (16, 2048, 1024)
+SHAPES: dict[str, list[tuple[Any, ...]]] = {
+    "toy": [(3, 5, 8), (2, 20, 16, 24), (3, 7, 8, 0, True)],
+    "cpu": [*_CPU, (8, 512, 64, 256), (400, 20, 256, 0, True), (16, 512, 128, 0, True)],
+    "gpu": [*_GPU, (8, 4096, 256), (3200, 20, 256, 1024), (64, 1024, 128, 512), (3200, 20, 256, 0, True)],
 }
 
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """All shapes in float32 and bfloat16."""
-    for number, shape in enumerate(SHAPES[size]):
+    for number, shape in enumerate(Shape(*one) for one in SHAPES[size]):
         for dtype in ("float32", "bfloat16"):
             # Compiling takes seconds to a minute: at toy size once, and autotuned where it may matter most.
             compiles = size != "toy" or (number == 0 and dtype == "float32")
             autotunes = shape.tokens == 512 and not shape.padded
-            yield case_of(shape, dtype, device, size, modes(device, autotunes) if compiles else ())
+            yield case_of(shape, dtype, device, size, support.modes(device, autotunes) if compiles else ())
 
 
 def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
     """The attention and its gradients in every implementation, of torch.compile in these modes."""
-    inputs = shared(lambda: make_inputs(shape, getattr(torch, dtype), device))
+    inputs = support.shared(lambda: make_inputs(shape, getattr(torch, dtype), device))
 
     def step(prepare: Prepare) -> Step:
         return _step(prepare, inputs())
 
     peers: dict[str, Prepare] = {
-        **{name_of_mode(mode): functools.partial(torch_compiled, mode=mode) for mode in modes},
+        **{support.name_of_mode(mode): functools.partial(torch_compiled, mode=mode) for mode in modes},
         "SDPA": sdpa,
         **{f"SDPA, {one}": functools.partial(sdpa, backend=one) for one in SDPA_BACKENDS if device.type == "cuda"},
         "FlexAttention": flex,
@@ -121,8 +88,8 @@ def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tu
             *(peer(name, lambda prepare=prepare: step(prepare)) for name, prepare in peers.items()),
             Implementation("cdt_fast", "ours", lambda: step(fused)),
         ),
-        expected=lambda: _step(eager, inputs().to(formula_dtype(size)))(),
-        tolerance=TOLERANCE[dtype],
+        expected=lambda: _step(eager, inputs().to(support.formula_dtype(size)))(),
+        tolerance=support.TOLERANCE[dtype],
         note="lengths from T/2 to T" if shape.padded else "",
     )
 
@@ -130,7 +97,7 @@ def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tu
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     """`z` `[B, T, d]` of squared norm about 4 (each token attends to itself most, and to all others), `values`
     `[B, T, k]` unless they are tied, and `lengths` `[B]` if there is padding."""
-    generator = seeded(device)
+    generator = support.seeded(device)
     leaves = [normal(generator, shape.batch, shape.tokens, shape.width).mul_(2 * shape.width**-0.5)]
     if shape.values:
         leaves.append(normal(generator, shape.batch, shape.tokens, shape.values))

@@ -17,18 +17,8 @@ from torch import Tensor
 
 from cdt_fast import ops
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
-from cdt_fast.bench.suites.support import (
-    TOLERANCE,
-    compiled,
-    formula_dtype,
-    imported,
-    modes,
-    name_of_mode,
-    normal,
-    peer,
-    seeded,
-    shared,
-)
+from cdt_fast.bench.suites import support
+from cdt_fast.bench.suites.support import compiled, imported, normal, peer
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
 
 # (hidden [N, d], head [V, d], targets [N], "mean" or "none") → the loss, one number or [N].
@@ -79,14 +69,14 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
         for dtype in ("float32", "bfloat16"):
             # At toy size once: compiling takes longer than all the rest.
             compiles = (size != "toy" or dtype == "float32") and shape.model != CLASSIFIER
-            yield case_of(shape, dtype, device, size, modes(device, size == "gpu") if compiles else ())
+            yield case_of(shape, dtype, device, size, support.modes(device, size == "gpu") if compiles else ())
 
 
 def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
     """The losses of all depths and their gradients in every implementation, of torch.compile in these modes."""
-    inputs = shared(lambda: make_inputs(shape, getattr(torch, dtype), device))
+    inputs = support.shared(lambda: make_inputs(shape, getattr(torch, dtype), device))
     peers: dict[str, Callable[[], Step]] = {
-        name_of_mode(mode): lambda mode=mode: a_depth_at_a_time(compiled(eager, mode, device), inputs())
+        support.name_of_mode(mode): lambda mode=mode: a_depth_at_a_time(compiled(eager, mode, device), inputs())
         for mode in modes
     }
     # What a training loop does that sums the losses of the depths.
@@ -106,8 +96,8 @@ def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tu
             *(peer(name, prepare) for name, prepare in peers.items()),
             Implementation("cdt_fast", "ours", lambda: fused(inputs())),
         ),
-        expected=lambda: formula(inputs(), formula_dtype(size))(),
-        tolerance=TOLERANCE[dtype],
+        expected=lambda: formula(inputs(), support.formula_dtype(size))(),
+        tolerance=support.TOLERANCE[dtype],
         note=shape.note,
         with_memory=shape.model != CLASSIFIER,  # less than what a system counts in
     )
@@ -116,7 +106,7 @@ def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tu
 def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depths:
     """Hidden states that point to their targets the more the deeper, as trained ones do, plus noise; the last depth's
     loss is 2 to 3 nats: if all logits were alike, to leave small gradients of logits out would be flattered."""
-    generator = seeded(device)
+    generator = support.seeded(device)
     head = normal(generator, shape.vocabulary, shape.width).mul_(shape.width**-0.5)
     targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator, device=device)
     noise = 2.0

@@ -11,21 +11,9 @@ from torch import Generator, Tensor
 
 from cdt_fast import ops
 from cdt_fast.bench.case import Case, Implementation
+from cdt_fast.bench.suites import support
 from cdt_fast.bench.suites.step import identity_step
-from cdt_fast.bench.suites.support import (
-    TOLERANCE,
-    Apply,
-    Inputs,
-    compiled,
-    formula_dtype,
-    modes,
-    name_of_mode,
-    normal,
-    peer,
-    seeded,
-    shared,
-    step_of,
-)
+from cdt_fast.bench.suites.support import Apply, Inputs, compiled, normal, peer, step_of
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
 from cdt_fast.ops.lista_step import lista_step_reference
 from cdt_fast.ops.residual_linear import residual_linear_reference
@@ -64,14 +52,15 @@ def cases(device: torch.device, size: str) -> Iterator[Case]:
         for dtype in ("float32", "bfloat16"):
             # At toy size once: compiling takes longer than all the rest.
             compiles = size != "toy" or (number == 0 and dtype == "float32")
-            yield _case(work, dtype, device, size, modes(device, size == "gpu") if compiles else ())
+            yield _case(work, dtype, device, size, support.modes(device, size == "gpu") if compiles else ())
 
 
 def _case(work: Work, dtype: str, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
-    inputs = shared(lambda: work.make(seeded(device), SIZES[size]).to(getattr(torch, dtype)))
+    inputs = support.shared(lambda: work.make(support.seeded(device), SIZES[size]).to(getattr(torch, dtype)))
     shape = {name: getattr(SIZES[size], name) for name in work.sizes.split()}
     compiled_steps = {
-        name_of_mode(mode): lambda mode=mode: step_of(compiled(work.eager, mode, device), inputs()) for mode in modes
+        support.name_of_mode(mode): lambda mode=mode: step_of(compiled(work.eager, mode, device), inputs())
+        for mode in modes
     }
     peers = {name: lambda apply=apply: step_of(apply, inputs()) for name, apply in work.peers.items()}
     return Case(
@@ -84,8 +73,8 @@ def _case(work: Work, dtype: str, device: torch.device, size: str, modes: tuple[
             *(peer(name, prepare) for name, prepare in {**compiled_steps, **peers}.items()),
             Implementation("cdt_fast", "ours", lambda: step_of(work.ours, inputs())),
         ),
-        expected=lambda: step_of(work.eager, inputs().to(formula_dtype(size)))(),
-        tolerance=TOLERANCE[dtype],
+        expected=lambda: step_of(work.eager, inputs().to(support.formula_dtype(size)))(),
+        tolerance=support.TOLERANCE[dtype],
     )
 
 
