@@ -276,7 +276,7 @@ def _worst(some: Sequence[Compiled]) -> str:
         return f"**{len(some)} do not compile**" if some else "–"
     spilled = max(one.spilled for one in some)
     shared = -(-max(one.shared for one in some) // 1024)
-    words = f"{max(one.registers for one in some)} · {shared} · {min(one.load_bits for one in some)}"
+    words = f"{max(one.registers for one in some)}/{shared}/{min(one.load_bits for one in some)}"
     return f"{words} **spills {spilled}**" if spilled else words
 
 
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = f"{len(every)} specializations compiled with Triton {triton.__version__}, faults: {len(faults) or 'none'}."
     print(as_markdown(rows), "", text, *dict.fromkeys(faults), sep="\n")
     if options.write:
-        first = [rows[0], *(row for row in rows if row[1] == options.mode[0])]
+        first = [[row[0], *row[2:]] for row in rows if row[1] in ("", options.mode[0])]
         write_between(DOCUMENT, "compile_kernels", f"{text}\n\n{as_markdown(first)}")
     return 1 if faults else 0
 

@@ -134,8 +134,8 @@ class TestCompileKernels:
         assert compile_kernels.main(["--card", "RTX 3090", "H200", "--write"]) == 1
         assert "a, bfloat16, H200: spills 24 bytes a thread" in capsys.readouterr().out
         text = document.read_text()
-        assert "| a | bfloat16 | 100 · 2 · 0 | 80 · 2 · 64 **spills 24** |" in text
-        assert "| b | bfloat16 | – | **1 do not compile** |" in text
+        assert "| a | 100/2/0 | 80/2/64 **spills 24** |" in text
+        assert "| b | – | **1 do not compile** |" in text
         assert text.startswith("before\n<!-- compile_kernels -->\n")
         assert text.endswith("\n<!-- end -->\nafter\n")
 
