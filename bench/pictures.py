@@ -57,7 +57,7 @@ def _picture(cases: Sequence[Case], title: str) -> Any:
     styles = ("o", COLORS[1]), *itertools.islice(marks, len(peers))
     for name, (mark, color) in zip(["cdt_fast", *peers], styles, strict=True):
         _, ratios, places = zip(*(one for one in found if one[0] == name), strict=True)
-        style = {"fillstyle": "none", "zorder": 1} if name in peers else {"markersize": 8, "zorder": 2}
+        style: dict[str, Any] = {"fillstyle": "none", "zorder": 1} if name in peers else {"markersize": 8, "zorder": 2}
         axis.plot(ratios, places, marker=mark, color=color, label=name, linestyle="none", **style)
     for name, ratio, place in found:
         if name == "cdt_fast":

@@ -136,7 +136,7 @@ def _identity_layer(inputs: Inputs) -> list[Tensor]:
 
 def _ours_layer(inputs: Inputs) -> list[Tensor]:
     options: dict[str, Any] = {"step": inputs.step, "threshold": THRESHOLD, "target": inputs.others[0]}
-    return list(ops.unrolled_layer(*inputs.leaves, **options))
+    return list(ops.unrolled_layer(*inputs.leaves, **options))  # type: ignore[arg-type]
 
 
 def _eager_loss(inputs: Inputs) -> list[Tensor]:

@@ -114,7 +114,7 @@ def peer(name: str, prepare: Callable[[], Step]) -> Implementation:
             torch.compiler.cudagraph_mark_step_begin()
             return step()
 
-        limits = {"recompile_limit": MAX_SHAPES, "accumulated_recompile_limit": MAX_SHAPES}
+        limits: dict[str, Any] = {"recompile_limit": MAX_SHAPES, "accumulated_recompile_limit": MAX_SHAPES}
         try:
             with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True):
                 marked()
