@@ -91,7 +91,7 @@ def make_absolute(settings: RunSettings) -> None:
         settings.data.source = str(Path(source).resolve())
     for name in ("model", "embedding", "pretrained"):
         value = getattr(settings.model, name, None)
-        if value is not None and settings.network != value and Path(value).is_dir():
+        if value is not None and value not in settings.networks and Path(value).is_dir():
             setattr(settings.model, name, str(Path(value).resolve()))
 
 

@@ -306,17 +306,14 @@ def test_a_wrong_formulation_is_one_line_and_makes_no_run(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--setup", "paper"],
-            "--setup is gone: the paper's experiments are presets: --preset paper-dust, paper-",
-        ),
+        (["--setup", "paper"], "--setup is gone: the git tag full"),
         (["--preset", "paper"], "preset must be one of video, text, lm, safe, paper-dust, "),
         (["--preset", "paper-vit"], "--preset paper-vit needs --pretrained, the folder of a pretrained network"),
         (["--preset", "safe", "--no-constrained"], "--preset safe is of constraints, and --no-constrained is to train"),
         (["--preset", "paper-dust", "--gamma", "25"], "[data] gamma reaches 25 standard deviations of the training"),
         (
             ["--unit", "deviation"],
-            "[data] unit is deviation, and these are numbers for unit level: gamma [1.0, 50.0], ",
+            "unit is deviation, and these are numbers for unit level: gamma [1.0, 50.0], ",
         ),
     ],
 )
@@ -448,4 +445,4 @@ def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, qu
     assert small.status == 0
     assert "sequence must be space, frames resized" in call("train", "video", clip, *vit, "--sequence", "time").line()
     line = call("train", "video", clip, *vit, "--code-size", 64).line()
-    assert "[model] code_size has an effect only with model dust or ut, and model is vit" in line
+    assert "[model] code_size has no effect unless model is dust or ut" in line

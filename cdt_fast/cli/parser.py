@@ -15,7 +15,7 @@ from cdt_fast.checks import suggestion
 from cdt_fast.cli import commands
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
 from cdt_fast.tasks import TASKS, TaskEntry
-from cdt_fast.training.settings import GONE, SECTIONS, Section, gone, kinds_of, needs_shown
+from cdt_fast.training.settings import GONE, SECTIONS, Section, gone, kinds_of
 
 _JSON = "also write what was measured as JSON"
 
@@ -69,8 +69,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             option = unknown[0].partition("=")[0]
             name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
-            if name in GONE:
-                self.error(f"{option} {gone(name)}")
+            if name in GONE.split():
+                self.error(gone(option))
             known = [option for option in self._option_string_actions if option.startswith("--")]
             usual = _USUAL_NAMES.get(option)
             close = [usual] if usual in known else difflib.get_close_matches(option, known, n=1)
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         if value in _GONE_COMMANDS:
-            raise argparse.ArgumentError(None, f"{value} {gone(value)}")
+            raise argparse.ArgumentError(None, gone(value))
         name = action.metavar if isinstance(action.metavar, str) else action.dest
         what = f"{action.option_strings[0]}: unknown" if action.option_strings else f"unknown {name.lower()}"
         message = f"{what} {value!r}{suggestion(str(value), map(str, action.choices))}"
@@ -224,8 +224,7 @@ def _add_setting(group: Any, section: str, values: Section, name: str) -> tuple[
     """Add the option of a setting; returns it with its help."""
     option, destination = f"--{name.replace('_', '-')}", f"{section}.{name}"
     field, default = type(values).model_fields[name], getattr(values, name)
-    needs = needs_shown(field)
-    text = f"{f'{needs}: ' if needs else ''}{field.description}".replace("%", "%%")
+    text = str(field.description).replace("%", "%%")
     if bool in kinds_of(field.annotation):
         text += {True: " (yes)", False: " (no)"}.get(default, "")
         return group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text), text

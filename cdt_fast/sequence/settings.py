@@ -10,8 +10,6 @@ from cdt_fast.constraints.presets import PRESETS
 from cdt_fast.errors import InputError
 from cdt_fast.training.settings import (
     ConstraintSettings,
-    EvaluationSettings,
-    Levels,
     NoiseLevels,
     NonNegative,
     Positive,
@@ -22,8 +20,6 @@ from cdt_fast.training.settings import (
 )
 
 UNROLLED, SMALL = "text-ut", "llama-small"  # the networks of this package; any other name is a pretrained model's
-_TEXT_UT, _ENCODER, _LLAMA = f"model={UNROLLED}", f"model!={UNROLLED}", f"model={SMALL}"
-_OWN_WORDS = f"{_TEXT_UT} embedding=none"
 _MOST_NOISE = 10.0  # standard deviations of the embeddings
 _GAMMA = "training noise as a multiple of the standard deviation of the embeddings: one level, or LOW,HIGH of a range"
 
@@ -64,31 +60,31 @@ class TextModelSettings(Section):
 
     model: str = setting(UNROLLED, "text-ut, or the folder or hub name of a transformers encoder to fine-tune")
     embedding: str | None = setting(
-        None, "folder or hub name of a pretrained model to take words and embeddings from (default: learned)", _TEXT_UT
+        None, "text-ut: folder or hub name of a model to take words and embeddings from (default: learned)"
     )
     download: bool = setting(False, "models and data sets that are not here may be fetched from the hub")
-    taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)", _ENCODER)
+    taps: Depths | None = setting(None, "encoders: depths that are read, 0 the input of layer 1 (default: all)")
     inner_pooling: Literal["own", "mean"] = setting(
-        "mean", "what the depths before the last are read by: the encoder's own token, or the mean of all", _ENCODER
+        "mean", "encoders: what the depths before the last are read by, the encoder's own token or the mean of all"
     )
-    layers: Positive = setting(3, "L", _TEXT_UT)
-    width: Positive | None = setting(None, "d (default: 128, or that of the pretrained embeddings)", _TEXT_UT)
-    attention_width: Positive | None = setting(None, "k (default: d)", _TEXT_UT)
-    residual: Literal["layer", "input", "bias"] = setting("layer", "the residual of a layer", _TEXT_UT)
-    tied: bool = setting(False, "one set of weights for all layers", _TEXT_UT)
-    scale: float = setting(1.0, "beta, factor of the attention scores", _TEXT_UT)
-    positions: bool = setting(False, "learned positions", _TEXT_UT)
-    frozen_embedding: bool = setting(False, "the embeddings do not train", _TEXT_UT)
-    least_count: Positive = setting(2, "how often a word must occur to be in the vocabulary", _OWN_WORDS)
+    layers: Positive = setting(3, "text-ut: L")
+    width: Positive | None = setting(None, "text-ut: d (default: 128, or that of the pretrained embeddings)")
+    attention_width: Positive | None = setting(None, "text-ut: k (default: d)")
+    residual: Literal["layer", "input", "bias"] = setting("layer", "text-ut: the residual of a layer")
+    tied: bool = setting(False, "text-ut: one set of weights for all layers")
+    scale: float = setting(1.0, "text-ut: beta, factor of the attention scores")
+    positions: bool = setting(False, "text-ut: learned positions")
+    frozen_embedding: bool = setting(False, "text-ut: the embeddings do not train")
+    least_count: Positive = setting(2, "text-ut: how often a word must occur to be in the vocabulary")
     vocabulary_size: Annotated[int, Field(ge=4)] | None = setting(
-        None, "most words of the vocabulary (default: all)", _OWN_WORDS
+        None, "text-ut: most words of the vocabulary (default: all)"
     )
 
 
 class _EpochSettings(TrainingSettings):
     """[training] in epochs."""
 
-    epochs: Positive = setting(3, "passes over the training samples", "steps=none")
+    epochs: Positive = setting(3, "passes over the training samples")
     steps: Positive | None = setting(None, "optimizer steps, in place of epochs (default: those of the epochs)")
 
 
@@ -99,12 +95,6 @@ class TextTrainingSettings(_EpochSettings):
     lr: NonNegative | None = setting(
         None, "learning rate of Adam (default: 0.001 for text-ut, 5e-05 for a pretrained encoder)"
     )
-
-
-class SequenceEvaluationSettings(EvaluationSettings):
-    """[evaluation] of both tasks."""
-
-    gammas: Levels = setting([0.25 * step for step in range(9)], "ascending noise levels of the evaluation")
 
 
 class LanguageDataSettings(PerturbationSettings):
@@ -129,12 +119,12 @@ class LanguageModelSettings(Section):
     )
     lora_rank: Positive | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)")
     vocabulary_size: Annotated[int, Field(ge=258)] = setting(
-        4096, "most tokens, byte pairs learned from the training texts (258: bytes alone)", _LLAMA
+        4096, "llama-small: most tokens, byte pairs learned from the training texts (258: bytes alone)"
     )
-    layers: Positive = setting(4, "L", _LLAMA)
-    width: Annotated[int, Field(ge=2)] = setting(256, "d", _LLAMA)
-    heads: Positive = setting(4, "attention heads", _LLAMA)
-    feedforward_width: Positive | None = setting(None, "inner width of a block (default: 4 d)", _LLAMA)
+    layers: Positive = setting(4, "llama-small: L")
+    width: Annotated[int, Field(ge=2)] = setting(256, "llama-small: d")
+    heads: Positive = setting(4, "llama-small: attention heads")
+    feedforward_width: Positive | None = setting(None, "llama-small: inner width of a block (default: 4 d)")
 
 
 class LanguageTrainingSettings(_EpochSettings):
@@ -149,11 +139,9 @@ class LanguageTrainingSettings(_EpochSettings):
 class SequenceSettings(RunSettings):
     """What the settings of both tasks share."""
 
-    own_network: ClassVar[str]
-
-    @property
-    def network(self) -> str:
-        return self.own_network if self.model.model == self.own_network else "a pretrained model"
+    def needs(self) -> list[tuple[bool, str, str]]:
+        """As `RunSettings.needs`."""
+        return [*super().needs(), (self.training.steps is None, "steps is none", "epochs")]
 
     def check_noise(self) -> None:
         """As `RunSettings.check_noise`."""
@@ -170,24 +158,38 @@ class TextSettings(SequenceSettings):
     """All settings of a run on labeled texts."""
 
     task: ClassVar[str] = "text"
-    own_network: ClassVar[str] = UNROLLED
+    networks: ClassVar[tuple[str, ...]] = (UNROLLED,)
     data: TextDataSettings = Field(default_factory=TextDataSettings)
     model: TextModelSettings = Field(default_factory=TextModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["text"]))
     training: TextTrainingSettings = Field(default_factory=TextTrainingSettings)
-    evaluation: SequenceEvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
+
+    def needs(self) -> list[tuple[bool, str, str]]:
+        """As `RunSettings.needs`."""
+        own = self.model.model == UNROLLED
+        names = "embedding layers width attention_width residual tied scale positions frozen_embedding"
+        return [
+            *super().needs(),
+            (not own, f"model is other than {UNROLLED}", "taps inner_pooling"),
+            (self.model.embedding is None, "embedding is none", "least_count vocabulary_size"),
+            (own, f"model is {UNROLLED}", f"{names} least_count vocabulary_size"),
+        ]
 
 
 class LanguageSettings(SequenceSettings):
     """All settings of a run on instructions with answers."""
 
     task: ClassVar[str] = "lm"
-    own_network: ClassVar[str] = SMALL
+    networks: ClassVar[tuple[str, ...]] = (SMALL,)
     data: LanguageDataSettings = Field(default_factory=LanguageDataSettings)
     model: LanguageModelSettings = Field(default_factory=LanguageModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["lm"]))
     training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)
-    evaluation: SequenceEvaluationSettings = Field(default_factory=SequenceEvaluationSettings)
+
+    def needs(self) -> list[tuple[bool, str, str]]:
+        """As `RunSettings.needs`."""
+        names = "vocabulary_size layers width heads feedforward_width"
+        return [*super().needs(), (self.model.model == SMALL, f"model is {SMALL}", names)]
 
     @property
     def untrained_depth(self) -> str:

@@ -66,8 +66,6 @@ def build_constraints(
         "objective": settings.objective,
         "coefficients": settings.coefficients,
         "bounds": _bounds(settings),
-        "betas": None if chosen.betas is None else tuple(chosen.betas),
-        "resilience": None if chosen.resilience == "none" else chosen.resilience,
     }
     if largest_reference is not None and isinstance(chosen.reference, float):
         options["reference"] = min(chosen.reference, largest_reference)

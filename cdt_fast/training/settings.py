@@ -1,6 +1,6 @@
-"""The settings of a run, a section of `config.toml` each: what every task shares, and how they are read and written.
+"""The settings of a run, one class a section of `config.toml`: what all tasks share, and how they are read and written.
 
-The types, bounds and descriptions of a section are what the TOML file, the command line and its help are made by.
+The fields of a section, with their types, bounds and descriptions, define the TOML file, the command line and its help.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from typing_extensions import Self
 
-from cdt_fast.checks import suggestion
+from cdt_fast.checks import InputError, suggestion
 from cdt_fast.constraints import presets
 from cdt_fast.constraints.presets import DEFAULTS, PAPER_ROWS, options_of
-from cdt_fast.errors import InputError
 from cdt_fast.files import read_toml, shown, write_text
 
 Positive = Annotated[int, Field(ge=1)]
@@ -29,95 +28,39 @@ NonNegative = Annotated[float, Field(ge=0)]
 Sections = Mapping[str, Mapping[str, Any]]  # values by section and name
 Bounds = Annotated[dict[int, float | str], Field(min_length=1)]
 NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a range
-# Beyond a million times the signal squares leave float32.
+# Beyond a million times the signal, squares leave float32.
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
-_CONSTRAINED = "constrained=true"
-ANY = "any value"
-# Settings of earlier versions, each with the values at which it did nothing: a file that names such a value is read.
-GONE: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("coefficients", "reference_losses"), ("none",)),
-    "step": ("none",),
-    "initial_codes": ("analysis",),
-    "readout": ("own",),
-    "split": ("auto",),
-    "checkpoint_every": (ANY,),
-    "log_every": (ANY,),
-    "rank_timeout": (ANY,),
-    "cuda_graph": (ANY,),
-    "warmup_steps": (0,),
-    "weight_decay": (0.0,),
-    "clip": (1.0,),
-    "tensorboard": (True, False),
-    "setup": ("denoiser",),
-    "preset": ("none",),
-    **dict.fromkeys(("agreement", "depth_schedule", "depth_rotation", "spectral_bound"), ("none",)),
-    "generated": (0.5,),
-    "perturbation": ("gaussian",),
-    "perturbation_rate": (0.15,),
-    **dict.fromkeys(("layer_dropout", "code_noise", "jacobian"), (0.0,)),
-    "ratio": ("mean",),
-    "tail": (0.1,),
-    "proportional_gain": (0.2,),
-    "smoothing": (0.0,),
-    "gain_growth": (1.0,),
-    "gain_limit": (10.0,),
-    "barrier_width": (1.0,),
-    "tighten_steps": (0,),
-    "dual": ("adam",),
-    "slack_lr": ("none",),
-    "dual_every": (1,),
-    "exit_scale": (1.0,),
-    "prompts": (0,),
-    "exit_agreements": ([],),
-    "inner_kl": (0.0,),
-}
-_INSTEAD = {
-    "setup": f"the paper's experiments are presets: --preset {', '.join(PAPER_ROWS)}",
-    "dual": "betas = 'none' is gradient ascent",
-    "preset": 'a preset stands before all sections of a file: preset = "…"',
-}
+# The settings that only earlier versions have.
+GONE = (
+    "agreement barrier_width checkpoint_every clip code_noise coefficients cuda_graph depth_rotation depth_schedule "
+    "dual dual_every exit_agreements exit_scale gain_growth gain_limit generated initial_codes inner_kl jacobian "
+    "layer_dropout log_every perturbation perturbation_rate preset prompts proportional_gain rank_timeout ratio "
+    "readout reference_losses setup slack_lr smoothing spectral_bound split step tail tensorboard tighten_steps "
+    "warmup_steps weight_decay"
+)
 
 
-def setting(default: Any, description: str, needs: str = "", unit_of: str = "") -> Any:
-    """A field of a section, with its help.
-
-    Args:
-        default: its value where none is given.
-        description: of the help.
-        needs: where it has an effect, as in "model=dust,ut frames!=crops": all conditions on other settings hold.
-        unit_of: the settings whose numbers are in a unit that this one chooses.
-    """
-    return Field(
-        default, description=description, title=needs, json_schema_extra={"unit_of": unit_of}, validate_default=False
-    )
-
-
-def constraint(default: Any, description: str, needs: str = "") -> Any:
-    """A `setting` that has an effect only with constraints."""
-    return setting(default, description, f"{_CONSTRAINED} {needs}".strip())
-
-
-def needs_shown(field: Any) -> str:
-    """Where a setting has an effect, for the help; without what the heading of its section says."""
-    return " ".join(condition for condition in field.title.split() if condition != _CONSTRAINED)
+def setting(default: Any, description: str) -> Any:
+    """Define a field of a section; the help shows the description."""
+    return Field(default, description=description)
 
 
 def gone(name: str) -> str:
-    """What a refusal says about a setting of an earlier version."""
-    return f"is gone: {_INSTEAD.get(name, 'the git tag full (commit 1178e39) is the last version that has it')}"
+    """Return the message about a setting or a command that only earlier versions have."""
+    return f"{name} is gone: the git tag full (commit 1178e39) is the last version that has it"
 
 
 class Section(BaseModel):
-    """One section. None is written as the word "none", which TOML and the command line share."""
+    """One section. None is written as the word "none", in TOML and on the command line."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False, protected_namespaces=())
 
     @field_validator("*", mode="before")
     @classmethod
     def _from_words(cls, value: Any, info: ValidationInfo) -> Any:
-        """Words of the command line and of TOML: "none", numbers parted by commas, and bounds by depth."""
+        """Convert words of the command line and of TOML: "none", numbers separated by commas, bounds by depth."""
         kinds = kinds_of(cls.model_fields[str(info.field_name)].annotation)
         if isinstance(value, bool) and bool not in kinds:
             raise ValueError("must not be true or false")
@@ -132,13 +75,11 @@ class Section(BaseModel):
                 raise ValueError("must be values by depth, as in 12=1.01x,3=0.9")
             return {depth.strip(): _number_or_word(bound) for depth, _, bound in pairs}
         numbers = all(isinstance(_number_or_word(word), float) for word in words)
-        if list in kinds and numbers and (len(words) > 1 or not kinds & {int, float}):
-            return words
-        return value
+        return words if list in kinds and numbers and (len(words) > 1 or not kinds & {int, float}) else value
 
 
 def kinds_of(annotation: Any) -> set[Any]:
-    """What a field may hold, without bounds and contents: `list[float] | None` is a list or None."""
+    """Return the types that a field accepts, without bounds and contents: list and NoneType of `list[float] | None`."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return kinds_of(parts[0])
@@ -155,44 +96,44 @@ def _number_or_word(text: str) -> float | str:
 
 
 class ConstraintSettings(Section):
-    """[constraints]: what every layer must achieve, and how the multipliers see to it."""
+    """[constraints]: the bounds on the layers' losses, and how their multipliers move."""
 
     constrained: bool = setting(True, "train with descent constraints")
     objective: presets.ObjectiveName | None = setting(
         None, "what is minimized over the depths (default: last; for a denoiser of video with constraints log)"
     )
-    rate: float | list[float] | None = constraint(
+    rate: float | list[float] | None = setting(
         DEFAULTS.rate, "alpha, one number or one a layer: the share of the loss a layer removes; 'none': no descent"
     )
-    reference: float | Literal["auto"] | None = constraint(
+    reference: float | Literal["auto"] | None = setting(
         DEFAULTS.reference, "epsilon_0, bound of the loss at depth 0: a number, 'auto' or 'none'"
     )
-    reference_mode: presets.ReferenceMode = constraint(DEFAULTS.reference_mode, "how the reference enters")
-    coupling: presets.Coupling = constraint(DEFAULTS.coupling, "what bounds a layer's loss", "rate!=none")
-    bounds: Bounds | None = constraint(
+    reference_mode: presets.ReferenceMode = setting(DEFAULTS.reference_mode, "how the reference enters")
+    coupling: presets.Coupling = setting(DEFAULTS.coupling, "what bounds a layer's loss")
+    bounds: Bounds | None = setting(
         DEFAULTS.bounds,
         "largest losses of chosen depths, as in 12=1.01x,3=0.9; with an x a factor of the loss after the warm-up",
     )
-    normalize: bool = constraint(DEFAULTS.normalize, "dual steps on relative violations")
-    margin: NonNegative = constraint(
+    normalize: bool = setting(DEFAULTS.normalize, "dual steps on relative violations")
+    margin: NonNegative = setting(
         DEFAULTS.margin, "share by which bounds are lowered in training, so that held-out losses meet them"
     )
-    dual_lr: float | None = constraint(
+    dual_lr: float | None = setting(
         DEFAULTS.dual_lr, "step size of the multipliers (default: 0.002 with adam and the objective last, else 0.05)"
     )
-    betas: list[float] | None = constraint(
+    betas: list[float] | None = setting(
         list(DEFAULTS.betas or ()),
         "decay of the two moments of Adam, which moves the multipliers; 'none': gradient ascent",
     )
-    resilience: presets.Resilience | Literal["none"] = constraint(
-        DEFAULTS.resilience or "none", "what gives way when bounds cannot be met"
+    resilience: presets.Resilience | None = setting(
+        DEFAULTS.resilience, "what gives way when bounds cannot be met; 'none': nothing"
     )
-    slack_cost: float = constraint(DEFAULTS.slack_cost, "cost of squared slack: the larger, the harder the constraints")
-    warmup_epochs: Count = constraint(1, "epochs with the constraints off at the start")
+    slack_cost: float = setting(DEFAULTS.slack_cost, "cost of squared slack: the larger, the harder the constraints")
+    warmup_epochs: Count = setting(1, "epochs with the constraints off at the start")
 
 
 class TrainingSettings(Section):
-    """[training]: the primal side of the loop, as far as it is that of every task; each adds `batch` and `lr`."""
+    """[training]: what all tasks share of the loop and its optimizer; each task adds `batch` and `lr`."""
 
     accumulate: Positive = setting(1, "micro-batches per optimizer step")
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "learning rate over the run")
@@ -208,30 +149,28 @@ class TrainingSettings(Section):
 class EvaluationSettings(Section):
     """[evaluation]: the noise levels that are reported."""
 
-    gammas: Levels = setting([0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0], "noise levels of the evaluation")
+    gammas: Levels = setting([0.25 * step for step in range(9)], "noise levels of the evaluation, ascending")
 
 
 class RunSettings(BaseModel):
-    """All settings of a run, a section each; a task has a subclass with its own sections and their defaults.
+    """All settings of a run; a task has a subclass with its own sections and their defaults.
 
     Attributes:
-        preset: what the settings started from in place of the defaults alone.
+        preset: what the settings started from instead of the defaults alone.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     task: ClassVar[str]
+    networks: ClassVar[tuple[str, ...]]  # values of [model] model that are networks of this package, and no folders
+    # By the settings that choose a unit, the settings that are numbers in that unit.
+    units: ClassVar[dict[str, tuple[str, ...]]] = {}
     preset: str | None = None
     data: Any = Field(default_factory=Section)
     model: Any = Field(default_factory=Section)
     constraints: ConstraintSettings = Field(default_factory=ConstraintSettings)
     training: Any = Field(default_factory=TrainingSettings)
     evaluation: Any = Field(default_factory=EvaluationSettings)
-
-    @property
-    def network(self) -> str:
-        """Which of the task's networks the settings are for, as the owner of a setting names it."""
-        return self.model.model
 
     @property
     def noise(self) -> tuple[float, float]:
@@ -261,7 +200,7 @@ class RunSettings(BaseModel):
 
     @property
     def objective(self) -> presets.ObjectiveName:
-        """What the run minimizes: without constraints the last loss alone, where nothing else is asked for."""
+        """What the run minimizes: without constraints the last loss alone, unless the settings name another."""
         if self.constraints.objective is not None:
             return self.constraints.objective
         return DEFAULTS.objective if self.constrained else "last"
@@ -273,23 +212,40 @@ class RunSettings(BaseModel):
 
     @property
     def untrained_depth(self) -> str:
-        """Why nothing trains at depth 0, in words; empty where something does."""
+        """Why depth 0 has nothing to train, in words; empty if it has."""
         return ""
 
     def check_noise(self) -> None:
-        """Refuse noise levels that no one can mean in their unit, or that the network cannot train at."""
+        """Refuse noise levels that make no sense in their unit, or that the network cannot train at."""
+
+    def needs(self) -> list[tuple[bool, str, str]]:
+        """List what settings need to have an effect: whether it holds, what it is, and the names of the settings."""
+        chosen = self.constraints
+        names = " ".join(name for name in type(chosen).model_fields if name not in ("constrained", "objective"))
+        return [
+            (chosen.rate is not None, "rate is other than none", "coupling"),
+            (chosen.constrained, "constrained is true", names),
+        ]
+
+    def idle(self) -> dict[str, str]:
+        """Return the settings that have no effect, by name, with what they need."""
+        return {name: words for holds, words, names in self.needs() if not holds for name in names.split()}
+
+    def values(self) -> dict[str, Any]:
+        """Return all values by name; no two sections share one."""
+        return {name: value for section in SECTIONS for name, value in vars(getattr(self, section)).items()}
 
     def set(self, section: str, name: str, value: Any) -> None:
         """Set one value, checked against the type and the bounds of its field.
 
         Raises:
-            InputError: an unknown section or name, or a value of the wrong kind.
+            InputError: the section or the name is unknown, or the value is of the wrong kind.
         """
         settings = getattr(self, section, None)
         if not isinstance(settings, Section):
             raise InputError(f"unknown section [{section}]{suggestion(section, SECTIONS)}")
-        if name in GONE:
-            raise InputError(f"[{section}] {name} {gone(name)}")
+        if name in GONE.split():
+            raise InputError(f"[{section}] {gone(name)}")
         if name not in type(settings).model_fields:
             raise InputError(f"unknown key '{name}' in [{section}]{suggestion(name, type(settings).model_fields)}")
         try:
@@ -304,114 +260,85 @@ class RunSettings(BaseModel):
         for name, value in values.items():
             self.set(section, name, value)
 
-    def use_preset(self, name: str) -> None:
-        """Set all that a preset names: the options of the constraints, and of a row of the paper all else of it.
+    def use_preset(self, name: str | None) -> None:
+        """Set what a preset names: the options of the constraints, and for a row of the paper all other settings of it.
 
         Raises:
             InputError: there is no such preset, or it is a row of another task.
         """
+        if name is None:
+            return
         options, row = options_of(name), PAPER_ROWS.get(name)
         if row is not None and row.task != self.task:
             raise InputError(f"--preset {name} is of cdt-fast train {row.task}, and this is train {self.task}")
-        for taken, value in options.items():
-            if taken == "objective" and name == self.task:  # whose default is another one without constraints
-                self.constraints.objective = None
-            elif taken in type(self.constraints).model_fields:
-                given = list(value) if isinstance(value, tuple) else value
-                self.set("constraints", taken, "none" if taken == "resilience" and given is None else given)
+        if name == self.task:  # whose default is another objective without constraints
+            options["objective"] = None
+        known = type(self.constraints).model_fields
+        self.update("constraints", {option: value for option, value in options.items() if option in known})
         for section, values in ({} if row is None else row.settings).items():
             self.update(section, values)
         self.preset = name
 
-    @property
-    def starting_point(self) -> Self:
-        """What the settings were before any was given: the defaults, with the preset over them."""
-        start = type(self)()
-        if self.preset is not None:
-            start.use_preset(self.preset)
-        return start
-
     @classmethod
     def chosen(cls, given: Sections, preset: str | None = None, file: str | os.PathLike[str] | None = None) -> Self:
-        """The settings of a new run: the defaults, over them a preset, over that a file, over all what is given.
+        """Return the settings of a new run: the defaults, over them a preset, over that a file, then what is given.
 
-        Of a file, which may be that of a run and name all, what differs from the defaults and the preset counts as
-        given. It may be for runs with and without constraints: what has an effect in it, or beside the options, passes.
+        A file may be that of a run, which names all settings: only what differs from the defaults and the preset counts
+        as given. It may be for runs with and without constraints: a setting in it need only have an effect in the file,
+        or with the options that are given.
 
         Args:
             given: values by section.
-            preset: one in place of that of the file.
+            preset: a preset instead of the file's.
             file: settings as TOML.
 
         Raises:
-            InputError: as `load` and `set`; a preset or a setting that is given has no effect, or a number that is not
-                would keep its value in another unit.
+            InputError: as `load` and `set`; a preset or a setting has no effect, or a number that is not given would
+                keep its value in another unit.
         """
         in_file, sections = (None, {}) if file is None else cls._read(file)
-        settings = cls()
+        start = cls()
         with _naming(file if preset is None else None):
-            if (name := in_file if preset is None else preset) is not None:
-                settings.use_preset(name)
-        start = settings.model_copy(deep=True)
+            start.use_preset(in_file if preset is None else preset)
+        settings = start.model_copy(deep=True)
         with _naming(file):
             settings._overlay(sections)
         if preset is not None and file is not None and settings == cls.load(file).model_copy(update={"preset": preset}):
             raise InputError(f"--preset {preset} has no effect: {file} names all that it sets")
-        idle = [
-            place
-            for place in _places(sections)
-            if _value(settings, place) != _value(start, place) and settings._unmet(place)
-        ]
+        before, after = start.values(), settings.values()
+        idle_in_file = {name for name in settings.idle() if before[name] != after[name]}
+        named = {name: f"{file}: [{part}]" for part in sections for name in sections[part] if name in idle_in_file}
+        named |= {name: f"[{part}]" for part in given for name in given[part]}
         settings._overlay(given)
         if preset not in (None, *PAPER_ROWS) and not settings.constrained:
             raise InputError(f"--preset {preset} is of constraints, and --no-constrained is to train without")
         needed = PAPER_ROWS[settings.preset].pretrained if settings.preset in PAPER_ROWS else ""
-        if needed and ("model", needed) not in [*_places(sections), *_places(given)]:
+        if needed and needed not in {*sections.get("model", ()), *given.get("model", ())}:
             raise InputError(f"--preset {settings.preset} needs --{needed}, the folder of a pretrained network")
-        for origin, places in ((file, idle), (None, _places(given))):
-            with _naming(origin):
-                for place in places:
-                    if reason := settings._unmet(place):
-                        raise InputError(reason)
+        idle, values = settings.idle(), settings.values()
+        for name, where in named.items():
+            if name in idle and values[name] is not None:
+                raise InputError(f"{where} {name} has no effect unless {idle[name]}")
         return settings
 
     def _overlay(self, sections: Sections) -> None:
         """Set values by section; InputError: one of them changes the unit of a number that is not among them."""
-        before = self.model_copy(deep=True)
+        was = self.values()
         for section, values in sections.items():
             self.update(section, values)
-        named = _places(sections)
-        for section, name in named:
-            was, now = (_value(settings, (section, name)) for settings in (before, self))
-            extra: Any = type(getattr(self, section)).model_fields[name].json_schema_extra
+        now, idle = self.values(), self.idle()
+        given = {name for values in sections.values() for name in values}
+        for unit, numbers in self.units.items():
             stale = [
-                f"{number} {shown(value)}"
-                for number in extra["unit_of"].split()
-                for part in SECTIONS
-                if (part, number) not in named
-                and isinstance(value := getattr(getattr(before, part), number, None), float | list)
-                and not self._unmet((part, number))
+                f"{name} {shown(was[name])}"
+                for name in numbers
+                if name not in given and name not in idle and isinstance(was[name], float | list)
             ]
-            if was != now and stale:
+            if was[unit] != now[unit] and stale:
                 raise InputError(
-                    f"[{section}] {name} is {now}, and these are numbers for {name} {was}: {', '.join(stale)}; give "
+                    f"{unit} is {now[unit]}, and these are numbers for {unit} {was[unit]}: {', '.join(stale)}; give "
                     "others beside it"
                 )
-
-    def _unmet(self, place: tuple[str, str]) -> str:
-        """Why a setting has no effect, in words; empty where it has one, or is none."""
-        section, name = place
-        every = {known: value for part in SECTIONS for known, value in vars(getattr(self, part)).items()}
-        conditions = "" if every[name] is None else type(getattr(self, section)).model_fields[name].title
-        for condition in conditions.split():
-            other, negated, words = re.split("(!?)=", condition)
-            value = every[other] if other in every else getattr(self, other)
-            word = f"{value:g}" if isinstance(value, float) else str(value)
-            word = {"None": "none", "True": "true", "False": "false"}.get(word, word)  # as in a file
-            if (word in words.split(",")) == bool(negated):
-                wanted = f"{'other than ' if negated else ''}{words.replace(',', ' or ')}"
-                return f"[{section}] {name} has an effect only with {other} {wanted}, and {other} is {word}"
-        return ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings as TOML, None as the word "none"."""
@@ -428,20 +355,18 @@ class RunSettings(BaseModel):
         """Read settings from TOML; what the file does not name is as in its preset, or keeps its default.
 
         Raises:
-            InputError: the file cannot be read, or names something unknown or of the wrong kind.
+            InputError: the file cannot be read, or a name or a value in it is unknown or of the wrong kind.
         """
         preset, sections = cls._read(path)
         settings = cls()
         with _naming(path):
-            if preset is not None:
-                settings.use_preset(preset)
-            for section, values in sections.items():
-                settings.update(section, values)
+            settings.use_preset(preset)
+            settings._overlay(sections)
         return settings
 
     @classmethod
     def _read(cls, path: str | os.PathLike[str]) -> tuple[str | None, dict[str, dict[str, Any]]]:
-        """The preset of a file, and the values of its sections."""
+        """Return the preset of a file, and the values of its sections."""
         document = read_toml(path)
         with _naming(path):
             if document.pop("task", cls.task) != cls.task:
@@ -450,20 +375,7 @@ class RunSettings(BaseModel):
             for section, values in document.items():
                 if not isinstance(values, dict):
                     raise InputError(f"unknown key '{section}' outside of a section")
-                for name, idle in GONE.items():
-                    if name in values and (values[name] in idle or ANY in idle):
-                        del values[name]
         return preset, document
-
-
-def _places(sections: Sections) -> list[tuple[str, str]]:
-    """Section and name of every value."""
-    return [(section, name) for section, values in sections.items() for name in values]
-
-
-def _value(settings: RunSettings, place: tuple[str, str]) -> Any:
-    section, name = place
-    return getattr(getattr(settings, section), name)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from cdt_fast.errors import InputError
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,
-    Levels,
     NoiseLevels,
     NonNegative,
     Positive,
@@ -22,7 +21,6 @@ from cdt_fast.training.settings import (
 )
 
 _CHESSBOARD = 4  # the shifted grids along each side of which a video is by default denoised on every other one
-_UNROLLED, _DUST, _VIT, _RANDOM_VIT = "model=dust,ut", "model=dust", "model=vit", "model=vit pretrained=none"
 # The least and the greatest noise that is meant in a unit: gray levels beyond rounding, and standard deviations of the
 # frames that leave something of them.
 _MEANT = {"level": (0.5, 255.0), "deviation": (0.0, 5.0)}
@@ -37,7 +35,7 @@ class VideoDataSettings(Section):
         "crops", "train on crops at full resolution, gray and colors, or on the luma of whole frames made square"
     )
     window: Positive = setting(8, "T, frames per window")
-    stride: Positive | None = setting(None, "frames between training windows (default: window)", "frames=resized")
+    stride: Positive | None = setting(None, "frames between training windows of whole frames (default: window)")
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
     patch: Positive = setting(8, "side in pixels of a square patch")
     patch_frames: Positive = setting(8, "frames of a patch; window is a multiple of it (vit: 1)")
@@ -51,7 +49,6 @@ class VideoDataSettings(Section):
     unit: Literal["level", "deviation"] = setting(
         "level",
         "what noise levels are multiples of: gray levels of 0..255, or the training frames' standard deviation",
-        unit_of="gamma gammas",
     )
 
 
@@ -59,25 +56,20 @@ class VideoModelSettings(Section):
     """[model]: the network."""
 
     model: Literal["dust", "ut", "vit"] = setting("dust", "network")
-    layers: Positive = setting(3, "L", "pretrained=none")
-    code_size: Positive | None = setting(None, "m, atoms of a dictionary (default: pixels of a patch)", _UNROLLED)
-    tied: bool | None = setting(None, "one dictionary for all layers (default: only when unconstrained)", _UNROLLED)
-    adaptive: bool = setting(
-        True, "the layers see patches less their mean, in units of the noise", _UNROLLED, unit_of="sparsity reference"
-    )
-    nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting(
-        "hard_threshold", "of the codes ('ut': relu)", _DUST
-    )
+    layers: Positive = setting(3, "L")
+    code_size: Positive | None = setting(None, "dust, ut: m, atoms of a dictionary (default: pixels of a patch)")
+    tied: bool | None = setting(None, "dust, ut: one dictionary for all layers (default: only when unconstrained)")
+    adaptive: bool = setting(True, "dust, ut: the layers see patches less their mean, in units of the noise")
+    nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting("hard_threshold", "dust: of the codes")
     sparsity: NonNegative | list[NonNegative] | None = setting(
         None,
-        "lambda_1, one number or one a layer; the threshold is lambda_1 / c (default: 2.7, from layer 2 on 3.5; "
+        "dust: lambda_1, one number or one a layer; the threshold is lambda_1 / c (default: 2.7, from layer 2 on 3.5; "
         "soft: 1.5)",
-        _DUST,
     )
-    scale: float = setting(0.02, "beta, factor of the attention scores", f"{_UNROLLED} tokens!=1")
-    pretrained: str | None = setting(None, "folder of a transformers ViT to start from (default: random weights)", _VIT)
-    width: Annotated[int, Field(ge=2)] = setting(192, "d", _RANDOM_VIT)
-    heads: Positive = setting(3, "attention heads", _RANDOM_VIT)
+    scale: float = setting(0.02, "dust, ut: beta, factor of the attention scores")
+    pretrained: str | None = setting(None, "vit: folder of a transformers ViT to start from (default: random weights)")
+    width: Annotated[int, Field(ge=2)] = setting(192, "vit: d")
+    heads: Positive = setting(3, "vit: attention heads")
 
 
 class VideoTrainingSettings(TrainingSettings):
@@ -86,12 +78,6 @@ class VideoTrainingSettings(TrainingSettings):
     steps: Positive = setting(200, "optimizer steps")
     batch: Positive = setting(1, "windows per micro-batch")
     lr: NonNegative = setting(5e-5, "learning rate of Adam")
-
-
-class VideoEvaluationSettings(EvaluationSettings):
-    """[evaluation] of video."""
-
-    gammas: Levels = setting([5.0, 10.0, 20.0, 30.0, 40.0, 50.0], "noise levels of the evaluation")
 
 
 # The preset, but for the objective, which is another one without constraints. The constraints are on from the start: an
@@ -103,12 +89,14 @@ class VideoSettings(RunSettings):
     """All settings of a run on video."""
 
     task: ClassVar[str] = "video"
+    networks: ClassVar[tuple[str, ...]] = ("dust", "ut", "vit")
+    units: ClassVar[dict[str, tuple[str, ...]]] = {"unit": ("gamma", "gammas"), "adaptive": ("sparsity", "reference")}
     data: VideoDataSettings = Field(default_factory=VideoDataSettings)
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**_DENOISER))
     training: VideoTrainingSettings = Field(default_factory=VideoTrainingSettings)
-    evaluation: VideoEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default_factory=VideoEvaluationSettings
+    evaluation: EvaluationSettings = Field(
+        default_factory=lambda: EvaluationSettings(gammas=[5.0, 10.0, 20.0, 30.0, 40.0, 50.0])
     )
 
     @property
@@ -127,6 +115,19 @@ class VideoSettings(RunSettings):
     def untrained_depth(self) -> str:
         """As `RunSettings.untrained_depth`."""
         return "which is the noisy input where grids overlap" if self.overlapping else ""
+
+    def needs(self) -> list[tuple[bool, str, str]]:
+        """As `RunSettings.needs`."""
+        model, pretrained = self.model.model, self.model.pretrained
+        return [
+            *super().needs(),
+            (self.data.frames == "resized", "frames is resized", "stride"),
+            (pretrained is None, "pretrained is none", "layers width heads"),
+            (self.tokens != 1, "a sequence has several tokens", "scale"),
+            (model == "dust", "model is dust", "nonlinearity sparsity"),
+            (model != "vit", "model is dust or ut", "code_size tied adaptive scale"),
+            (model == "vit", "model is vit", "pretrained width heads"),
+        ]
 
     def check(self) -> None:
         """Refuse settings of the data and of the network that do not fit each other.

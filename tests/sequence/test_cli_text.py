@@ -140,11 +140,11 @@ BAD = [
     ("text", ["TABLE", "--rate", "0.1,0.2,0.3"], ["3", "2"]),
     ("text", ["TABLE", "--stpes", "3"], ["did you mean --steps?"]),
     ("text", ["TABLE", "--cuda-graph"], ["--cuda-graph is gone"]),
-    ("text", ["TABLE", "--taps", "0,2"], ["[model] taps has an effect only with model other than text-ut"]),
+    ("text", ["TABLE", "--taps", "0,2"], ["[model] taps has no effect unless model is other than text-ut"]),
     (
         "text",
         ["TABLE", "--model", "no/such-model", "--tied"],
-        ["[model] tied has an effect only with model text-ut, and model is no/such-model"],
+        ["[model] tied has no effect unless model is text-ut"],
     ),
     ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
     ("text", ["CAPITALS"], ["no column 'label'; there are 'Text', 'Label'", "--label-column"]),
