@@ -36,27 +36,23 @@ def attach_layer_losses(
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
-    A forward with `labels` then returns, besides what it did, `layer_losses` `[depths]`, the mean cross-entropy at each
-    depth (in nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens
-    (language model: its labels are shifted by one where its own loss shifts them) that it is a mean over, those whose
-    label is not −100; where there is none of them the losses are 0. Every depth is read through the model's own final
-    norm, pooling and head; dropout of the readout draws anew at each depth.
+    A forward with `labels` then also returns `layer_losses` `[depths]`, the mean cross-entropy at each depth (in nats,
+    float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens (language model: its
+    labels are shifted by one where its own loss shifts them) that it is a mean over, those whose label is not −100;
+    where there is none the losses are 0. Every depth is read through the model's own final norm, pooling and head;
+    dropout of the readout draws anew at each depth.
 
-    With weights, `loss` is `Σ_l w_l ℓ_l`, in one fused pass, and `layer_losses` is detached; without, `loss` is the
-    model's own, that of the last layer, and `layer_losses` is differentiable. Where the forward is given
-    `num_items_in_batch`, `loss` is divided by that in place of the count. Weights are those of the handle, or the
-    forward's argument `depth_weights=`. A language model with labels returns its logits except in training, where
-    they are not computed; a classifier always does.
-
-    A mixture of experts that returns the loss of its routers (`output_router_logits`) has it added to `loss`, times the
-    model's own factor and whatever the weights, as in its own forward.
+    With weights (of the handle, or the forward's argument `depth_weights=`), `loss` is `Σ_l w_l ℓ_l`, in one fused
+    pass, and `layer_losses` is detached; without, `loss` is the model's own, that of the last layer, and `layer_losses`
+    is differentiable. `num_items_in_batch` divides `loss` in place of the count. The loss of a mixture's routers
+    (`output_router_logits`) is added to `loss` as in its own forward. A language model with labels returns its logits
+    except in training, where they are not computed; a classifier always does.
 
     The first forward with labels is checked against the model, in a few further forwards of a few tokens: the loss of a
-    depth is that of the model itself without the layers behind it.
+    depth is that of the model itself without the layers behind it. What changes later (the head, its classes, adapters,
+    precision, checkpointing) is followed, and checked again; another number of layers is an InputError.
 
-    Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it. What changes later
-    (the head, its number of classes, adapters, precision, checkpointing) is followed, and checked again; another number
-    of layers is an InputError.
+    Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it.
 
     Args:
         model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM or …LMHeadModel of transformers.
@@ -136,16 +132,8 @@ class LayerLosses:
         self._weights = weights_of_depths(weights, len(self.taps))
 
     def depth_logits(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        """The logits at each of `taps` for one batch, through the model's own norm, pooling and head; differentiable.
-
-        They are what the model would return if its layers after that depth were not there; those of the last depth are
-        the model's own.
-
-        Args:
-            args, kwargs: what the model's forward takes. Labels are not needed, and not looked at.
-
-        Returns:
-            A tensor a depth: `[B, T, V]` of a language model, `[B, classes]` of a classifier.
+        """The logits at each of `taps`, `[B, T, V]` or `[B, classes]` each, through the model's own norm, pooling and
+        head; differentiable. Arguments are those of the model's forward, whose labels are not looked at.
 
         Raises:
             InputError: `remove` was called; or as from the first forward of `attach_layer_losses`.

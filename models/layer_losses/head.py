@@ -31,8 +31,7 @@ def in_use(module: nn.Module) -> nn.Module:
     if not isinstance(copies, nn.ModuleDict):  # what else has an original_module (peft's trained tokens) changes it
         return module
     if getattr(module, "disable_adapters", False):
-        original: Any = getattr(module, "original_module", module)
-        return original
+        return module.original_module  # type: ignore[return-value]
     active = getattr(module, "active_adapters", None) or list(copies)
     return copies[active[0] if active[0] in copies else next(iter(copies))]
 
@@ -67,30 +66,23 @@ def effective_linear(linear: nn.Module) -> tuple[Tensor, Tensor | None]:
         raise InputError(
             f"the adapter of the head is a {type(adapted).__name__}: use plain LoRA there, or leave the head out"
         )
-    for name in adapted.active_adapters:
-        if name not in adapted.lora_A:
-            continue
-        _check_plain(adapted, name)
+    for name in (name for name in adapted.active_adapters if name in adapted.lora_A):
+        if name in (getattr(adapted, "lora_variant", None) or {}) or getattr(adapted, "use_dora", {}).get(name):
+            raise InputError(
+                f"the adapter {name!r} of the head is no plain LoRA: use plain LoRA there, or leave the head out"
+            )
+        dropout = adapted.lora_dropout[name] if name in getattr(adapted, "lora_dropout", {}) else None
+        if isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training:
+            raise InputError(
+                f"the adapter {name!r} of the head has a dropout of {dropout.p}, which acts on its input and is no "
+                "part of one shared weight: set lora_dropout=0, or leave the head out of the adapter"
+            )
         down, up, scaling = adapted.lora_A[name], adapted.lora_B[name], adapted.scaling[name]
         weight = weight + (scaling * (_gathered(up.weight) @ _gathered(down.weight))).to(weight.dtype)
         if up.bias is not None:
             of_adapter = (scaling * _gathered(up.bias)).to(weight.dtype)
             bias = of_adapter if bias is None else bias + of_adapter
     return weight, bias
-
-
-def _check_plain(adapted: Any, name: str) -> None:
-    variants = getattr(adapted, "lora_variant", {}) or {}
-    if name in variants or getattr(adapted, "use_dora", {}).get(name, False):
-        raise InputError(
-            f"the adapter {name!r} of the head is no plain LoRA: use plain LoRA there, or leave the head out"
-        )
-    dropout = adapted.lora_dropout[name] if name in getattr(adapted, "lora_dropout", {}) else None
-    if isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training:
-        raise InputError(
-            f"the adapter {name!r} of the head has a dropout of {dropout.p}, which acts on its input and is no part of "
-            "one shared weight: set lora_dropout=0, or leave the head out of the adapter"
-        )
 
 
 def _gathered(parameter: Any) -> Tensor:

@@ -15,10 +15,6 @@ from torch import Tensor, nn
 from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses.head import in_use, is_linear, linear_maps, outputs_of
 
-SUPPORTED = (
-    "supported are transformers' …ForSequenceClassification, …ForImageClassification, …ForCausalLM and …LMHeadModel "
-    "models"
-)
 # Endings of class names, and whether such a model reads tokens.
 _ENDINGS = {
     "ForSequenceClassification": False,
@@ -26,19 +22,16 @@ _ENDINGS = {
     "ForCausalLM": True,
     "LMHeadModel": True,
 }
-# What may stand between the last layer and the head, in the order in which it is applied. That nothing else stands
-# there is checked with values, in the first forward.
-_TAIL = (
-    (
-        *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
-        *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm"),
-    ),
-    ("project_out",),
+# What may stand between the last layer and the head: a norm, then a projection. That nothing else stands there is
+# checked with values, in the first forward.
+_NORMS = (
+    *("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "final_norm", "layernorm", "layer_norm"),
+    *("ln", "LayerNorm", "output_layernorm", "embedding_norm", "emb_layer_norm_after", "out_norm"),
 )
+_PROJECTIONS = ("project_out",)
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
 # Cohere (which keeps a copy of its own), Falcon-H1 and Granite; the last one divides.
 _SCALES = (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1))
-_PROBLEMS = (None, "single_label_classification")
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,10 @@ def find_layout(wrapped: Any) -> Layout:
     kinds = [reads for name in names for ending, reads in _ENDINGS.items() if name.endswith(ending)]
     config, base = getattr(model, "config", None), getattr(model, "base_model", None)
     if not kinds or config is None or not isinstance(base, nn.Module):
-        raise unsupported(model, f"it has no loss of labels that its depths could have too; {SUPPORTED}")
+        supported = ", ".join(f"…{ending}" for ending in _ENDINGS)
+        raise unsupported(
+            model, f"it has no loss of labels that its depths could have too; supported are transformers' {supported}"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(model, "it has an encoder and a decoder, whose layers do not refine one and the same state")
     reads_tokens, part = kinds[0], config
@@ -112,18 +108,18 @@ def find_layout(wrapped: Any) -> Layout:
     if base is model:  # its own prefix names no part of it
         base = path[1]
     head = _head_of_language_model(model) if reads_tokens else _head_of_classifier(model, base, config)
+    owned = [child for owner in reversed(path) for child in owner.named_children()]
+    scale, softcap = _scale_and_softcap(model, part) if reads_tokens else (1.0, None)
     return Layout(
         reads_tokens=reads_tokens,
         model=model,
         base=base,
         layers=layers,
-        tail=_tail(path),
+        tail=tuple(child for names in (_NORMS, _PROJECTIONS) for name, child in owned if name in names),
         head=head,
         classes=outputs_of(in_use(head)),
-        scale=_scale(model, part) if reads_tokens else 1.0,
-        softcap=next((cap for cap in (getattr(part, name, None) for name in _SOFTCAPS) if cap), None)
-        if reads_tokens
-        else None,
+        scale=scale,
+        softcap=softcap,
         shifts_labels=reads_tokens and _shifts_labels(type(model)),
     )
 
@@ -168,11 +164,6 @@ def _lists(module: nn.Module, path: tuple[nn.Module, ...]) -> Iterator[tuple[tup
             yield from _lists(child, path)
 
 
-def _tail(path: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
-    owned = [list(owner.named_children()) for owner in reversed(path)]
-    return tuple(child for names in _TAIL for children in owned for name, child in children if name in names)
-
-
 def _head_of_language_model(model: Any) -> nn.Module:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Module):
@@ -187,11 +178,11 @@ def _head_of_language_model(model: Any) -> nn.Module:
 
 def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Module:
     problem, classes = getattr(config, "problem_type", None), config.num_labels
-    if classes < 2 or problem not in _PROBLEMS:
+    if classes < 2 or problem not in (None, "single_label_classification"):
         raise unsupported(
             model,
-            f"it has num_labels={classes} and problem_type={problem!r}; expected classification with one "
-            "label a row and at least 2 classes",
+            f"it has num_labels={classes} and problem_type={problem!r}; expected classification with one label a row "
+            "and at least 2 classes",
         )
     beside = (child for child in model.children() if child is not base)
     linear = [module for child in beside for module in linear_maps(child) if outputs_of(module) == classes]
@@ -200,13 +191,13 @@ def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Mo
     return linear[-1]  # a dense layer of the same size stands before it
 
 
-def _scale(model: nn.Module, config: Any) -> float:
-    scale = 1.0
+def _scale_and_softcap(model: nn.Module, config: Any) -> tuple[float, float | None]:
+    scale, caps = 1.0, [getattr(config, name, None) for name in _SOFTCAPS]
     for name, power in _SCALES:
         value = getattr(model, name, getattr(config, name, None))
         if isinstance(value, Real):
             scale *= float(value) ** power
-    return scale
+    return scale, next((float(cap) for cap in caps if cap is not None), None)
 
 
 @functools.cache

@@ -20,11 +20,9 @@ _KINDS: dict[type, type] = {}
 
 
 def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> tuple[Tensor, Tensor]:
-    """Labels as targets, int64 of their shape, and how many count, `[]`.
+    """Labels, a class or `IGNORED` each, as targets, int64 of their shape, and how many count, `[]`.
 
     Args:
-        labels: a class or `IGNORED` each.
-        classes: V.
         shift: the target of a token is the label of the next one.
         items: what the sum of the losses is divided by in the place of the count.
 
@@ -81,8 +79,7 @@ def with_fields(output: Any, **fields: Any) -> Any:
 def ignore_in_predictions(config: Any) -> None:
     """Keep a Trainer from gathering these fields in an evaluation as if they were predictions.
 
-    It goes by a list of its model's configuration. That of the class is extended, for good: one of the configuration
-    itself would be written into its config.json, and names that no output has do nothing.
+    It goes by a list of the configuration; its class's is extended, as its own would be written into config.json.
     """
     holder = config if _IGNORED_KEYS in vars(config) else type(config)
     keys = getattr(holder, _IGNORED_KEYS, None) or ["past_key_values"]
