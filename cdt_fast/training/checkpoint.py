@@ -12,26 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from cdt_fast.errors import InputError, printable
+from cdt_fast.checks import InputError, printable
 from cdt_fast.files import parsed_json, replaced_atomically, shown
 from cdt_fast.tensor_file import load_tensors, recorded, serialized
 
-_FORMAT = "cdt_fast checkpoint 2"
-
-# What the state of a training holds, as `training.loop` saves it.
-_ENTRIES: dict[str, type | tuple[type, ...]] = {
-    "step": int,
-    "steps": int,
-    "model": dict,
-    "optimizer": dict,
-    "schedule": dict,
-    "constraints": dict,
+_FORMAT = "cdt_fast checkpoint 3"
+# The entries that `training.loop` saves, with their types.
+_ENTRIES: dict[str, Any] = {
+    **dict.fromkeys(("step", "steps"), int),
+    **dict.fromkeys(("model", "optimizer", "schedule", "constraints", "run", "data"), dict),
     "best": (dict, type(None)),
-    "run": dict,
-    "data": dict,
 }
-
-# Settings that do not say which run it is: places, and what may change between two resumptions.
+# Settings that may differ between two resumptions of a run: places, and what the training can change on the way.
 _NOT_OF_THE_RUN = (
     *("source", "model", "embedding", "pretrained", "download", "device", "precision"),
     *("steps", "epochs", "validate_every"),
@@ -39,7 +31,7 @@ _NOT_OF_THE_RUN = (
 
 
 def previous_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Where `save_checkpoint` keeps the checkpoint that was at `path` before."""
+    """Return where `save_checkpoint` keeps the checkpoint that was at `path` before."""
     path = Path(path)
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
@@ -47,28 +39,34 @@ def previous_checkpoint(path: str | os.PathLike[str]) -> Path:
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write `state` to `path` with checksums, atomically; the checkpoint that was there before is kept beside it.
 
-    The state may hold nested dictionaries (keys: words or whole numbers), lists and tuples of tensors, numbers, words,
-    truth values and None; anything else is a TypeError. Tuples come back as lists.
+    The state may hold nested dictionaries, lists and tuples of tensors, numbers, words, truth values and None; anything
+    else is a TypeError. Tuples come back as lists.
 
     Raises:
         OSError: the file cannot be written; it names `path`.
     """
     tensors: dict[str, Tensor] = {}
-    document = _without_tensors(state, "", tensors)
+    words = {"format": _FORMAT, "step": str(state.get("step", 0)), "state": json.dumps(_encoded(state, "", tensors))}
     with replaced_atomically(path) as temporary:
-        temporary.write_bytes(serialized(tensors, {"format": _FORMAT, "state": json.dumps(document)}))
+        temporary.write_bytes(serialized(tensors, words))
         if os.path.exists(path):
-            _keep(path)
+            previous = previous_checkpoint(path)
+            previous.unlink(missing_ok=True)
+            try:
+                os.link(path, previous)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path, previous)
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote, on the CPU; where that is damaged the one before it, with a warning on stderr.
+    """Read what `save_checkpoint` wrote, on the CPU; if it is damaged, the one before it, with a warning on stderr.
 
-    `run` is the `run_identity` of the training that it has to be of; its counters and numbers are checked then, too.
+    With `run`, the `run_identity` of the training that resumes, the state has to be of that training.
 
     Raises:
-        InputError: there is none, or none is whole. With `run` also: an entry is missing or of another type, the step
-            is below 0 or beyond the end, a weight or a moment of the optimizer is not finite, or it is of another run.
+        InputError: there is no checkpoint, or none is intact. With `run` also: an entry is missing or of another type,
+            the step is below 0 or beyond the end, a weight or a moment of the optimizer is not finite, or the state is
+            of another run.
     """
     previous = previous_checkpoint(path)
     if not os.path.exists(path) and not previous.exists():
@@ -88,17 +86,15 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
 
 
 def saved_step(path: str | os.PathLike[str]) -> int:
-    """The step of the checkpoint at `path`, read without its tensors; 0 where there is none, or none that is whole."""
+    """Return the step of the checkpoint at `path` without reading its tensors; 0 if there is none that can be read."""
     try:
-        state = parsed_json(recorded(path).get("state", ""), str(path), dict[str, dict[str, Any]])
-    except InputError:
+        return int(recorded(path).get("step", 0))
+    except ValueError:  # an InputError is one
         return 0
-    step = state.get("words", {}).get("step")
-    return step if isinstance(step, int) else 0
 
 
 def run_identity(settings: Any) -> dict[str, Any]:
-    """The settings that a checkpoint belongs to, for `load_checkpoint`: two runs that agree in them are the same."""
+    """Return the settings that a checkpoint belongs to, for `load_checkpoint`."""
     return {
         f"[{section}] {name}": value
         for section in ("data", "model", "constraints", "training")
@@ -108,14 +104,12 @@ def run_identity(settings: Any) -> dict[str, Any]:
 
 
 def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Refuse a state that the training of `run` does not leave; see `load_checkpoint`."""
     for name, kinds in _ENTRIES.items():
-        value = state.get(name, ...)
-        if value is ... or not isinstance(value, kinds) or isinstance(value, bool):
-            what = "is missing" if value is ... else f"is {shown(value)}"
+        if not isinstance(state.get(name, ...), kinds) or isinstance(state[name], bool):
+            what = f"is {shown(state[name])}" if name in state else "is missing"
             raise InputError(f"{path}: is no checkpoint of a training: {name} {what}")
     if not 0 <= state["step"] <= state["steps"]:
-        raise InputError(f"{path}: is at step {state['step']} of {state['steps']}, where no training comes to")
+        raise InputError(f"{path}: step must be from 0 to {state['steps']}, got {state['step']}")
     for name, here in run.items():
         there = state["run"].get(name)
         if there != here:
@@ -128,30 +122,17 @@ def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any]
                 raise InputError(f"{path}: holds NaN or infinity in {name}; train again, with a lower --lr")
 
 
-def _keep(path: str | os.PathLike[str]) -> None:
-    """Make the checkpoint at `path` the previous one too."""
-    previous = previous_checkpoint(path)
-    previous.unlink(missing_ok=True)
-    try:
-        os.link(path, previous)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(path, previous)
-
-
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    tensors, metadata = load_tensors(path)
-    if metadata is None or metadata.get("format") != _FORMAT:
+    tensors, words = load_tensors(path)
+    if words is None or words.get("format") != _FORMAT:
         raise InputError(
-            f"{path}: is no checkpoint of this version of cdt_fast; resume with the version that wrote it, or train "
-            "in another folder"
+            f"{path}: is no checkpoint of this version; the git tag full (commit 1178e39) reads those of earlier ones"
         )
+    document = parsed_json(words.get("state", ""), str(path))
     try:
-        state = _with_tensors(parsed_json(metadata["state"], str(path)), tensors)
+        return {**_decoded(document, tensors)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(state, dict):
-        raise InputError(f"{path}: is damaged (its state is {shown(state)})")
-    return state
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -162,29 +143,26 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(entry, f"{name}.{key}")
 
 
-def _without_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return `value` for JSON, with names for its tensors, which go to `tensors`, and pairs for its dictionaries."""
     if isinstance(value, Tensor):
-        while name in tensors:  # the entry "a.b", and the entry "b" of "a"
-            name += "'"
-        tensors[name] = value
-        return {"tensor": name}
+        key = f"{len(tensors)}{name}"
+        tensors[key] = value
+        return {"tensor": key}
     if isinstance(value, dict):
-        keys = {str: "words", int: "numbers"}[type(next(iter(value)))] if value else "words"
-        return {keys: {str(key): _without_tensors(entry, f"{name}.{key}", tensors) for key, entry in value.items()}}
+        return {"items": [[key, _encoded(entry, f"{name}.{key}", tensors)] for key, entry in value.items()]}
     if isinstance(value, list | tuple):
-        return [_without_tensors(entry, f"{name}.{index}", tensors) for index, entry in enumerate(value)]
+        return [_encoded(entry, f"{name}.{index}", tensors) for index, entry in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{name} cannot be stored in a checkpoint: {type(value).__name__}")
 
 
-def _with_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_with_tensors(entry, tensors) for entry in value]
+        return [_decoded(entry, tensors) for entry in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
         return tensors[value["tensor"]]
-    if "numbers" in value:
-        return {int(key): _with_tensors(entry, tensors) for key, entry in value["numbers"].items()}
-    return {key: _with_tensors(entry, tensors) for key, entry in value["words"].items()}
+    return {key: _decoded(entry, tensors) for key, entry in value["items"]}
