@@ -98,7 +98,7 @@ def write_report(folder: str | os.PathLike[str], runs: Sequence[EvaluatedRun], c
     for table in tables(runs):
         lines += [as_markdown(table), ""]
     for run in runs:
-        lines += [f"- {run.label}: {judgment(run, runs)}{run.task.remark(run)}"]
+        lines += [f"- {run.label}: {judgment(run, runs)}"]
     lines.append("")
     try:
         for name, caption in figures.write_figures(folder, runs):

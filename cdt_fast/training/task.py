@@ -157,10 +157,6 @@ class Task(ABC):
     def drawings(self) -> list[Drawing]:
         """The pictures of a report that are the task's own."""
 
-    def remark(self, run: EvaluatedRun) -> str:
-        """What a report says of a run after its verdict."""
-        return ""
-
     def beside_others(
         self, folder: RunFolder, settings: Any, sources: Sequence[str]
     ) -> tuple[Table, list[dict[str, Any]]]:

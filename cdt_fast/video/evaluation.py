@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.training.results import Evaluation, per_sample_statistics
 from cdt_fast.video.data import VideoData, Windows
@@ -21,13 +20,13 @@ from cdt_fast.video.networks import (
     training_input,
 )
 from cdt_fast.video.noise import LEVELS, noisy_batches
-from cdt_fast.video.quality import BASELINES, mean_psnr, psnr_of, ssim
+from cdt_fast.video.quality import BASELINES, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 
 
 class VideoEvaluation(Evaluation):
     """The `evaluation.json` of a run on video. RMSE and PSNR are on the scale 0..255, over all pixels of a noise level;
-    `mean_rmse` and `mean_psnr` are plain means over the levels, SSIM is the mean over frames (`quality.ssim`). Losses
+    `mean_rmse` is the plain mean over the levels, SSIM is the mean over frames (`quality.ssim`). Losses
     are sums over the pixels of a patch with values in [0, 1], or in units of the noise's variance where the model is
     noise-adaptive, means over the tokens. A sample of `per_sample` is one sequence, or one window where the training is
     on overlapping grids. `training_gamma` is the middle of the levels that were trained on, and losses are those at
@@ -41,19 +40,13 @@ class VideoEvaluation(Evaluation):
     psnr: list[float | None]
     ssim: list[float]
     mean_rmse: float
-    mean_psnr: float | None
-    identity_rmse: list[float]
-    identity_psnr: list[float | None]
-    identity_ssim: list[float]
     baseline_rmse: dict[str, list[float]]
     baseline_psnr: dict[str, list[float | None]]
     baseline_ssim: dict[str, list[float]]
     depth_rmse: list[list[float]]
-    spectral_ratio: list[float]
 
     def sizes(self) -> dict[str, int]:
-        names = ("rmse", "psnr", "ssim", "identity_rmse", "identity_psnr", "identity_ssim", "depth_rmse")
-        return dict.fromkeys(names, len(self.gamma))
+        return dict.fromkeys(("rmse", "psnr", "ssim", "depth_rmse"), len(self.gamma))
 
 
 @torch.no_grad()
@@ -73,14 +66,13 @@ def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings
 def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress: bool = True) -> dict[str, Any]:
     """Return the entries of `VideoEvaluation` but for what `training.evaluation` adds, on the test windows."""
     gammas, device, depths = settings.evaluation.gammas, device_of(model), model.layers + 1
-    rmse: list[
-        list[float]
-    ] = []  # a row a noise level: every depth (of SSIM only the last), the identity, the baselines
-    alike: list[list[float]] = []
+    rmse, alike = [], []  # a row a noise level: every depth (of SSIM only the last), then the baselines
     for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):
-        errors, similar, pixels, frames = 0.0, 0.0, 0, 0
+        errors: Any = 0.0
+        similar: Any = 0.0
+        pixels = frames = 0
         for noisy, clean, deviation in noisy_batches(data.test, gamma, data.sigma, device):
-            outputs = [*reconstructed(model, settings, noisy, deviation, settings.data.overlap), noisy]
+            outputs = reconstructed(model, settings, noisy, deviation, settings.data.overlap)
             outputs += [denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values()]
             errors += torch.stack([(output - clean).square().sum(dtype=torch.float64) for output in outputs]).cpu()
             similar += torch.stack([ssim(output, clean).sum() for output in outputs[depths - 1 :]]).double().cpu()
@@ -88,9 +80,8 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
         rmse.append((LEVELS * (errors / pixels).sqrt()).tolist())
         alike.append((similar / frames).tolist())
     losses, per_sample = _descent(model, data, settings)
-    final, identity = [row[depths - 1] for row in rmse], [row[depths] for row in rmse]
-    baselines = {name: [row[depths + 1 + index] for row in rmse] for index, name in enumerate(BASELINES)}
-    psnr = [psnr_of(value) for value in final]
+    final, *others = map(list, list(zip(*rmse, strict=True))[depths - 1 :])
+    likeness, *others_alike = map(list, zip(*alike, strict=True))
     return {
         "tied": getattr(model, "tied", False),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -100,19 +91,14 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
         "sigma": data.sigma,
         "gamma": list(gammas),
         "rmse": final,
-        "psnr": psnr,
-        "ssim": [row[0] for row in alike],
+        "psnr": [psnr_of(value) for value in final],
+        "ssim": likeness,
         "mean_rmse": sum(final) / len(final),
-        "mean_psnr": mean_psnr(psnr),
-        "identity_rmse": identity,
-        "identity_psnr": [psnr_of(value) for value in identity],
-        "identity_ssim": [row[1] for row in alike],
-        "baseline_rmse": baselines,
-        "baseline_psnr": {name: [psnr_of(value) for value in values] for name, values in baselines.items()},
-        "baseline_ssim": {name: [row[2 + index] for row in alike] for index, name in enumerate(BASELINES)},
+        "baseline_rmse": dict(zip(BASELINES, others, strict=True)),
+        "baseline_psnr": {name: list(map(psnr_of, values)) for name, values in zip(BASELINES, others, strict=True)},
+        "baseline_ssim": dict(zip(BASELINES, others_alike, strict=True)),
         "depth_rmse": [row[:depths] for row in rmse],
         "layer_loss": losses,
-        "spectral_ratio": model.spectral_ratio().reshape(-1).tolist() if isinstance(model, DUST) else [],
         "per_sample": per_sample,
     }
 

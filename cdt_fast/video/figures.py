@@ -31,7 +31,7 @@ from cdt_fast.video.noise import noisy_batches
 from cdt_fast.video.quality import dct3d_shifted_denoise, mean_psnr
 from cdt_fast.video.settings import VideoSettings
 
-_STYLES = {"blur": (0, (1, 3)), "dct": "--", "dct3d": "-.", "dct3d_shifted": (0, (3, 1, 1, 1))}
+_STYLES = {"identity": ":", "blur": (0, (1, 3)), "dct": "--", "dct3d": "-.", "dct3d_shifted": (0, (3, 1, 1, 1))}
 _SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
 
 
@@ -49,6 +49,7 @@ def baseline_label(run: EvaluatedRun, name: str) -> str:
     data = run.settings.data
     patch = f"{data.patch}x{data.patch}"
     return {
+        "identity": "identity (the noisy frames)",
         "blur": "mean of 3x3 pixels",
         "dct": f"DCT {patch}, hard threshold",
         "dct3d": f"3-D DCT {patch}x{data.window}, hard threshold",
@@ -77,16 +78,14 @@ def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
 def _measured(runs: Sequence[EvaluatedRun], measure: str) -> list[tuple[str, int, list[Any]]]:
     """Return a label, the number of parameters, and the "rmse", "psnr" or "ssim" a noise level of each row."""
     reference = runs[0].evaluation
-    rows = [("identity (the noisy frames)", 0, getattr(reference, f"identity_{measure}"))]
-    for name, values in getattr(reference, f"baseline_{measure}").items():
-        rows.append((baseline_label(runs[0], name), 0, values))
+    baselines = getattr(reference, f"baseline_{measure}").items()
+    rows = [(baseline_label(runs[0], name), 0, values) for name, values in baselines]
     return rows + [(run.label, run.evaluation.parameters, getattr(run.evaluation, measure)) for run in runs]
 
 
 def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     figure, (axis,) = axes_of()
     reference = runs[0].evaluation
-    axis.plot(reference.gamma, reference.identity_rmse, ":", color=GRAY, label="identity")
     for name, values in reference.baseline_rmse.items():
         axis.plot(reference.gamma, values, linestyle=_STYLES[name], color=GRAY, label=baseline_label(runs[0], name))
     plot_runs(axis, runs, "rmse", reference.gamma)
@@ -98,7 +97,7 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
 
 def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
     def add_identity(axis: Any, index: int) -> None:
-        axis.axhline(runs[0].evaluation.identity_rmse[index], linestyle=":", color=GRAY, label="identity")
+        axis.axhline(runs[0].evaluation.baseline_rmse["identity"][index], linestyle=":", color=GRAY, label="identity")
 
     figure, axes = early_exits(runs, "depth_rmse", add_identity, level_sign(runs[0]))
     set_log_scale(axes[0], "RMSE (0..255)")

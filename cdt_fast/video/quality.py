@@ -106,6 +106,7 @@ def blur(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
 
 
 BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {
+    "identity": lambda frames, noise_deviation, patch: frames,
     "blur": blur,
     "dct": dct_denoise,
     "dct3d": dct3d_denoise,

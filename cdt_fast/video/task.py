@@ -174,9 +174,10 @@ class VideoTask(Task):
     def reading(self, run: EvaluatedRun) -> Reading:
         values = run.evaluation
         index = min(range(len(values.gamma)), key=lambda index: abs(values.gamma[index] - values.training_gamma))
-        references = {"the input": values.identity_rmse[index]}
-        for name, rmse in values.baseline_rmse.items():
-            references[figures.baseline_label(run, name)] = rmse[index]
+        references = {
+            "the input" if name == "identity" else figures.baseline_label(run, name): rmse[index]
+            for name, rmse in values.baseline_rmse.items()
+        }
         measure = f"RMSE at {figures.level_sign(run)} {values.gamma[index]:g}"
         return Reading(measure, values.depth_rmse[index], references)
 
@@ -193,12 +194,6 @@ class VideoTask(Task):
 
     def drawings(self) -> list[Drawing]:
         return figures.drawings()
-
-    def remark(self, run: EvaluatedRun) -> str:
-        ratios = run.evaluation.spectral_ratio
-        if not ratios:
-            return ""
-        return f" ‖D‖²/c is at most {max(ratios):.3f} (inner losses may jump from near 2 on)."
 
     def beside_others(
         self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str]

@@ -34,7 +34,7 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained
     names += ["3-D DCT 8x8x5, hard threshold", "3-D DCT 8x8x5, shifted grids"]
     assert [line[:29].strip() for line in table[2:7]] == names
     constrained, plain = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
-    assert table[2].split()[-3:-1] == [f"{value:.2f}" for value in constrained["identity_rmse"]]
+    assert table[2].split()[-3:-1] == [f"{value:.2f}" for value in constrained["baseline_rmse"]["identity"]]
     labels = "constrained (constrained, chain, untied)", "plain (unconstrained, tied)"
     for line, label, evaluation in zip(table[7:], labels, (constrained, plain), strict=True):
         assert line.startswith(label)

@@ -33,7 +33,7 @@ from tests.runs import evaluate_run, load_data, open_run
 
 # What ARCHITECTURE.md promises to whoever reads an evaluation.json.
 PROMISED = {
-    *("task", "model", "constrained", "layers", "gamma", "rmse", "identity_rmse", "mean_rmse"),
+    *("task", "model", "constrained", "layers", "gamma", "rmse", "baseline_rmse", "mean_rmse"),
     *("layer_loss", "layer_ratio", "feasible", "violation", "per_sample"),
 }
 
@@ -65,7 +65,7 @@ def test_an_evaluation_holds_what_is_promised(trained: Any) -> None:
         assert evaluation["model"] == "dust"
         assert evaluation["layers"] == 2
         assert evaluation["gamma"] == [0.15, 0.5]
-        assert len(evaluation["rmse"]) == len(evaluation["identity_rmse"]) == 2
+        assert len(evaluation["rmse"]) == len(evaluation["baseline_rmse"]["identity"]) == 2
         assert len(evaluation["layer_loss"]) == len(evaluation["violation"]) == 3
         assert len(evaluation["layer_ratio"]) == 2
     assert evaluation["constrained"] is False
@@ -131,7 +131,7 @@ def test_every_number_is_that_of_its_definition(
         expected = (255 * (squares / (2 * 5 * 32 * 32)).sqrt()).tolist()
         assert found["depth_rmse"][level] == pytest.approx(expected[:3], rel=1e-5)
         assert found["rmse"][level] == found["depth_rmse"][level][2]
-        assert found["identity_rmse"][level] == pytest.approx(expected[3], rel=1e-6)
+        assert found["baseline_rmse"]["identity"][level] == pytest.approx(expected[3], rel=1e-6)
     mean = torch.cat(losses, dim=1).mean(1)
     assert found["layer_loss"] == pytest.approx(mean.tolist(), rel=1e-5)
     assert found["layer_ratio"] == pytest.approx((mean[1:] / mean[:-1]).tolist(), rel=1e-5)
@@ -150,10 +150,10 @@ def test_every_number_is_that_of_its_definition(
 
 def test_all_runs_see_the_same_noise(trained: Any, tiny_config: Callable[..., VideoSettings]) -> None:
     first, second = (read_json(path / "evaluation.json") for path in (trained.constrained, trained.plain))
-    assert first["identity_rmse"] == second["identity_rmse"]
+    assert first["baseline_rmse"]["identity"] == second["baseline_rmse"]["identity"]
     assert first["baseline_rmse"] == second["baseline_rmse"]
     other = evaluated(DUST(64, 32, 1), tiny_config(code_size=32, layers=1, seed=9))
-    assert other["identity_rmse"] == first["identity_rmse"]
+    assert other["baseline_rmse"]["identity"] == first["baseline_rmse"]["identity"]
 
 
 def test_noise_depends_on_the_window_and_not_on_its_batch(
@@ -206,7 +206,7 @@ def test_flat_patches_without_noise_do_not_spoil_the_statistics(
     np.save(tmp_path / "border.npy", clip)
     config = tiny_config(source=str(tmp_path / "border.npy"), gamma=0.0, gammas=[0.0, 0.5])
     found = evaluated(DUST(64, 64, 2), config)
-    assert found["identity_rmse"][0] == 0.0
+    assert found["baseline_rmse"]["identity"][0] == 0.0
     assert 0 < found["per_sample"]["mean_ratio"] < 2
     assert sum(found["per_sample"]["histogram"]["counts"]) == 12 * 2
     json.dumps(found, allow_nan=False)
