@@ -1,10 +1,9 @@
-"""The evaluation of a run, whatever its task, and the verdict on it: whether it is of any use."""
+"""The evaluation of a run of any task, and the verdict on it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from cdt_fast.constraints.constraints import DescentConstraints
@@ -23,7 +22,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
     state = load_checkpoint(folder.checkpoint, run=run_identity(settings))
     data = task.load(settings, progress)
     saved = DescentConstraints.saved_settings(state["constraints"])
-    used = saved["reference"]  # what the training took, which knew the loss of a guess
+    used = saved["reference"]  # at most the loss of a guess, which only the training knew
     constraints = build_constraints(settings, saved["layers"], used if isinstance(used, float) else None)
     constraints.load_state_dict(state["constraints"])
     progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
@@ -39,7 +38,7 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
 
 
 def _validated(folder: RunFolder, state: dict[str, Any]) -> dict[str, float]:
-    """What the training came to on validation data, up to the checkpoint; nothing where its start was not validated."""
+    """Return the validation losses at the start, of the kept model and at the end; nothing if the start has none."""
     logged = [entry for entry in folder.read_metrics() if "validation" in entry and entry["step"] <= state["step"]]
     if not logged or logged[0]["step"] > 0:
         return {}
@@ -48,7 +47,7 @@ def _validated(folder: RunFolder, state: dict[str, Any]) -> dict[str, float]:
 
 
 def judged(measured: dict[str, Any], settings: RunSettings, constraints: DescentConstraints) -> dict[str, Any]:
-    """What a task measured, with what the settings say of the run and the constraints of its losses."""
+    """Return the entries that a task measured, with those that follow from the settings and the constraints."""
     report = constraints.report(measured["layer_loss"])
     found = report.as_dict()  # without numbers that JSON cannot represent
     return {
@@ -66,118 +65,93 @@ def judged(measured: dict[str, Any], settings: RunSettings, constraints: Descent
 
 
 def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[bool, str]:
-    """Whether a run is a success, and that and where its exits stand in words.
+    """Return whether a run is a success, and its checks in words.
 
-    Of a success the constraints hold, where the run has some, the kept model is a trained one, and its last depth is
-    better than the input, every baseline without weights and the plain run, where one is among `others`, runs on the
-    same data: by more than chance explains, where the margins of the losses are known. Those of two runs count as
-    independent, which on the same samples is cautious.
+    A success satisfies its constraints, if it has some, has kept a trained model, and its last depth is better than the
+    input, every baseline without weights and the plain run, if one is among `others`, runs on the same data: by more
+    than chance explains, where the margins of the losses are known. Those of two runs count as independent, which on
+    the same samples is cautious.
     """
     reading, values = run.task.reading(run), run.evaluation
-    depths, last = reading.depths, reading.depths[-1]
-    own = reading.margins or [0.0] * len(depths)
-    # What each depth has to beat, and by how much: the same for all, but for the plain run's own value at that depth.
-    references = {name: ([value] * len(depths), own) for name, value in reading.references.items()}
+    last, margin = reading.depths[-1], (reading.margins or [0.0])[-1]
+    references = {name: (value, margin) for name, value in reading.references.items()}
     plain = plain_run(run, others)
     if plain is not None:
         other = plain.task.reading(plain)
-        margins = [math.hypot(*pair) for pair in zip(own, other.margins or own, strict=True)]
-        references[f"plain training ({plain.name or plain.folder.name})"] = other.depths, margins
-    digits = _digits_apart(last, [of[-1] for of, _ in references.values()])
-    found: dict[str, list[str]] = {"better than": [], "no different from": [], "not better than": []}
-    for name, (of, margins) in references.items():
-        difference = of[-1] - last
-        chance = margins[-1] > 0 and abs(difference) <= margins[-1]
-        word = "no different from" if chance else "better than" if difference > 0 else "not better than"
-        found[word].append(f"{name} ({of[-1]:.{digits}g})")
-    holds, words = _held(values)
-    judged = bool(words)
-    untrained_kept = values.kept_step == 0
-    if untrained_kept:
-        words.insert(0, "training gained nothing, and the untrained network was kept")
-    success = holds and not untrained_kept and not found["no different from"] and not found["not better than"]
-    shown = f"{reading.measure}: {last:.{digits}g}" + (f" ±{own[-1]:.2g} on {reading.samples}" if own[-1] else "")
-    compared = [f"{word} {_listed(names)}" for word, names in found.items() if names]
-    words.append(f"the last depth ({shown}) is {'; '.join(compared)}")
-    text = f"{'Success' if success else 'No success'}: {'; '.join(words)}."
-    if len(depths) > 2:
-        beaten: dict[str, list[str]] = {}  # the references by the exits that are better
-        for name, (of, margins) in references.items():
-            exits = [depth for depth in range(1, len(depths) - 1) if of[depth] - depths[depth] > margins[depth]]
-            beaten.setdefault(_ranges(exits), []).append(name)
-        parts = [
-            f"than {'all of these' if len(beaten) == 1 < len(names) else _listed(names)}: {exits}"
-            for exits, names in beaten.items()
-        ]
-        text += f" Exits better {'; '.join(parts)}."
+        both = math.hypot(margin, (other.margins or [margin])[-1])
+        references[f"plain training ({plain.name or plain.folder.name})"] = other.depths[-1], both
+    digits = _digits_apart(last, [value for value, _ in references.values()])
+    checks = _bounds_check(values)
+    if values.kept_step == 0:
+        checks["a trained model is kept"] = "no, training gained nothing"
+    for name, (value, chance) in references.items():
+        answer = "yes" if value > last else "no"
+        if chance > 0 and abs(value - last) <= chance:
+            answer = "no difference beyond chance"
+        checks[f"better than {name} ({value:.{digits}g})"] = answer
+    success = all(answer.startswith("yes") for answer in checks.values())
+    shown = f"{last:.{digits}g}" + (f" ±{margin:.2g} on {reading.samples}" if margin else "")
+    words = [f"{reading.measure} at the last depth is {shown}", *(f"{name}: {said}" for name, said in checks.items())]
+    return success, " ".join([f"{'Success' if success else 'No success'}: {'; '.join(words)}.", *_remarks(values)])
+
+
+def _bounds_check(values: Any) -> dict[str, str]:
+    """Return whether the constraints of a run hold, as a check; empty if it has none."""
+    report = values.report
+    if not values.constrained or (report.worst_layer is None and not report.unjudged):
+        return {}
+    if report.worst_layer is None:
+        return {"constraints hold": "no, they never came on"}
+    if not values.feasible:
+        return {"constraints hold": "no"}
+    some = f", the {report.judged} of {report.judged + report.unjudged} that are judged" if report.unjudged else ""
+    return {"constraints hold": f"yes{some}" + (f", but {report.caveat}" if report.caveat else "")}
+
+
+def _remarks(values: Any) -> list[str]:
+    """Return what else a reader should know about the training, in sentences."""
+    remarks = []
     kept, warmup = values.kept_step, values.warmup_steps
-    before, after = values.untrained_loss, values.final_loss if untrained_kept else values.kept_loss
+    before, after = values.untrained_loss, values.final_loss if kept == 0 else values.kept_loss
     if before is not None and after is not None and after > before:
         digits = _digits_apart(before, [after])
-        text += (
-            f" Training made the last depth worse than it was untrained: {before:.{digits}g} -> {after:.{digits}g} on "
-            "validation data."
-        )
-    if not untrained_kept and values.constrained and kept is not None and kept <= warmup < values.trained_steps:
-        text += (
-            f" The model that was kept is that of step {kept}, before the constraints came on (after step {warmup}): "
+        change = f"{before:.{digits}g} -> {after:.{digits}g}"
+        remarks.append(f"Training made the last depth worse than it was untrained: {change} on validation data.")
+    if kept and values.constrained and kept <= warmup < values.trained_steps:
+        remarks.append(
+            f"The model that was kept is that of step {kept}, before the constraints came on (after step {warmup}): "
             "by its last loss and the price of its violations none after it was better."
         )
-    if judged and 0 < values.trained_steps <= warmup:
-        text += f" The constraints never came on, which is after step {warmup}: they only judge."
-    return success, text
+    if _bounds_check(values) and 0 < values.trained_steps <= warmup:
+        remarks.append(f"The constraints never came on, which is after step {warmup}: they only judge.")
+    return remarks
 
 
 def plain_run(run: EvaluatedRun, others: Sequence[EvaluatedRun]) -> EvaluatedRun | None:
-    """Among runs of as many layers the unconstrained one on the last loss alone: of as many parameters and the same
-    seed, where there is one. None for a run that is one itself.
+    """Return the run without constraints and on the last loss alone to compare with, among runs of as many layers.
+
+    One of as many parameters and the same seed comes first. None if there is none, or the run is one itself.
     """
     if _is_plain(run):
         return None
-    plain = [other for other in others if _is_plain(other) and other.evaluation.layers == run.evaluation.layers]
-    return min(
-        plain,
-        key=lambda other: (
-            other.evaluation.parameters != run.evaluation.parameters,
-            other.settings.training.seed != run.settings.training.seed,
-        ),
-        default=None,
-    )
+    own = run.evaluation
+    plain = [other for other in others if _is_plain(other) and other.evaluation.layers == own.layers]
 
+    def distance(other: EvaluatedRun) -> tuple[bool, bool]:
+        same_seed = other.settings.training.seed == run.settings.training.seed
+        return other.evaluation.parameters != own.parameters, not same_seed
 
-def _held(values: Any) -> tuple[bool, list[str]]:
-    """Whether the constraints of a run hold, and the words that say so; none where it has no constraints."""
-    report = values.report
-    if not values.constrained or (report.worst_layer is None and not report.unjudged):
-        return True, []
-    if report.worst_layer is None:
-        return False, ["the constraints never came on"]
-    if not values.feasible:
-        return False, ["constraints are violated"]
-    held = "the bounds hold" if report.caveat else "all constraints hold"
-    if report.unjudged:
-        held = f"{report.judged} of {report.judged + report.unjudged} constraints are judged, and hold"
-    return True, [f"{held}, but {report.caveat}" if report.caveat else held]
-
-
-def _digits_apart(number: float, others: Sequence[float]) -> int:
-    """As many digits, four or more, as tell a number from others that are different."""
-    return next(
-        digits
-        for digits in range(4, 18)
-        if all(f"{number:.{digits}g}" != f"{other:.{digits}g}" for other in others if other != number)
-    )
+    return min(plain, key=distance, default=None)
 
 
 def _is_plain(run: EvaluatedRun) -> bool:
     return not run.settings.constrained and run.settings.objective == "last"
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
-
-
-def _ranges(depths: Sequence[int]) -> str:
-    """`1 to 3 and 5`, or `none`."""
-    runs = [[depth for _, depth in run] for _, run in groupby(enumerate(depths), lambda pair: pair[1] - pair[0])]
-    return _listed([str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]) if runs else "none"
+def _digits_apart(number: float, others: Sequence[float]) -> int:
+    """Return as many digits, four or more, as tell a number from others that are different."""
+    return next(
+        digits
+        for digits in range(4, 18)
+        if all(f"{number:.{digits}g}" != f"{other:.{digits}g}" for other in others if other != number)
+    )

@@ -1,10 +1,11 @@
-"""What was measured of a run, as `evaluation.json` holds it."""
+"""The measurements of a run, as `evaluation.json` holds them."""
 
 from __future__ import annotations
 
 import math
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
@@ -14,18 +15,20 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Part(BaseModel):
+    """An object of `evaluation.json`; a task may add entries."""
+
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=False, protected_namespaces=())
 
 
 class Histogram(Part):
-    """Of the ratios of single samples; the last bin holds all above."""
+    """Counts of the ratios of single samples; the last bin holds all above."""
 
     edges: list[float]
     counts: list[Count]
 
 
 class PerSample(Part):
-    """The ratios ℓ_l / ℓ_{l−1} of every single sample at every layer; None where no ratio is left."""
+    """Statistics of the ratios ℓ_l / ℓ_{l−1} of every single sample at every layer; None if no ratio is left."""
 
     mean_ratio: float | None
     median_ratio: float | None
@@ -34,7 +37,7 @@ class PerSample(Part):
 
 
 class Verdict(Part):
-    """A `FeasibilityReport`, and the sentence it is put in."""
+    """A `FeasibilityReport`, and its text."""
 
     feasible: bool
     worst_layer: Count | None
@@ -75,7 +78,7 @@ class Evaluation(Part):
     verdict: str = ""
 
     @model_validator(mode="after")
-    def _of_one_size(self) -> Self:
+    def _check_sizes(self) -> Self:
         depths = self.layers + 1
         sizes = {"layer_loss": depths, "layer_ratio": depths - 1, "rate": depths - 1, "violation": depths}
         for name, size in {**sizes, **self.sizes()}.items():
@@ -84,7 +87,7 @@ class Evaluation(Part):
         return self
 
     def sizes(self) -> dict[str, int]:
-        """How many entries the lists of a task's own have, by name."""
+        """Return how many entries the lists that a task adds have, by name."""
         return {}
 
     @property
@@ -97,45 +100,43 @@ HISTOGRAM_EDGES = [round(0.05 * index, 2) for index in range(41)]  # of the per-
 
 
 def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
-    """The `PerSample` of losses `[L+1, samples]`, depth 0 first; a ratio to a loss of zero is left out."""
+    """Return the `PerSample` of losses `[L+1, samples]`, depth 0 first; a ratio to a loss of zero is left out."""
     losses = losses.to(torch.float64)
     ratios = (losses[1:] / losses[:-1]).flatten().cpu()
     ratios = ratios[ratios.isfinite()]
     counts = torch.histogram(ratios.clamp(max=HISTOGRAM_EDGES[-1]), torch.tensor(HISTOGRAM_EDGES).double()).hist
+    known = len(ratios) > 0
     return {
-        "mean_ratio": ratios.mean().item() if len(ratios) else None,
-        "median_ratio": ratios.median().item() if len(ratios) else None,
-        "descending_fraction": (ratios < 1).double().mean().item() if len(ratios) else None,
+        "mean_ratio": ratios.mean().item() if known else None,
+        "median_ratio": ratios.median().item() if known else None,
+        "descending_fraction": (ratios < 1).double().mean().item() if known else None,
         "histogram": {"edges": HISTOGRAM_EDGES, "counts": [int(count) for count in counts]},
     }
 
 
 def mean_margin(sums: Tensor, counts: Tensor) -> list[float] | None:
-    """Half of the 95 % interval of the mean of every depth, by what it varies between samples.
+    """Return half of the 95 % confidence interval of the mean at every depth, from the variation between samples.
 
     Args:
         sums: float64 `[L+1, samples]`, each over the items of a sample.
         counts: `[samples]`, how many items those are; the means are over all items.
 
     Returns:
-        `L+1` numbers, in the unit of the mean; None of a single sample, which says nothing of others.
+        `L+1` numbers, in the unit of the mean; None for a single sample, which says nothing about others.
     """
     samples, total = len(counts), counts.sum()
     if samples == 1:
         return None
     residuals = sums - sums.sum(1, keepdim=True) / total * counts
     error = (residuals.square().sum(1) * samples / (samples - 1)).sqrt() / total
-    return (t_quantile(0.975, min(samples - 1, 1000)) * error).tolist()  # of more, Simpson's steps are too wide
+    return (t_quantile(0.975, samples - 1) * error).tolist()
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The quantile of Student's t distribution, for a probability above one half, to 1e-6."""
-    factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
-    # t = √ν tan θ turns the integral of the density into one of cos^(ν−1) over a bounded interval, by Simpson's rule.
-    low, high, steps = 0.0, math.pi / 2, 400
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        points = [math.cos(middle * index / steps) ** (degrees - 1) for index in range(steps + 1)]
-        integral = middle / steps / 3 * (points[0] + points[-1] + 4 * sum(points[1::2]) + 2 * sum(points[2:-1:2]))
-        low, high = (middle, high) if 0.5 + factor * integral < probability else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
+    """Return the quantile of Student's t distribution, for a probability above one half, to 1e-6."""
+    # With t = √ν tan θ the density is cos^(ν−1) θ on a bounded interval; trapezoids give its distribution.
+    angles = np.linspace(0, np.pi / 2, 200_001)
+    density = np.cos(angles) ** (degrees - 1)
+    below = np.cumsum(density[1:] + density[:-1])
+    angle = np.interp(2 * probability - 1, below / below[-1], angles[1:])
+    return math.sqrt(degrees) * math.tan(angle)

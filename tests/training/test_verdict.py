@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +53,10 @@ def test_a_network_of_two_steps_is_no_success_although_its_layers_descend(tiny_c
     assert evaluation.success is False
     assert evaluation.kept_step in (1, 2)
     assert evaluation.verdict.startswith("No success: ")
-    assert "is not better than the input (" in evaluation.verdict
+    assert re.search(r"better than the input \([\d.]+\): no;", evaluation.verdict)
 
 
-HOLD = "all constraints hold; "
+HOLD = "Success: LAST; constraints hold: yes"
 WORSE = "Training made the last depth worse than it was untrained: 12.84 -> 13.01 on validation data."
 KEPT = "by its last loss and the price of its violations none after it was better."
 MULTIPLIES = "layer 1 multiplies the loss by 1.42 (its rate allows 0.95)"
@@ -64,57 +65,72 @@ MULTIPLIES = "layer 1 multiplies the loss by 1.42 (its rate allows 0.95)"
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"feasible": False}, "No success: constraints are violated; BETTER"),
-        ({"steps": (21, 20, 90), "validated": (3.1, 3.1, 3.3)}, f"Success: {HOLD}BETTER"),
+        ({"feasible": False}, "No success: LAST; constraints hold: no; BETTER"),
+        ({"steps": (21, 20, 90), "validated": (3.1, 3.1, 3.3)}, f"{HOLD}; BETTER"),
         (
             {"steps": (20, 20, 90)},
-            f"Success: {HOLD}BETTER The model that was kept is that of step 20, before the constraints came on (after "
-            f"step 20): {KEPT}",
+            f"{HOLD}; BETTER The model that was kept is that of step 20, before the constraints came on (after step "
+            f"20): {KEPT}",
         ),
-        ({"steps": (90, 20, 90), "validated": (12.84, 13.01, 13.01)}, f"Success: {HOLD}BETTER {WORSE}"),
+        ({"steps": (90, 20, 90), "validated": (12.84, 13.01, 13.01)}, f"{HOLD}; BETTER {WORSE}"),
         (
             {"steps": (0, 20, 90), "validated": (12.84, 12.84, 13.01)},
-            f"No success: training gained nothing, and the untrained network was kept; {HOLD}BETTER {WORSE}",
+            f"No {HOLD[0].lower()}{HOLD[1:]}; a trained model is kept: no, training gained nothing; BETTER {WORSE}",
         ),
         (
             {"steps": (20, 20, 20)},
-            f"Success: {HOLD}BETTER The constraints never came on, which is after step 20: they only judge.",
+            f"{HOLD}; BETTER The constraints never came on, which is after step 20: they only judge.",
         ),
-        ({"feasible": False, "judged": (0, 0, "")}, "Success: BETTER"),
-        ({"feasible": False, "judged": (0, 1, "")}, "No success: the constraints never came on; BETTER"),
-        ({"judged": (2, 1, "")}, "Success: 2 of 3 constraints are judged, and hold; BETTER"),
-        ({"judged": (3, 0, MULTIPLIES)}, f"Success: the bounds hold, but {MULTIPLIES}; BETTER"),
+        ({"feasible": False, "judged": (0, 0, "")}, "Success: LAST; BETTER"),
+        (
+            {"feasible": False, "judged": (0, 1, "")},
+            "No success: LAST; constraints hold: no, they never came on; BETTER",
+        ),
+        ({"judged": (2, 1, "")}, f"{HOLD}, the 2 of 3 that are judged; BETTER"),
+        ({"judged": (3, 0, MULTIPLIES)}, f"{HOLD}, but {MULTIPLIES}; BETTER"),
     ],
 )
 def test_a_verdict_is_about_constraints(options: dict[str, Any], text: str) -> None:
-    better = "the last depth (RMSE at γ 0.15: 3) is better than the input (5.6) and DCT (4)."
-    assert verdict(run_of([9.0, 3.0], **options)) == (text.startswith("Success"), text.replace("BETTER", better))
+    success, found = verdict(run_of([9.0, 3.0], **options))
+    expected = text.replace("LAST", "RMSE at γ 0.15 at the last depth is 3")
+    assert found == expected.replace("BETTER", "better than the input (5.6): yes; better than DCT (4): yes.")
+    assert success == text.startswith("Success")
 
 
 @pytest.mark.parametrize(
-    ("depths", "margins", "plain", "success", "text"),
+    ("last", "margin", "plain", "success", "text"),
     [
-        ([60, 50, 44], None, None, False, "44) is not better than the input (5.6) and DCT (4). Exits better than all"),
-        ([9, 5, 3.5, 3], None, None, True, "DCT (4). Exits better than the input: 1 to 2; than DCT: 2."),
-        ([9, 5], [0, 0.5], None, False, "5 ±0.5 on 40 texts) is better than the input (5.6); not better than DCT (4)."),
-        ([9, 5, 3.5, 3.99], [0.1, 0.6, 0.6, 0.02], None, False, "no different from DCT (4). Exits better than the inp"),
-        ([9, 3.99999], None, None, True, "3.99999) is better than the input (5.6) and DCT (4)."),
-        # Depth by depth, and by more than the margins of both.
-        ([9, 5, 5, 5, 3], None, [9, 6, 9, 2, 2.9], False, "than plain training (plain): 1 to 2."),
-        ([9, 5, 5, 5, 3], None, [9, 6, 9, 2, 2.9], False, "; not better than plain training (plain) (2.9)."),
-        ([9, 5, 5, 5, 2.8], None, [9, 6, 9, 2, 2.9], True, "plain training (plain) (2.9)"),
-        ([9, 2.51], [0, 0.3], [9, 3], False, "no different from plain training (plain) (3)"),
-        ([9, 2.49], [0, 0.3], [9, 3], True, "plain training (plain) (3)"),
+        (
+            44,
+            None,
+            None,
+            False,
+            "is 44; constraints hold: yes; better than the input (5.6): no; better than DCT (4): n",
+        ),
+        (
+            5,
+            0.5,
+            None,
+            False,
+            "is 5 ±0.5 on 40 texts; constraints hold: yes; better than the input (5.6): yes; better",
+        ),
+        (3.99, 0.02, None, False, "better than DCT (4): no difference beyond chance."),
+        (3.99999, None, None, True, "is 3.99999; constraints hold: yes; better than the input (5.6): yes"),
+        # By more than the margins of both.
+        (3, None, 2.9, False, "better than plain training (plain) (2.9): no."),
+        (2.8, None, 2.9, True, "better than plain training (plain) (2.9): yes."),
+        (2.51, 0.3, 3, False, "better than plain training (plain) (3): no difference beyond chance."),
+        (2.49, 0.3, 3, True, "better than plain training (plain) (3): yes."),
     ],
 )
 def test_a_verdict_is_about_the_input_the_baselines_and_a_plain_run(
-    depths: list[float], margins: list[float] | None, plain: list[float] | None, success: bool, text: str
+    last: float, margin: float | None, plain: float | None, success: bool, text: str
 ) -> None:
-    others = [run_of(plain, constrained=False, margins=margins and [0.0, 0.4])] if plain else []
-    found = verdict(run_of(depths, margins=margins), others)
+    others = [run_of([9.0, plain], constrained=False, margins=[0.0, 0.4] if margin else None)] if plain else []
+    found = verdict(run_of([9.0, last], margins=[0.0, margin] if margin else None), others)
     assert found[0] == success
     assert text in found[1]
-    assert not plain or "plain training" not in verdict(others[0], [run_of([1.0] * len(depths))])[1]
+    assert not plain or "plain training" not in verdict(others[0], [run_of([1.0, 1.0])])[1]
 
 
 def test_the_plain_run_is_of_the_same_size_and_seed() -> None:
