@@ -20,8 +20,7 @@ from cdt_fast.video.networks import reconstructed
 from cdt_fast.video.noise import estimated_noise
 from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
-
-TICK = Fraction(1, 90_000)
+from tests.video.clips import encode, plain, tone
 
 
 class _Same(DUST):
@@ -44,34 +43,19 @@ def settings_of(**data: Any) -> VideoSettings:
     return config
 
 
-def recorded(
-    path: Path,
-    times: list[Fraction],
-    sound: str | None = None,
-    frames: np.ndarray | None = None,
-    options: dict[str, str] | None = None,
-    **settings: Any,
-) -> Path:
+def recorded(path: Path, times: list[Fraction], sound: str | None = None, **settings: Any) -> Path:
     """A video with frames at these seconds, and a tone of a second where `sound` names its codec."""
-    frames = scrolling_clip(len(times), 24, 40) if frames is None else frames
-    with av.open(str(path), "w") as container:
-        video = container.add_stream("libx264", rate=10, options={"bf": "0", "crf": "4", **(options or {})}, **settings)
-        video.width, video.height, video.pix_fmt = frames.shape[2], frames.shape[1], "yuv420p"
-        video.codec_context.time_base = TICK
-        tone = None if sound is None else container.add_stream(sound, rate=48_000)
-        for number, time in enumerate(times):
-            picture = av.VideoFrame.from_ndarray(np.repeat(frames[number][..., None], 3, 2), format="rgb24")
-            picture.time_base, picture.pts = TICK, round(time / TICK)
-            container.mux(video.encode(picture))
-        container.mux(video.encode(None))
-        if tone is not None:
-            wave = (np.sin(np.arange(48_000) / 20) * 8000).astype(np.int16)
-            given = av.AudioFrame.from_ndarray(wave[None], format="s16", layout="mono")
-            given.sample_rate, given.pts = 48_000, 0
-            for part in av.AudioResampler(tone.format, tone.layout, 48_000).resample(given):
-                container.mux(tone.encode(part))
-            container.mux(tone.encode(None))
-    return path
+    frames = settings.pop("frames", scrolling_clip(len(times), 24, 40))
+    options = {"bf": "0", "crf": "4", **settings.pop("options", {})}
+
+    def setup(stream: Any) -> None:
+        for name, value in settings.items():
+            setattr(stream, name, value)
+
+    wave = (np.sin(np.arange(48_000) / 20) * 8000).astype(np.int16)
+    heard = None if sound is None else lambda container: tone(container, sound, wave)
+    colored = [np.repeat(frame[..., None], 3, 2) for frame in frames]
+    return encode(path, colored, "libx264", rate=10, options=options, times=times, setup=setup, sound=heard)
 
 
 def times_and_sound(path: Path) -> tuple[list[float], list[bytes]]:
@@ -118,21 +102,11 @@ def flash_and_beep(path: Path) -> tuple[int, float, float]:
 def flashing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A key frame every tenth of 50 frames, 25 a second, and a flash and a beep at the second 1."""
     path = tmp_path_factory.mktemp("flashing") / "whole.mp4"
-    with av.open(str(path), "w") as container:
-        video = container.add_stream("libx264", rate=25, options={"g": "10", "bf": "2", "x264-params": "open-gop=1"})
-        video.width, video.height, video.pix_fmt = 32, 32, "yuv420p"
-        tone = container.add_stream("aac", rate=48_000, layout="mono")
-        wave = np.zeros((50, 1, 1920), dtype=np.float32)
-        wave[25] = 0.9 * np.sin(np.arange(1920) * 0.3)
-        for number in range(50):
-            picture = np.full((32, 32, 3), 220 if number in (25, 26, 27) else 30, np.uint8)
-            container.mux(video.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-            sound = av.AudioFrame.from_ndarray(wave[number], format="fltp", layout="mono")
-            sound.sample_rate, sound.pts = 48_000, number * 1920
-            container.mux(tone.encode(sound))
-        container.mux(video.encode(None))
-        container.mux(tone.encode(None))
-    return path
+    wave = np.zeros(96_000, dtype=np.float32)
+    wave[48_000:49_920] = 0.9 * np.sin(np.arange(1920) * 0.3)
+    frames = [plain(220 if number in (25, 26, 27) else 30, 32, 32) for number in range(50)]
+    options = {"g": "10", "bf": "2", "x264-params": "open-gop=1"}
+    return encode(path, frames, "libx264", options=options, sound=lambda container: tone(container, "aac", wave))
 
 
 def copied(source: Path, target: Path, first: Fraction, cut: Fraction) -> Path:
@@ -238,18 +212,17 @@ SKIN = (224, 172, 140)
 
 def one_color(path: Path, width: int, codec: str, pixels: str, matrix: int, full: bool, **tags: int) -> Path:
     """Frames of `SKIN`, turned into YUV by this matrix and range, under these tags."""
-    picture = np.full((16, width, 3), SKIN, dtype=np.uint8)
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=25)
-        stream.width, stream.height, stream.pix_fmt = width, 16, pixels
+
+    def setup(stream: Any) -> None:
         for name, value in tags.items():
             setattr(stream.codec_context, name, value)
-        for _ in range(4):
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            frame.colorspace = matrix
-            container.mux(stream.encode(frame.reformat(format=pixels, dst_color_range=1 + full)))
-        container.mux(stream.encode(None))
-    return path
+
+    def frame() -> av.VideoFrame:
+        picture = av.VideoFrame.from_ndarray(np.full((16, width, 3), SKIN, dtype=np.uint8), format="rgb24")
+        picture.colorspace = matrix
+        return picture.reformat(format=pixels, dst_color_range=1 + full)
+
+    return encode(path, [frame() for _ in range(4)], codec, pixels, setup=setup)
 
 
 def shown_color(path: Path) -> tuple[list[int], tuple[int, ...]]:
@@ -312,13 +285,7 @@ def test_a_matrix_that_is_not_converted_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_frames_say_beyond_their_pixels_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "in.mov"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("png", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 8, 8, "rgba"
-        for alpha in (255, 255, 9):
-            picture = av.VideoFrame.from_ndarray(np.full((8, 8, 4), alpha, np.uint8), format="rgba")
-            container.mux(stream.encode(picture))
+    path = encode(tmp_path / "in.mov", [np.full((8, 8, 4), alpha, np.uint8) for alpha in (255, 255, 9)], "png", "rgba")
     assert denoised(path, tmp_path / "out.mp4")["notes"] == ["does not come through: transparency"]
     path = recorded(tmp_path / "in.mp4", EVEN, options={"x264-params": "frame-packing=3"})
     assert denoised(path, tmp_path / "stereo.mp4")["notes"] == ["does not come through: stereo3d"]
@@ -351,12 +318,11 @@ def test_tags_and_chapters_come_through_or_are_named(tmp_path: Path) -> None:
 
 
 def test_a_tag_in_latin_1_comes_through(tmp_path: Path) -> None:
-    path = tmp_path / "in.avi"
-    with av.open(str(path), "w") as container:
+    def named(container: Any) -> Any:
         container.metadata["title"] = "Tape #"
-        stream = container.add_stream("mpeg4", rate=25, width=16, height=16)
-        for _ in range(2):
-            container.mux(stream.encode(av.VideoFrame(16, 16)))
+        return lambda: None
+
+    path = encode(tmp_path / "in.avi", [plain(1, 16, 16)] * 2, sound=named)
     path.write_bytes(path.read_bytes().replace(b"Tape #", b"Tape \xfc"))
     assert denoised(path, tmp_path / "out.mp4")["notes"] == []
     with av.open(str(tmp_path / "out.mp4")) as container:
@@ -365,16 +331,10 @@ def test_a_tag_in_latin_1_comes_through(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [("gray", "yuv420p"), ("yuv420p", "gray")])
 def test_a_clip_may_change_its_pixel_format(tmp_path: Path, first: str, second: str) -> None:
-    options = {"x265-params": "log-level=none"}
-    data = b""
+    options, data = {"x265-params": "log-level=none"}, b""
     for pixels in (first, second):
-        with av.open(str(tmp_path / "part.hevc"), "w") as container:
-            stream = container.add_stream("libx265", rate=25, options=options)
-            stream.width, stream.height, stream.pix_fmt = 32, 32, pixels
-            for _ in range(3):
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((32, 32, 3), SKIN, np.uint8))))
-            container.mux(stream.encode(None))
-        data += (tmp_path / "part.hevc").read_bytes()
+        frames = [np.full((32, 32, 3), SKIN, np.uint8)] * 3
+        data += encode(tmp_path / "part.hevc", frames, "libx265", pixels, options=options).read_bytes()
     (tmp_path / "in.hevc").write_bytes(data)
     assert denoised(tmp_path / "in.hevc", tmp_path / "out.mp4")["frames"] == 6
     with av.open(str(tmp_path / "out.mp4")) as container:

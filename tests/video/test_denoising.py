@@ -26,6 +26,7 @@ from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import CONTAINERS
 from tests.runs import open_run
 from tests.tiny import scrolling_clip
+from tests.video.clips import encode
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +57,6 @@ def paper_settings(**data: Any) -> VideoSettings:
     return config
 
 
-def write_video(path: Path, frames: np.ndarray, rate: Fraction, pixels: str = "bgr0") -> Path:
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("ffv1", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], pixels
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
-    return path
-
-
 def decoded(path: Path) -> tuple[np.ndarray, Fraction]:
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
@@ -88,7 +79,7 @@ def test_the_output_plays_like_the_input(
 ) -> None:
     """Same size, rate and frames, in order: odd sides, windows that do not fill up, fewer frames than one window."""
     frames = colored(count, height, width)
-    source = write_video(tmp_path / "in.mkv", frames, rate)
+    source = encode(tmp_path / "in.mkv", frames, "ffv1", "bgr0", rate=rate)
     config = paper_settings()
     target = tmp_path / f"out{suffix}"
     told = denoise_video(_Identity(), config, source, target, grids=1, progress=False)
@@ -143,7 +134,7 @@ def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_
         noise = 15 * np.random.default_rng(0).standard_normal((*clean.shape[:3], channels))
         noisy = np.clip(clean + noise, 0, 255).astype(np.uint8)
         denoising = Denoising(model, settings, 1)
-        source = open_source(write_video(tmp_path / "in.mkv", noisy, Fraction(25), pixels))
+        source = open_source(encode(tmp_path / "in.mkv", noisy, "ffv1", pixels))
         found = np.stack(list(denoising.frames(source.frames())))
         assert denoising.found == [pytest.approx(15, rel=0.2)] * channels
         before, after = (

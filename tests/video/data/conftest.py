@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
 
 from cdt_fast.errors import InputError
+from tests.video.clips import encode
 
 
 @pytest.fixture
@@ -25,16 +25,8 @@ def write_video(moving_frames) -> Callable[..., Path]:
     def write(
         path: Path, count: int = 12, codec: str = "mpeg4", rate: int = 25, form: str | None = None, **options: str
     ):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        frames = moving_frames(count)
-        with av.open(str(path), "w", format=form, options=options) as container:
-            stream = container.add_stream(codec, rate=rate)
-            stream.width, stream.height = frames.shape[2], frames.shape[1]
-            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-            for frame in frames:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-            container.mux(stream.encode())
-        return path
+        pixels = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        return encode(path, moving_frames(count), codec, pixels, rate=rate, form=form, container_options=options)
 
     return write
 

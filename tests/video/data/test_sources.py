@@ -19,6 +19,7 @@ from PIL import Image
 
 from cdt_fast.errors import InputError
 from cdt_fast.video.data.clips import open_source
+from tests.video.clips import encode, plain, tone
 
 
 def read(path: Path) -> list[np.ndarray]:
@@ -54,15 +55,8 @@ def test_a_lying_frame_count_in_the_header_is_not_believed(tmp_path, write_lying
 
 
 def test_gray_video_gives_gray_frames(tmp_path):
-    path = tmp_path / "gray.mkv"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("ffv1", rate=5)
-        stream.width, stream.height, stream.pix_fmt = 16, 16, "gray"
-        for level in (0, 100, 255):
-            frame = av.VideoFrame.from_ndarray(np.full((16, 16), level, np.uint8), format="gray")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    assert [frame.tolist() for frame in read(path)] == [np.full((16, 16), level).tolist() for level in (0, 100, 255)]
+    frames = [np.full((16, 16), level, np.uint8) for level in (0, 100, 255)]
+    assert np.array_equal(read(encode(tmp_path / "gray.mkv", frames, "ffv1", "gray")), frames)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
@@ -327,13 +321,8 @@ def test_an_avi_that_begins_with_empty_frames_is_whole(tmp_path):
 
 
 def test_a_damaged_first_key_frame_is_noted(tmp_path):
-    path = tmp_path / "clip.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=25, width=48, height=32, options={"g": "5", "bf": "0"})
-        for number in range(20):
-            picture = np.full((32, 48, 3), 10 * number, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode())
+    frames = [plain(10 * number) for number in range(20)]
+    path = encode(tmp_path / "clip.mp4", frames, "libx264", options={"g": "5", "bf": "0"})
     with av.open(str(path)) as container:
         first = next(packet for packet in container.demux(video=0))
     data = bytearray(path.read_bytes())
@@ -343,47 +332,26 @@ def test_a_damaged_first_key_frame_is_noted(tmp_path):
 
 
 def test_frames_missing_between_others_are_noted(tmp_path):
-    path = tmp_path / "gap.mkv"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=30)
-        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
-        for number in [*range(20), *range(25, 50)]:
-            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), number, np.uint8), format="rgb24")
-            frame.pts = number
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    times = [Fraction(number, 30) for number in (*range(20), *range(25, 50))]
+    path = encode(tmp_path / "gap.mkv", map(plain, range(45)), "libx264", times=times, options={"bf": "0"})
     assert signs(path) == ["5 frames are missing between the 45 that it holds, by their times"]
 
 
 def test_a_whole_video_whose_sound_lasts_longer_has_no_notes(tmp_path):
-    path = tmp_path / "clip.mkv"
-    with av.open(str(path), "w") as container:
-        video = container.add_stream("mpeg4", rate=25, width=16, height=16)
-        sound = container.add_stream("pcm_s16le", rate=8000, layout="mono")
-        for _ in range(5):
-            container.mux(video.encode(av.VideoFrame(16, 16)))
-        container.mux(video.encode())
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), layout="mono")
-        frame.sample_rate = 8000
-        for number in range(3):
-            frame.pts = 8000 * number
-            container.mux(sound.encode(frame))
+    silence = np.zeros(24_000, np.int16)
+    path = encode(tmp_path / "clip.mkv", map(plain, range(5)), sound=lambda c: tone(c, "pcm_s16le", silence, 8000))
     assert signs(path) == []
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_interlaced_video_is_noted(tmp_path, count):
-    path = tmp_path / "clip.ts"
-    parts = []
-    for flags, frames in ((1 << 18 | 1 << 29, 6), (0, count)):
-        with av.open(str(path), "w") as container:
-            stream = container.add_stream("mpeg2video", rate=25, width=32, height=32)
-            stream.codec_context.flags |= flags
-            for _ in range(frames):
-                container.mux(stream.encode(av.VideoFrame(32, 32)))
-            container.mux(stream.encode())
-        parts.append(path.read_bytes() if frames else b"")
-    path.write_bytes(b"".join(parts))
+    def interlace(stream):
+        stream.codec_context.flags |= 1 << 18 | 1 << 29
+
+    path = encode(tmp_path / "clip.ts", map(plain, range(6)), "mpeg2video", setup=interlace)
+    if count:
+        progressive = encode(tmp_path / "more.ts", map(plain, range(count)), "mpeg2video")
+        path.write_bytes(path.read_bytes() + progressive.read_bytes())
     source = open_source(path)
     assert len(list(source.frames())) == 6 + count
     where = " in 6 of 8 frames" if count else ""
@@ -422,11 +390,7 @@ def test_a_cover_picture_is_not_the_video(tmp_path, write_video, refused):
     assert signs(path) == []
     path = tmp_path / "song.m4a"
     with av.open(str(path), "w", format="mp4") as container:
-        sound = container.add_stream("aac", rate=48_000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        frame.sample_rate = 48_000
-        container.mux(sound.encode(frame))
-        container.mux(sound.encode())
+        tone(container, "aac", np.zeros(1024, np.float32))()
     refused(with_cover(path), "has no video; only a cover picture", by=lambda: open_source(path))
 
 
