@@ -245,7 +245,7 @@ def test_constraints_that_never_come_on_are_said_before_the_training(
 ) -> None:
     said = [line for line in make(**changes).notes() if line.startswith("note:")]
     assert len(said) == (note is not None)
-    assert all(note in line for line in said)
+    assert note is None or note in said[0]
 
 
 @pytest.mark.parametrize("broken", ["weights", "rate"])
