@@ -247,12 +247,15 @@ class LayerLosses:
     def _check(self, arguments: dict[str, Any]) -> None:
         """Once, and again after a change: that the depths are read as the model reads its last."""
 
-        def read(arguments: dict[str, Any], labels: Tensor) -> tuple[Tensor, torch.dtype]:
+        def read(
+            arguments: dict[str, Any], labels: Tensor, positions: Sequence[int]
+        ) -> tuple[Tensor, list[Tensor], torch.dtype]:
             targets, count = targets_of(labels, self._layout.classes, shift=self.shifts_labels)
 
-            def form(head: Callable[..., Tensor], features: list[Tensor]) -> tuple[Tensor, torch.dtype]:
+            def form(head: Callable[..., Tensor], features: list[Tensor]) -> tuple[Tensor, list[Tensor], torch.dtype]:
                 losses, _ = self._losses(head, features, targets)
-                return losses.per_depth / count, compute_dtype(features[-1])
+                logits = [self._layout.logits(head(features[position])) for position in positions]
+                return losses.per_depth[-1] / count, logits, compute_dtype(features[-1])
 
             return self._read(arguments, form, pool=False)[1]
 

@@ -1,4 +1,4 @@
-"""Whether the losses of the depths are the model's own, asked once of the first forward that is given labels."""
+"""Whether depths are read as the model reads its last, asked once of the first forward that is given labels."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def check_first_forward(
     layout: Layout,
     taps: Sequence[int],
     wrapped: WrappedForward,
-    read: Callable[[dict[str, Any], Tensor], tuple[Tensor, torch.dtype]],
+    read: Callable[..., tuple[Tensor, list[Tensor], torch.dtype]],
     arguments: dict[str, Any],
 ) -> None:
-    """Require the loss of a depth to be the model's own where the layers behind that depth hand their input on.
+    """Require the logits of a depth to be the model's own where the layers behind that depth hand their input on, and
+    the loss of the last depth to be its own loss.
 
     A few rows and tokens of the batch are run without dropout and gradients, with labels of every kind; nothing of the
     model and of torch's random state is changed. Compared are the last depth and, of each class of layers, the first
@@ -40,49 +41,69 @@ def check_first_forward(
 
     Args:
         wrapped: the model's forward.
-        read: `(arguments, labels)` to the losses that are read of `taps` and the last depth, and the dtype of logits.
+        read: `(arguments, labels, positions)` to the loss that is read of the last depth, the logits of some of `taps`
+            (−1 is the last depth whether it is among them or not), and the dtype that they are computed in.
         arguments: of the forward, without labels.
 
     Raises:
         InputError: they differ; it names the class of the model, both numbers, and where it can be told the reason.
     """
     arguments, labels = _few(layout, wrapped.names, arguments)
-    inner = [depth for depth in taps if depth < len(layout.layers)]
-    first = {type(layout.layers[depth]): depth for depth in reversed(inner)}
-    last = {type(layout.layers[depth]): depth for depth in inner}
+    layers = len(layout.layers)
+    inner = [(type(layout.layers[depth]), position) for position, depth in enumerate(taps) if depth < layers]
+    positions = [-1, *sorted({*dict(inner).values(), *dict(reversed(inner)).values()})]
     with _without_dropout(layout.model):
         try:
             with _same_random_numbers(layout.model):
-                losses, dtype = read(arguments, labels)
+                loss, depths, dtype = read(arguments, labels, positions)
         except InputError:
             raise
         except Exception as error:  # any: the code is not ours
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise unsupported(layout.model, f"its inner depths cannot be read ({reason})") from error
-        for depth in (len(layout.layers), *sorted({*first.values(), *last.values()})):
+        for position, logits in zip(positions, depths, strict=True):
+            depth = layers if position < 0 else taps[position]
             with _handed_on(layout.layers[depth:]), _same_random_numbers(layout.model):
                 own = wrapped.original(**arguments, labels=labels)
-            _compare(layout, depth, losses[taps.index(depth) if depth in inner else -1], own, dtype)
+            _compare_logits(layout, depth, logits, own.get("logits"), dtype)
+            if position < 0:
+                _compare_loss(layout, loss, own, dtype)
 
 
-def _compare(layout: Layout, depth: int, read: Tensor, own: Any, dtype: torch.dtype) -> None:
-    loss, logits = getattr(own, "loss", None), own.get("logits")
-    if not isinstance(loss, Tensor) or loss.dim() or not isinstance(logits, Tensor):
-        raise unsupported(layout.model, "its forward with labels returns no loss and logits")
+def _compare_logits(layout: Layout, depth: int, read: Tensor, own: Any, dtype: torch.dtype) -> None:
+    layers = len(layout.layers)
+    if not isinstance(own, Tensor):
+        raise unsupported(layout.model, "its forward with labels returns no logits")
+    if own.shape == read.shape:
+        largest, difference = own.abs().max().item(), (own - read).abs().max().item()
+        # Not (a > b) rather than a <= b: where a model diverged, NaN is not the fault of its structure.
+        if not difference > 4 * _rounding(dtype, own.is_cuda) * largest:
+            return
+        what = f"differ by {difference:.3g} where the largest is {largest:.3g}"
+    else:
+        what = f"have the shapes {tuple(read.shape)} and {tuple(own.shape)}"
+    without = f"its own without its last {layers - depth} of {layers} layers" if depth < layers else "its own"
+    raise unsupported(
+        layout.model,
+        f"logits read from depth {depth} and {without} {what}. It computes something between its layers and its logits "
+        "that is not known here",
+    )
+
+
+def _compare_loss(layout: Layout, read: Tensor, own: Any, dtype: torch.dtype) -> None:
+    loss = getattr(own, "loss", None)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise unsupported(layout.model, "its forward with labels returns no loss")
     of_routers = router_loss(layout.model, own)
-    expected = loss.item() - (0.0 if of_routers is None else of_routers.item())
+    expected, given = loss.item() - (0.0 if of_routers is None else of_routers.item()), read.item()
     # That of rounding the logits, and that of a sum of such losses.
     rounding = max(_rounding(loss.dtype, loss.is_cuda), _rounding(read.dtype, read.is_cuda))
-    largest = logits.double().abs().max().item()
-    tolerance = 2 * _rounding(dtype, loss.is_cuda) * largest + 16 * (1 + abs(expected)) * rounding
-    # Not (a > b) rather than a <= b: where a model diverged, NaN is not the fault of its structure.
-    if abs(read.item() - expected) > tolerance:
-        layers, shifted = len(layout.layers), ", each shifted by one token," if layout.shifts_labels else ""
-        without = f"without its last {layers - depth} of {layers} layers " if depth < layers else ""
+    largest = own["logits"].abs().max().item()
+    if abs(given - expected) > 2 * _rounding(dtype, loss.is_cuda) * largest + 16 * (1 + abs(expected)) * rounding:
+        shifted = ", each shifted by one token," if layout.shifts_labels else ""
         raise unsupported(
             layout.model,
-            f"{read.item():.6g} is read from depth {depth} as the loss of a few tokens, and its own loss {without}is "
-            f"{expected:.6g}. It computes something between its layers and its loss that is not known here, or its "
+            f"its own loss of a few tokens is {expected:.6g}, and the cross-entropy of its logits is {given:.6g}: its "
             f"loss is no cross-entropy of the labels{shifted} and its logits alone",
         )
 

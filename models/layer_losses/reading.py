@@ -88,7 +88,7 @@ class DepthReader:
                 return head_forward(features[:, :1], *args, **kwargs)
 
         def read_states(forward: Callable[..., Tensor], states: list[Tensor]) -> Any:
-            features = [layout.features(state) for state in states]
+            features = [layout.features(state).to(given[0][0].dtype) for state in states]
             for each in features:
                 if each.shape != given[0][0].shape:
                     shapes = f"{tuple(each.shape)} as read, {tuple(given[0][0].shape)} in its forward"
