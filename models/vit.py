@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections import deque
@@ -18,7 +17,6 @@ from cdt_fast import ops
 from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
 from cdt_fast.errors import InputError, require
 from cdt_fast.files import read_json
-from cdt_fast.models.hub import local_folder
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.ops.common import LayerwiseLosses, check_shape, check_tensor, check_together
@@ -126,43 +124,37 @@ class DenoisingViT(PretrainedModel):
     @classmethod
     def from_pretrained(
         cls,
-        name: str | os.PathLike[str],
+        folder: str | os.PathLike[str],
         *,
-        download: bool = False,
-        revision: str | None = None,
-        token: str | None = None,
         grid: Sequence[int] | None = None,
         pixel_mean: float = 0.5,
         pixel_std: float = 0.5,
     ) -> Self:
         """Load a model that `save_pretrained` wrote, or take the weights of a transformers ViT, on the CPU.
 
-        Of a transformers ViT the embeddings, blocks and final layer norm are taken; the readout is new. Its patch
+        The embeddings, blocks and final layer norm of a transformers ViT are taken; the readout is new. Its patch
         embedding becomes one of gray patches with values in [0, 1]: a gray value stands for the same value in all
         channels, so the channels' weights are summed, and the ViT's normalization of the pixels is folded in. Position
-        embeddings are interpolated (bicubic) where the grid is another one than the ViT was trained with.
+        embeddings are interpolated (bicubic) to another grid than the one that the ViT was trained with.
 
         Args:
-            name: a folder of this package's or of transformers' (safetensors), or a name on the Hugging Face hub.
-            download, revision, token: of a name on the hub, as `load_pretrained` has them.
-            grid: rows and columns of patches of a frame; None: as the ViT was trained. Only for a transformers ViT,
-                as are the others.
+            folder: one that this package or transformers (as safetensors) saved a model to.
+            grid: rows and columns of patches of a frame; None: as the ViT was trained. This and the other arguments
+                are for a transformers ViT only.
             pixel_mean, pixel_std: the normalization of the ViT's pixels, `(value − mean) / std`, in all channels.
 
         Raises:
-            InputError: the folder or name holds no ViT, a file of it is missing or not whole, or an argument is out
-                of its range or not of use for this package's own folder.
+            InputError: the folder holds no ViT, a file is missing or cut short, an argument is out of its range, or
+                is given for a folder of this package.
             MissingExtra: transformers is not installed.
         """
-        own = Path(name) / "config.json"
-        with contextlib.suppress(InputError):  # a transformers ViT is fetched, or refused, by transformers
-            own = local_folder(name, download=download, revision=revision, token=token) / "config.json"
+        own = Path(folder) / "config.json"
         if own.is_file() and "model" in (read_json(own) or {}):
             if grid is not None or (pixel_mean, pixel_std) != (0.5, 0.5):
-                raise InputError(f"{name}: is a model of this package, whose grid and pixels are settled")
-            return super().from_pretrained(name, download=download, revision=revision, token=token)
+                raise InputError(f"{folder}: is a model of this package, whose grid and pixels are settled")
+            return super().from_pretrained(folder)
         mean, std = check_number("pixel_mean", pixel_mean), check_positive("pixel_std", pixel_std)
-        vit, side, trained_grid = _load_vit(str(name), download, revision, token)
+        vit, side, trained_grid = _load_vit(str(folder))
         model = cls(
             side * side,
             trained_grid if grid is None else grid,
@@ -180,11 +172,15 @@ class DenoisingViT(PretrainedModel):
         kernel = weights[f"{patches}weight"].sum(1, keepdim=True) / std
         weights[f"{patches}weight"] = kernel
         weights[f"{patches}bias"] = weights[f"{patches}bias"] - mean * kernel.sum((1, 2, 3))
-        weights[positions] = interpolated_positions(weights[positions], trained_grid, model.grid)
+        if model.grid != trained_grid:
+            first, others = weights[positions].split((1, math.prod(trained_grid)), 1)
+            others = others.unflatten(1, trained_grid).movedim(-1, 1)  # [1, d, rows, columns]
+            others = nn.functional.interpolate(others, size=model.grid, mode="bicubic", align_corners=False)
+            weights[positions] = torch.cat((first, others.flatten(2).mT), 1)
         try:
             model.vit.load_state_dict(weights)
         except RuntimeError as error:
-            raise InputError(f"{name}: does not hold a plain ViT ({error})") from error
+            raise InputError(f"{folder}: does not hold a plain ViT ({error})") from error
         return model
 
     def forward(self, noisy: Tensor, depth: int | None = None) -> Tensor:
@@ -251,27 +247,6 @@ class DenoisingViT(PretrainedModel):
         return self.readout(self.vit.layernorm(states[:, 1:])).reshape(noisy.shape)
 
 
-def interpolated_positions(positions: Tensor, source: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """Position embeddings of another grid, bicubic in each component.
-
-    Args:
-        positions: `[1, 1 + rows · columns, d]`, the class token's first.
-        source: rows and columns of `positions`.
-        grid: rows and columns wanted.
-
-    Returns:
-        `[1, 1 + rows · columns, d]` of `grid`; `positions` itself for the same grid.
-    """
-    if source == grid:
-        return positions
-    width = positions.shape[-1]
-    patches = positions[:, 1:].reshape(1, *source, width).permute(0, 3, 1, 2)
-    wide = torch.promote_types(positions.dtype, torch.float32)
-    patches = nn.functional.interpolate(patches.to(wide), size=grid, mode="bicubic", align_corners=False)
-    patches = patches.permute(0, 2, 3, 1).reshape(1, grid[0] * grid[1], width).to(positions.dtype)
-    return torch.cat((positions[:, :1], patches), 1)
-
-
 def _rename_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *_: Any) -> None:
     """Give the names of the installed version of transformers to weights that another version saved."""
     own = {prefix + name for name, _ in module.named_parameters()}
@@ -285,24 +260,23 @@ def _rename_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *_:
                 break
 
 
-def _load_vit(name: str, download: bool, revision: str | None, token: str | None) -> tuple[Any, int, tuple[int, int]]:
-    """A `transformers.ViTModel` in float32 with all weights from `name`, the side of its patches, and its grid."""
+def _load_vit(folder: str) -> tuple[Any, int, tuple[int, int]]:
+    """Return the `transformers.ViTModel` of `folder` in float32, the side of its patches, and its grid."""
     transformers = require("transformers", "transformers", "loading a ViT")
-    options = {"local_files_only": not download, "revision": revision or "main", "token": token}
     try:
-        configuration = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+        configuration = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         if configuration.model_type != "vit":
-            raise InputError(f"{name}: holds a model of type {configuration.model_type!r}, expected 'vit'")
-        model = load_complete(transformers.ViTModel, name, config=configuration, add_pooling_layer=False, **options)
+            raise InputError(f"{folder}: holds a model of type {configuration.model_type!r}, expected 'vit'")
+        options = {"config": configuration, "add_pooling_layer": False, "local_files_only": True}
+        model = load_complete(transformers.ViTModel, folder, **options)
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "give a folder with the config.json and model.safetensors of a ViT"
-        remedy += "" if download else ", or ask for the hub with download=True"
-        raise InputError(f"{name}: no ViT can be loaded from there ({reason}); {remedy}") from error
+        raise InputError(f"{folder}: no ViT can be loaded from there ({reason}); {remedy}") from error
     sizes = (configuration.image_size, configuration.patch_size)
     (height, width), (side, other) = ((size, size) if isinstance(size, int) else size for size in sizes)
     if side != other:
-        raise InputError(f"{name}: has patches of {side}x{other} pixels, expected square ones")
+        raise InputError(f"{folder}: has patches of {side}x{other} pixels, expected square ones")
     return model.to(torch.float32), side, (height // side, width // side)

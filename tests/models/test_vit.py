@@ -215,7 +215,7 @@ def test_a_bad_input_is_named() -> None:
 
 
 def test_what_cannot_be_loaded_says_how_to_pass_a_folder(tmp_path: Path) -> None:
-    for name in ("nobody/no-such-vit", str(tmp_path), str(tmp_path / "gone")):
+    for name in (str(tmp_path), str(tmp_path / "gone")):
         with pytest.raises(InputError, match=r"give a folder with the config\.json and model\.safetensors"):
             models.DenoisingViT.from_pretrained(name)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
