@@ -10,15 +10,24 @@ loss and gradient are NaN, so that the mistake shows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from cdt_fast.kernels.arguments import SweepArguments
-from cdt_fast.kernels.blocks import LAYERWISE_CROSS_ENTROPY, Blocks
-from cdt_fast.kernels.launch import Launch
+# Columns of a row that are read together, by the vocabulary. Rows stay in the L2 cache between two reads, whatever the
+# block; its width only hides latency. With smoothing and a softcap, wider blocks spill registers.
+_BY_VOCABULARY = {
+    **{
+        columns: {"COLUMNS": columns, "num_warps": max(1, columns // 512), "num_stages": 2}
+        for columns in (128, 256, 512, 1024, 2048)
+    },
+    2**62: {"COLUMNS": 4096, "num_warps": 8, "num_stages": 2},
+}
+BLOCKS = dict.fromkeys(("consumer", "ampere", "hopper", "float32"), _BY_VOCABULARY)
 
 
 @triton.jit
@@ -57,9 +66,7 @@ def _finite(highest):
 
 
 # Chunks are slices of what belongs to all rows, which start anywhere.
-@triton.jit(
-    do_not_specialize_on_alignment=["targets", "scales", "losses", "log_sums"],
-)
+@triton.jit(do_not_specialize_on_alignment=["targets", "scales", "losses", "log_sums"])
 def cross_entropy_kernel(
     logits,  # [rows, vocabulary], read, and written where GRADIENT
     targets,  # [rows] int64
@@ -139,41 +146,40 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_(
-    rows: SweepArguments,
-    *,
+    logits: Tensor,
+    targets: Tensor,
+    log_sums: Tensor,
+    losses: Tensor | None,
+    scales: Tensor | None,
+    gradient: bool,
     ignore_index: int,
     softcap: float | None,
     smoothing: float,
-    blocks: Blocks | None = None,
+    blocks: Mapping[str, Any],
 ) -> None:
-    """Losses and log-sum-exps where `losses` is given; where `out` is, the gradient over the logits.
+    """Write losses and log-sum-exps if `losses` is given, and with `gradient` the gradient over the logits.
 
-    Logits have any row stride and adjacent columns, all else is contiguous; the numbers of a row are float32.
+    Args:
+        logits: `[rows, V]`, of any row stride and with adjacent columns.
+        targets: `[rows]` int64, contiguous.
+        log_sums: `[rows]` float32, written with the losses, else read.
+        losses: `[rows]` float32.
+        scales: `[rows]` float32, what the gradients are multiplied by; None: one.
     """
-    number, vocabulary = rows.logits.shape
-    blocks = blocks or LAYERWISE_CROSS_ENTROPY.blocks(rows.logits, vocabulary)
-    assert rows.logits.stride(1) == 1 or vocabulary == 1
-    vectors = (rows.losses, rows.log_sums, rows.scales)
-    assert all(vector is None or vector.dtype == torch.float32 for vector in vectors)
-    gradient, loss = rows.out is not None, rows.losses is not None
-    scales = torch.ones_like(rows.log_sums) if gradient and rows.scales is None else rows.scales
-    arguments: dict[str, Any] = {
-        "logits": rows.logits,
-        "targets": rows.targets,
-        "scales": rows.log_sums if scales is None else scales,
-        "losses": rows.log_sums if rows.losses is None else rows.losses,
-        "log_sums": rows.log_sums,
-        "vocabulary": vocabulary,
-        "ignore_index": ignore_index,
-        "softcap": 1.0 if softcap is None else softcap,
-        "smoothing": smoothing,
-    }
-    constants = {
-        "LOSS": loss,
-        "GRADIENT": gradient,
-        "HAS_SOFTCAP": softcap is not None,
-        "HAS_SMOOTHING": smoothing != 0.0,
-    }
-    # The rows that a card has in flight are larger than its L2 cache: the second sweep reads them from memory again.
-    passes = {"logits": loss + 2 * gradient}
-    Launch(cross_entropy_kernel, (number,), blocks, arguments, constants, passes=passes).run()
+    rows, vocabulary = logits.shape
+    assert logits.stride(1) == 1 or vocabulary == 1
+    assert all(vector is None or vector.dtype == torch.float32 for vector in (log_sums, losses, scales))
+    if gradient and scales is None:
+        scales = torch.ones_like(log_sums)
+    if rows:
+        cross_entropy_kernel[(rows,)](
+            *(logits, targets, scales, losses, log_sums),
+            *(vocabulary, logits.stride(0), ignore_index),
+            1.0 if softcap is None else softcap,
+            smoothing,
+            LOSS=losses is not None,
+            GRADIENT=gradient,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_SMOOTHING=smoothing != 0.0,
+            **blocks,
+        )

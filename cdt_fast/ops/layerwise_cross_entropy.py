@@ -1,0 +1,911 @@
+"""Cross-entropy at every depth against one head (docs/ops.md §5): `ℓ_l = (1/N) Σ_n CE(h_l[n] Wᵀ + b, y_n)`.
+
+Rows of all depths go through the head in chunks whose logits fit a budget of bytes: `[depths, tokens, V]` never exists.
+A chunk costs one product for its losses and two more for its gradients, with one sweep over its logits in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive
+from cdt_fast.ops.common import (
+    LayerwiseLosses,
+    Reduction,
+    add_product,
+    blocks_for,
+    budget,
+    caller,
+    check_depths,
+    check_shape,
+    check_tensor,
+    check_together,
+    choose_backend,
+    compress,
+    compute_dtype,
+    define,
+    describe,
+    detach_zero_weighted,
+    disable_kernel,
+    is_plain_eager,
+    once_differentiable,
+    outside_autocast,
+    refuse_transforms,
+    rows_of,
+    scatter,
+    weights_of_depths,
+    zero_weight_mask,
+)
+
+__all__ = ["layerwise_cross_entropy", "layerwise_cross_entropy_reference"]
+
+# Bytes of a chunk's logits: enough rows for the products to run at full speed (on a GPU thousands, also for a
+# vocabulary of 128,256), and little beside the gradients.
+CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
+# Depths of at most so many rows share a chunk, or of at most as many as the vocabulary has entries.
+FEW_ROWS = 512
+# Bytes of the gradients of logits that are kept for the backward if the weights of the depths are not known in the
+# forward, so that they are not computed twice. Memory grows by no more, however many depths and rows there are.
+KEPT_BYTES = 128 * 2**20
+# Bytes of the gradients of the hidden states up to which scaling them is faster than a second pass of small steps.
+SCALED_BYTES = 8 * 2**20
+# Bytes, in float32, of the rows that plain torch sweeps together: its dozen steps stay in a CPU's cache.
+SWEEP_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+# Rows of fewer columns are swept with the classes first: torch's loops over so few take several times longer.
+FEW_COLUMNS = 32
+# Fewer numbers are not worth transposing.
+FEW_NUMBERS = 2**13
+# Tensor cores want rows that start at multiples of 16 bytes: an odd vocabulary such as 50,257 would halve the speed.
+COLUMN_MULTIPLE = 64
+
+
+def layerwise_cross_entropy(
+    hidden_states: Sequence[Tensor],
+    weight: Tensor,
+    targets: Tensor | Sequence[Tensor],
+    bias: Tensor | None = None,
+    *,
+    depth_weights: Tensor | Sequence[float] | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    chunk_tokens: int | None = None,
+    inner_fraction: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> LayerwiseLosses:
+    """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
+
+    With weights, one pass computes losses and gradients together, in three matrix products a chunk, and the backward
+    only scales what that pass has found. Without weights, unless the head is frozen, the forward keeps a log-sum-exp a
+    row, and the backward computes the logits again, a fourth product; but not those whose gradients fit a second budget
+    of bytes and are kept, as a classifier's are in either case.
+
+    Args:
+        hidden_states: L+1 tensors h_l, each `[..., d]`, depth 0 first. They are never stacked.
+        weight: W, `[V, d]`. Its gradient is summed over chunks and depths in at least float32.
+        targets: y, `[...]` int64 in [0, V), or `ignore_index`; or a list of L+1 of them, one a depth. They may stay on
+            the CPU while the rest is on a GPU: then ignored tokens cost nothing there either (on the CPU they never
+            do).
+        bias: b, `[V]`.
+        depth_weights: `w`, L+1 numbers (negative and zero are welcome). A depth with weight 0 costs its forward
+            product alone and gets no gradient if the weights are numbers or a tensor on the CPU. Weights on a GPU are
+            not synchronized: there such a depth gets a gradient of zeros, at full cost. A tensor that requires a
+            gradient gets one.
+        ignore_index: the target of tokens that do not count.
+        reduction: "mean" over the tokens that count at a depth, or "sum".
+        label_smoothing: ε in [0, 1]: the target distribution is `(1 − ε) [v = y] + ε / V`.
+        softcap: c > 0: logits `c · tanh(logits / c)`.
+        chunk_tokens: rows of a chunk, counted over all depths; default: as many as fit a budget of bytes.
+        inner_fraction: estimate every depth but the last from this fraction of the tokens, in (0, 1], drawn anew in
+            each call without replacement, the same ones for all inner depths. Losses and gradients are unbiased.
+        generator: the generator of the draw; it may be on another device.
+
+    Returns:
+        `(total, per_depth)`, a named tuple, in nats, in float32 (float64 for float64). With weights:
+        `total = Σ_l w_l ℓ_l` is differentiable and `per_depth`, `[L+1]`, is detached. Without: `per_depth` is
+        differentiable and `total` is its plain sum.
+
+    Raises:
+        InputError: an argument has the wrong rank, shape, dtype, device or value; targets on the CPU are out of range,
+            or are all ignored if the reduction is a mean. Targets on a GPU are not waited for: one out of range makes
+            the losses and gradients of its depths NaN, and a mean over no token is NaN with gradients of zero, as in
+            torch. Or a second derivative is asked for, or one in forward mode or inside a transform of torch.func.
+
+    Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
+    """
+    _check(hidden_states, weight, targets, bias)
+    weights = weights_of_depths(depth_weights, len(hidden_states))
+    per_depth_targets = [targets] if isinstance(targets, Tensor) else list(targets)
+    if chunk_tokens is not None:
+        chunk_tokens = _int64("chunk_tokens", chunk_tokens, 1)
+    smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
+    fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
+    refuse_transforms("layerwise_cross_entropy", weight, bias, weights, *hidden_states)
+    sample = _sample(per_depth_targets[0], fraction, generator) if len(hidden_states) > 1 else None
+    hidden, dtype = detach_zero_weighted(hidden_states, weights), compute_dtype(hidden_states[0])
+    options = _Options(
+        ignore_index=_int64("ignore_index", ignore_index, -(2**63)),
+        label_smoothing=smoothing,
+        softcap=None if softcap is None else check_positive("softcap", softcap),
+        chunk_tokens=chunk_tokens,
+        mean=check_choice("reduction", reduction, get_args(Reduction)) == "mean",
+        dtype=dtype,
+        backend=choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
+        fused=False,
+        kept_rows=0,
+        needs_hidden=[_needs_gradient(depth) for depth in hidden],
+        needs_weight=_needs_gradient(weight),
+        needs_bias=_needs_gradient(bias),
+    )
+    tensors = (
+        weight,
+        None if bias is None else bias.to(weight.dtype),
+        per_depth_targets,
+        sample,
+        None if weights is None else weights.detach(),
+    )
+    call = caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
+    fused, kept_rows = _strategy(options, hidden, tensors, call is not None)
+    options = options._replace(fused=fused, kept_rows=kept_rows)
+    results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
+    total, per_depth = results[:2]
+    if weights is not None:
+        per_depth = per_depth.detach()
+    if weights is not None and weights.requires_grad:
+        # The operator takes them for numbers: what is added has the value zero, and the gradient of a weight.
+        weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
+        total = total + torch.dot(weights - weights.detach(), per_depth)
+    return LayerwiseLosses(total, per_depth)
+
+
+def layerwise_cross_entropy_reference(
+    hidden_states: Sequence[Tensor],
+    weight: Tensor,
+    targets: Tensor | Sequence[Tensor],
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """The losses of the depths `[L+1]`, in any dtype, differentiated by torch."""
+    losses = []
+    for depth, hidden in enumerate(hidden_states):
+        all_targets = targets if isinstance(targets, Tensor) else targets[depth]
+        counted = all_targets != ignore_index
+        logits = hidden[counted] @ weight.mT
+        if bias is not None:
+            logits = logits + bias
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        log_p = torch.log_softmax(logits, -1)
+        at_target = log_p.gather(-1, all_targets[counted].unsqueeze(-1)).squeeze(-1)
+        loss = -(1 - label_smoothing) * at_target - label_smoothing * log_p.mean(-1)
+        losses.append(loss.sum() / counted.sum() if reduction == "mean" else loss.sum())
+    return torch.stack(losses)
+
+
+# Arguments
+
+
+class _Options(NamedTuple):
+    """Resolved options; those without a comment are as in `layerwise_cross_entropy`."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    chunk_tokens: int | None
+    mean: bool
+    dtype: torch.dtype  # of the products: their factors are cast chunk by chunk, and gradients are rounded once
+    backend: str  # of the sweep over the logits of a chunk
+    fused: bool  # whether the forward computes the gradients too, up to factors
+    kept_rows: int  # if not fused: the gradients of the logits of up to so many rows are kept for the backward
+    needs_hidden: list[bool]
+    needs_weight: bool
+    needs_bias: bool
+
+    @property
+    def needs_any(self) -> bool:
+        return self.needs_weight or self.needs_bias or any(self.needs_hidden)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of losses and sums: at least float32."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+def _check(
+    hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor | Sequence[Tensor], bias: Tensor | None
+) -> None:
+    check_depths("hidden_states", hidden_states, None, "as hidden_states[0]")
+    first = hidden_states[0]
+    check_tensor("weight", weight, 2, "[V, d]")
+    vocabulary = weight.shape[0]
+    check_shape("weight", weight, (vocabulary, first.shape[-1]), "V by the width of the hidden states")
+    if not vocabulary:
+        raise InputError(f"weight must hold at least one row, got shape {tuple(weight.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, 1, "[V]")
+        check_shape("bias", bias, (vocabulary,), "one number a row of weight")
+    # Names are written only if something is wrong: that takes as long as a small product.
+    if any(tensor.device != first.device or tensor.dtype != first.dtype for tensor in (*hidden_states[1:], weight)):
+        named = {f"hidden_states[{depth}]": hidden for depth, hidden in enumerate(hidden_states)}
+        check_together(**named, weight=weight)
+    check_together(weight=weight, bias=bias)
+    if isinstance(targets, Tensor):
+        _check_targets("targets", targets, first)
+        return
+    if not isinstance(targets, Sequence) or len(targets) != len(hidden_states):
+        raise InputError(
+            f"targets must be an int64 tensor with one target a token, or a list of {len(hidden_states)}, one a depth, "
+            f"got {f'a list of {len(targets)}' if isinstance(targets, Sequence) else describe(targets)}"
+        )
+    for depth, own in enumerate(targets):
+        _check_targets(f"targets[{depth}]", own, first)
+        if own.device != targets[0].device:
+            raise InputError(f"targets[{depth}] is on {own.device} but targets[0] is on {targets[0].device}")
+
+
+def _check_targets(name: str, targets: Tensor, hidden: Tensor) -> None:
+    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
+        raise InputError(f"{name} must be an int64 tensor with one target a token, got {describe(targets)}")
+    check_shape(name, targets, tuple(hidden.shape[:-1]), "one target a token")
+    if targets.device != hidden.device and targets.device.type != "cpu":
+        raise InputError(f"{name} is on {targets.device} but hidden_states[0] is on {hidden.device}: move one of them")
+
+
+def _int64(name: str, value: int, least: int) -> int:
+    number = check_integer(name, value, least)
+    if number >= 2**63:
+        raise InputError(f"{name} must be an integer below 2^63")
+    return number
+
+
+def _needs_gradient(tensor: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+
+
+def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None) -> Tensor | None:
+    """The numbers of the tokens that the inner depths are estimated from, or None for all of them."""
+    if fraction == 1.0:
+        return None
+    tokens = targets.numel()
+    # 0.7 · 10 is 7.000000000000001 in floating point.
+    count = math.ceil(fraction * tokens - 1e-9)
+    device = targets.device if generator is None else generator.device
+    return torch.randperm(tokens, generator=generator, device=device)[:count].to(targets.device)
+
+
+def _strategy(
+    options: _Options, hidden: Sequence[Tensor], tensors: tuple[Any, ...], plain_eager: bool
+) -> tuple[bool, int]:
+    """The fastest `fused` and `kept_rows` within the budget of bytes."""
+    weight, _, targets, sample, weights = tensors
+    # Whether each gradient is a factor of what the forward can find, which holds one of all depths or of one alone.
+    shared = options.needs_weight or options.needs_bias
+    scalable = weights is not None or len(hidden) == 1 or not shared
+    # The compiler may not know the sizes yet, and an operator returns what its shapes say, not what counts.
+    if not options.needs_any or not plain_eager:
+        return options.needs_any and scalable, 0
+    (vocabulary, width), rows = weight.shape, _number_of_rows(len(hidden), targets, sample)
+    most = options.chunk_tokens or KEPT_BYTES // (vocabulary * options.dtype.itemsize)
+    # The gradients of a classifier's logits are smaller than those of its hidden states; few of these cost little.
+    small = rows * width * options.dtype.itemsize <= SCALED_BYTES
+    if scalable and (vocabulary > width or rows > most or small):
+        return True, 0
+    # A GPU keeps all or none: the few of a language model that fit would save little there.
+    return False, min(rows, most) if rows <= most or weight.device.type == "cpu" else 0
+
+
+# Rows and chunks
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The tokens that take part at some depths."""
+
+    depths: range
+    index: Tensor | None  # their numbers, [count]; None: all tokens, in order
+    targets: Tensor  # [count]
+    factor: float | Tensor  # of their sum, if they stand for all tokens or their depth has a count of its own
+    first: int  # the number of the first of these rows, len(depths) · count, among those of all depths
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.depths) * self.targets.shape[0]
+
+    def per_depth(self, values: Tensor) -> Tensor:
+        """`[depths, count]`, from one value for each row of all depths."""
+        return values[self.first : self.stop].view(len(self.depths), self.targets.shape[0])
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows that go through the head together: some of one depth, or whole depths side by side."""
+
+    rows: _Rows
+    depths: range
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return len(self.depths) * (self.stop - self.start)
+
+    @property
+    def place(self) -> slice:
+        """Where they lie among the rows of all depths."""
+        before = self.depths.start - self.rows.depths.start
+        start = self.rows.first + before * self.rows.targets.shape[0] + self.start
+        return slice(start, start + len(self))
+
+    @property
+    def index(self) -> Tensor | None:
+        """The numbers of its tokens; None: from `start` to `stop`."""
+        return None if self.rows.index is None else self.rows.index[self.start : self.stop]
+
+    @property
+    def targets(self) -> Tensor:
+        targets = self.rows.targets[self.start : self.stop]
+        return targets if len(self.depths) == 1 else targets.expand(len(self.depths), -1).contiguous().view(-1)
+
+    def states(self, hidden: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """`[rows, d]`, from the hidden states `[tokens, d]` of all depths."""
+        rows, index = slice(self.start, self.stop), self.index
+        own = hidden[self.depths.start : self.depths.stop]
+        parts = [depth[rows] if index is None else depth.index_select(0, index) for depth in own]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+
+    def own(self, per_depth: Tensor) -> Tensor:
+        """The values of its depths, from one for each depth."""
+        return per_depth[self.depths.start : self.depths.stop]
+
+    def per_row(self, per_depth: Tensor) -> Tensor:
+        """One value for each row, from one for each depth."""
+        return self.own(per_depth).unsqueeze(1).expand(-1, self.stop - self.start).contiguous().view(-1)
+
+    def split_by_depth(self) -> list[_Chunk]:
+        return [replace(self, depths=range(depth, depth + 1)) for depth in self.depths]
+
+
+def _tokens_per_depth(depths: int, targets: Sequence[Tensor], sample: Tensor | None) -> list[tuple[range, int]]:
+    """Depths, and how many tokens each is computed from, ignored ones included: a sample at the inner depths."""
+    tokens = targets[0].numel()
+    inner = tokens if sample is None else sample.numel()
+    if len(targets) > 1:
+        return [(range(depth, depth + 1), inner if depth < depths - 1 else tokens) for depth in range(depths)]
+    if sample is None:
+        return [(range(depths), tokens)]
+    return [(range(depths - 1), inner), (range(depths - 1, depths), tokens)]
+
+
+def _number_of_rows(depths: int, targets: Sequence[Tensor], sample: Tensor | None) -> int:
+    """The rows of all depths if every token counted, which the shapes say without the values."""
+    return sum(len(some) * tokens for some, tokens in _tokens_per_depth(depths, targets, sample))
+
+
+def _select_rows(
+    depths: int, weight: Tensor, targets: Sequence[Tensor], sample: Tensor | None, options: _Options
+) -> tuple[Tensor | int, list[_Rows]]:
+    """What the sums of the depths are divided by for their means, and the tokens that take part at each depth.
+
+    Ignored targets on the CPU are left out, and the count is a number. On a GPU the host would have to wait for it:
+    there they stay in, are not read, and cost their share of the products.
+    """
+    device, own = weight.device, len(targets) > 1
+    flat = [each.reshape(-1).contiguous() for each in targets]  # may be a column of a table
+    counts = [
+        _count(each, f"targets[{n}]" if own else "targets", weight.shape[0], options) for n, each in enumerate(flat)
+    ]
+    whole = flat[0].shape[0]
+    rows: list[_Rows] = []
+    first = 0
+    for some, tokens in _tokens_per_depth(depths, targets, sample):
+        chosen, count = (flat[some.start], counts[some.start]) if own else (flat[0], counts[0])
+        index = None if sample is None or some.stop == depths else sample.to(chosen.device)
+        factor: float | Tensor = 1.0 if index is None else whole / max(1, tokens)
+        if own and options.mean:
+            # Every sum is divided by the number of all tokens: this replaces it by the depth's own count.
+            if isinstance(count, Tensor):
+                count = count.to(device, options.wide, non_blocking=True)
+            factor = factor * whole / count
+        if isinstance(count, int) and count < whole:
+            counted = ((chosen if index is None else chosen[index]) != options.ignore_index).nonzero().squeeze(1)
+            index = counted if index is None else index[counted]
+        chosen = (chosen if index is None else chosen[index]).to(device, non_blocking=True)
+        index = None if index is None else index.to(device, non_blocking=True)
+        rows.append(_Rows(some, index, chosen, factor, first))
+        first = rows[-1].stop
+    return whole if own else counts[0], rows
+
+
+def _count(targets: Tensor, name: str, vocabulary: int, options: _Options) -> Tensor | int:
+    """How many targets count; those on the CPU are checked."""
+    ignored = options.ignore_index
+    if targets.device.type != "cpu":
+        return (targets != ignored).sum()
+    count = targets.numel()
+    if count:
+        lowest, highest = (int(end) for end in torch.aminmax(targets))
+        if lowest < 0 or highest >= vocabulary or lowest <= ignored <= highest:
+            counted = targets != ignored
+            wrong = counted & ((targets < 0) | (targets >= vocabulary))
+            if wrong.any():
+                raise InputError(
+                    f"{name} must be in [0, {vocabulary}) or {ignored} (ignore_index), got {targets[wrong][0].item()}"
+                )
+            count = int(counted.sum())
+    if options.mean and not count:
+        raise InputError(f"{name} must hold at least one token that is not {ignored} (ignore_index)")
+    return count
+
+
+def _times_factors(per_depth: Tensor, rows: Sequence[_Rows]) -> Tensor:
+    """One value for each depth, times the factor of its rows."""
+    if len(rows) == 1:
+        return per_depth
+    parts = per_depth.split([len(some.depths) for some in rows])
+    return torch.cat([part * some.factor for part, some in zip(parts, rows, strict=True)])
+
+
+def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Sequence[bool]) -> Iterator[_Chunk]:
+    """The chunks of all rows. The depths of one chunk are of the same kind.
+
+    A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows.
+    """
+    most = _rows_per_chunk(weight, options)
+    for some in rows:
+        depths, count = some.depths, some.targets.shape[0]
+        while depths and count:
+            # Copying the states of a few rows costs less than calls of their own, or than reading and writing dW.
+            few = count <= max(FEW_ROWS, weight.shape[0])
+            together = depths[: max(1, most // count) if few else 1]
+            same = next((n for n, depth in enumerate(together) if kinds[depth] != kinds[together[0]]), len(together))
+            size = -(-count // -(-count // most))
+            for start in range(0, count, size):
+                yield _Chunk(some, together[:same], start, min(start + size, count))
+            depths = depths[same:]
+
+
+def _rows_per_chunk(weight: Tensor, options: _Options) -> int:
+    """`chunk_tokens`, or as many rows as the budget of bytes holds."""
+    if options.chunk_tokens is not None:
+        return options.chunk_tokens
+    (vocabulary, width), size, device = weight.shape, options.dtype.itemsize, weight.device.type
+    rows = budget(CHUNK_BYTES, weight) // (vocabulary * size)
+    # Each chunk reads and writes all of dW: on a GPU its logits have at least as many bytes. On a CPU that takes half
+    # as long as the product of 128 rows in bfloat16, so there they may have a third.
+    least = width * max(size, 4) // (size if device != "cpu" else 3 * size)
+    return max(128, rows // 128 * 128, least // 128 * 128)
+
+
+# What is done with a chunk
+
+
+class _Head:
+    """The head in the dtype of the products: the logits of a chunk, and the sweep over them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: _Options) -> None:
+        self.weight = weight.to(options.dtype)
+        self._bias = None if bias is None else bias.to(options.dtype)
+        self._options, self._backend = options, options.backend
+        # All chunks share memory for their logits: fresh memory of that size costs a CPU a sweep over it.
+        self._buffer: Tensor | None = None
+
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """`x Wᵀ + b`, `[rows, V]`, in `out` or in memory that the next call overwrites."""
+        if out is None:
+            if self._buffer is None or self._buffer.shape[0] < x.shape[0]:
+                columns = self.weight.shape[0]
+                padded = columns if x.device.type == "cpu" else -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+                self._buffer = x.new_empty(x.shape[0], padded)[:, :columns]
+            out = self._buffer[: x.shape[0]]
+        if self._bias is None:
+            return torch.mm(x, self.weight.mT, out=out)
+        return torch.addmm(self._bias, x, self.weight.mT, out=out)
+
+    def sweep(
+        self,
+        logits: Tensor,  # [rows, V], overwritten
+        targets: Tensor,  # [rows]
+        log_sums: Tensor,  # [rows], written with the losses, else read
+        losses: Tensor | None = None,  # [rows], written
+        scales: Tensor | None = None,  # [rows], what the gradients are multiplied by; None: by one
+        gradient: bool = True,  # whether the logits become their gradient
+    ) -> None:
+        """Turn logits into losses, log-sum-exps and the gradient, as far as they are asked for."""
+        options = self._options
+        if self._backend == "triton":
+            from cdt_fast.kernels import layerwise_cross_entropy as kernels
+
+            try:
+                blocks = blocks_for(kernels.BLOCKS, logits, logits.shape[1], multiplies=False)
+                kernels.cross_entropy_(
+                    *(logits, targets, log_sums, losses, scales, gradient),
+                    *(options.ignore_index, options.softcap, options.label_smoothing, blocks),
+                )
+                return
+            except Exception as error:
+                disable_kernel("layerwise_cross_entropy", error)
+                self._backend = "torch"
+        tensors = logits, targets, log_sums, losses, scales
+        count = max(1, budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
+        if logits.shape[0] <= count:
+            _sweep(*tensors, gradient, options)
+            return
+        for part in zip(*(itertools.repeat(None) if t is None else t.split(count) for t in tensors), strict=False):
+            _sweep(*part, gradient, options)
+
+
+def _sweep(
+    logits: Tensor,
+    targets: Tensor,
+    log_sums: Tensor,
+    losses: Tensor | None,
+    scales: Tensor | None,
+    gradient: bool,
+    options: _Options,
+) -> None:
+    """`_Head.sweep` in plain torch."""
+    smoothing, vocabulary = options.label_smoothing, logits.shape[1]
+    ignored = outside = None
+    if targets.device.type != "cpu":  # on a CPU neither gets this far
+        ignored = targets == options.ignore_index
+        outside = ~ignored & ((targets < 0) | (targets >= vocabulary))
+        targets = targets.masked_fill(ignored | outside, 0)
+    v = 0 if vocabulary < FEW_COLUMNS and logits.numel() >= FEW_NUMBERS else 1  # the dimension of the vocabulary
+    targets = targets.unsqueeze(v)
+    x = logits.to(options.wide)
+    x = x if v else x.mT.contiguous()
+    slope = None
+    if options.softcap is not None:
+        x.div_(options.softcap).tanh_()
+        slope = 1.0 - x.square() if gradient else None
+        x.mul_(options.softcap)
+    if losses is None:
+        torch.exp(x.sub_(log_sums.unsqueeze(v)), out=x)
+    else:
+        highest = x.amax(v)
+        below = highest - x.gather(v, targets).squeeze(v)
+        if smoothing:
+            below.mul_(1.0 - smoothing).add_(highest - x.mean(v), alpha=smoothing)
+        torch.softmax(x, v, out=x)
+        # The largest is exp(highest − log_sum): this saves a sum of exponentials of its own.
+        above = x.amax(v).log_().neg_()
+        torch.add(highest, above, out=log_sums)
+        torch.add(below, above, out=losses)
+        if ignored is not None and outside is not None:
+            losses.masked_fill_(ignored, 0.0).masked_fill_(outside, float("nan"))
+    if not gradient:
+        return
+    # x holds the probabilities.
+    if smoothing:
+        x.sub_(smoothing / vocabulary)
+    # In float32 before the rounding: in bfloat16 p − 1 of a confident token would be noise.
+    x.scatter_(v, targets, smoothing - 1.0, reduce="add")
+    if slope is not None:
+        x.mul_(slope)
+    if ignored is not None and outside is not None:
+        scales = torch.ones_like(log_sums) if scales is None else scales
+        scales = scales.masked_fill(outside, float("nan"))
+        x.mul_(scales.unsqueeze(v)).masked_fill_((ignored | (scales == 0)).unsqueeze(v), 0.0)
+    elif scales is not None:
+        x.mul_(scales.unsqueeze(v))
+    if x is not logits:
+        logits.copy_(x if v else x.mT)
+
+
+class _Gradients:
+    """The gradients that are needed, to which chunks are added; zero at the depths that are not `on`.
+
+    `G W` of the hidden states of each depth; `Gᵀ x` and `Σ G` of the head, in at least float32: in bfloat16 a long sum
+    stops growing. `Σ G` is summed over the chunks, of which there may be many, in float64.
+    """
+
+    def __init__(
+        self, hidden: Sequence[Tensor], weight: Tensor, rows: Sequence[_Rows], on: Sequence[bool], options: _Options
+    ) -> None:
+        self._weight, self._wide = weight, options.wide
+        complete = all(some.index is None and some.targets.shape[0] for some in rows)
+        self._of_hidden = [
+            (depth.new_empty if complete and one else depth.new_zeros)(depth.shape) if need else None
+            for depth, need, one in zip(hidden, options.needs_hidden, on, strict=True)
+        ]
+        self._of_weight = weight.new_zeros(weight.shape, dtype=self._wide) if options.needs_weight else None
+        summed = self._wide if weight.device.type == "mps" else torch.float64  # which mps does not have
+        self._of_bias = weight.new_zeros(weight.shape[0], dtype=summed) if options.needs_bias else None
+
+    def add(self, chunk: _Chunk, gradient: Tensor, x: Tensor, factors: Tensor | None = None) -> None:
+        """Add a chunk: the gradient of its logits `[rows, V]`, its states `[rows, d]`, and a factor for each depth."""
+        rows, factor, column = slice(chunk.start, chunk.stop), 1.0, None
+        if factors is not None and factors.shape[0] == 1 and factors.device.type == "cpu":
+            factor = factors.item()
+        elif factors is not None:
+            column = factors.unsqueeze(1).expand(-1, rows.stop - rows.start).reshape(-1, 1)
+            x = torch.mul(x, column, out=torch.empty_like(x))  # rounded once
+        if self._of_weight is not None:
+            add_product(self._of_weight, gradient, x, factor)
+        if self._of_bias is not None and (factors is None or column is None):
+            self._of_bias.add_(gradient.sum(0, dtype=self._wide), alpha=factor)
+        elif self._of_bias is not None and factors is not None:
+            sums = gradient.view(len(chunk.depths), -1, gradient.shape[1]).sum(1, dtype=self._wide)
+            self._of_bias.add_(sums.mT @ factors)
+        outputs, index = [self._of_hidden[depth] for depth in chunk.depths], chunk.index
+        if all(output is None for output in outputs):
+            return
+        first = outputs[0] if len(outputs) == 1 and index is None and column is None else None
+        if first is not None and first.dtype == gradient.dtype:
+            _product(gradient, self._weight, first[rows], factor)
+            return
+        # One product for all depths, which reads the weight once.
+        product = _product(gradient, self._weight, None, factor)
+        if column is not None:
+            product.mul_(column)
+        for output, own in zip(outputs, product.split(rows.stop - rows.start), strict=True):
+            if output is not None and index is None:
+                output[rows] = own
+            elif output is not None and index is not None:
+                output.index_copy_(0, index, own.to(output.dtype))
+
+    def found(self, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
+        """The gradients that are needed: of the hidden states, in `shape`, then of the head, in `dtype`."""
+        of_hidden = [gradient.view(shape) for gradient in self._of_hidden if gradient is not None]
+        return of_hidden + [gradient.to(dtype) for gradient in (self._of_weight, self._of_bias) if gradient is not None]
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor | None, factor: float) -> Tensor:
+    """`factor · left right`, rounded once."""
+    if factor == 1.0:
+        return torch.mm(left, right, out=out)
+    # What is added is not read: its factor is 0.
+    return torch.addmm(right[:1] if out is None else out, left, right, beta=0, alpha=factor, out=out)
+
+
+# The op
+
+
+@outside_autocast
+def _forward(
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: list[Tensor],  # one tensor, or one a depth
+    sample: Tensor | None,  # the numbers of the tokens that stand for all at the inner depths
+    depth_weights: Tensor | None,  # [depths]
+    options: _Options,
+    *hidden: Tensor,  # [..., d] each
+) -> tuple[Tensor, ...]:
+    """The total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
+
+    If it is fused, that is the gradients that are needed, of sums over the tokens; else the log-sum-exp of every row,
+    and the gradients of the logits of the first chunks.
+
+    The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
+    the quotients alone would underflow.
+    """
+    device, wide, depths = weight.device, options.wide, len(hidden)
+    number, rows = _select_rows(depths, weight, targets, sample, options)
+    head, matrices = _Head(weight, bias, options), [rows_of(depth) for depth in hidden]
+    losses = torch.empty(_number_of_rows(depths, targets, sample), dtype=wide, device=device)
+    log_sums = torch.empty_like(losses)
+    weights = torch.ones(depths, dtype=wide) if depth_weights is None else depth_weights
+    on = [options.fused and not zero for zero in zero_weight_mask(weights)]
+    weights = weights.to(device, wide, non_blocking=True)
+    scales = _times_factors(weights, rows)
+    gradients = _Gradients(matrices, head.weight, rows, on, options) if options.fused else None
+    kept: list[Tensor] = []
+    left = options.kept_rows
+    for chunk in _chunks(rows, head.weight, options, on):
+        place, x = chunk.place, chunk.states(matrices, options.dtype)
+        keeps = len(chunk) <= left
+        left = left - len(chunk) if keeps else 0
+        if keeps:
+            # A tensor a chunk: a CPU would take memory for all of them anew from its system, at the cost of a product.
+            kept.append(head.weight.new_empty(len(chunk), weight.shape[0]))
+        logits = head.logits(x, kept[-1] if keeps else None)
+        if gradients is not None and on[chunk.depths.start]:
+            head.sweep(logits, chunk.targets, log_sums[place], losses[place], chunk.per_row(scales))
+            gradients.add(chunk, logits, x)
+        else:
+            head.sweep(logits, chunk.targets, log_sums[place], losses[place], gradient=keeps)
+    per_depth = _times_factors(torch.cat([some.per_depth(losses).sum(1) for some in rows]), rows)
+    factor = torch.ones((), dtype=wide, device=device)
+    if options.mean:
+        number = number if isinstance(number, int) else number.to(device, wide, non_blocking=True)
+        per_depth = per_depth / number
+        factor = factor / (number if isinstance(number, int) else number.clamp(min=1.0))
+    total = torch.dot(weights, per_depth)
+    if gradients is not None:
+        return total, per_depth, factor, *gradients.found(hidden[0].shape, wide)
+    if not options.needs_any:
+        return total, per_depth, factor
+    log_sums[rows[-1].stop :] = 0.0  # the room for ignored rows
+    return total, per_depth, factor, log_sums, *kept
+
+
+def _forward_fake(
+    hidden: list[Tensor], weight: Tensor, bias: Any, targets: list[Tensor], sample: Tensor | None, _: Any, *flat: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    options = _Options(*flat)
+    losses = weight.new_empty(len(hidden), dtype=options.wide)
+    found: list[Tensor] = []
+    if options.fused:
+        found = _empty_gradients(hidden, weight, options, options.wide)
+    elif options.needs_any:
+        found = [losses.new_empty(_number_of_rows(len(hidden), targets, sample))]
+    return losses.new_empty(()), losses, losses.new_empty(()), found
+
+
+@outside_autocast
+def _gradients(
+    factors: Tensor,  # [depths]; one that is known to be zero gives zeros even where the gradients are NaN
+    log_sums: Tensor,  # from the forward, as are those kept
+    kept: list[Tensor],
+    hidden: list[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: list[Tensor],
+    sample: Tensor | None,
+    *flat: Any,  # options
+) -> list[Tensor]:
+    """The gradients that are needed, if the forward is not fused."""
+    options = _Options(*flat)
+    _, rows = _select_rows(len(hidden), weight, targets, sample, options)
+    head, matrices = _Head(weight, bias, options), [rows_of(depth) for depth in hidden]
+    scales, off = _times_factors(factors, rows), zero_weight_mask(factors)
+    gradients = _Gradients(matrices, head.weight, rows, [not zero for zero in off], options)
+    chunks = _chunks(rows, head.weight, options, [False] * len(off))
+    for whole, of_logits in zip(chunks, itertools.chain(kept, itertools.repeat(None)), strict=False):
+        for chunk in whole.split_by_depth() if any(off[depth] for depth in whole.depths) else [whole]:
+            if off[chunk.depths.start]:
+                continue
+            place, x = chunk.place, chunk.states(matrices, options.dtype)
+            if of_logits is not None:
+                start = place.start - whole.place.start
+                gradients.add(chunk, of_logits[start : start + len(chunk)], x, chunk.own(scales))
+            else:
+                logits = head.logits(x)
+                head.sweep(logits, chunk.targets, log_sums[place], scales=chunk.per_row(scales))
+                gradients.add(chunk, logits, x)
+    return gradients.found(hidden[0].shape, weight.dtype)
+
+
+def _empty_gradients(
+    hidden: Sequence[Tensor], weight: Tensor, options: _Options, dtype_of_head: torch.dtype
+) -> list[Tensor]:
+    found = [depth.new_empty(depth.shape) for depth in compress(hidden, options.needs_hidden)]
+    shapes = [weight.shape] * options.needs_weight + [weight.shape[:1]] * options.needs_bias
+    return found + [weight.new_empty(shape, dtype=dtype_of_head) for shape in shapes]
+
+
+@outside_autocast
+def _scale(
+    factors: Tensor,  # [depths]; all the same if the head has gradients
+    gradients: list[Tensor],  # that a fused forward has found: of the hidden states that need one, and of the head
+    needs_hidden: list[bool],
+    dtype_of_head: torch.dtype,
+) -> list[Tensor]:
+    """The gradients times the factors, out of place, so that a second backward finds what the first one has found."""
+    off, depths = zero_weight_mask(factors), [depth for depth, need in enumerate(needs_hidden) if need]
+    found: list[Tensor] = []
+    for number, gradient in enumerate(gradients):
+        of_hidden = number < len(depths)
+        depth, dtype = (depths[number], gradient.dtype) if of_hidden else (0, dtype_of_head)
+        if off[depth]:  # also if the gradient is NaN
+            found.append(torch.zeros_like(gradient, dtype=dtype))
+        elif dtype == factors.dtype:
+            found.append(gradient * factors[depth])
+        else:
+            # With a dimension the factor takes part in the promotion: the products are rounded once.
+            out = torch.empty_like(gradient, dtype=dtype)
+            found.append(torch.mul(gradient, factors[depth : depth + 1], out=out))
+    return found
+
+
+def _scale_fake(factors: Tensor, gradients: list[Tensor], needs: list[bool], dtype: torch.dtype) -> list[Tensor]:
+    of_hidden = sum(needs)
+    return [
+        torch.empty_like(gradient, dtype=gradient.dtype if number < of_hidden else dtype)
+        for number, gradient in enumerate(gradients)
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    weight, bias, targets, sample, depth_weights, ctx.options, *hidden = inputs
+    _, _, factor, *found = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(factor, *found)
+    ctx.depths, ctx.own_targets, ctx.weight_dtype = len(hidden), len(targets), weight.dtype
+    if ctx.options.fused:
+        ctx.save_for_backward(factor, None, *found)  # the gradients that it has found have the weights in them
+    else:
+        ctx.save_for_backward(factor, depth_weights, weight, bias, sample, *targets, *hidden, *found)
+
+
+def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) -> tuple[list[Tensor | None], Any, Any]:
+    """The gradients of the hidden states, the weight and the bias."""
+    factor, depth_weights, *saved = ctx.saved_tensors
+    options, depths = ctx.options, ctx.depths
+    factors = factor.new_zeros(depths)
+    if grad_total is not None:
+        factors = factors + grad_total * factor * (1.0 if depth_weights is None else depth_weights.to(factor))
+    if grad_per_depth is not None:
+        factors = factors + grad_per_depth * factor
+    plain = is_plain_eager(factors, *saved)
+    if options.fused:
+        scale = _scale if plain else _scale_operator
+        found = scale(factors, saved, options.needs_hidden, ctx.weight_dtype)
+    else:
+        weight, bias, sample, *saved = saved
+        targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
+        hidden, log_sums, kept = saved[:depths], saved[depths], saved[depths + 1 :]
+        differentiate = _gradients if plain else _gradients_operator
+        found = differentiate(factors, log_sums, kept, hidden, weight, bias, targets, sample, *options)
+    *of_hidden, of_weight, of_bias = scatter(found, [*options.needs_hidden, options.needs_weight, options.needs_bias])
+    return of_hidden, of_weight, of_bias
+
+
+class _CrossEntropy(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    @once_differentiable("layerwise_cross_entropy")
+    def backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: None) -> tuple[Any, ...]:
+        of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
+        return of_weight, of_bias, None, None, None, None, *of_hidden
+
+
+# An operator takes the depths as a list, whose elements `torch.autograd.Function` would not see.
+
+
+def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    total, per_depth, factor, *found = _forward(*others[:5], _Options(*others[5:]), *hidden)
+    return total, per_depth, factor, found
+
+
+@once_differentiable("layerwise_cross_entropy")
+def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
+    of_targets = [None] * ctx.own_targets
+    return of_hidden, of_weight, of_bias, of_targets, None, None, *[None] * len(_Options._fields)
+
+
+_HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? sample"
+_OPTIONS = (
+    "int ignore_index, float label_smoothing, float? softcap, SymInt? chunk_tokens, bool mean, ScalarType dtype, "
+    "str backend, bool fused, SymInt kept_rows, bool[] needs_hidden, bool needs_weight, bool needs_bias"
+)
+_operator = define(
+    "layerwise_cross_entropy",
+    f"(Tensor[] hidden, {_HEAD}, Tensor? depth_weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    _run,
+    _forward_fake,
+)
+_operator.register_autograd(
+    _operator_backward,
+    setup_context=lambda ctx, inputs, output: _setup_context(
+        ctx, (*inputs[1:6], _Options(*inputs[6:]), *inputs[0]), (*output[:3], *output[3])
+    ),
+)
+_gradients_operator = define(
+    "layerwise_cross_entropy_backward",
+    f"(Tensor factors, Tensor log_sums, Tensor[] kept, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
+    _gradients,
+    lambda factors, log_sums, kept, hidden, weight, bias, targets, sample, *flat: _empty_gradients(
+        hidden, weight, _Options(*flat), weight.dtype
+    ),
+)
+_scale_operator = define(
+    "layerwise_cross_entropy_scale",
+    "(Tensor factors, Tensor[] gradients, bool[] needs_hidden, ScalarType dtype_of_head) -> Tensor[]",
+    _scale,
+    _scale_fake,
+)
