@@ -33,7 +33,6 @@ from triton.runtime.jit import JITFunction
 
 from cdt_fast import ops
 from cdt_fast.files import write_text
-from cdt_fast.kernels import cards
 from cdt_fast.models import DUST
 from cdt_fast.ops import common
 from cdt_fast.ops.common import CARDS, KERNEL_DTYPES, GpuSpec
@@ -109,7 +108,6 @@ def recording(card: GpuSpec, mode: OperatorsOnMeta | None = None, precision: str
     with (
         mock.patch.object(JITFunction, "run", note),
         mock.patch.multiple(common, **answers),
-        mock.patch.multiple(cards, **answers),
         ops.use_backend("triton"),
         mode or OperatorsOnMeta(),
     ):

@@ -153,7 +153,7 @@ def layerwise_cross_entropy(
         None if weights is None else weights.detach(),
     )
     call = caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
-    fused, kept_rows = _strategy(options, hidden, tensors, call is not None)
+    fused, kept_rows = _strategy(options, hidden, *tensors)
     options = options._replace(fused=fused, kept_rows=kept_rows)
     results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
     total, per_depth = results[:2]
@@ -286,15 +286,19 @@ def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None)
 
 
 def _strategy(
-    options: _Options, hidden: Sequence[Tensor], tensors: tuple[Any, ...], plain_eager: bool
+    options: _Options,
+    hidden: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Sequence[Tensor],
+    sample: Tensor | None,
+    weights: Tensor | None,
 ) -> tuple[bool, int]:
     """The fastest `fused` and `kept_rows` within the budget of bytes."""
-    weight, _, targets, sample, weights = tensors
-    # Whether each gradient is a factor of what the forward can find, which holds one of all depths or of one alone.
-    shared = options.needs_weight or options.needs_bias
-    scalable = weights is not None or len(hidden) == 1 or not shared
-    # The compiler may not know the sizes yet, and an operator returns what its shapes say, not what counts.
-    if not options.needs_any or not plain_eager:
+    # Whether each gradient is a factor of what the forward can find: of all depths together, or of one alone.
+    scalable = weights is not None or len(hidden) == 1 or not (options.needs_weight or options.needs_bias)
+    # The compiler may not know the sizes yet.
+    if not options.needs_any or torch.compiler.is_compiling():
         return options.needs_any and scalable, 0
     (vocabulary, width), rows = weight.shape, _number_of_rows(len(hidden), targets, sample)
     most = options.chunk_tokens or KEPT_BYTES // (vocabulary * options.dtype.itemsize)
@@ -456,23 +460,43 @@ def _times_factors(per_depth: Tensor, rows: Sequence[_Rows]) -> Tensor:
     return torch.cat([part * some.factor for part, some in zip(parts, rows, strict=True)])
 
 
-def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Sequence[bool]) -> Iterator[_Chunk]:
-    """The chunks of all rows. The depths of one chunk are of the same kind.
+def _plan(
+    depths: range, count: int, weight: Tensor, options: _Options, kinds: Sequence[bool]
+) -> Iterator[tuple[range, int]]:
+    """Depths of `count` rows each that share chunks, and how many rows of each a chunk takes.
 
-    A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows.
+    A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows. The depths
+    of one chunk are of the same kind.
     """
     most = _rows_per_chunk(weight, options)
+    while depths and count:
+        # Copying the states of a few rows costs less than calls of their own, or than reading and writing dW.
+        together = depths[: max(1, most // count) if count <= max(FEW_ROWS, weight.shape[0]) else 1]
+        same = next((n for n, depth in enumerate(together) if kinds[depth] != kinds[together[0]]), len(together))
+        yield together[:same], -(-count // -(-count // most))
+        depths = depths[same:]
+
+
+def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Sequence[bool]) -> Iterator[_Chunk]:
     for some in rows:
-        depths, count = some.depths, some.targets.shape[0]
-        while depths and count:
-            # Copying the states of a few rows costs less than calls of their own, or than reading and writing dW.
-            few = count <= max(FEW_ROWS, weight.shape[0])
-            together = depths[: max(1, most // count) if few else 1]
-            same = next((n for n, depth in enumerate(together) if kinds[depth] != kinds[together[0]]), len(together))
-            size = -(-count // -(-count // most))
+        count = some.targets.shape[0]
+        for together, size in _plan(some.depths, count, weight, options, kinds):
             for start in range(0, count, size):
-                yield _Chunk(some, together[:same], start, min(start + size, count))
-            depths = depths[same:]
+                yield _Chunk(some, together, start, min(start + size, count))
+
+
+def _kept_sizes(
+    depths: int, weight: Tensor, targets: Sequence[Tensor], sample: Tensor | None, options: _Options
+) -> list[int]:
+    """The rows of the first chunks if every token counts, up to `kept_rows` in all: those that fit are kept."""
+    if not options.kept_rows:
+        return []
+    sizes: list[int] = []
+    for some, tokens in _tokens_per_depth(depths, targets, sample):
+        for together, size in _plan(some, tokens, weight, options, [False] * depths):
+            sizes += [len(together) * min(size, tokens - start) for start in range(0, tokens, size)]
+    totals = itertools.accumulate(sizes)
+    return [size for size, total in zip(sizes, totals, strict=True) if total <= options.kept_rows]
 
 
 def _rows_per_chunk(weight: Tensor, options: _Options) -> int:
@@ -701,14 +725,14 @@ def _forward(
     scales = _times_factors(weights, rows)
     gradients = _Gradients(matrices, head.weight, rows, on, options) if options.fused else None
     kept: list[Tensor] = []
-    left = options.kept_rows
+    kept_sizes = iter(_kept_sizes(depths, weight, targets, sample, options))
     for chunk in _chunks(rows, head.weight, options, on):
         place, x = chunk.place, chunk.states(matrices, options.dtype)
-        keeps = len(chunk) <= left
-        left = left - len(chunk) if keeps else 0
-        if keeps:
+        size = next(kept_sizes, None)
+        keeps = size is not None and len(chunk) <= size
+        if size is not None:
             # A tensor a chunk: a CPU would take memory for all of them anew from its system, at the cost of a product.
-            kept.append(head.weight.new_empty(len(chunk), weight.shape[0]))
+            kept.append(head.weight.new_empty(len(chunk) if keeps else 0, weight.shape[0]))
         logits = head.logits(x, kept[-1] if keeps else None)
         if gradients is not None and on[chunk.depths.start]:
             head.sweep(logits, chunk.targets, log_sums[place], losses[place], chunk.per_row(scales))
@@ -739,7 +763,9 @@ def _forward_fake(
     if options.fused:
         found = _empty_gradients(hidden, weight, options, options.wide)
     elif options.needs_any:
+        sizes = _kept_sizes(len(hidden), weight, targets, sample, options)
         found = [losses.new_empty(_number_of_rows(len(hidden), targets, sample))]
+        found += [weight.new_empty((size, weight.shape[0]), dtype=options.dtype) for size in sizes]
     return losses.new_empty(()), losses, losses.new_empty(()), found
 
 
@@ -767,7 +793,7 @@ def _gradients(
             if off[chunk.depths.start]:
                 continue
             place, x = chunk.place, chunk.states(matrices, options.dtype)
-            if of_logits is not None:
+            if of_logits is not None and len(whole) <= of_logits.shape[0]:
                 start = place.start - whole.place.start
                 gradients.add(chunk, of_logits[start : start + len(chunk)], x, chunk.own(scales))
             else:
@@ -785,15 +811,15 @@ def _empty_gradients(
     return found + [weight.new_empty(shape, dtype=dtype_of_head) for shape in shapes]
 
 
-@outside_autocast
 def _scale(
     factors: Tensor,  # [depths]; all the same if the head has gradients
     gradients: list[Tensor],  # that a fused forward has found: of the hidden states that need one, and of the head
+    off: list[bool],  # the depths whose factor is known to be zero
     needs_hidden: list[bool],
     dtype_of_head: torch.dtype,
 ) -> list[Tensor]:
     """The gradients times the factors, out of place, so that a second backward finds what the first one has found."""
-    off, depths = zero_weight_mask(factors), [depth for depth, need in enumerate(needs_hidden) if need]
+    depths = [depth for depth, need in enumerate(needs_hidden) if need]
     found: list[Tensor] = []
     for number, gradient in enumerate(gradients):
         of_hidden = number < len(depths)
@@ -809,19 +835,12 @@ def _scale(
     return found
 
 
-def _scale_fake(factors: Tensor, gradients: list[Tensor], needs: list[bool], dtype: torch.dtype) -> list[Tensor]:
-    of_hidden = sum(needs)
-    return [
-        torch.empty_like(gradient, dtype=gradient.dtype if number < of_hidden else dtype)
-        for number, gradient in enumerate(gradients)
-    ]
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     weight, bias, targets, sample, depth_weights, ctx.options, *hidden = inputs
     _, _, factor, *found = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(factor, *found)
+    # What is found stays differentiable, so that a second derivative of a fused call is seen, and refused.
+    ctx.mark_non_differentiable(factor)
     ctx.depths, ctx.own_targets, ctx.weight_dtype = len(hidden), len(targets), weight.dtype
     if ctx.options.fused:
         ctx.save_for_backward(factor, None, *found)  # the gradients that it has found have the weights in them
@@ -831,6 +850,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) -> tuple[list[Tensor | None], Any, Any]:
     """The gradients of the hidden states, the weight and the bias."""
+    if grad_total is None and grad_per_depth is None:
+        return [None] * ctx.depths, None, None
     factor, depth_weights, *saved = ctx.saved_tensors
     options, depths = ctx.options, ctx.depths
     factors = factor.new_zeros(depths)
@@ -840,8 +861,8 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
         factors = factors + grad_per_depth * factor
     plain = is_plain_eager(factors, *saved)
     if options.fused:
-        scale = _scale if plain else _scale_operator
-        found = scale(factors, saved, options.needs_hidden, ctx.weight_dtype)
+        off = zero_weight_mask(factors) if plain else [False] * depths
+        found = _scale(factors, saved, off, options.needs_hidden, ctx.weight_dtype)
     else:
         weight, bias, sample, *saved = saved
         targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
@@ -867,7 +888,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    total, per_depth, factor, *found = _forward(*others[:5], _Options(*others[5:]), *hidden)
+    """`_forward` with the shapes of `_forward_fake`, which knows of no ignored tokens."""
+    (weight, _, targets, sample, _), options = others[:5], _Options(*others[5:])
+    total, per_depth, factor, *found = _forward(*others[:5], options, *hidden)
+    sizes = _kept_sizes(len(hidden), weight, targets, sample, options)
+    found += [weight.new_empty((0, weight.shape[0]), dtype=options.dtype) for _ in sizes[len(found) - 1 :]]
+    for number, size in enumerate(sizes, 1):
+        kept = found[number]
+        found[number] = kept.new_zeros(size, weight.shape[0])
+        found[number][: kept.shape[0]] = kept
     return total, per_depth, factor, found
 
 
@@ -902,10 +931,4 @@ _gradients_operator = define(
     lambda factors, log_sums, kept, hidden, weight, bias, targets, sample, *flat: _empty_gradients(
         hidden, weight, _Options(*flat), weight.dtype
     ),
-)
-_scale_operator = define(
-    "layerwise_cross_entropy_scale",
-    "(Tensor factors, Tensor[] gradients, bool[] needs_hidden, ScalarType dtype_of_head) -> Tensor[]",
-    _scale,
-    _scale_fake,
 )

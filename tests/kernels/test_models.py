@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models, ops
-from tests.kernels.kernel_cases import normal
 from tests.kernels.precision import assert_as_precise
+from tests.ops.battery import normal
 
 PATCH, CODES, LAYERS, TOKENS = 16, 24, 2, 5
 WEIGHTS = (0.7, -0.4, 1.3)

@@ -162,7 +162,8 @@ def test_opcheck(name: str) -> None:
     (forward, *arguments), *backward = calls
     assert forward._opname == case.op
     torch.library.opcheck(forward, *arguments)
-    assert backward
+    # With weights, the forward of the cross-entropy has found the gradients already.
+    assert backward or (case.op == "layerwise_cross_entropy" and "depth_weights" in case.tensors)
     for one in backward:
         torch.library.opcheck(*one, test_utils=("test_schema", "test_faketensor"))
 

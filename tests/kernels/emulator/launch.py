@@ -14,7 +14,6 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from cdt_fast.bench.tools.compile_kernels import Driver
-from cdt_fast.kernels import cards
 from cdt_fast.ops import common
 from cdt_fast.ops.common import KERNEL_DTYPES, GpuSpec
 
@@ -93,10 +92,9 @@ def install(card: GpuSpec) -> None:
         return None
 
     CompiledKernel._init_handles = prepare
-    for module in (common, cards):
-        module._unavailable_reason = lambda: None  # type: ignore[assignment]
-        module.unsupported_reason = unsupported_reason  # type: ignore[attr-defined]
-        module.spec_of = lambda device: card  # type: ignore[assignment]
+    common._unavailable_reason = lambda: None  # type: ignore[assignment]
+    common.unsupported_reason = unsupported_reason  # type: ignore[attr-defined]
+    common.spec_of = lambda device: card  # type: ignore[assignment]
 
 
 def _launcher(kernel: Kernel, types: list[Any], shared_size: int) -> Any:
