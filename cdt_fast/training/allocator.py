@@ -1,4 +1,4 @@
-"""Memory of large tensors on a CPU: keep it in the process between steps."""
+"""Keep the memory of large CPU tensors in the process between steps."""
 
 from __future__ import annotations
 

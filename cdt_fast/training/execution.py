@@ -1,4 +1,4 @@
-"""Where and how precisely a training computes, by its settings and by what the machine has."""
+"""The device and the precision of a training, from its settings and the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PRODUCTS = {"bf16": "products in bfloat16, weights and sums in float32", "fp32"
 
 @dataclass(frozen=True)
 class Execution:
-    """Where and how a training computes."""
+    """The device and the precision of a training."""
 
     device: torch.device
     precision: str  # of the matrix products: "bf16", "fp32" (TF32 on a GPU) or "ieee"
@@ -31,7 +31,7 @@ class Execution:
         return torch.bfloat16 if self.precision == "bf16" else None
 
     def describe(self, workload: Workload) -> str:
-        """What runs, and why, in a line; on a GPU, in a second one, what the first steps wait for."""
+        """Say in a line what runs, and why; on a GPU, in a second one, what the first steps wait for."""
         on_gpu = self.device.type == "cuda"
         place = f"cuda, {torch.cuda.get_device_name(self.device)}" if on_gpu else str(self.device)
         products = "float32 (TF32 products)" if on_gpu and self.precision == "fp32" else _PRODUCTS[self.precision]
@@ -42,7 +42,7 @@ class Execution:
 
 
 def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Task) -> Execution:
-    """How to compute what the settings leave open, and torch's precision of float32 products set to match.
+    """Choose what the settings leave open, and set torch's precision of float32 products to match.
 
     Raises:
         InputError: a setting asks for what this machine, or the way the training was launched, does not have.
@@ -60,7 +60,7 @@ def resolve_execution(settings: RunSettings, accelerator: Accelerator, task: Tas
 
 
 def _can_capture(accelerator: Accelerator, task: Task) -> bool:
-    """Whether a step can be captured in a CUDA graph: one process, without accelerate's own casts and compilation."""
+    """Return whether a CUDA graph can hold a step: one process, without accelerate's own casts and compilation."""
     if accelerator.device.type != "cuda":
         return False
     plugin: Any = accelerator.state.dynamo_plugin
@@ -70,6 +70,6 @@ def _can_capture(accelerator: Accelerator, task: Task) -> bool:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, without a host sync."""
+    """Return the tensor on `device`, without waiting for the copy."""
     # From pageable memory the copy would synchronize with the host.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""From the settings of a run to its constraints, or to what weighs its depths without, and to its steps an epoch."""
+"""The constraints of a run and its steps an epoch, from its settings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ NEVER = 2**62
 
 
 def steps_per_epoch(settings: RunSettings, samples: int) -> int:
-    """Optimizer steps that see every one of `samples` once; the last may see fewer than the others."""
+    """Return the optimizer steps that see each of `samples` once; the last may see fewer than the others."""
     return math.ceil(samples / (settings.training.batch * settings.training.accumulate))
 
 
 def warmup_steps(settings: RunSettings, samples: int) -> int:
-    """Optimizer steps with the constraints off; a run without constraints never leaves its warm-up."""
+    """Return the optimizer steps with the constraints off: all, if the run has no constraints."""
     return settings.constraints.warmup_epochs * steps_per_epoch(settings, samples) if settings.constrained else NEVER
 
 
 def _bounds(settings: RunSettings) -> dict[int, Any] | None:
-    """The bounds of the settings, by the numbers of their depths among those that are read."""
+    """Return the bounds of the settings, by the positions of their depths among the taps."""
     given, taps = settings.constraints.bounds, getattr(settings.model, "taps", None)
     if given is None or taps is None:
         return given
@@ -37,22 +37,18 @@ def _bounds(settings: RunSettings) -> dict[int, Any] | None:
 
 
 def check_trained_depths(settings: RunSettings) -> None:
-    """Refuse a weight or a bound of depth 0 where nothing trains there."""
+    """Refuse a bound at depth 0 if nothing trains there."""
     reason, chosen = settings.untrained_depth, settings.constraints
-    asked = {
-        "reference_mode constraint": settings.constrained
-        and chosen.reference_mode == "constraint"
-        and chosen.reference is not None,
-        "bounds": settings.constrained and 0 in (chosen.bounds or {}),
-    }
-    for name in (name for name, holds in asked.items() if holds and reason):
-        raise InputError(f"[constraints] {name} must not be of depth 0, {reason}: nothing trains there")
+    referred = chosen.reference_mode == "constraint" and chosen.reference is not None
+    for name, holds in (("reference_mode constraint", referred), ("bounds", 0 in (chosen.bounds or {}))):
+        if settings.constrained and reason and holds:
+            raise InputError(f"[constraints] {name} must not be of depth 0, {reason}: nothing trains there")
 
 
 def build_constraints(
     settings: RunSettings, num_constraints: int, largest_reference: float | None = None
 ) -> DescentConstraints:
-    """The constraints that the settings describe, on the CPU, nothing recorded yet.
+    """Build the constraints that the settings describe, on the CPU.
 
     A reference that is a number is at most `largest_reference`, the loss of a guess: above it the first layer could
     raise the loss and keep its bound.

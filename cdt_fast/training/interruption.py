@@ -1,4 +1,4 @@
-"""Signals: what a training and the command line do at SIGINT and SIGTERM."""
+"""SIGINT and SIGTERM in a training and in the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], object], *numbers: int) -> Iterator[None]:
-    """Call `handler` at these signals while the block runs, where that is in the main thread, whose signals are."""
+    """Call `handler` at these signals while the block runs; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
     previous = {number: signal.signal(number, handler) for number in numbers}

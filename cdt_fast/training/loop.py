@@ -16,8 +16,8 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 from tqdm import tqdm
 
+from cdt_fast.checks import InputError, printable
 from cdt_fast.constraints.presets import REFERENCE_MEASUREMENTS
-from cdt_fast.errors import InputError, printable
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
@@ -79,7 +79,7 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
 
 
 class Trainer:
-    """One run in memory; `graphs` is where its steps are captured, None: in CUDA graphs where that works."""
+    """One run in memory; its steps are captured in `graphs`, or in CUDA graphs where that works."""
 
     def __init__(
         self,
@@ -92,8 +92,7 @@ class Trainer:
     ) -> None:
         self.folder, self.settings, self.task, self.accelerator = run, settings, task, accelerator
         self.data = data
-        training = settings.training
-        torch.manual_seed(training.seed % _SEEDS)
+        torch.manual_seed(settings.training.seed % _SEEDS)
         self.device: torch.device = accelerator.device
         self.execution = resolve_execution(settings, accelerator, task)
         self.workload: Workload = task.build(settings, data, self.device)
@@ -101,23 +100,21 @@ class Trainer:
         self.losses = accelerator.prepare(self.workload.losses(self.execution.autocast))
         if graphs is None and self.execution.captured:
             graphs = CudaGraphs(self.device)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # Eager steps on a GPU update as captured ones do, so that both come to the same weights.
         on_device = graphs is not None or self.device.type == "cuda"
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer, self.schedule = build_optimizer(
-            trained, self.workload.lr, self._relative_rate, on_device=on_device
-        )
+        lr = self.workload.lr
+        self.optimizer, self.schedule = build_optimizer(trained, lr, self._relative_rate, on_device=on_device)
         self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
         self.warmup_steps = warmup_steps(settings, len(data.train))
-        num_constraints, guess_loss = self.workload.num_constraints, self.workload.guess_loss
-        self.constraints = build_constraints(settings, num_constraints, guess_loss).to(self.device)
+        layers = self.workload.num_constraints
+        self.constraints = build_constraints(settings, layers, self.workload.guess_loss).to(self.device)
         self.constrained = settings.constrained
         # Without constraints they weigh the depths all the same, and "log" follows the losses for that.
         self._measured = self.constrained or settings.objective == "log"
         self.step = 0
         self.best: dict[str, Any] | None = None
-        depths = self.workload.num_constraints + 1
-        self._logged_sums = torch.zeros(depths + 1, dtype=torch.float64, device=self.device)
+        self._logged_sums = torch.zeros(layers + 2, dtype=torch.float64, device=self.device)
         self._timed_samples = 0
         self._device_step = TrainingStep(
             losses=self.losses,
@@ -129,7 +126,7 @@ class Trainer:
         self._captured = None if graphs is None else CapturedStep(self._step_on_buffers, graphs)
 
     def notes(self) -> list[str]:
-        """What the user should know before the training starts or resumes."""
+        """Return what the user should know before the training starts or resumes."""
         notes = [self.execution.describe(self.workload)]
         if self.workload.note is not None:
             notes.append(self.workload.note)
@@ -140,7 +137,7 @@ class Trainer:
             return notes
         if not self.constraints.any:
             return [*notes, "note: there are no constraints: --rate is none, and there are no --bounds"]
-        if warmup + 1 >= steps:  # what the first dual step weighs are the losses of the step after it
+        if warmup + 1 >= steps:  # the first dual step weighs the losses of the step after it
             notes.append(
                 f"note: the constraints come on after a warm-up of {warmup:,} steps, and the training ends at step "
                 f"{steps:,}: it is one without constraints. Train longer, or with --warmup-epochs 0"
@@ -163,12 +160,10 @@ class Trainer:
 
     def run(self, progress: bool = True) -> None:
         """Train from the current step to the last; raises what `train` does."""
-        training = self.settings.training
+        steps, every = self.workload.steps, self.settings.training.validate_every
         shown = progress and self.accelerator.is_main_process
         on_terminal = shown and sys.stderr.isatty()
-        bar = tqdm(
-            total=self.workload.steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal
-        )
+        bar = tqdm(total=steps, initial=self.step, desc=self.folder.name, unit="step", disable=not on_terminal)
         signals: list[int] = []
 
         def note(number: int, _: object) -> None:
@@ -179,41 +174,35 @@ class Trainer:
 
         self.losses.train()
         if self.step == 0:
-            self._validate_untrained(shown)
+            self._log({"step": 0, "validation": self._validate()})
         with on_signals(note, signal.SIGINT, signal.SIGTERM), bar:
-            started, first = time.perf_counter(), self.step
-            while self.step < self.workload.steps:
+            started = timed = time.perf_counter()
+            first = self.step
+            while self.step < steps:
                 self._train_step()
                 self.step += 1
-                last = self.step == self.workload.steps
+                last = self.step == steps
                 if last or self.step % LOG_EVERY == 0:
-                    entry = self._log_entry(time.perf_counter() - started)
-                    if shown and first is not None:
-                        left = self.workload.steps - self.step
-                        seconds = (time.perf_counter() - started) / (self.step - first) * left
-                        if seconds > 30:
-                            print(f"about {seconds / 60:.1f} minutes to go: {left:,} steps", file=sys.stderr)
-                        first = None
+                    entry = self._log_entry(time.perf_counter() - timed)
                     self._log(entry)
                     bar.set_postfix_str(self._summary(entry["loss"]), refresh=False)
-                    started = time.perf_counter()
-                paused = time.perf_counter()
-                if last or self.step % training.validate_every == 0:
+                    timed = time.perf_counter()
+                paused, saved = time.perf_counter(), last or self.step % every == 0
+                # A step that a signal ended is neither logged nor validated: the resumed run would have to repeat it.
+                if saved:
                     validation = self._validate()
                     self._log({"step": self.step, "validation": validation})
                     if shown and not on_terminal:
-                        held_out = self._summary(validation["loss"])
-                        print(f"step {self.step} of {self.workload.steps}: held-out {held_out}", file=sys.stderr)
-                # A step that a signal ended is neither logged nor validated: the resumed run would have to repeat it.
-                saved = last or self.step % training.validate_every == 0
-                if saved:
+                        minutes = (time.perf_counter() - started) / (self.step - first) * (steps - self.step) / 60
+                        left = f"; about {minutes:.1f} minutes to go" if minutes > 0.5 else ""
+                        summary = self._summary(validation["loss"])
+                        print(f"step {self.step} of {steps}: held-out {summary}{left}", file=sys.stderr)
+                if saved or signals:
                     self._save_checkpoint()
                 bar.update()
                 if signals:
-                    if not saved:
-                        self._save_checkpoint()
                     raise Interrupted(signals[0], self.step)
-                started += time.perf_counter() - paused
+                timed += time.perf_counter() - paused
 
     def _log(self, entry: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
@@ -227,7 +216,7 @@ class Trainer:
         items = sum(self.workload.count(sample) for micro_batch in micro_batches for sample, _ in micro_batch)
         update = self.step >= self.warmup_steps
         known = None if update else self.constraints.objective_weights()
-        # A rank for which nothing is left takes part with weight zero: the others wait for its gradients.
+        # Empty ranks run with weight 0 so that the all-reduce does not hang.
         chosen = [share or micro_batch[:1] for share, micro_batch in zip(shares, micro_batches, strict=True)]
         batches = map(self._batch, chosen)
         if self._captured is None:
@@ -240,13 +229,13 @@ class Trainer:
             self.constraints.epoch_end()
 
     def _step_on_buffers(self, *buffers: Tensor, counts: tuple[int, ...], **choices: Any) -> None:
-        """A step on the tensors of one micro-batch after the other, all there at once."""
+        """Take the step on the tensors of all micro-batches, one after the other."""
         size = len(buffers) // len(counts)
         batches = (buffers[start : start + size] for start in range(0, len(buffers), size))
         self._device_step.run(batches, counts, **choices)
 
     def _micro_batches(self) -> list[list[tuple[int, int]]]:
-        """The samples of this step, each with a seed of its own: a function of the run's seed and the step alone.
+        """Return the samples of this step and their seeds, which follow from the run's seed and the step alone.
 
         A sample has the same seed however the step is cut into micro-batches and spread over ranks.
         """
@@ -296,76 +285,46 @@ class Trainer:
         )
 
     def _summary(self, losses: list[float]) -> str:
-        shown = " ".join(f"{loss:.3g}" for loss in losses)
-        report = self.constraints.report(losses)
-        if report.worst_violation is None or not self.constrained:
-            return f"loss by depth {shown}"
-        if report.feasible:
-            held = "the bounds hold" if report.caveat else "all bounds hold"
-            if report.unjudged:
-                held = f"{report.judged} of {report.judged + report.unjudged} bounds are judged, and hold"
-            return f"loss by depth {shown}, {held}" + (f", but {report.caveat}" if report.caveat else "")
-        return f"loss by depth {shown}, depth {report.worst_layer} {report.worst_violation:.1%} above its bound"
+        shown = "loss by depth " + " ".join(f"{loss:.3g}" for loss in losses)
+        return f"{shown}; {self.constraints.report(losses)}".partition("; the ")[0] if self.constrained else shown
 
-    def _validate_untrained(self, shown: bool) -> None:
-        """Validate before the first step, so that what the training gains is known; warn of a start that is no start.
+    def _validate(self) -> dict[str, Any]:
+        """Validate, and keep the model if it is the best so far; InputError: losses that no training goes on from."""
+        self.model.eval()
+        try:
+            losses = self.workload.validation_losses(self.execution.autocast)
+        finally:
+            self.model.train()
+        if self.step == 0:
+            self._check_start(losses)
+        self._check_finite("validation losses", losses)
+        found = self.constraints.report(losses).as_dict()  # without numbers that JSON cannot represent
+        entry = {"loss": losses, **{name: found[name] for name in ("feasible", "worst_layer", "worst_violation")}}
+        if self.best is None or self._is_better(losses, self.best):
+            self.best = {"step": self.step, **entry}
+            if self.accelerator.is_main_process:
+                self.workload.save_model(self.folder.model)
+        return entry
 
-        Raises:
-            InputError: the untrained losses are not finite, or those of a denoiser are far above its input's.
-        """
-        losses = self._validation_losses()
+    def _check_start(self, losses: list[float]) -> None:
+        """Refuse untrained losses that are hopeless; warn of those that are worse than the input or a guess."""
         first, last, guess = losses[0], losses[-1], self.workload.guess_loss
-        problem = (
-            f"the untrained network's loss at the last depth is {last:.4g} where that of its input is {first:.4g}"
-            f"{self._unusual_settings()}"
-        )
-        if not all(map(math.isfinite, losses)) or (guess is None and last > _HOPELESS * first):
-            raise InputError(f"{self.folder.path}: {problem}")
-        if shown and last > _SCATTER * max(first, guess or 0.0):
-            print(printable(f"cdt-fast: warning: {problem}"), file=sys.stderr)
-        entry = self._judged(losses)
-        self._keep_if_best(entry)
-        self._log({"step": 0, "validation": entry})
-
-    def _unusual_settings(self) -> str:
-        """The settings of data and network that differ from the defaults, as a remedy in words."""
-        defaults = type(self.settings)()
+        defaults = type(self.settings)().values()
         changed = [
             f"[{section}] {name} {value}"
             for section in ("data", "model")
             for name, value in vars(getattr(self.settings, section)).items()
-            if name not in ("source", "download") and value != getattr(getattr(defaults, section), name)
+            if name not in ("source", "download") and value != defaults[name]
         ]
-        return f"; change what differs from the defaults: {', '.join(changed)}" if changed else ""
-
-    def _validation_losses(self) -> list[float]:
-        self.model.eval()
-        try:
-            return self.workload.validation_losses(self.execution.autocast)
-        finally:
-            self.model.train()
-
-    def _validate(self) -> dict[str, Any]:
-        """Losses on the validation samples; keeps the model if it is the best so far."""
-        losses = self._validation_losses()
-        self._check_finite("validation losses", losses)
-        entry = self._judged(losses)
-        self._keep_if_best(entry)
-        return entry
-
-    def _judged(self, losses: list[float]) -> dict[str, Any]:
-        report = self.constraints.report(losses)
-        verdict = report.as_dict()  # JSON cannot represent infinity, where a depth is exact and the next is not
-        return {"loss": losses, **{name: verdict[name] for name in ("feasible", "worst_layer", "worst_violation")}}
-
-    def _keep_if_best(self, entry: dict[str, Any]) -> None:
-        if self.best is None or self._is_better(entry["loss"], self.best):
-            self.best = {"step": self.step, **entry}
-            if self.accelerator.is_main_process:
-                self.workload.save_model(self.folder.model)
+        problem = f"the untrained network's loss at the last depth is {last:.4g} where that of its input is {first:.4g}"
+        problem += f"; change what differs from the defaults: {', '.join(changed)}" * bool(changed)
+        if not all(map(math.isfinite, losses)) or (guess is None and last > _HOPELESS * first):
+            raise InputError(f"{self.folder.path}: {problem}")
+        if self.accelerator.is_main_process and last > _SCATTER * max(first, guess or 0.0):
+            print(printable(f"cdt-fast: warning: {problem}"), file=sys.stderr)
 
     def _is_better(self, losses: list[float], best: dict[str, Any]) -> bool:
-        """Whether the merit is lower than the best one's, both by what is known now, such as a reference fixed since.
+        """Return whether the merit is lower than the best one's, both by the references that are known now.
 
         An untrained network does nothing, and so violates little: better than that is a lower objective alone, too.
         """
@@ -381,7 +340,7 @@ class Trainer:
             save_checkpoint(self.folder.checkpoint, self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, for `checkpoint.save_checkpoint`."""
+        """Return everything that the rest of the run depends on, for `checkpoint.save_checkpoint`."""
         return {
             "step": self.step,
             "steps": self.workload.steps,
@@ -398,13 +357,13 @@ class Trainer:
         }
 
     def _trained_weights(self) -> dict[str, Tensor]:
-        """The weights but for the frozen ones, which a resumed run takes from where this one took them."""
+        """Return the weights without the frozen ones, which a resumed run takes from where this one took them."""
         named = self.model.named_parameters(remove_duplicate=False)  # tied weights go by two names
         frozen = {name for name, parameter in named if not parameter.requires_grad}
         return {name: value for name, value in self.model.state_dict().items() if name not in frozen}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up the state of a checkpoint, or InputError: it belongs to other settings or other data."""
+        """Continue from the state of a checkpoint; InputError: it belongs to other settings or other data."""
         if state["step"] > self.workload.steps:
             raise InputError(
                 f"{self.folder.checkpoint}: is at step {state['step']}, and the training has {self.workload.steps}"

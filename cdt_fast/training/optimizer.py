@@ -1,4 +1,4 @@
-"""The primal optimizer, its schedule, and a step: the host only hands work out, and numbers stay on the device."""
+"""The primal optimizer, its schedule, and a step in which the host never waits for the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.errors import InputError
 
-# Options that say how and where the update is computed, not what it is: a checkpoint's machine may have been another.
 LARGEST_GRADIENT_NORM = 1.0
-_PLACEMENT = ("foreach", "fused", "capturable")
+_PLACEMENT = ("foreach", "fused", "capturable")  # options of Adam that may differ between two machines of one run
 
 
 def build_optimizer(
@@ -51,7 +50,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: AdamW, state: Mapping[str, Any]) -> None:
-    """Take up what `optimizer.state_dict()` returned, there or on another device; the placement stays as built."""
+    """Load what `optimizer.state_dict()` returned, there or on another device; the placement stays as built."""
     groups = [{name: group[name] for name in (*_PLACEMENT, "lr")} for group in optimizer.param_groups]
     saved = [
         {**group, **{name: own[name] for name in _PLACEMENT}}
@@ -67,8 +66,8 @@ def load_optimizer_state(optimizer: AdamW, state: Mapping[str, Any]) -> None:
 class TrainingStep:
     """One optimizer step: forward, backward, clipping, update, sums for the log, duals.
 
-    Nothing here waits for the device, nor changes anything on the host. The forward `(*batch, weights)` of `losses`
-    gives `(total, per_depth)`.
+    Nothing here waits for the device, nor changes anything on the host. `losses(*batch, weights)` returns
+    `(total, per_depth)`.
     """
 
     losses: nn.Module
@@ -89,12 +88,11 @@ class TrainingStep:
 
         Args:
             batches: the tensors of each micro-batch of this rank, asked for one by one.
-            counts: items (tokens, texts) that the losses of each micro-batch are means over; 0 where this rank only
-                takes part.
-            items: those of the step, over micro-batches and ranks.
-            known: the weights of the depths where the host knows them: a depth of weight 0 then costs no backward;
-                None: the constraints' own.
-            update: whether the multipliers move at its end; else it is one of a warm-up, or without constraints.
+            counts: items (tokens, texts) that the losses of each micro-batch are means over; 0 for an empty rank.
+            items: their number in the step, over micro-batches and ranks.
+            known: the weights of the depths if the host knows them: a depth of weight 0 then costs no backward. None:
+                those of the constraints.
+            update: move the multipliers at the end: not in a warm-up, nor without constraints.
         """
         weights: Any = known
         if known is None:

@@ -1,4 +1,4 @@
-"""A run folder: what one training leaves behind, and what the other commands read."""
+"""A run folder: the files of one training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cdt_fast.training.settings import RunSettings
 
 
 class RunInUse(InputError):
-    """Another process makes or trains the run."""
+    """Another process is making or training the run."""
 
 
 class RunFolder:
@@ -39,7 +39,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], settings: RunSettings) -> RunFolder:
-        """Make a new run folder with its `config.toml`; of two processes that make one in one place one is refused.
+        """Make a run folder with its `config.toml`; if two processes make one in one place, one is refused.
 
         Raises:
             InputError: the folder exists and is not empty, or cannot be made.
@@ -49,11 +49,11 @@ class RunFolder:
         try:
             if run.config.exists():
                 raise RunInUse(f"{path}: holds a run already; resume it with --resume, or choose another folder")
-            # Hidden files are those of a process that was killed here, or that is making a run right now.
+            # Hidden files are of a process that was killed here, or that is making a run right now.
             if run.path.exists() and not all(name.startswith(".") for name in os.listdir(run.path)):
-                raise InputError(f"{path}: exists and is no empty folder; choose another one for the run")
+                raise InputError(f"{path}: exists and is not empty; choose another folder for the run")
             settings.save(temporary)
-            os.link(temporary, run.config)  # fails where there is one already, which a move would replace
+            os.link(temporary, run.config)  # fails if there is one already, which a move would replace
         except (FileExistsError, FileNotFoundError):
             raise RunInUse(f"{path}: another process is making a run there; choose another folder") from None
         except OSError as error:
@@ -67,9 +67,9 @@ class RunFolder:
 
     @contextmanager
     def lock(self, main: bool = True) -> Iterator[None]:
-        """Keep other processes from training this run until the block, or this process, ends, however it ends.
+        """Keep other processes from training this run until the block, or this process, ends.
 
-        The lock is the system's, on `config.toml`, and writes nothing; not `main`: it is left to the first process.
+        The lock is the system's, on `config.toml`, and writes nothing. Only the first of several ranks takes it.
 
         Raises:
             RunInUse: another process is training this run.
@@ -83,17 +83,19 @@ class RunFolder:
             yield
 
     def remove_if_untouched(self) -> None:
-        """Take back what `create` made if no step was trained: the settings, and the folder if it is empty then."""
-        logged = self.metrics.exists() and self.metrics.stat().st_size > 0
-        if logged and not self.checkpoint.exists() and [entry["step"] for entry in self.read_metrics()] == [0]:
-            logged = False
+        """Remove what `create` made if no step was trained: the settings, and the folder if nothing else is in it."""
+        if self.checkpoint.exists():
+            return
+        if self.metrics.exists() and [entry["step"] for entry in self.read_metrics()] == [0]:
+            self.metrics.unlink()
             shutil.rmtree(self.model, ignore_errors=True)  # the untrained one
-        if not (logged or self.checkpoint.exists() or self.model.exists()):
-            self.metrics.unlink(missing_ok=True)
-            self.config.unlink(missing_ok=True)
-            for folder in (self.checkpoint.parent, self.path):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+        if (self.metrics.exists() and self.metrics.stat().st_size) or self.model.exists():
+            return
+        for file in (self.metrics, self.config):
+            file.unlink(missing_ok=True)
+        for folder in (self.checkpoint.parent, self.path):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files that a killed training left."""
@@ -103,7 +105,7 @@ class RunFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`, but for a last one that a killed run did not finish.
+        """Return the lines of `metrics.jsonl` without a last one that a killed run did not finish.
 
         Raises:
             InputError: a line before the last is no entry of a run.
@@ -123,12 +125,12 @@ class RunFolder:
         return entries
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop what was logged after `step`, the checkpoint that a resumed run starts from."""
+        """Drop what was logged after `step`, from which a resumed run starts."""
         kept = [entry for entry in self.read_metrics() if entry["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def append_metrics(self, entry: dict[str, Any]) -> None:
-        """Log an entry in a line of its own."""
+        """Append a line to `metrics.jsonl`."""
         try:
             with self.metrics.open("a") as file:
                 file.write(json.dumps(entry, allow_nan=False) + "\n")

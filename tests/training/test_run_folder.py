@@ -21,7 +21,7 @@ def test_a_folder_in_use_or_without_a_trained_run_is_refused(tmp_path: Path) -> 
     assert open_run(mine.path, trained=False)[1] == VideoSettings()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "note").touch()
-    for path, fact in ((mine.path, "--resume"), ("other", "no empty folder"), ("other/note", "cannot be made")):
+    for path, fact in ((mine.path, "--resume"), ("other", "is not empty"), ("other/note", "cannot be made")):
         with pytest.raises(InputError, match=fact):
             RunFolder.create(tmp_path / path, VideoSettings())
     for path, fact in ((tmp_path, "no run folder"), ("nowhere", "no run folder"), (mine.path, "no model yet")):
