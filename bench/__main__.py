@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from cdt_fast.bench.suites import SIZES, SUITES
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

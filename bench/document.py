@@ -18,7 +18,7 @@ from typing import Any
 from cdt_fast.bench import pictures
 from cdt_fast.bench.results_file import read
 from cdt_fast.bench.suites import SUITES
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown, as_text
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.errors import require
+from cdt_fast.checks import require
 from cdt_fast.files import replaced_atomically
 
 Case = Mapping[str, Any]

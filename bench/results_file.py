@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.bench.machine import file_stem
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 
 

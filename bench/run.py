@@ -19,8 +19,7 @@ from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import Rounds, measure
 from cdt_fast.bench.memory import peak_memory
 from cdt_fast.bench.suites import SUITES
-from cdt_fast.checks import check_integer
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError, check_integer
 from cdt_fast.files import write_json
 from cdt_fast.training.allocator import disable_malloc_trim
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cdt_fast import models, ops
+    from cdt_fast.checks import InputError, MissingExtra
     from cdt_fast.constraints.constraints import DescentConstraints
     from cdt_fast.constraints.feasibility import FeasibilityReport
-    from cdt_fast.errors import InputError, MissingExtra
     from cdt_fast.integrations.lightning_callback import DescentCallback
     from cdt_fast.integrations.transformers_trainer import with_descent
     from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
@@ -44,7 +44,7 @@ _PLACES = {
     "cdt_fast": ("models", "ops"),
     "cdt_fast.constraints.constraints": ("DescentConstraints",),
     "cdt_fast.constraints.feasibility": ("FeasibilityReport",),
-    "cdt_fast.errors": ("InputError", "MissingExtra"),
+    "cdt_fast.checks": ("InputError", "MissingExtra"),
     "cdt_fast.integrations.lightning_callback": ("DescentCallback",),
     "cdt_fast.integrations.transformers_trainer": ("with_descent",),
     "cdt_fast.models.layer_losses": ("LayerLosses", "attach_layer_losses"),

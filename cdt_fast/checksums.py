@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import file_state, read_json, write_json
 
 CHECKSUMS = "checksums.json"

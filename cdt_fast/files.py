@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 MAX_JSON_BYTES = 64 << 20
 """The largest JSON or TOML file that is read: none of this package comes near it."""

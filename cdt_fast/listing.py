@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".jpg", ".jpeg", ".png", ".bmp", ".webp"})
 ARRAY_SUFFIXES = frozenset({".npy", ".npz"})

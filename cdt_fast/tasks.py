@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, read_toml, shown
 from cdt_fast.sequence.settings import LanguageSettings, TextSettings
 from cdt_fast.training.run_folder import RunFolder

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import file_state, parsed_json
 
 # One entry of the file's metadata for all that is ours: safetensors writes several in an order that differs each time.

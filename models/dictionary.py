@@ -8,7 +8,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 
 def overcomplete_dct(patch_size: int, code_size: int) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import ops
-from cdt_fast.checks import check_choice, check_integer
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError, check_choice, check_integer
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm, tight_cosines
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.common import (

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import Self
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models.transformers_weights import check_finite
 from cdt_fast.tensor_file import load_tensors, serialized

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import ops
-from cdt_fast.checks import check_choice, check_integer
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError, check_choice, check_integer
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.common import (
     LayerwiseLosses,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from cdt_fast.checks import InputError
 from cdt_fast.checksums import check_folder
-from cdt_fast.errors import InputError
 
 
 def load_complete(

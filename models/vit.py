@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from cdt_fast import ops
-from cdt_fast.checks import check_choice, check_integer, check_number, check_positive
-from cdt_fast.errors import InputError, require
+from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive, require
 from cdt_fast.files import read_json
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.models.transformers_weights import load_complete

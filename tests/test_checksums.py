@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cdt_fast.checks import InputError
 from cdt_fast.checksums import CHECKSUMS, check_folder, checksums_of, written_with_checksums
-from cdt_fast.errors import InputError
 
 
 def test_the_sums_are_those_of_sha256sum(tmp_path: Path) -> None:

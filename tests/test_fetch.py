@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cdt_fast import fetch as module
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.fetch import DATASETS, Dataset, fetch
 from cdt_fast.files import try_lock
 

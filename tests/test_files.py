@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdt_fast.errors import InputError, printable
+from cdt_fast.checks import InputError, printable
 from cdt_fast.files import (
     parsed_json,
     read_json,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, read_toml
 from cdt_fast.models import load_pretrained
 from cdt_fast.sequence.data.text import read_table

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from cdt_fast.errors import InputError, MissingExtra, printable
+from cdt_fast.checks import InputError, MissingExtra, printable
 from cdt_fast.training.interruption import Interrupted, on_signals
 
 BAD_INPUT = 2

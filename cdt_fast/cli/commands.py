@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast import experiments, tasks
-from cdt_fast.errors import InputError, printable
+from cdt_fast.checks import InputError, printable
 from cdt_fast.files import write_json
 from cdt_fast.tables import as_text
 from cdt_fast.tasks import TASKS, TaskEntry

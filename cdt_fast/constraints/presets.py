@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from cdt_fast.checks import suggestion
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError, suggestion
 
 ObjectiveName = Literal["last", "depths", "log"]
 Resilience = Literal["slack", "decay"]

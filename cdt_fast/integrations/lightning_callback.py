@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import check_integer
+from cdt_fast.checks import InputError, check_integer, require
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
     LossSums,
     constraints_for,

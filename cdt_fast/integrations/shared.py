@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import options_of
-from cdt_fast.errors import InputError
 from cdt_fast.models.layer_losses import LayerLosses
 from cdt_fast.models.layer_losses.outputs import IGNORED
 

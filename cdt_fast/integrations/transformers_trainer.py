@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import check_integer
+from cdt_fast.checks import InputError, check_integer, require
 from cdt_fast.checksums import check_folder, written_with_checksums
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.errors import InputError, require
 from cdt_fast.integrations.shared import (
     LossSums,
     constraints_for,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.sequence.data.rows import FORMATS, HIDDEN, Row, hub_parts, hub_rows, read_rows, text_of
 from cdt_fast.sequence.data.text import Splits, TextData, labeled_texts, read_imdb, read_table, split_text
 from cdt_fast.sequence.settings import LanguageSettings, SequenceSettings, TextDataSettings, TextSettings

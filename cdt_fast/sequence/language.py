@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from cdt_fast.checks import InputError, require
 from cdt_fast.checksums import check_folder
-from cdt_fast.errors import InputError, require
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence import corpus
 from cdt_fast.sequence.corpus import Instruction, InstructionSplits

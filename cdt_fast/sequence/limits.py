@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, vocabulary_size
 from cdt_fast.sequence.settings import SequenceSettings

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdt_fast.checks import InputError
 from cdt_fast.checksums import CHECKSUMS, checksums_of
-from cdt_fast.errors import InputError
 from cdt_fast.files import read_json, replaced_atomically, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.checks import check_integer, check_non_negative
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError, check_integer, check_non_negative
 
 # The constants of SplitMix64 as signed 64-bit integers, in which torch's products wrap around.
 _STEP = 0x9E3779B97F4A7C15 - 2**64

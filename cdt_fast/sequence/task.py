@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.errors import InputError
 from cdt_fast.sequence import figures
 from cdt_fast.sequence.corpus import digest
 from cdt_fast.sequence.data.text import Splits

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.checks import InputError, require
 from cdt_fast.sequence.data.vocabulary import WORDS, Vocabulary
 from cdt_fast.training.execution import to_device
 

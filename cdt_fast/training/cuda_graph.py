@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 # Calls of a kind that run eagerly before it is captured: they load and compile its kernels, allocate the workspaces of
 # the libraries and the state of the optimizer, none of which may happen while a stream is being captured.

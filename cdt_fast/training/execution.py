@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
 

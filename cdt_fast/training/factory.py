@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import DEFAULTS
-from cdt_fast.errors import InputError
 from cdt_fast.training.settings import RunSettings
 
 # The warm-up of a training without constraints: they only weigh the depths by the objective, and judge the result.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.errors import require
+from cdt_fast.checks import require
 from cdt_fast.files import replaced_atomically
 from cdt_fast.training.task import Drawing, EvaluatedRun
 

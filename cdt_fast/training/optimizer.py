@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.errors import InputError
 
 LARGEST_GRADIENT_NORM = 1.0
 _PLACEMENT = ("foreach", "fused", "capturable")  # options of Adam that may differ between two machines of one run

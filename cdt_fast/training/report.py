@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from cdt_fast.errors import MissingExtra
+from cdt_fast.checks import MissingExtra
 from cdt_fast.files import write_text
 from cdt_fast.tables import as_markdown
 from cdt_fast.training import figures

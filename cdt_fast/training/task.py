@@ -12,9 +12,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import DEFAULTS
-from cdt_fast.errors import InputError
 from cdt_fast.training.results import Evaluation
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.checks import InputError, require
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data import find_clips, open_source

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError, printable
+from cdt_fast.checks import InputError, printable
 from cdt_fast.files import replaced_atomically
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar

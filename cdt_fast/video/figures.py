@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import replaced_atomically
 from cdt_fast.training.figures import (
     GRAY,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import ops
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models import DUST, DenoisingViT, VideoUT, load_pretrained
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.noise import LEAST_DEVIATION

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.presets import PRESETS, ObjectiveName
-from cdt_fast.errors import InputError
 from cdt_fast.training.settings import (
     ConstraintSettings,
     EvaluationSettings,

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
 from cdt_fast.ops.common import explain

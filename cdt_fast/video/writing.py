@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.checks import InputError, require
 from cdt_fast.video.data import FrameSource
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE
 from cdt_fast.video.data.video_file import LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix

@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import check_choice, check_number
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError, check_choice, check_number
 from cdt_fast.models.layer_losses.check import check_first_forward
 from cdt_fast.models.layer_losses.head import effective_linear, in_use
 from cdt_fast.models.layer_losses.layout import Layout, find_layout

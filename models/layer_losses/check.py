@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses.layout import Layout, unsupported
 from cdt_fast.models.layer_losses.outputs import IGNORED, router_loss
 from cdt_fast.models.layer_losses.wrapping import WrappedForward, state_of

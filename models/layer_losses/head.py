@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 
 def linear_maps(module: nn.Module) -> Iterator[nn.Module]:

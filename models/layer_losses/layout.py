@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses.head import in_use, is_linear, linear_maps, outputs_of
 
 # Endings of class names, and whether such a model reads tokens.

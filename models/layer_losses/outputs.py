@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.ops.common import describe
 
 IGNORED = -100

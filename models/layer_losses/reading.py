@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses.layout import Layout, unsupported
 from cdt_fast.models.layer_losses.wrapping import answering, state_of
 from cdt_fast.ops.common import in_autocast

@@ -18,7 +18,7 @@ from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import Rounds, measure
 from cdt_fast.bench.results_file import add, open_file, read
 from cdt_fast.bench.suites import SUITES
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import write_json
 from tests.bench.bench_cases import case_of, fails, made_up, steady, unavailable
 

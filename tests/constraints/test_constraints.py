@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import DEFAULTS, PAPER_ROWS, REFERENCE_MEASUREMENTS, DescentOptions, options_of
-from cdt_fast.errors import InputError
 from cdt_fast.tasks import TASKS
 from tests.constraints.constraint_cases import (
     DUALS,

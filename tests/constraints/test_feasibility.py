@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from tests.constraints.constraint_cases import MODES, feed, plain
 
 

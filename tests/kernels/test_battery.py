@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.ops import common
 from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference

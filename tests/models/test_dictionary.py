@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm, tight_cosines
 
 

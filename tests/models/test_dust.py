@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models, ops
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models.dictionary import squared_spectral_norm
 
 PATCH, CODES, LAYERS = 9, 20, 3

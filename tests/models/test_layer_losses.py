@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses, outputs
 from tests.models.layer_loss_cases import (
     CLASSIFIERS,

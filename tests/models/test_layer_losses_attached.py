@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.sequence.perturbation import perturbed
 from tests.models.layer_loss_cases import (

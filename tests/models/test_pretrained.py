@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cdt_fast import models
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 SMALL: dict[str, Any] = {"patch_size": 4, "code_size": 9, "layers": 2}
 

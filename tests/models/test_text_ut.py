@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import models
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 CASES: list[dict[str, Any]] = [
     {},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.video.data import to_patches
 
 transformers = pytest.importorskip("transformers")

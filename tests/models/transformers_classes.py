@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses import attach_layer_losses
 
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "ForImageClassification")

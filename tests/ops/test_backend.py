@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import ops
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.ops import common
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cdt_fast import ops
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from tests.ops.battery import (
     EXTRAS,
     LAYOUTS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cdt_fast import ops
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from tests.ops.battery import LOSSES, LOW_DTYPES, build, call
 
 ZEROS = torch.zeros

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.sequence.corpus import load_instructions, load_texts
 from cdt_fast.tasks import TASKS
 from tests.tiny_text import write_instructions, write_table

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import models
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.sequence.data.vocabulary import Vocabulary
 from cdt_fast.sequence.evaluation import area_under_curve, measure, wilson_interval
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cdt_fast.checks import InputError, MissingExtra
 from cdt_fast.checksums import CHECKSUMS
-from cdt_fast.errors import InputError, MissingExtra
 from cdt_fast.files import read_json
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder

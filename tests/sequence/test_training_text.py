@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cdt_fast.checks import InputError
 from cdt_fast.checksums import CHECKSUMS
-from cdt_fast.errors import InputError
 from cdt_fast.files import read_json
 from cdt_fast.sequence.perturbation import perturbed
 from cdt_fast.sequence.settings import TextSettings

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.tensor_file import serialized
 from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint, save_checkpoint
 

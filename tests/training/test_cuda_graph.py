@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.loop import Trainer

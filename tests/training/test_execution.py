@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate.utils import DynamoBackend
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.ops import common
 from cdt_fast.tasks import TASKS
 from cdt_fast.training.execution import Execution, resolve_execution

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models import DUST
 from cdt_fast.training import loop
 from cdt_fast.training import optimizer as optimizer_module

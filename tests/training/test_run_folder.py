@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import open_run

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS, options_of
-from cdt_fast.errors import InputError
 from cdt_fast.tasks import TASKS
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.training.settings import GONE, SECTIONS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models import DUST
 from cdt_fast.video.data import open_source
 from cdt_fast.video.denoising import denoise_video

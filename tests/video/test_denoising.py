@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, write_json
 from cdt_fast.models import DUST
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.models import DUST
 from cdt_fast.models.dictionary import tight_cosines
 from cdt_fast.training.factory import build_constraints

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.video.comparison import as_table, compare_denoisers, measured, peers
 from cdt_fast.video.quality import SHIFTS, blur, dct3d_denoise, dct3d_shifted_denoise, mean_psnr, psnr_of, ssim
 from tests.tiny import scrolling_clip

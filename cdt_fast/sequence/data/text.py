@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import shown
 from cdt_fast.listing import entries
 from cdt_fast.sequence.data.rows import HIDDEN, Row, read_rows, text_of

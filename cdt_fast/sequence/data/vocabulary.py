@@ -13,8 +13,7 @@ import regex
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import check_integer
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError, check_integer
 from cdt_fast.files import read_json, write_json
 
 WORDS = "vocabulary.json"

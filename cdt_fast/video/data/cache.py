@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cdt_fast.errors import InputError, printable
+from cdt_fast.checks import InputError, printable
 from cdt_fast.files import file_state, read_json, remove_leftovers, replaced_atomically, write_json
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data.clips import Clip, Split, open_source

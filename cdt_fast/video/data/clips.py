@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.listing import ARRAY_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, entries, images, other_images
 from cdt_fast.video.data.pictures import Pictures, holds_pictures
 from cdt_fast.video.data.source import FrameArray, FrameSource

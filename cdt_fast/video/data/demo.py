@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 _UNIT, _CANVAS, _LEVEL, _LIGHT = 16, 320, 16, 1 << 12
 _WALL_BOTTOM, _WALK_BOTTOM = 132, 230

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 
 Sequence = Literal["time", "space"]
 

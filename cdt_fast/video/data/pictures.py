@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.checks import InputError, require
 from cdt_fast.listing import IMAGE_SUFFIXES, images, other_images
 from cdt_fast.video.data.source import FrameSource, require_frames
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.files import shown
 
 DEFAULT_FRAME_RATE = Fraction(25)  # where a source states none, as folders of frames and arrays

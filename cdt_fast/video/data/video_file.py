@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cdt_fast.errors import InputError, require
+from cdt_fast.checks import InputError, require
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 
 _EXPECTED = "expected a video, a folder of frames, or a .npy or .npz file"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.errors import InputError, printable
+from cdt_fast.checks import InputError, printable
 from cdt_fast.video.data.cache import DecodedClip, load_clip
 from cdt_fast.video.data.clips import Split, find_clips
 from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, plane_of, unscaled

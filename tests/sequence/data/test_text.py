@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.sequence.corpus import Instruction, instructions_of
 from cdt_fast.sequence.data.rows import read_rows
 from cdt_fast.sequence.data.text import NLI_LABELS, TextData, read_imdb, read_table, split_text

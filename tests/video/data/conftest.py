@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from tests.video.clips import encode
 
 

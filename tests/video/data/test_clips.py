@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.listing import natural_key
 from cdt_fast.video.data.clips import Clip, find_clips
 

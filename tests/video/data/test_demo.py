@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.video.data.demo import demo_clip
 
 

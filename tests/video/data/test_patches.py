@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.video.data.patches import from_patches, to_patches
 
 MODES = ["time", "space"]

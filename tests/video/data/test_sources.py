@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.video.data.clips import open_source
 from tests.video.clips import encode, plain, tone
 

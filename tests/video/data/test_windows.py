@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cdt_fast.errors import InputError
+from cdt_fast.checks import InputError
 from cdt_fast.video.data.demo import demo_clip
 from cdt_fast.video.data.windows import ClipLength, VideoData, load_video, split_clips
 
