@@ -23,8 +23,7 @@ from cdt_fast.ops.common import (
     weights_of_depths,
 )
 
-READOUTS = ("own", "next", "shared")
-INITIAL_CODES = ("analysis", "zero")
+READOUTS = ("own", "next")
 
 
 class DUST(PretrainedModel):
@@ -43,22 +42,20 @@ class DUST(PretrainedModel):
             descent method. It stays fixed while the dictionaries train; `spectral_ratio` says whether the bound holds.
         scale: β of the attention.
         nonlinearity: "soft_threshold", "hard_threshold" (`v [|v| > θ]`: what it keeps, it keeps as it is) or "relu".
-        initial_codes: "analysis" (`H_0 = (1/c) X D`) or "zero".
         patch_frames: frames of a patch, whose pixels are `patch_frames` squares one after the other; only the initial
             dictionary depends on it.
-        tight_frame: start from `dictionary.tight_cosines`, for which `D Dᵀ = I` and the step is 1, as `refine` needs;
-            None: where patches have several frames. Otherwise from the overcomplete DCT with atoms of norm 1.
-        noise_adaptive: every method takes the noise's standard deviation σ, a number a sequence or one for all, and the
-            layers see each sequence less its mean μ (over tokens and pixels) and in units of σ, `(X − μ) / σ`; what
-            they give is turned back. Step, threshold and scale are then in units of σ: one model serves every level.
-        readout: the dictionary that turns the codes of depth l into a reconstruction: "own" (layer l's), "next"
-            (layer l+1's; the projection that the next layer needs anyway) or "shared" (one more dictionary for all
-            depths). For a tied model "own" and "next" are the same. With "own" depth 0 reads with layer 1's, with
-            "next" depth L reads with layer L's.
+        tight_frame: start from `dictionary.tight_cosines`, for which `D Dᵀ = I` and the step is 1, as
+            `refinement` needs, and otherwise from the overcomplete DCT with atoms of norm 1; None: if patches have
+            several frames.
+        noise_adaptive: every method takes the noise's standard deviation σ, a number a sequence or one for all. The
+            layers see each sequence less its mean μ (over tokens and pixels) in units of σ, `(X − μ) / σ`, and their
+            output is scaled back. Step, threshold and scale are then in units of σ: one model serves every level.
+        readout: the dictionary that turns the codes of depth l into a reconstruction: "own" (layer l's; depth 0 reads
+            with layer 1's) or "next" (layer l+1's, the projection that the next layer needs anyway; depth L reads with
+            layer L's). A tied model has one dictionary for both.
 
     Attributes:
-        dictionary: parameter, `[n, m]` if tied, else `[layers, n, m]`. Starts as cosines.
-        readout_dictionary: parameter `[n, m]` of the "shared" readout, else None.
+        dictionary: parameter, `[n, m]` if tied, else `[layers, n, m]`. It starts as cosines.
         steps, thresholds: 1/c and θ of each layer.
         step, threshold, scale: 1/c and θ of the first, and β.
 
@@ -77,7 +74,6 @@ class DUST(PretrainedModel):
         step: float | Sequence[float] | None = None,
         scale: float = 1.0,
         nonlinearity: str = "soft_threshold",
-        initial_codes: str = "analysis",
         readout: str = "own",
         patch_frames: int = 1,
         noise_adaptive: bool = False,
@@ -103,7 +99,6 @@ class DUST(PretrainedModel):
         self._sparsities = _of_each_layer("sparsity", sparsity, layers, non_negative=True)
         self.scale = check_factor("scale", scale)
         self.nonlinearity = check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
-        self.initial_codes = check_choice("initial_codes", initial_codes, INITIAL_CODES)
         self.readout = check_choice("readout", readout, READOUTS)
         norm = initial.square().sum(0).mean().sqrt().item()
         self.thresholds = tuple(
@@ -113,13 +108,12 @@ class DUST(PretrainedModel):
         self.sparsity, self.step, self.threshold = self._sparsities[0], self.steps[0], self.thresholds[0]
         initial = initial.to(torch.get_default_dtype())
         self.dictionary = nn.Parameter(initial.clone() if tied else initial.repeat(layers, 1, 1))
-        self.readout_dictionary = nn.Parameter(initial.clone()) if readout == "shared" else None
 
     @property
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments, with the step as computed."""
-        names = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "nonlinearity")
-        config = {name: getattr(self, name) for name in (*names, "initial_codes", "readout")}
+        """Return the constructor's arguments, with the step as computed."""
+        names = ("patch_size", "code_size", "layers", "tied", "sparsity", "step", "scale", "nonlinearity", "readout")
+        config = {name: getattr(self, name) for name in names}
         for name, numbers in (("sparsity", self._sparsities), ("step", self.steps)):
             config[name] = numbers[0] if len(set(numbers)) == 1 else list(numbers)
         if self.patch_frames > 1:
@@ -129,18 +123,17 @@ class DUST(PretrainedModel):
         return {**config, "noise_adaptive": True} if self.noise_adaptive else config
 
     def forward(self, noisy: Tensor, depth: int | None = None, *, deviation: Tensor | float | None = None) -> Tensor:
-        """The reconstruction `[..., T, n]` of `noisy` `[..., T, n]` after `depth` layers (None: all of them).
+        """Return the reconstruction `[..., T, n]` of `noisy` `[..., T, n]` after `depth` layers (None: all of them).
 
-        An earlier exit costs the layers up to it and nothing else; depth 0 reads the initial codes.
+        Depth 0 reads the initial codes; later layers cost nothing.
 
         Args:
             noisy: the patches.
             depth: number of layers to run.
-            deviation: σ, above 0, a number or `[...]`, one a sequence; of a noise-adaptive model, and of no other.
+            deviation: σ > 0 of a noise-adaptive model, and of no other: a number, or `[...]`, one a sequence.
 
         Raises:
-            InputError: `noisy` has the wrong shape, `depth` is not in 0..layers, or `deviation` is missing or without
-                use.
+            InputError: `noisy` has the wrong shape, `depth` is not in 0..layers, or `deviation` does not fit the model.
         """
         depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
         units = self._units(noisy, deviation)
@@ -148,35 +141,30 @@ class DUST(PretrainedModel):
         return _restored(reconstruction, units)
 
     def reconstructions(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> list[Tensor]:
-        """The reconstructions of all depths 0..L, L+1 tensors of the shape of `noisy` `[..., T, n]`."""
+        """Return the reconstructions of all depths 0..L, L+1 tensors of the shape of `noisy` `[..., T, n]`."""
         units = self._units(noisy, deviation)
         depths = self._depths(_normalized(noisy, units), self.layers, read_all=True)
         return [_restored(reconstruction, units) for reconstruction, _ in depths]
 
-    def refine(self, level: int, noisy: Tensor, estimate: Tensor, *, deviation: Tensor | float | None = None) -> Tensor:
-        """The reconstruction `[..., T, n]` of layer `level` alone, from an estimate in the place of codes.
+    def refinement(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> Callable[[int, Tensor], Tensor]:
+        """Return a function that runs one layer alone, from an estimate in place of codes.
 
             Z = E,  H = E D:    H⁺ = S_θ(A E D + (1/c)(X − A E) D) = S_θ(V D),    V = A E + (1/c)(X − A E),    x̂ = H⁺ Dᵀ
 
-        The codes H read as E where `D Dᵀ = I`, as a tight frame starts. So what was read may be changed between layers:
-        overlapping patches are made to agree (docs/ops.md §4).
+        It takes the layer l, from 1 to L, and the estimate E `[..., T, n]` (X itself before the first layer), and
+        returns the reconstruction x̂ `[..., T, n]`. The codes H are E read backwards where `D Dᵀ = I`, as a tight frame
+        starts. So the estimate may be changed between layers: overlapping patches are made to agree (docs/ops.md §4).
 
         Args:
-            level: l, from 1 to L.
             noisy: X, `[..., T, n]`.
-            estimate: E, of this shape; before the first layer X itself.
             deviation: σ of a noise-adaptive model, as in `forward`.
 
         Raises:
-            InputError: a shape is wrong, `level` is not in 1..layers, `deviation` is missing or without use, or the
-                model did not start from a tight frame: each layer would multiply the estimate by up to `‖D‖₂²`.
+            InputError: a shape is wrong, the layer is not in 1..layers, `deviation` does not fit the model, or it did
+                not start from a tight frame: each layer would multiply the estimate by up to `‖D‖₂²`.
         """
-        return self.refinement(noisy, deviation=deviation)(level, estimate)
-
-    def refinement(self, noisy: Tensor, *, deviation: Tensor | float | None = None) -> Callable[[int, Tensor], Tensor]:
-        """`refine` of X `[..., T, n]` as a function of level and estimate; what all levels need is computed once."""
         if not self.tight_frame:
-            raise InputError("refine needs codes that read as the estimate: build the model with tight_frame=True")
+            raise InputError("refinement needs codes that read as the estimate: build the model with tight_frame=True")
         units, dtype = self._units(noisy, deviation), compute_dtype(noisy)
         dictionaries = (self.dictionary,) * self.layers if self.tied else self.dictionary.unbind()
         alone = noisy.shape[-2] == 1  # of one token A is 1
@@ -192,7 +180,7 @@ class DUST(PretrainedModel):
             else:
                 mixed = ops.symmetric_attention(_normalized(estimate, units).to(dtype), scale=self.scale)
                 mixed = torch.lerp(mixed, signal, step)
-            read = dictionaries[min(level, self.layers - 1)] if self.readout == "next" else self.readout_dictionary
+            read = dictionaries[min(level, self.layers - 1)] if self.readout == "next" else None
             layer = ops.unrolled_layer(
                 None,
                 mixed,
@@ -215,7 +203,7 @@ class DUST(PretrainedModel):
         *,
         deviation: Tensor | float | None = None,
     ) -> LayerwiseLosses:
-        """The losses of all depths against `clean` `[..., T, n]`, and their weighted sum.
+        """Return the losses of all depths against `clean` `[..., T, n]`, sums over a patch, and their weighted sum.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable. Used as
         `total, losses = model.layer_losses(noisy, clean, constraints.weights())`. Those of a noise-adaptive model are
@@ -249,12 +237,12 @@ class DUST(PretrainedModel):
         return LayerwiseLosses(torch.stack(counted or [0 * errors[-1]]).sum(), per_depth.detach())
 
     def spectral_ratio(self) -> Tensor:
-        """`‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`): above 1 the LISTA step may overshoot."""
+        """Return `‖D‖₂² / c` of each dictionary (`[]` if tied, else `[layers]`); above 1 LISTA may overshoot."""
         norm = squared_spectral_norm(self.dictionary)
         return norm * (max(self.steps) if self.tied else norm.new_tensor(self.steps))
 
     def _units(self, noisy: Tensor, deviation: Tensor | float | None) -> tuple[Tensor, Tensor | float] | None:
-        """μ and σ of each sequence, to be broadcast over its tokens; None where the model is not noise-adaptive."""
+        """Return μ and σ of each sequence, to be broadcast over its tokens; None if the model is not noise-adaptive."""
         check_tensor("noisy", noisy, 2, "[..., T, n]")
         check_shape("noisy", noisy, (*noisy.shape[:-1], self.patch_size), "tokens by the model's patch_size")
         check_together(noisy=noisy, dictionary=self.dictionary)
@@ -295,25 +283,17 @@ class DUST(PretrainedModel):
             rows, tied = self.dictionary.unbind(), None
             casts = self.dictionary.detach().to(noisy.dtype).unbind()
         dictionaries = [*zip(rows, casts, strict=True)]
-        # The tensor of each depth's readout. Where it is the very dictionary of the next layer, its projection is
-        # handed on; otherwise the layer computes the one it needs.
+        # The dictionary that each depth is projected on. Where it is the very dictionary of the next layer, that layer
+        # takes the projection; otherwise it computes the one it needs.
         own = [dictionaries[0], *dictionaries]
         following = own if self.tied else [*dictionaries, dictionaries[-1]]
-        if self.readout_dictionary is not None:
-            shared = self.readout_dictionary, self.readout_dictionary.detach().to(noisy.dtype)
-            readouts = [shared] * (self.layers + 1)
-        else:
-            readouts = own if self.readout == "own" else following
+        readouts = own if self.readout == "own" else following
         projected_on = [
             readouts[level] if read_all or level == depth else following[level] for level in range(depth + 1)
         ]
         codes: Tensor | None = None
-        if self.initial_codes == "zero":
-            codes, reconstruction = noisy.new_zeros(*noisy.shape[:-1], self.code_size), torch.zeros_like(noisy)
-        else:  # H_0 = (1/c) X D is linear in the signal, and never formed
-            first = dictionaries[0][0].to(noisy.dtype) if tied is None else tied
-            read = first if projected_on[0] is dictionaries[0] else projected_on[0][0].to(noisy.dtype)
-            reconstruction = noisy @ (self.step * (first @ read.mT))
+        first = dictionaries[0][0].to(noisy.dtype) if tied is None else tied
+        reconstruction = noisy @ (self.step * (first @ first.mT))  # H_0 = (1/c) X D is never formed
         yield reconstruction, None
         for level in range(1, depth + 1):
             dictionary, cast = dictionaries[level - 1]
@@ -345,12 +325,12 @@ class VideoUT(DUST):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments, with the step as computed."""
+        """Return the constructor's arguments, with the step as computed."""
         return {name: value for name, value in super().config.items() if name not in ("sparsity", "nonlinearity")}
 
 
 def _of_each_layer(name: str, given: Any, layers: int, non_negative: bool = False) -> tuple[float, ...]:
-    """One number a layer, of one for all or of as many as there are layers."""
+    """Return one number a layer, given one for all or as many as there are layers."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         return (check_factor(name, given, non_negative=non_negative),) * layers
     if len(given) != layers:

@@ -23,7 +23,7 @@ ACCUMULATED = ((8, 4), (8, 4), (5,))
 MODELS: dict[str, tuple[type[models.DUST], dict[str, Any]]] = {
     "tied": (models.DUST, {"tied": True, "sparsity": 0.02}),
     "untied": (models.DUST, {"sparsity": 0.02, "readout": "next"}),
-    "VideoUT": (models.VideoUT, {"readout": "shared"}),
+    "VideoUT": (models.VideoUT, {"readout": "own"}),
 }
 CONSTRAINTS: dict[str, dict[str, Any] | None] = {
     "unconstrained": None,

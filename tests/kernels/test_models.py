@@ -22,12 +22,10 @@ DRAWS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 12}
 CONFIGURATIONS: list[tuple[type[models.DUST], dict[str, Any]]] = [
     (models.DUST, {"tied": True, "sparsity": 0.02}),
     (models.DUST, {"readout": "own", "sparsity": 0.02}),
-    (models.DUST, {"readout": "next", "initial_codes": "zero", "sparsity": 0.02}),
-    (models.DUST, {"readout": "shared", "sparsity": 0.0}),
-    (models.VideoUT, {"tied": True, "initial_codes": "zero"}),
+    (models.DUST, {"readout": "next", "sparsity": 0.0}),
+    (models.VideoUT, {"tied": True}),
     (models.VideoUT, {"readout": "own"}),
     (models.VideoUT, {"readout": "next"}),
-    (models.VideoUT, {"readout": "shared", "initial_codes": "zero"}),
 ]
 
 

@@ -150,7 +150,7 @@ def test_every_layer_starts_from_the_mean_over_grids() -> None:
             moved, given = (continued(frames, sides) for frames in (noisy, expected))
             tokens, estimate = (to_patches(frames, 8, "time", 4) for frames in (moved, given))
             of_each = deviation.repeat_interleave(len(tokens) // 2)
-            found = network.refine(level, tokens, estimate, deviation=of_each)
+            found = network.refinement(tokens, deviation=of_each)(level, estimate)
             total += from_patches(found, tuple(moved.shape), 8, "time", 4)[..., top : top + 16, left : left + 16]
         expected = total / 4
     depths = reconstructed(network, settings, noisy, deviation, 2, depth=2)
