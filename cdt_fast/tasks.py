@@ -86,8 +86,7 @@ def make_absolute(settings: RunSettings) -> None:
     source = settings.data.source
     if source is None:
         raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
-    on_hub = getattr(settings.model, "download", False) and not Path(source).exists()
-    if not on_hub and (settings.task, source) != ("video", "demo"):  # which is generated
+    if (settings.task, source) != ("video", "demo"):  # which is generated
         settings.data.source = str(Path(source).resolve())
     for name in ("model", "embedding", "pretrained"):
         value = getattr(settings.model, name, None)

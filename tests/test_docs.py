@@ -32,7 +32,7 @@ def test_python_in_documents_runs_and_leaves_runs_alone(
 ) -> None:
     named = re.findall(r"\bruns/[\w-]+", "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS))
     assert "runs/mine" in named
-    for name in ("config.toml", "model/config.json", "model/model.safetensors", "model/vocabulary.json"):
+    for name in ("config.toml", "model/config.json", "model/model.safetensors", "model/tokenizer.json"):
         for run in set(named):
             (tmp_path / run / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / run / name).write_text("of a run")

@@ -16,8 +16,7 @@ import torch
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, read_toml
 from cdt_fast.models import load_pretrained
-from cdt_fast.sequence.data.text import read_table
-from cdt_fast.sequence.data.vocabulary import Vocabulary
+from cdt_fast.sequence.data import read_table
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.video.data import Clip, load_clip, open_source
 
@@ -78,7 +77,6 @@ def write_model(path: Path, made: Planted) -> None:
         ("state.safetensors", write_pickle, load_checkpoint),
         ("evaluation.json", write_pickle, read_json),
         ("config.toml", write_pickle, read_toml),
-        ("vocabulary.json", write_torch, Vocabulary.load),
         ("texts.jsonl", write_pickle, read_table),
         ("texts.csv", write_torch, read_table),
         ("model", write_model, load_pretrained),

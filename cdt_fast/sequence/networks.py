@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,14 +14,16 @@ from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
 from cdt_fast.checksums import CHECKSUMS, checksums_of
-from cdt_fast.files import read_json, replaced_atomically, write_json
+from cdt_fast.files import read_json, shown, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.ops.common import explain
 from cdt_fast.sequence.perturbation import Perturbation, perturbed, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
+from cdt_fast.sequence.tokenizers import EncodedSamples
 
 EVALUATION_SEED = 20_260_117  # noise of the evaluation: the same for every run, and apart from that of any training
+_MAX_UNKNOWN = 1 / 3
 
 Weights = Tensor | Sequence[float] | None  # of the depths
 
@@ -35,23 +36,25 @@ class Network(ABC):
 
     Attributes:
         model: the module whose weights train.
-        tokenizer: what turns texts into ids, a `Vocabulary` or a tokenizer of transformers.
+        tokenizer: a tokenizer of transformers.
         depths: those that are read, in layers.
+        layers: L, the depths that are read less one.
         padding_id: the id that fills up.
     """
 
     part: str  # of a step, that runs on the kernels
 
     def __init__(self, model: nn.Module, tokenizer: Any, depths: Sequence[int]) -> None:
-        self.model, self.tokenizer, self.depths = model, tokenizer, depths
+        self.model, self.tokenizer, self.depths, self.layers = model, tokenizer, depths, len(depths) - 1
         # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
-        ids = (tokenizer.pad_token_id, getattr(tokenizer, "eos_token_id", None), 0)
-        self.padding_id: int = next(index for index in ids if index is not None and index < vocabulary_size(model))
+        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self.padding_id: int = next(index for index in ids if index is not None and index < self.vocabulary)
 
     @property
-    def layers(self) -> int:
-        """L, the depths that are read less one."""
-        return len(self.depths) - 1
+    def vocabulary(self) -> int:
+        """How many word embeddings the model has."""
+        table: Any = word_embeddings(self.model).weight
+        return table.shape[0]
 
     @abstractmethod
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
@@ -61,24 +64,20 @@ class Network(ABC):
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
         """The logits of every depth, `[B, classes]` or `[B, T, vocabulary]`."""
 
-    def perturbed(
-        self, settings: SequenceSettings, gamma: float | None = None, **options: Any
-    ) -> AbstractContextManager[Perturbation]:
-        """`perturbed` by the settings, at the training noise where `gamma` names no other, with the seed of the
-        evaluation where `options` name none."""
-        return perturbed(
-            self.model,
-            settings.noise if gamma is None else gamma,
-            padding_id=self.padding_id,
-            **{"seed": EVALUATION_SEED, **options},
-        )
-
     @abstractmethod
     def save_model(self, folder: Path) -> None:
         """Write the model alone to an empty `folder`."""
 
+    def perturbed(
+        self, settings: SequenceSettings, gamma: float | None = None, **options: Any
+    ) -> AbstractContextManager[Perturbation]:
+        """`perturbed` at `gamma`, or at the training noise of the settings, with the seed of the evaluation unless
+        `options` have another."""
+        level = settings.noise if gamma is None else gamma
+        return perturbed(self.model, level, padding_id=self.padding_id, **{"seed": EVALUATION_SEED, **options})
+
     def save(self, folder: Path) -> None:
-        """Write the model and what turns texts into ids to `folder`, in place of what is there."""
+        """Write the model and its tokenizer to `folder`, in place of what is there."""
         with replaced_folder(folder) as temporary:
             self.save_model(temporary)
             self.tokenizer.save_pretrained(temporary)
@@ -97,8 +96,8 @@ class UnrolledNetwork(Network):
     def __init__(self, model: TextUT, tokenizer: Any) -> None:
         super().__init__(model, tokenizer, range(model.layers + 1))
 
-    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        return self.model.layer_losses(inputs[0], targets, weights, lengths=inputs[1].sum(-1))
+    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+        return self.model.layer_losses(inputs[0], targets, weights, lengths=inputs[1].sum(-1))[:2]
 
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
         return self.model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
@@ -115,10 +114,6 @@ class PretrainedNetwork(Network):
         tokenizer: its tokenizer.
         taps, options: as in `attach_layer_losses`; the last depth is among the taps.
 
-    Attributes:
-        base: the model of transformers, without an adapter's wrapper around it.
-        handle: the layer losses.
-
     Raises:
         InputError: as `attach_layer_losses`, the last depth is not among the taps, or a language model does not shift
             its labels.
@@ -128,7 +123,7 @@ class PretrainedNetwork(Network):
 
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[int] | None = None, **options: Any) -> None:
         self.handle = attach_layer_losses(model, taps, **options)
-        self.base: Any = self.handle.model
+        self.base: Any = self.handle.model  # without an adapter's wrapper around it
         if self.handle.reads_tokens and not self.handle.shifts_labels:
             raise InputError(
                 f"{type(self.base).__name__}: takes the label of a token as its own target, and the labels of "
@@ -140,16 +135,12 @@ class PretrainedNetwork(Network):
                 f"[model] taps must be at least two depths that end with the last, {self.handle.layers}, got {taps}"
             )
 
-    def forward(self, inputs: Tensor) -> None:
-        """The model's own forward, without labels."""
-        self.model(**self._named(inputs))
-
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        output = self.model(**self._named(inputs), labels=targets, depth_weights=weights)
+        output = self.model(**self.named(inputs), labels=targets, depth_weights=weights)
         return output.loss, output.layer_losses
 
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
-        return self.handle.depth_logits(**self._named(inputs))
+        return self.handle.depth_logits(**self.named(inputs))
 
     def save_model(self, folder: Path) -> None:
         # One file, so that it is replaced in one move.
@@ -161,32 +152,74 @@ class PretrainedNetwork(Network):
         config.pop("keys_to_ignore_at_inference", None)
         write_json(folder / "config.json", config)
 
-    def _named(self, inputs: Tensor) -> dict[str, Any]:
+    def named(self, inputs: Tensor) -> dict[str, Any]:
+        """The arguments of the model's own forward."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         named: dict[str, Any] = dict(zip(names, inputs.unbind(), strict=False))
         return {**named, "use_cache": False} if self.handle.reads_tokens else named
 
 
-def vocabulary_size(model: nn.Module) -> int:
-    """How many word embeddings a model has."""
-    table: Any = word_embeddings(model).weight
-    return table.shape[0]
+@torch.no_grad()
+def check_rows(network: Network, parts: Sequence[EncodedSamples], settings: SequenceSettings) -> None:
+    """Require that the network, which is on the CPU, takes every row of the data.
+
+    Configurations do not say that of all models: a pretrained model reads the longest row and the one of the largest
+    token type.
+
+    Raises:
+        InputError: it does not; the message names the row and the setting.
+    """
+    rows = [row for part in parts for row in part.rows]
+    largest, remedy = max(int(row[0].max()) for row in rows), "give a folder whose tokenizer belongs to its model"
+    if largest >= network.vocabulary:
+        raise InputError(
+            f"the tokenizer gives ids up to {largest}, but the model has {network.vocabulary} word embeddings: {remedy}"
+        )
+    if not isinstance(network, PretrainedNetwork):
+        return
+    longest, typed = max(rows, key=lambda row: row.shape[1]).clone(), max(rows, key=lambda row: int(row[2:].sum()))
+    longest[2:] = 0
+    training = network.model.training
+    network.model.eval()
+    for row, what, else_ in (
+        (longest, f"a row of {longest.shape[1]} tokens", "give a smaller --max-tokens"),
+        (typed, "the token types of its tokenizer", remedy),
+    ):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                network.model(**network.named(row.unsqueeze(1)))
+        except Exception as error:  # any: the code is not ours
+            if isinstance(error, MemoryError) or "memory" in str(error):
+                raise
+            known = getattr(network.base.config, "max_position_embeddings", None)
+            positions = f"; its configuration says {known} positions" if known and row is longest else ""
+            reason = f"{type(error).__name__}: {shown(str(error))}{positions}"
+            raise InputError(f"{settings.model.model}: cannot read {what} ({reason}): {else_}") from error
+    network.model.train(training)
+
+
+def unknown_words(tokenizer: Any, held_out: Sequence[EncodedSamples], remedy: str) -> str | None:
+    """A note where the tokenizer knows too few of the words of held-out samples; else None."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return None
+    ids = torch.cat([row[0] for part in held_out for row in part.rows])
+    special = torch.tensor([index for index in tokenizer.all_special_ids if index != unknown])
+    words = ids[~torch.isin(ids, special)]
+    share = (words == unknown).double().mean().item() if len(words) else 0.0
+    if share <= _MAX_UNKNOWN:
+        return None
+    return f"note: {share:.0%} of the words of the validation and test texts are unknown to the vocabulary ({remedy})"
 
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder whose files are moved to `folder`, with checksums, once the block has ended as it should."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A temporary folder that is moved to `folder`, with checksums, once the block has ended as it should."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model-", suffix=".tmp", dir=folder.parent) as name:
-        temporary = Path(name)
-        yield temporary
-        written = checksums_of(temporary, (path.name for path in temporary.iterdir()))
-        before = read_json(folder / CHECKSUMS, dict[str, list[str]]) if (folder / CHECKSUMS).exists() else {}
-        # Until all are moved each may be the one before: whoever is killed meanwhile leaves a folder that can be read.
-        either = {file: list(dict.fromkeys(sums + before.get(file, []))) for file, sums in written.items()}
-        write_json(folder / CHECKSUMS, {**before, **either})
-        # What says that there is a model comes last.
-        for file in sorted(written, key=lambda file: file == "config.json"):
-            with replaced_atomically(folder / file) as target:
-                shutil.copyfile(temporary / file, target)
-        write_json(folder / CHECKSUMS, {**before, **written})
+        (new := Path(name) / "new").mkdir()
+        yield new
+        write_json(new / CHECKSUMS, checksums_of(new, (path.name for path in new.iterdir())))
+        if folder.exists():
+            folder.rename(Path(name) / "old")
+        new.rename(folder)

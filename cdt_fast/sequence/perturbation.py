@@ -50,11 +50,10 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
 
 @dataclass
 class Perturbation:
-    """What `perturbed` does to the word embeddings of the texts that pass.
+    """The noise that `perturbed` puts on the word embeddings of the texts that pass.
 
     Texts are numbered as they pass, and the draw for a text is a function of the seed, its number, the token's place
-    in the text and the component. So it is the same however texts are put into batches and padded, on whatever device,
-    and at every γ.
+    in the text and the component.
 
     Attributes:
         seed, padding_id: as in `perturbed`.
@@ -74,33 +73,27 @@ class Perturbation:
     def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
         """The perturbed word embeddings `[..., T, width]` of the texts `ids` `[..., T]`; the numbering goes on."""
         tokens = ids.reshape(-1, ids.shape[-1])
-        samples = self._numbers(len(tokens), ids.device).unsqueeze(-1)
+        samples = self.samples
+        if samples is None:
+            samples = torch.arange(self.next_sample, self.next_sample + len(tokens), device=ids.device)
+            self.next_sample += len(tokens)
         least, greatest = self.gamma
         if greatest == 0.0:
             return embedded
+        samples = samples.unsqueeze(-1)
         start = torch.full_like(samples, self.seed)
         # `seed` is below 2⁶²: what is drawn for a whole text is a stream of its own.
         gamma = least + (greatest - least) * unit_interval(hashed(start + 2**62, samples))  # `[texts, 1]`
-        keys = hashed(hashed(start, samples), self._places(tokens))  # a stream a token
+        places = torch.arange(tokens.shape[-1], device=ids.device).expand_as(tokens)
+        if self.padding_id is not None:  # padding on the left moves nothing
+            leading = ((tokens != self.padding_id).cumsum(-1) == 0).sum(-1, keepdim=True)
+            places = (places - leading).clamp(min=0)
+        keys = hashed(hashed(start, samples), places)  # a stream a token
         components = torch.arange(embedded.shape[-1], device=ids.device)
         noise = unit_gaussian(hashed(keys.unsqueeze(-1), components)).view(embedded.shape)
         std = self.std.to(embedded.device, torch.promote_types(embedded.dtype, torch.float32))
         amount = (gamma.to(std.dtype) * std).view(*ids.shape[:-1], 1, 1)
         return embedded + (amount * noise).to(embedded.dtype)
-
-    def _numbers(self, count: int, device: torch.device) -> Tensor:
-        if self.samples is not None:
-            return self.samples
-        self.next_sample += count
-        return torch.arange(self.next_sample - count, self.next_sample, device=device)
-
-    def _places(self, tokens: Tensor) -> Tensor:
-        """The place of each token in its text, `[texts, T]`, so that padding on the left moves nothing."""
-        places = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
-        if self.padding_id is None:
-            return places
-        leading = ((tokens != self.padding_id).cumsum(-1) == 0).sum(-1, keepdim=True)
-        return (places - leading).clamp(min=0)
 
 
 @contextmanager
@@ -142,17 +135,17 @@ def perturbed(
     if least > greatest:
         raise InputError(f"gamma must be one level, or the least and the greatest of a range, got {gamma}")
     check_integer("seed", seed, 0)
-    if padding_id is None:
-        padding_id = _padding_of(model, embedding)
-    else:
+    if padding_id is not None:
         check_integer("padding_id", padding_id, 0)
+    else:
+        configured = getattr(getattr(model, "config", None), "pad_token_id", None)
+        found = getattr(embedding, "padding_idx", None) if configured is None else configured
+        padding_id = found if isinstance(found, int) and found >= 0 else None
     if std is None:
         std = embedding_std(embedding.weight)
-    elif isinstance(std, Tensor):
-        std = std.detach()
-    else:
+    elif not isinstance(std, Tensor):
         std = torch.tensor(check_non_negative("std", std), dtype=torch.float64)
-    perturbation = Perturbation((least, greatest), seed % 2**62, padding_id, std, samples)
+    perturbation = Perturbation((least, greatest), seed % 2**62, padding_id, std.detach(), samples)
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
         return perturbation(arguments[0] if arguments else keywords["input"], output)
@@ -165,11 +158,7 @@ def perturbed(
 
 
 def word_embeddings(model: nn.Module) -> nn.Module:
-    """The module that turns ids into word embeddings.
-
-    Raises:
-        InputError: `model` has none.
-    """
+    """The module that turns ids into word embeddings; InputError: `model` has none."""
     if isinstance(model, nn.Embedding):
         return model
     find = getattr(model, "get_input_embeddings", None)
@@ -182,9 +171,3 @@ def word_embeddings(model: nn.Module) -> nn.Module:
 def embedding_std(table: Any) -> Tensor:
     """The standard deviation over all entries of word embeddings `[vocabulary, width]`, `[]` in at least float32."""
     return table.detach().to(torch.promote_types(table.dtype, torch.float32)).std(correction=0)
-
-
-def _padding_of(model: nn.Module, embedding: nn.Module) -> int | None:
-    configured = getattr(getattr(model, "config", None), "pad_token_id", None)
-    found = getattr(embedding, "padding_idx", None) if configured is None else configured
-    return found if isinstance(found, int) and found >= 0 else None

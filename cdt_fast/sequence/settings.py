@@ -20,33 +20,22 @@ from cdt_fast.training.settings import (
 )
 
 UNROLLED, SMALL = "text-ut", "llama-small"  # the networks of this package; any other name is a pretrained model's
-_MOST_NOISE = 10.0  # standard deviations of the embeddings
+_MAX_GAMMA = 10.0  # standard deviations of the embeddings
 _GAMMA = "training noise as a multiple of the standard deviation of the embeddings: one level, or LOW,HIGH of a range"
+_DOWNLOAD = "a model that is not here may be fetched from the hub"
 
 Depths = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-class PerturbationSettings(Section):
-    """What happens to the word embeddings."""
-
-    gamma: NoiseLevels = setting(0.0, _GAMMA)
-
-
-class TextDataSettings(PerturbationSettings):
+class TextDataSettings(Section):
     """[data] of labeled texts."""
 
+    source: str | None = setting(None, "a file, a folder with train, dev and test files, or the folder of IMDb or MNLI")
     gamma: NoiseLevels = setting(1.0, _GAMMA)
-    source: str | None = setting(
-        None,
-        "a file, a folder with train, dev and test files, the folder of IMDb or MNLI, or a hub name owner/name:subset",
-    )
     text_column: str | None = setting(None, "column of the text (default: that of MNLI where it is there, else text)")
     second_column: str | None = setting(None, "column of the second text of pairs (default: as above, else none)")
     label_column: str | None = setting(
         None, "column of the class (default: as above, else label); US and us are two classes"
-    )
-    format: Literal["tsv", "csv", "json", "jsonl"] | None = setting(
-        None, "format of the files (default: by the suffix)"
     )
     quoting: bool | None = setting(None, "double quotes enclose fields (default: except in MNLI's files)")
     header: bool = setting(True, "the first line names the columns; without, columns are numbers from 0")
@@ -62,18 +51,16 @@ class TextModelSettings(Section):
     embedding: str | None = setting(
         None, "text-ut: folder or hub name of a model to take words and embeddings from (default: learned)"
     )
-    download: bool = setting(False, "models and data sets that are not here may be fetched from the hub")
+    download: bool = setting(False, _DOWNLOAD)
     taps: Depths | None = setting(None, "encoders: depths that are read, 0 the input of layer 1 (default: all)")
     inner_pooling: Literal["own", "mean"] = setting(
         "mean", "encoders: what the depths before the last are read by, the encoder's own token or the mean of all"
     )
     layers: Positive = setting(3, "text-ut: L")
     width: Positive | None = setting(None, "text-ut: d (default: 128, or that of the pretrained embeddings)")
-    attention_width: Positive | None = setting(None, "text-ut: k (default: d)")
     residual: Literal["layer", "input", "bias"] = setting("layer", "text-ut: the residual of a layer")
     tied: bool = setting(False, "text-ut: one set of weights for all layers")
     scale: float = setting(1.0, "text-ut: beta, factor of the attention scores")
-    positions: bool = setting(False, "text-ut: learned positions")
     frozen_embedding: bool = setting(False, "text-ut: the embeddings do not train")
     least_count: Positive = setting(2, "text-ut: how often a word must occur to be in the vocabulary")
     vocabulary_size: Annotated[int, Field(ge=4)] | None = setting(
@@ -81,28 +68,22 @@ class TextModelSettings(Section):
     )
 
 
-class _EpochSettings(TrainingSettings):
-    """[training] in epochs."""
+class TextTrainingSettings(TrainingSettings):
+    """[training] of labeled texts."""
 
     epochs: Positive = setting(3, "passes over the training samples")
     steps: Positive | None = setting(None, "optimizer steps, in place of epochs (default: those of the epochs)")
-
-
-class TextTrainingSettings(_EpochSettings):
-    """[training] of labeled texts."""
-
     batch: Positive = setting(16, "texts per micro-batch")
     lr: NonNegative | None = setting(
         None, "learning rate of Adam (default: 0.001 for text-ut, 5e-05 for a pretrained encoder)"
     )
 
 
-class LanguageDataSettings(PerturbationSettings):
+class LanguageDataSettings(Section):
     """[data] of instructions with answers."""
 
-    source: str | None = setting(
-        None, "a JSON or JSONL file, or hub name, of rows in Alpaca's form: instruction, input, output"
-    )
+    source: str | None = setting(None, "a JSON or JSONL file of rows in Alpaca's form: instruction, input, output")
+    gamma: NoiseLevels = setting(0.0, _GAMMA)
     validation: float = setting(0.05, "share of the instructions for the choice of the model")
     test: float = setting(0.05, "share of the instructions for the evaluation")
     max_tokens: Annotated[int, Field(ge=2)] = setting(512, "longer sequences (prompt and answer) are cut")
@@ -112,7 +93,7 @@ class LanguageModelSettings(Section):
     """[model] of instructions with answers."""
 
     model: str = setting(SMALL, "llama-small (random weights), or folder or hub name of a causal language model")
-    download: bool = setting(False, "models and data sets that are not here may be fetched from the hub")
+    download: bool = setting(False, _DOWNLOAD)
     taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)")
     inner_fraction: Annotated[float, Field(gt=0, le=1)] = setting(
         1.0, "share of the tokens that the inner depths are read at in training"
@@ -124,10 +105,9 @@ class LanguageModelSettings(Section):
     layers: Positive = setting(4, "llama-small: L")
     width: Annotated[int, Field(ge=2)] = setting(256, "llama-small: d")
     heads: Positive = setting(4, "llama-small: attention heads")
-    feedforward_width: Positive | None = setting(None, "llama-small: inner width of a block (default: 4 d)")
 
 
-class LanguageTrainingSettings(_EpochSettings):
+class LanguageTrainingSettings(TextTrainingSettings):
     """[training] of language models."""
 
     batch: Positive = setting(8, "sequences per micro-batch")
@@ -146,11 +126,10 @@ class SequenceSettings(RunSettings):
     def check_noise(self) -> None:
         """As `RunSettings.check_noise`."""
         for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):
-            greatest = max(levels)
-            if greatest > _MOST_NOISE:
+            if max(levels) > _MAX_GAMMA:
                 raise InputError(
-                    f"{name} reaches {greatest:g} standard deviations of the word embeddings, and must be at most "
-                    f"{_MOST_NOISE:g}"
+                    f"{name} reaches {max(levels):g} standard deviations of the word embeddings, and must be at most "
+                    f"{_MAX_GAMMA:g}"
                 )
 
 
@@ -167,12 +146,12 @@ class TextSettings(SequenceSettings):
     def needs(self) -> list[tuple[bool, str, str]]:
         """As `RunSettings.needs`."""
         own = self.model.model == UNROLLED
-        names = "embedding layers width attention_width residual tied scale positions frozen_embedding"
         return [
             *super().needs(),
             (not own, f"model is other than {UNROLLED}", "taps inner_pooling"),
             (self.model.embedding is None, "embedding is none", "least_count vocabulary_size"),
-            (own, f"model is {UNROLLED}", f"{names} least_count vocabulary_size"),
+            (own, f"model is {UNROLLED}", "embedding layers width residual tied scale frozen_embedding"),
+            (own, f"model is {UNROLLED}", "least_count vocabulary_size"),
         ]
 
 
@@ -188,8 +167,8 @@ class LanguageSettings(SequenceSettings):
 
     def needs(self) -> list[tuple[bool, str, str]]:
         """As `RunSettings.needs`."""
-        names = "vocabulary_size layers width heads feedforward_width"
-        return [*super().needs(), (self.model.model == SMALL, f"model is {SMALL}", names)]
+        own = self.model.model == SMALL
+        return [*super().needs(), (own, f"model is {SMALL}", "vocabulary_size layers width heads")]
 
     @property
     def untrained_depth(self) -> str:

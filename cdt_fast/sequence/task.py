@@ -8,20 +8,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.sequence import figures
-from cdt_fast.sequence.corpus import digest
-from cdt_fast.sequence.data.text import Splits
-from cdt_fast.sequence.data.vocabulary import Vocabulary
-from cdt_fast.sequence.evaluation import measure
-from cdt_fast.sequence.limits import check_rows
-from cdt_fast.sequence.networks import Network
+from cdt_fast.sequence.data import Splits, digest
+from cdt_fast.sequence.evaluation import SequenceEvaluation, drawings, measure
+from cdt_fast.sequence.networks import Network, Weights, check_rows
 from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
@@ -29,14 +25,6 @@ from cdt_fast.training.execution import to_device
 from cdt_fast.training.factory import check_trained_depths, steps_per_epoch
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
-
-
-class LoadedModel(NamedTuple):
-    """The network that a run kept, its test samples, and entries of the task's own in an evaluation."""
-
-    network: Any
-    test: EncodedSamples
-    facts: dict[str, Any]
 
 
 class SequenceLosses(nn.Module):
@@ -48,9 +36,7 @@ class SequenceLosses(nn.Module):
         self._network, self._settings, self._autocast = network, settings, autocast
         self._std: Tensor | None = None  # of embeddings that do not train
 
-    def forward(
-        self, inputs: Tensor, targets: Tensor, seeds: Tensor, weights: Tensor | Sequence[float] | None
-    ) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Tensor, targets: Tensor, seeds: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         """See `Network.losses`; `seeds` `[B]` are those of the samples' noise."""
         with autocast_to(self._autocast, inputs.device), self._perturbed(seeds):
             return self._network.losses(inputs, targets, weights)
@@ -81,25 +67,23 @@ class SequenceWorkload:
         self,
         settings: SequenceSettings,
         network: Network,
-        train: EncodedSamples,
-        validation: EncodedSamples,
+        samples: Sequence[EncodedSamples],
         data: Splits[Any],
         *,
         choices: int,
         lr: float,
         note: str | None = None,
     ) -> None:
+        check_rows(network, samples, settings)
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
         self.note, self.guess_loss = note, math.log(choices)
-        self.training_samples = len(train)
-        self.steps: int = training.steps or training.epochs * steps_per_epoch(settings, len(train))
+        self.train, self.validation, _ = samples
+        self.training_samples = len(self.train)
+        self.steps: int = training.steps or training.epochs * steps_per_epoch(settings, len(self.train))
         self.lr: float = lr if training.lr is None else training.lr
-        self._settings, self.train, self.validation = settings, train, validation
+        self._settings = settings
         self._identity: dict[str, Any] = {part: digest(getattr(data, part)) for part in ("train", "validation", "test")}
-        if getattr(settings.model, "vocabulary_size", None) is not None and isinstance(network.tokenizer, Vocabulary):
-            # As many words of another way to split texts would fit the weights.
-            self._identity["splitting"] = network.tokenizer.version
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         return SequenceLosses(self.network, self._settings, autocast)
@@ -138,7 +122,9 @@ class SequenceTask(Task):
     """What the tasks on texts and on instructions share; see `training.task.Task`."""
 
     fixed_shapes = False
+    evaluation = SequenceEvaluation
     accuracy: str  # what its accuracy is called
+    dropped: str  # what dropped rows lack
 
     def check(self, settings: SequenceSettings) -> None:
         if settings.data.source is None:
@@ -149,14 +135,19 @@ class SequenceTask(Task):
         settings.check_noise()
         check_trained_depths(settings)
 
-    def counts(self, settings: SequenceSettings, data: Splits[Any], kind: str) -> str:
+    def described(self, settings: SequenceSettings, data: Splits[Any], kind: str, also: str = "") -> str:
         """How much data of a kind there are, in words."""
-        parts = (f"{len(getattr(data, part)):,} {part}" for part in ("train", "validation", "test"))
-        return f"{settings.data.source}: {kind}: {', '.join(parts)}"
+        parts = ", ".join(f"{len(getattr(data, part)):,} {part}" for part in ("train", "validation", "test"))
+        note = f"; {data.num_dropped:,} {self.dropped} dropped" if data.num_dropped else ""
+        return f"{settings.data.source}: {kind}: {parts}{also}{note}"
 
     @abstractmethod
-    def load_model(self, folder: RunFolder, settings: Any, data: Any) -> LoadedModel:
-        """What a run kept, or InputError: a file of the model is missing or not whole."""
+    def kept(self, folder: Path, settings: Any, data: Any) -> tuple[Network, EncodedSamples, dict[str, Any]]:
+        """The network that a run kept, its test samples, and entries of the task's own in an evaluation.
+
+        Raises:
+            InputError: a file of the model is missing or not whole.
+        """
 
     def evaluate(
         self,
@@ -166,28 +157,20 @@ class SequenceTask(Task):
         constraints: DescentConstraints,
         progress: bool = True,
     ) -> dict[str, Any]:
-        kept = self.load_model(folder, settings, data)
-        check_rows(kept.network, (kept.test,), settings)
+        network, test, facts = self.kept(folder.model, settings, data)
+        check_rows(network, (test,), settings)
         use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda" if use_cuda else "cpu")
-        kept.network.model.to(device)
-        measured = {
-            **measure(kept.network, kept.test, settings, device, progress),
-            **kept.facts,
-            "test_texts": len(kept.test),
-            "test_digest": digest(data.test),
-        }
-        return {**measured, **self.further(measured)}
-
-    def further(self, measured: dict[str, Any]) -> dict[str, Any]:
-        """What follows for this task from what was measured."""
-        return {}
+        network.model.to(device)
+        measured = measure(network, test, settings, device, progress)
+        return {**measured, **facts, "test_texts": len(test), "test_digest": digest(data.test)}
 
     def kind(self, run: EvaluatedRun) -> str:
         return Path(run.settings.model.model).name
 
     def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
-        return {"test_digest": run.evaluation.test_digest}
+        # Losses of tokens of another vocabulary are not of one scale.
+        return {"vocabulary": run.evaluation.vocabulary, "test_digest": run.evaluation.test_digest}
 
     def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
         largest = f"{runs[0].evaluation.gamma[-1]:g}"
@@ -197,7 +180,7 @@ class SequenceTask(Task):
         ]
 
     def drawings(self) -> list[Drawing]:
-        return figures.drawings(self.accuracy)
+        return drawings(self.accuracy)
 
     def conditions(self, run: EvaluatedRun) -> str:
         values = run.evaluation
@@ -209,12 +192,9 @@ class SequenceTask(Task):
             f"at γ = {values.training_gamma:g}."
         )
 
-    @abstractmethod
-    def choices(self, run: EvaluatedRun) -> int:
-        """Among how many answers a guess chooses."""
-
     def reading(self, run: EvaluatedRun) -> Reading:
         values = run.evaluation
-        guess = {f"a guess among {self.choices(run):,}": math.log(self.choices(run))}
+        choices = len(values.classes) if values.vocabulary is None else values.vocabulary
         measure, samples = f"loss at γ {values.training_gamma:g}", f"{values.test_texts:,} {self.samples}"
+        guess = {f"a guess among {choices:,}": math.log(choices)}
         return Reading(measure, values.layer_loss, guess, values.layer_loss_margin, samples)

@@ -1,6 +1,6 @@
 """Texts as rows of token ids, by words, byte pairs or a pretrained model's tokenizer, and batches of such rows.
 
-A row is int64 `[fields, T]`: ids, ones, and where the model has them the token types.
+A row is int64 `[fields, T]`: ids, ones, and for some models the token types.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError, require
-from cdt_fast.sequence.data.vocabulary import WORDS, Vocabulary
+from cdt_fast.sequence.data import Instruction, TextData
 from cdt_fast.training.execution import to_device
 
-END, PADDING = "<|end|>", "<|padding|>"  # of `learned_tokenizer`
 IGNORED = -100  # the label of what does not count
 _NO_LIMIT = 10**6  # tokenizers say "no limit" by an absurdly large number
+# Scripts written without blanks between words: each of their characters is a word, with the marks on it.
+_UNSPACED = "".join(
+    rf"\p{{{script}}}"
+    for script in (
+        *("Han", "Hiragana", "Katakana", "Bopomofo", "Yi", "Thai", "Lao", "Khmer", "Myanmar", "Tai_Le", "New_Tai_Lue"),
+        *("Tai_Tham", "Tai_Viet", "Ahom", "Javanese", "Balinese", "Cham"),
+    )
+)
+_UNSPACED += "ー々〆"
+_SPACED = rf"[\w&&[^{_UNSPACED}]]"
+_WORD = rf"[\w&&[{_UNSPACED}]]\p{{M}}*|{_SPACED}+(?:['’]{_SPACED}+)*|(?!\s)\X"  # \X: a whole emoji
+_INVISIBLE = r"[\p{Cf}&&[^\x{200c}\x{200d}]]"  # but what joins characters
 
 
 @dataclass(frozen=True)
@@ -56,43 +67,115 @@ class EncodedSamples:
             yield *self.batch(chosen, padding_id, device), sum(self.counts[index] for index in chosen)
 
 
-def rows_of(tokenizer: Any, texts: Sequence[str], text_pair: Sequence[str] | None, max_length: int) -> list[Tensor]:
-    """A row a text, or a pair of texts, cut to `max_length` tokens, by a `Vocabulary` or transformers' tokenizer."""
-    if isinstance(tokenizer, Vocabulary):
-        return tokenizer.rows(texts, text_pair, max_length)
+def encoded_texts(data: TextData, tokenizer: Any, max_length: int) -> EncodedSamples:
+    """A row a text, or a pair of texts, of at most `max_length` tokens, each with its class; InputError: no token."""
     if tokenizer.model_max_length < _NO_LIMIT:
         max_length = min(max_length, tokenizer.model_max_length)
-    encoded = tokenizer(texts, text_pair, truncation=True, max_length=max_length)
+    encoded = tokenizer(data.texts, data.text_pair, truncation=True, max_length=max_length)
     names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in encoded]
-    return [torch.tensor(row, dtype=torch.int64) for row in zip(*(encoded[name] for name in names), strict=True)]
+    rows = [torch.tensor(row, dtype=torch.int64) for row in zip(*(encoded[name] for name in names), strict=True)]
+    for row, text in zip(rows, data.texts, strict=True):
+        if not row.shape[1]:
+            raise InputError(f"holds no word: {text!r}")
+    return EncodedSamples(rows, list(torch.tensor(data.labels).unbind()), [1] * len(rows))
 
 
-def learned_tokenizer(texts: Iterable[str], size: int) -> Any:
-    """Byte pairs learned from texts: the end, what fills up, the 256 bytes, and the pairs that are most frequent.
+def encoded_instructions(
+    instructions: Sequence[Instruction], tokenizer: Any, max_length: int, part: str
+) -> EncodedSamples:
+    """Prompt, answer and end token as one row of at most `max_length` tokens; the prompt's labels are −100.
+
+    Instructions with no answer left are not there; a whole `part` without any is refused with an InputError.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no end token to put behind an answer")
+    rows, targets, counts = [], [], []
+    for entry in instructions:
+        prompt = tokenizer(entry.prompt)["input_ids"]
+        if prompt and prompt[-1] == end:
+            prompt = prompt[:-1]  # some tokenizers append it
+        answer = [*tokenizer(entry.output, add_special_tokens=False)["input_ids"], end]
+        ids = torch.tensor((prompt + answer)[:max_length], dtype=torch.int64)
+        labels = ids.clone()
+        labels[: len(prompt)] = IGNORED
+        count = int((labels[1:] != IGNORED).sum())  # the first token of a sequence is not predicted
+        if count:
+            rows.append(torch.stack([ids, torch.ones_like(ids)]))
+            targets.append(labels)
+            counts.append(count)
+    if not rows:
+        raise InputError(
+            f"[data] max_tokens is {max_length}: the prompts of all {len(instructions):,} {part} instructions are as "
+            "long as that, so that all tokens are masked; raise --max-tokens"
+        )
+    return EncodedSamples(rows, targets, counts)
+
+
+def word_tokenizer(texts: Iterable[str], *, least: int = 1, size: int | None = None) -> Any:
+    """A tokenizer of transformers by lower-case words, with their inner apostrophes, and punctuation marks, in NFKC.
+
+    A character of a script without blanks (Chinese, Japanese, Thai and others) is a word. Ids are 0 for padding, 1 for
+    unknown words, 2 between the texts of a pair, then the words that occur `least` times in `texts`, most frequent
+    first; at most `size` of all.
+    """
+    transformers = transformers_library()
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+    tokenizer: Any = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    steps = normalizers.Replace("\u200b", " "), normalizers.Replace(Regex(_INVISIBLE), ""), normalizers.Lowercase()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), *steps])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "removed", invert=True)
+    special = {"pad_token": "<pad>", "unk_token": "<unk>", "sep_token": "<sep>"}
+    options = {"vocab_size": size or 2**31, "min_frequency": least, "special_tokens": list(special.values())}
+    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(show_progress=False, **options))
+    tokenizer.post_processor = processors.TemplateProcessing("$A", "$A <sep> $B", [("<sep>", 2)])
+    fields = ["input_ids", "attention_mask"]
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=fields, **special)
+
+
+def byte_pair_tokenizer(texts: Iterable[str], size: int) -> Any:
+    """A tokenizer of transformers by byte pairs: the end, padding, the 256 bytes, and the most frequent pairs of texts.
 
     The same texts give the same tokens, whatever their order, and no text is beyond them. There are at most `size` of
     them, ≥ 258, where every byte of UTF-8 is a token of its own.
     """
-    transformers = pretrained_library()
-    from tokenizers import Tokenizer as BytePairs
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    transformers = transformers_library()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    tokenizer = BytePairs(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END, PADDING],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING)
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<|end|>", "pad_token": "<|padding|>"}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": size, "special_tokens": list(special.values()), "initial_alphabet": alphabet}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(show_progress=False, **options))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def load_tokenizer(name: str | Path, download: bool = False) -> Any:
+    """The tokenizer in a folder or on the hub, with a padding token.
+
+    Raises:
+        InputError: there is none, it knows no words, or has no token to fill up with.
+        MissingExtra: transformers is not installed.
+    """
+    transformers = transformers_library()
+    with from_hub(name, download) as where:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
+    # Of a folder without a tokenizer's files transformers makes one that reads every word as unknown.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise InputError(f"{name}: holds no tokenizer (tokenizer.json, or the files of its kind)")
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise InputError(f"{name}: the tokenizer has neither a padding nor an end token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 @contextlib.contextmanager
-def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
-    """Arguments of `from_pretrained` for the model `name`; what fails inside says how to give a folder instead.
+def from_hub(name: str | Path, download: bool = False) -> Iterator[dict[str, Any]]:
+    """Arguments of `from_pretrained` for the model `name`; messages of the block say how to give a folder instead.
 
     Raises:
         InputError: the model is not there, cannot be fetched, or cannot be read.
@@ -111,35 +194,9 @@ def from_hub(name: str, download: bool) -> Iterator[dict[str, Any]]:
         raise InputError(f"{name}: cannot be loaded as a transformers model ({reason})") from error
 
 
-def pretrained_library() -> Any:
+def transformers_library() -> Any:
     """The package transformers, without its own reports and bars on stderr."""
-    transformers = require("transformers", "transformers", "a pretrained model")
+    transformers = require("transformers", "transformers", "training on texts")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-def load_tokenizer(name: str, download: bool) -> Any:
-    """The tokenizer of a pretrained model in a folder or on the hub, with a token to fill up with.
-
-    Raises:
-        InputError: there is none, it knows no words, or has no token to fill up with.
-        MissingExtra: transformers is not installed.
-    """
-    transformers = pretrained_library()
-    with from_hub(name, download) as where:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
-    # Of a folder without a tokenizer's files transformers makes one that reads every word as unknown.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise InputError(f"{name}: holds no tokenizer (tokenizer.json, or the files of its kind)")
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise InputError(f"{name}: the tokenizer has neither a padding nor an end token")
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def load_saved_tokenizer(folder: Path) -> Any:
-    """The tokenizer that a run saved beside its model, or InputError: there is none."""
-    words = folder / WORDS
-    return Vocabulary.load(words) if words.exists() else load_tokenizer(str(folder), download=False)

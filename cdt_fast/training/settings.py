@@ -34,11 +34,11 @@ Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 # The settings that only earlier versions have.
 GONE = (
-    "agreement barrier_width checkpoint_every clip code_noise coefficients cuda_graph depth_rotation depth_schedule "
-    "dual dual_every exit_agreements exit_scale gain_growth gain_limit generated initial_codes inner_kl jacobian "
-    "layer_dropout log_every perturbation perturbation_rate preset prompts proportional_gain rank_timeout ratio "
-    "readout reference_losses setup slack_lr smoothing spectral_bound split step tail tensorboard tighten_steps "
-    "warmup_steps weight_decay"
+    "agreement attention_width barrier_width checkpoint_every clip code_noise coefficients cuda_graph depth_rotation "
+    "depth_schedule dual dual_every exit_agreements exit_scale feedforward_width format gain_growth gain_limit "
+    "generated initial_codes inner_kl jacobian layer_dropout log_every perturbation perturbation_rate positions "
+    "preset prompts proportional_gain rank_timeout ratio readout reference_losses setup slack_lr smoothing "
+    "spectral_bound split step tail tensorboard tighten_steps warmup_steps weight_decay"
 )
 
 

@@ -15,16 +15,14 @@ from torch import Tensor, nn
 
 from cdt_fast import models
 from cdt_fast.checks import InputError
-from cdt_fast.sequence.data.vocabulary import Vocabulary
-from cdt_fast.sequence.evaluation import area_under_curve, measure, wilson_interval
+from cdt_fast.sequence.evaluation import measure, wilson_interval
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork
 from cdt_fast.sequence.perturbation import embedding_std, hashed, perturbed, unit_gaussian, unit_interval
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.results import HISTOGRAM_EDGES, mean_margin, per_sample_statistics
 
-PAD, CLS, SEP = 0, 1, 2
-GAMMAS = [0.25 * step for step in range(9)]
+PAD = 0
 
 
 def generator(seed: int) -> torch.Generator:
@@ -37,12 +35,11 @@ def words(width: int = 5, vocabulary: int = 40) -> nn.Embedding:
 
 
 def batch(texts: int = 6, tokens: int = 12) -> tuple[Tensor, list[int]]:
-    """Texts of several lengths, `[CLS] words [SEP]`, padded on the right."""
+    """Texts of several lengths, padded on the right."""
     ids = torch.full((texts, tokens), PAD)
     lengths = [tokens - text % 6 for text in range(texts)]
     for text, length in enumerate(lengths):
         ids[text, :length] = torch.randint(3, 40, (length,), generator=generator(text))
-        ids[text, 0], ids[text, length - 1] = CLS, SEP
     return ids, lengths
 
 
@@ -57,29 +54,29 @@ def written_hash(key: int, index: int) -> int:
     return bits ^ (bits >> 31)
 
 
+def written_noise(seed: int, text: int, token: int, component: int) -> float:
+    bits = written_hash(written_hash(written_hash(seed, text), token), component)
+    centered = 2 * ((bits >> 40) + 0.5) / 2**24 - 1
+    return math.sqrt(2) * torch.erfinv(torch.tensor(centered, dtype=torch.float64)).item()
+
+
 def test_the_hash_is_splitmix64() -> None:
     # The first outputs of the published generator from the seed 1234567.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    found = hashed(torch.tensor(1234567), torch.arange(3)).tolist()
-    assert [bits % 2**64 for bits in found] == published
-    keys = [0, 5, -3, 2**63 - 1, -(2**63)]
-    found = hashed(torch.tensor(keys).unsqueeze(1), torch.tensor([0, 1, 2**40])).tolist()
-    assert [[bits % 2**64 for bits in row] for row in found] == [
-        [written_hash(key % 2**64, index) for index in (0, 1, 2**40)] for key in keys
-    ]
+    assert [bits % 2**64 for bits in hashed(torch.tensor(1234567), torch.arange(3)).tolist()] == published
+    keys, indices = [0, 5, -3, 2**63 - 1, -(2**63)], [0, 1, 2**40]
+    found = hashed(torch.tensor(keys).unsqueeze(1), torch.tensor(indices)).tolist()
+    expected = [[written_hash(key % 2**64, index) for index in indices] for key in keys]
+    assert [[bits % 2**64 for bits in row] for row in found] == expected
 
 
-def test_the_ends_of_the_distributions_are_finite() -> None:
+def test_noise_is_gaussian_with_finite_ends_and_that_of_neighbors_is_independent() -> None:
     bits = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
     assert unit_interval(bits).tolist() == [0.0, 1 - 2.0**-24, 0.5 - 2.0**-24, 0.5]
-    noise = unit_gaussian(bits)
-    assert noise.isfinite().all()
-    assert noise[0] == -noise[1]
-    assert noise[2] == -noise[3]
-    assert noise[0] < noise[2] < noise[3] < noise[1]
-
-
-def test_noise_is_gaussian_and_that_of_neighbors_is_independent() -> None:
+    ends = unit_gaussian(bits)
+    assert ends.isfinite().all()
+    assert (ends[0], ends[2]) == (-ends[1], -ends[3])
+    assert ends[0] < ends[2] < ends[3] < ends[1]
     noise = unit_gaussian(hashed(hashed(torch.tensor(7), torch.arange(1000)).unsqueeze(1), torch.arange(200))).double()
     count = noise.numel()
     assert abs(noise.mean()) < 5 / math.sqrt(count)
@@ -96,8 +93,7 @@ def test_noise_is_gaussian_and_that_of_neighbors_is_independent() -> None:
 
 def test_the_noise_is_gamma_times_the_table_s_deviation() -> None:
     embedding, (ids, _) = words(64), batch(50)
-    clean = embedding(ids)
-    table = embedding.weight.detach()
+    clean, table = embedding(ids), embedding.weight.detach()
     std = math.sqrt(((table - table.mean()) ** 2).mean())
     with perturbed(embedding, 0.5, padding_id=PAD) as perturbation:
         noise = embedding(ids) - clean
@@ -107,19 +103,19 @@ def test_the_noise_is_gamma_times_the_table_s_deviation() -> None:
         other = embedding(ids) - clean
     torch.testing.assert_close(other / (1.5 * 3.0), noise / (0.5 * std), rtol=1e-6, atol=1e-7)
     assert torch.equal(embedding(ids), clean)  # the hook is gone
+    assert embedding_std(table.bfloat16()).dtype == torch.float32
+    narrow = words().to(torch.bfloat16)
+    with perturbed(narrow, std=torch.tensor(0.5)):
+        assert narrow(ids).dtype == torch.bfloat16
 
 
 def test_the_gaussian_noise_by_the_definition() -> None:
     embedding, ids = words(3), torch.tensor([[5, 7], [9, 3]])
     with perturbed(embedding, gamma=2.0, std=0.25, seed=11):
         found = embedding(ids) - embedding.weight[ids]
-    for text in range(2):
-        for token in range(2):
-            key = written_hash(written_hash(11, text), token)
-            for component in range(3):
-                centered = 2 * ((written_hash(key, component) >> 40) + 0.5) / 2**24 - 1
-                normal = math.sqrt(2) * torch.erfinv(torch.tensor(centered, dtype=torch.float64)).item()
-                assert found[text, token, component].item() == pytest.approx(0.5 * normal, rel=1e-5)
+    places = [(text, token, component) for text in range(2) for token in range(2) for component in range(3)]
+    expected = [0.5 * written_noise(11, *place) for place in places]
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def draws(batches: Sequence[Tensor], **options: Any) -> list[Tensor]:
@@ -134,18 +130,16 @@ def draws(batches: Sequence[Tensor], **options: Any) -> list[Tensor]:
 def test_a_draw_does_not_depend_on_how_texts_are_put_into_batches_or_padded() -> None:
     ids, lengths = batch()
     expected = draws([ids])
-    left = torch.stack([row.roll(12 - length) for row, length in zip(ids, lengths, strict=True)])
     cuts = {
         "one by one": [ids[i : i + 1, :length] for i, length in enumerate(lengths)],
         "uneven": [ids[:1], ids[1:5], ids[5:]],
-        "longer": [torch.nn.functional.pad(ids, (0, 9))],
-        "left": [left],
+        "longer": [nn.functional.pad(ids, (0, 9))],
+        "left": [torch.stack([row.roll(12 - length) for row, length in zip(ids, lengths, strict=True)])],
     }
     for name, cut in cuts.items():
-        for one, other in zip(draws(cut), expected, strict=True):
-            assert torch.equal(one, other), name
+        assert all(map(torch.equal, draws(cut), expected)), name
     for other in (draws([ids], seed=1), draws([ids.flip(0)])[::-1]):
-        assert not all(torch.equal(one, two) for one, two in zip(other, expected, strict=True))
+        assert not all(map(torch.equal, other, expected))
 
 
 def test_texts_are_numbered_on_and_can_be_drawn_again() -> None:
@@ -156,8 +150,9 @@ def test_texts_are_numbered_on_and_can_be_drawn_again() -> None:
         perturbation.next_sample = 6
         assert torch.equal(embedding(ids), second)
     assert not torch.equal(first, second)
-    with perturbed(embedding, seed=3):
-        assert torch.equal(embedding(ids), first)
+    with perturbed(embedding, 0.0) as perturbation:
+        assert torch.equal(embedding(ids), embedding.weight[ids])
+    assert perturbation.next_sample == 6
 
 
 def test_of_a_range_each_text_draws_its_level() -> None:
@@ -171,65 +166,28 @@ def test_of_a_range_each_text_draws_its_level() -> None:
         again = embedding(ids[7:9]) - clean[7:9]
     levels = (found / unit).flatten(1).median(1).values
     torch.testing.assert_close(found, levels.view(-1, 1, 1) * unit, rtol=1e-4, atol=1e-5)
-    for text in range(5):
-        drawn = 0.5 + 1.5 * (written_hash(5 + 2**62, text) >> 40) / 2**24
-        assert levels[text].item() == pytest.approx(drawn, rel=1e-5)
-    assert 0.5 <= levels.min() < 0.55
-    assert 1.95 < levels.max() < 2.0
-    assert levels.mean().item() == pytest.approx(1.25, abs=0.1)
+    drawn = [0.5 + 1.5 * (written_hash(5 + 2**62, text) >> 40) / 2**24 for text in range(400)]
+    assert levels.tolist() == pytest.approx(drawn, rel=1e-5)
+    assert 0.5 <= levels.min() < 0.55 < 1.95 < levels.max() < 2.0
     torch.testing.assert_close(again, found[7:9])  # the level is the text's, not the batch's
 
 
-def test_gamma_zero_changes_nothing_but_the_numbering() -> None:
-    embedding, (ids, _) = words(), batch()
-    with perturbed(embedding, 0.0) as perturbation:
-        assert torch.equal(embedding(ids), embedding.weight[ids])
-    assert perturbation.next_sample == 6
-
-
-def test_the_gradient_passes_to_the_words() -> None:
+def test_the_gradient_passes_to_the_words_and_the_hook_goes_also_after_an_error() -> None:
     embedding, ids = words(3), torch.tensor([[4, 5, 4]])
     with perturbed(embedding, 1.0):
         (gradient,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
-    assert gradient[4].tolist() == [2, 2, 2]
-    assert gradient[5].tolist() == [1, 1, 1]
-
-
-def test_low_precision_keeps_its_dtype() -> None:
-    embedding = words().to(torch.bfloat16)
-    with perturbed(embedding, std=torch.tensor(0.5)):
-        assert embedding(batch()[0]).dtype == torch.bfloat16
-
-
-def test_the_hook_goes_also_after_an_error() -> None:
-    embedding, (ids, _) = words(), batch()
-
-    def fail() -> None:
-        with perturbed(embedding):
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    assert [gradient[4].tolist(), gradient[5].tolist()] == [[2] * 3, [1] * 3]
+    with pytest.raises(KeyError), perturbed(embedding):
+        raise KeyError
     assert torch.equal(embedding(ids), embedding.weight[ids])
-
-
-def test_the_deviation_of_a_table() -> None:
-    table = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
-    assert embedding_std(table).item() == pytest.approx(math.sqrt(5))
-    assert embedding_std(table.bfloat16()).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "word"),
     [
         ((nn.Linear(2, 2),), {}, "Linear"),
-        ((words(), -0.1), {}, "gamma"),
-        ((words(), float("nan")), {}, "gamma"),
-        ((words(), (1.0, 0.5)), {}, "gamma"),
-        ((words(), (0.0, 0.5, 1.0)), {}, "gamma"),
-        ((words(),), {"seed": -1}, "seed"),
-        ((words(),), {"std": -1.0}, "std"),
-        ((words(),), {"padding_id": -1}, "padding_id"),
+        *(((words(), gamma), {}, "gamma") for gamma in (-0.1, float("nan"), (1.0, 0.5), (0.0, 0.5, 1.0))),
+        *(((words(),), {name: -1}, name) for name in ("seed", "std", "padding_id")),
     ],
 )
 def test_a_bad_argument_is_named(arguments: Any, options: dict[str, Any], word: str) -> None:
@@ -242,32 +200,17 @@ def test_a_bad_argument_is_named(arguments: Any, options: dict[str, Any], word: 
 
 def test_a_transformers_model_in_training_and_evaluation() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=40,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        pad_token_id=PAD,
-    )
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    bert = transformers.BertForSequenceClassification(config)
-    ids, lengths = batch()
-    left = torch.stack([row.roll(12 - length) for row, length in zip(ids, lengths, strict=True)])
-    clean = bert(ids, attention_mask=ids != PAD).logits
-    results = []
+    config = transformers.BertConfig(vocab_size=40, pad_token_id=PAD, **sizes, **dropout)
+    bert, (ids, _) = transformers.BertForSequenceClassification(config), batch()
+    clean, results = bert(ids, attention_mask=ids != PAD).logits, []
     for training in (True, False):
         bert.train(training)
         with perturbed(bert, gamma=1.0) as perturbation:
             results.append(bert(input_ids=ids, attention_mask=ids != PAD).logits)
             assert perturbation.padding_id == PAD
-            perturbation.next_sample = 0
-            embedded = bert.get_input_embeddings()(left)
-            perturbation.next_sample = 0
-            rolled = bert.get_input_embeddings()(ids)
-            assert torch.equal(embedded[5, -lengths[5] :], rolled[5, : lengths[5]])
     assert torch.equal(*results)
     assert (results[0] - clean).abs().max() > 1e-4
     assert torch.equal(bert(ids, attention_mask=ids != PAD).logits, clean)
@@ -296,64 +239,43 @@ def labeled(texts: int = 30) -> tuple[Tensor, Tensor, Tensor]:
     return ids, lengths, torch.randint(0, 3, (texts,), generator=generator(3))
 
 
-def settings_of(gammas: Sequence[float], training_gamma: float, batch: int = 16) -> TextSettings:
+def measured(network: Any, samples: EncodedSamples, gammas: list[float], gamma: float, size: int = 16) -> Any:
     settings = TextSettings()
-    for section, name, value in (("data", "gamma", training_gamma), ("evaluation", "gammas", gammas)):
+    for section, name, value in (("data", "gamma", gamma), ("evaluation", "gammas", gammas)):
         settings.set(section, name, value)
-    settings.training.batch = batch
-    return settings
+    settings.training.batch = size
+    return measure(network, samples, settings, torch.device("cpu"), progress=False)
 
 
-def evaluated(model: models.TextUT, size: int, gammas: Sequence[float] = GAMMAS, gamma: float = 0.0) -> dict[str, Any]:
-    rows = [
-        torch.stack([row[:length], torch.ones_like(row[:length])]) for row, length, _ in zip(*labeled(), strict=True)
-    ]
-    samples = EncodedSamples(rows, list(labeled()[2]), [1] * len(rows))
-    network = UnrolledNetwork(model, Vocabulary([]))
-    return measure(network, samples, settings_of(list(gammas), gamma, size), torch.device("cpu"), progress=False)
+def evaluated(model: models.TextUT, size: int, gammas: list[float], gamma: float = 0.0) -> dict[str, Any]:
+    cut = [ids[:length] for ids, length, _ in zip(*labeled(), strict=True)]
+    samples = EncodedSamples([torch.stack([ids, torch.ones_like(ids)]) for ids in cut], list(labeled()[2]), [1] * 30)
+    tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=None)
+    return measured(UnrolledNetwork(model, tokenizer), samples, gammas, gamma, size)
 
 
 def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
     model, (ids, lengths, labels) = text_ut(), labeled()
-    found = evaluated(model, 7, gammas=(0.0, 0.5, 2.0), gamma=0.75)
+    found = evaluated(model, 7, [0.0, 0.5, 2.0], 0.75)
     table = model.embedding.weight.detach()
-    std = math.sqrt(((table - table.mean()) ** 2).mean())
-    losses: dict[float, list[list[float]]] = {}
+    std, losses = math.sqrt(((table - table.mean()) ** 2).mean()), {}
     for gamma in (0.0, 0.5, 2.0, 0.75):
         rows, right = [], [0, 0, 0]
-        for text in range(30):
-            length = int(lengths[text])
-            noise = torch.tensor(
-                [
-                    [
-                        math.sqrt(2)
-                        * torch.erfinv(
-                            torch.tensor(
-                                2
-                                * ((written_hash(written_hash(written_hash(EVALUATION_SEED, text), t), c) >> 40) + 0.5)
-                                / 2**24
-                                - 1
-                            )
-                        ).item()
-                        for c in range(6)
-                    ]
-                    for t in range(length)
-                ],
-                dtype=torch.float64,
-            )
-            vectors = table[ids[text, :length]] + gamma * std * noise
+        for text, length in enumerate(lengths.tolist()):
+            noise = [[written_noise(EVALUATION_SEED, text, token, c) for c in range(6)] for token in range(length)]
+            vectors = table[ids[text, :length]] + gamma * std * torch.tensor(noise, dtype=torch.float64)
             logits = [model(vectors, depth).tolist() for depth in range(3)]
             rows.append([math.log(sum(map(math.exp, z))) - z[labels[text]] for z in logits])
             right = [count + (z.index(max(z)) == labels[text]) for count, z in zip(right, logits, strict=True)]
         losses[gamma] = rows
-        if gamma in found["gamma"]:
-            index = found["gamma"].index(gamma)
-            assert found["depth_accuracy"][index] == [count / 30 for count in right]
-            assert found["accuracy"][index] == right[-1] / 30
-            mean = [sum(row[depth] for row in rows) / 30 for depth in range(3)]
-            assert found["depth_loss"][index] == pytest.approx(mean, rel=1e-6)
-    mean = [sum(row[depth] for row in losses[0.75]) / 30 for depth in range(3)]
-    assert found["layer_loss"] == pytest.approx(mean, rel=1e-6)
+        mean = [sum(depth) / 30 for depth in zip(*rows, strict=True)]
+        if gamma == 0.75:
+            assert found["layer_loss"] == pytest.approx(mean, rel=1e-6)
+            continue
+        index = found["gamma"].index(gamma)
+        assert found["depth_accuracy"][index] == [count / 30 for count in right]
+        assert found["accuracy"][index] == right[-1] / 30
+        assert found["depth_loss"][index] == pytest.approx(mean, rel=1e-6)
     ratios = sorted(row[depth + 1] / row[depth] for row in losses[0.75] for depth in range(2))
     assert found["per_sample"]["mean_ratio"] == pytest.approx(sum(ratios) / 60, rel=1e-6)
     assert found["per_sample"]["median_ratio"] == pytest.approx(ratios[29], rel=1e-6)
@@ -365,32 +287,29 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
 
 
 def test_the_evaluation_does_not_depend_on_the_batches() -> None:
-    model = text_ut().train()
-    found = evaluated(model, 30)
+    model, gammas = text_ut().train(), [0.25 * step for step in range(9)]
+    found = evaluated(model, 30, gammas)
     assert not model.training
-    assert found["gamma"] == GAMMAS
-    for size in (1, 8):
-        other = evaluated(model, size)
-        assert other["accuracy"] == found["accuracy"]
-        assert other["layer_loss"] == pytest.approx(found["layer_loss"], rel=1e-12)
+    assert found["gamma"] == gammas
+    other = evaluated(model, 8, gammas)
+    assert other["accuracy"] == found["accuracy"]
+    assert other["layer_loss"] == pytest.approx(found["layer_loss"], rel=1e-12)
 
 
 def test_an_answer_a_token_with_ignored_ones() -> None:
     embedding = nn.Embedding.from_pretrained(torch.eye(4, dtype=torch.float64) * 3)
     rows = [torch.tensor([[0, 1, 2], [1, 1, 1]]), torch.tensor([[3, 3, 1], [1, 1, 1]])]
     targets = [torch.tensor([3, 0, 2]), torch.tensor([-100, 3, -100])]  # of a token the one before asks for
-    network: Any = SimpleNamespace(
+    network = SimpleNamespace(
         model=embedding,
+        layers=1,
         padding_id=0,
         perturbed=lambda settings, gamma: perturbed(embedding, gamma=gamma),
         depth_logits=lambda inputs: [torch.zeros(2, 3, 4, dtype=torch.float64), embedding(inputs[0])],
     )
-    samples = EncodedSamples(rows, targets, [2, 1])
-    found = measure(network, samples, settings_of([0.0], 0.0), torch.device("cpu"), progress=False)
+    found = measured(network, EncodedSamples(rows, targets, [2, 1]), [0.0], 0.0)
     right, wrong = math.log(math.exp(3) + 3) - 3, math.log(math.exp(3) + 3)
-    assert found["answers"] == 3
-    assert found["accuracy"] == [2 / 3]
-    assert found["auc"] is None
+    assert (found["answers"], found["accuracy"], found["auc"]) == (3, [2 / 3], None)
     assert found["layer_loss"] == pytest.approx([math.log(4), (2 * right + wrong) / 3])
     expected = [(right + wrong) / 2 / math.log(4), right / math.log(4)]
     assert found["per_sample"]["mean_ratio"] == pytest.approx(sum(expected) / 2)
@@ -402,34 +321,24 @@ def test_wilson_s_interval() -> None:
         low, high = wilson_interval(correct, answers)
         assert 0 <= low <= correct / answers <= high <= 1
         for end in (low, high):
-            distance = abs(correct / answers - end)
-            if distance:
+            if distance := abs(correct / answers - end):
                 assert distance / math.sqrt(end * (1 - end) / answers) == pytest.approx(1.959963984540054, rel=1e-9)
 
 
-def test_the_area_of_perfect_accuracy_is_the_range_of_gamma() -> None:
-    assert area_under_curve(GAMMAS, [1.0] * len(GAMMAS)) == pytest.approx(2.0)
-    assert area_under_curve([0, 1, 3], [1.0, 0.5, 0.0]) == pytest.approx(1.25)
-
-
 def test_statistics_leave_out_the_ratio_to_a_loss_of_zero() -> None:
-    losses = torch.tensor([[1.0, 0.0, 2.0], [0.5, 3.0, 9.0]])
-    found = per_sample_statistics(losses)
-    assert found["mean_ratio"] == pytest.approx(2.5)
-    assert found["median_ratio"] == pytest.approx(0.5)
+    found = per_sample_statistics(torch.tensor([[1.0, 0.0, 2.0], [0.5, 3.0, 9.0]]))
+    assert (found["mean_ratio"], found["median_ratio"]) == pytest.approx((2.5, 0.5))
     assert found["descending_fraction"] == 0.5
-    assert sum(found["histogram"]["counts"]) == 2
-    assert found["histogram"]["counts"][-1] == 1
     assert found["histogram"]["edges"] == HISTOGRAM_EDGES
+    assert (sum(found["histogram"]["counts"]), found["histogram"]["counts"][-1]) == (2, 1)
     assert per_sample_statistics(torch.zeros(2, 3))["mean_ratio"] is None
 
 
 def test_the_margin_of_a_mean_is_that_of_samples_and_not_of_their_tokens() -> None:
-    losses = torch.tensor([[1.0, 2.0, 6.0]], dtype=torch.float64)
-    ones = torch.ones(3, dtype=torch.int64)
+    losses, ones = torch.tensor([[1.0, 2.0, 6.0]], dtype=torch.float64), torch.ones(3, dtype=torch.int64)
     expected = 4.3026527 * stdev([1.0, 2.0, 6.0]) / math.sqrt(3)
     assert mean_margin(losses, ones) == pytest.approx([expected])
     assert mean_margin(losses * 50, ones * 50) == pytest.approx([expected])
-    counts = torch.tensor([1, 2, 6])  # all tokens are alike, so that no sample differs in their mean
-    assert mean_margin(losses, counts) == pytest.approx([0.0])
+    # All tokens are alike, so that no sample differs in their mean.
+    assert mean_margin(losses, torch.tensor([1, 2, 6])) == pytest.approx([0.0])
     assert mean_margin(losses[:, :1], ones[:1]) is None
