@@ -162,7 +162,7 @@ def build_parser() -> Parser:
 
     data = _command(shown, "data", None, "fetch public data sets", "data fetch ucsd")
     actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
-    text = "download a public data set, with checksum and resume"
+    text = "download a public data set, and check it"
     add = _command(actions, "fetch", commands.fetch, text, "data fetch ucsd --to datasets").add_argument
     add("name", metavar="NAME", help="avenue, ucsd or shanghaitech")
     add("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
