@@ -36,8 +36,8 @@ class TextUT(PretrainedModel):
     neither in the attention nor in the mean. Without positions the order of the tokens does not matter.
 
     Args:
-        embedding: the word embeddings: `(vocabulary, width)` for new ones, which start as N(0, 1/width); or those of a
-            pretrained model, copied: an `nn.Embedding`, a tensor `[vocabulary, width]`, or a transformers model.
+        embedding: `(vocabulary, width)` of new word embeddings, which start as N(0, 1/width); or a tensor
+            `[vocabulary, width]` of pretrained ones, which is copied.
         classes: number of classes, ≥ 1.
         layers: L ≥ 1.
         width: d, the width of the tokens; where it is not that of the embeddings a linear map (without a bias) brings
@@ -61,12 +61,12 @@ class TextUT(PretrainedModel):
         head: `nn.Linear` from d to the classes; Xavier initialization, no bias at the start.
 
     Raises:
-        InputError: an argument out of its range, or embeddings of an unknown kind.
+        InputError: an argument is out of its range, or the embeddings are of an unknown kind.
     """
 
     def __init__(
         self,
-        embedding: Sequence[int] | nn.Module | Tensor,
+        embedding: Sequence[int] | Tensor,
         classes: int,
         layers: int,
         *,
@@ -113,46 +113,35 @@ class TextUT(PretrainedModel):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments; of the embeddings their size, as the values are among the weights."""
+        """Return the constructor's arguments, with the size of the embeddings, whose values are among the weights."""
         names = ("classes", "layers", "width", "attention_width", "residual", "tied", "scale", "positions")
         size = [self.embedding.num_embeddings, self.embedding.embedding_dim]
         return {"embedding": size, **{name: getattr(self, name) for name in (*names, "frozen_embedding")}}
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The word embeddings, under the name that transformers' models have for them."""
+        """Return the word embeddings, under the name that transformers' models have for them."""
         return self.embedding
 
-    def forward(
-        self,
-        tokens: Tensor,
-        depth: int | None = None,
-        *,
-        lengths: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
-        """The logits `[..., classes]` after `depth` layers (None: all of them); an earlier exit costs no later layer.
+    def forward(self, tokens: Tensor, depth: int | None = None, *, lengths: Tensor | None = None) -> Tensor:
+        """Return the logits `[..., classes]` after `depth` layers (None: all of them); later layers cost nothing.
 
         Args:
             tokens: token ids `[..., T]` (int32 or int64), or word embeddings `[..., T, width of the embeddings]`.
             depth: 0..L; 0 reads the tokens as they go into layer 1.
             lengths: `[...]` integers, the tokens of each text, the rest being padding on its right. On a GPU there
                 is no host sync: a text without tokens is read as zeros.
-            attention_mask: `[..., T]`, one or true at the tokens that count, in place of `lengths`. Padding may lie
-                anywhere; learned positions count the tokens that are not padding.
 
         Raises:
-            InputError: a wrong shape, dtype or device; both `lengths` and `attention_mask`; on the CPU an id outside
-                the vocabulary or a text without tokens; more tokens than positions; `depth` not in 0..layers.
+            InputError: a wrong shape, dtype or device; on the CPU an id outside the vocabulary or a text without
+                tokens; more tokens than positions; `depth` not in 0..layers.
         """
         depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
-        (states,) = deque(self._depths(tokens, depth, lengths, attention_mask), maxlen=1)
+        (states,) = deque(self._depths(tokens, depth, lengths), maxlen=1)
         return self.head(states())
 
-    def depth_logits(
-        self, tokens: Tensor, *, lengths: Tensor | None = None, attention_mask: Tensor | None = None
-    ) -> list[Tensor]:
-        """The logits of all depths 0..L, L+1 tensors `[..., classes]`; arguments and errors as `forward`."""
-        return [self.head(states()) for states in self._depths(tokens, self.layers, lengths, attention_mask)]
+    def depth_logits(self, tokens: Tensor, *, lengths: Tensor | None = None) -> list[Tensor]:
+        """Return the logits of all depths 0..L, L+1 tensors `[..., classes]`; arguments and errors as `forward`."""
+        return [self.head(states()) for states in self._depths(tokens, self.layers, lengths)]
 
     def layer_losses(
         self,
@@ -161,15 +150,14 @@ class TextUT(PretrainedModel):
         depth_weights: Tensor | Sequence[float] | None = None,
         *,
         lengths: Tensor | None = None,
-        attention_mask: Tensor | None = None,
     ) -> LayerwiseLosses:
-        """The cross-entropies of all depths in nats, and their weighted sum.
+        """Return the cross-entropies of all depths in nats, and their weighted sum.
 
         See `ops.layerwise_cross_entropy` for what is differentiable. Used as
         `total, per_depth = model.layer_losses(ids, labels, constraints.weights(), lengths=lengths)`.
 
         Args:
-            tokens, lengths, attention_mask: as `forward`.
+            tokens, lengths: as `forward`.
             labels: `[...]` int64 in [0, classes), or −100 for a text that does not count.
             depth_weights: `w`, L+1 numbers, or None.
 
@@ -177,7 +165,7 @@ class TextUT(PretrainedModel):
             InputError: as `forward`; `labels` or `depth_weights` have a wrong shape or dtype; on the CPU a label
                 outside the classes.
         """
-        states = [states() for states in self._depths(tokens, self.layers, lengths, attention_mask)]
+        states = [states() for states in self._depths(tokens, self.layers, lengths)]
         if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
             raise InputError(f"labels must be an int64 tensor with one class a text, got {describe(labels)}")
         check_shape("labels", labels, tuple(states[0].shape[:-1]), "one class a text")
@@ -185,11 +173,9 @@ class TextUT(PretrainedModel):
         losses = ops.layerwise_cross_entropy(states, head.weight, labels, head.bias, depth_weights=depth_weights)
         return LayerwiseLosses(*losses)
 
-    def _depths(
-        self, tokens: Tensor, depth: int, lengths: Tensor | None, attention_mask: Tensor | None
-    ) -> Iterator[Callable[[], Tensor]]:
+    def _depths(self, tokens: Tensor, depth: int, lengths: Tensor | None) -> Iterator[Callable[[], Tensor]]:
         """Yield the states of every depth, pooled only when called."""
-        states, lengths = self._embed(tokens, lengths, attention_mask)
+        states = self._embed(tokens, lengths)
         pooling = _pooling(states, lengths)
         first = states
         attention, feedforward, biases = (
@@ -206,10 +192,8 @@ class TextUT(PretrainedModel):
             states = ops.residual_linear(mixed, -0.5 * (v + v.mT), residual, nonlinearity="relu")
             yield functools.partial(_pooled, states, pooling)
 
-    def _embed(
-        self, tokens: Tensor, lengths: Tensor | None, attention_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The input of layer 1 `[..., T, d]`, zero at padding, which lies on the right, and the lengths."""
+    def _embed(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
+        """Return the input of layer 1 `[..., T, d]`; the word embeddings are zero at padding."""
         is_ids = isinstance(tokens, Tensor) and tokens.dtype in (torch.int32, torch.int64) and tokens.dim() >= 1
         if not is_ids and not (isinstance(tokens, Tensor) and tokens.is_floating_point() and tokens.dim() >= 2):
             raise InputError(
@@ -226,10 +210,6 @@ class TextUT(PretrainedModel):
         if not is_ids:
             check_shape("tokens", tokens, (*shape, self.embedding.embedding_dim), "tokens by the embeddings' width")
             check_together(tokens=tokens, embedding=self.embedding.weight)
-        if attention_mask is not None:
-            if lengths is not None:
-                raise InputError("lengths and attention_mask say the same: give one of them")
-            tokens, lengths = _right_padded(tokens, attention_mask, shape)
         states = self._look_up(tokens) if is_ids else tokens
         check_lengths(lengths, states)
         if lengths is not None:
@@ -240,7 +220,7 @@ class TextUT(PretrainedModel):
             states = self.projection(states)
         if self.position_embedding is not None:
             states = states + self.position_embedding[: shape[-1]]
-        return states, lengths
+        return states
 
     def _look_up(self, ids: Tensor) -> Tensor:
         words = self.embedding.num_embeddings
@@ -260,7 +240,7 @@ def _check_range(numbers: Tensor, least: int, most: int, message: str) -> None:
 
 
 def _pooled(states: Tensor, pooling: Tensor | None) -> Tensor:
-    """The mean of states `[..., T, d]` over the tokens that count, `[..., d]`."""
+    """Return the mean of states `[..., T, d]` over the tokens that count, `[..., d]`."""
     if pooling is None:
         return states.mean(-2)
     # A product and no masked copy: the states are finite at padding too.
@@ -268,7 +248,7 @@ def _pooled(states: Tensor, pooling: Tensor | None) -> Tensor:
 
 
 def _pooling(states: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """`[..., 1, T]`: 1/length at the tokens that count, 0 at padding."""
+    """Return `[..., 1, T]`: 1/length at the tokens that count, 0 at padding."""
     padding = padding_mask(lengths, states)
     if padding is None or lengths is None:
         return None
@@ -277,42 +257,18 @@ def _pooling(states: Tensor, lengths: Tensor | None) -> Tensor | None:
 
 
 def _embedding(given: Any) -> nn.Embedding:
-    """New word embeddings, or a copy of those that are given."""
-    source = given
-    if isinstance(given, nn.Module) and not isinstance(given, nn.Embedding):
-        find = getattr(given, "get_input_embeddings", None)
-        source = getattr(find() if callable(find) else None, "weight", None)
-    elif isinstance(given, nn.Embedding):
-        source = given.weight
-    if isinstance(source, Tensor):
-        if not source.is_floating_point() or source.dim() != 2 or not source.numel():
-            raise InputError(f"embedding must be floating point [vocabulary, width], got {describe(source)}")
-        return nn.Embedding.from_pretrained(source.detach().clone().contiguous(), freeze=False)
-    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
-        vocabulary = check_integer("embedding[0], the vocabulary,", given[0], 1)
-        width = check_integer("embedding[1], the width,", given[1], 1)
-        embedding = nn.Embedding(vocabulary, width)
-        # Tokens of norm one: from torch's N(0, 1) the scores are about d on the diagonal, and the attention is the
-        # identity from the start.
-        nn.init.normal_(embedding.weight, std=width**-0.5)
-        return embedding
-    described = type(given).__name__ if isinstance(given, nn.Module) else describe(given)
-    raise InputError(
-        "embedding must be (vocabulary, width), an nn.Embedding, a tensor or a model with get_input_embeddings(), "
-        f"got {described}"
-    )
-
-
-def _right_padded(tokens: Tensor, attention_mask: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """The tokens with their padding moved to the right, in their order, and their lengths; nothing is waited for."""
-    if not isinstance(attention_mask, Tensor):
-        raise InputError(f"attention_mask must be a tensor of zeros and ones, got {describe(attention_mask)}")
-    check_shape("attention_mask", attention_mask, tuple(shape), "as the tokens")
-    if attention_mask.device != tokens.device:
-        raise InputError(f"attention_mask is on {attention_mask.device} but tokens is on {tokens.device}")
-    counted = attention_mask != 0
-    order = torch.argsort((~counted).to(torch.uint8), dim=-1, stable=True)
-    if tokens.is_floating_point():
-        order = order.unsqueeze(-1).expand(tokens.shape)
-        return tokens.gather(-2, order), counted.sum(-1)
-    return tokens.gather(-1, order), counted.sum(-1)
+    """Make new word embeddings, or a copy of those that are given."""
+    if isinstance(given, Tensor) and given.is_floating_point() and given.dim() == 2 and given.numel():
+        return nn.Embedding.from_pretrained(given.detach().clone().contiguous(), freeze=False)
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
+        raise InputError(
+            "embedding must be (vocabulary, width) or a floating-point tensor [vocabulary, width], got "
+            f"{describe(given)}"
+        )
+    vocabulary = check_integer("embedding[0], the vocabulary,", given[0], 1)
+    width = check_integer("embedding[1], the width,", given[1], 1)
+    embedding = nn.Embedding(vocabulary, width)
+    # Tokens of norm one: from torch's N(0, 1) the scores are about d on the diagonal, and the attention is the
+    # identity from the start.
+    nn.init.normal_(embedding.weight, std=width**-0.5)
+    return embedding

@@ -129,7 +129,8 @@ def _build_unrolled(settings: TextModelSettings, train: TextData) -> UnrolledNet
         name, tokenizer = settings.embedding, load_tokenizer(settings.embedding, settings.download)
         with from_hub(name, settings.download) as where:
             kind = transformers_library().AutoModel
-            embedding = load_complete(kind, name, new_head=True, dtype=torch.float32, **where).get_input_embeddings()
+            model = load_complete(kind, name, new_head=True, dtype=torch.float32, **where)
+        embedding = model.get_input_embeddings().weight
     names = ("width", "residual", "tied", "scale", "frozen_embedding")
     options = {name: getattr(settings, name) for name in names}
     return UnrolledNetwork(TextUT(embedding, len(train.names), settings.layers, **options), tokenizer)
