@@ -136,7 +136,8 @@ class PretrainedNetwork(Network):
             )
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        output = self.model(**self.named(inputs), labels=targets, depth_weights=weights)
+        self.handle.weights = weights
+        output = self.model(**self.named(inputs), labels=targets)
         return output.loss, output.layer_losses
 
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError, check_choice, check_number
 from cdt_fast.models.layer_losses.check import check_first_forward
-from cdt_fast.models.layer_losses.head import effective_linear, in_use
+from cdt_fast.models.layer_losses.head import in_use, weight_and_bias
 from cdt_fast.models.layer_losses.layout import Layout, find_layout
 from cdt_fast.models.layer_losses.outputs import IGNORED, ignore_in_predictions, router_loss, targets_of, with_fields
 from cdt_fast.models.layer_losses.reading import DepthReader, Form, mean_of_tokens
 from cdt_fast.models.layer_losses.wrapping import WrappedForward
 from cdt_fast.ops import layerwise_cross_entropy
-from cdt_fast.ops.common import LayerwiseLosses, compute_dtype, in_autocast, weights_of_depths
+from cdt_fast.ops.common import LayerwiseLosses, in_autocast, weights_of_depths
 
 InnerPooling = Literal["own", "mean"]
 _MARK = "_cdt_fast_layer_losses"
@@ -35,42 +35,38 @@ def attach_layer_losses(
 ) -> LayerLosses:
     """Make the forward of a transformers classifier or causal language model return the losses of its depths too.
 
-    A forward with `labels` then also returns `layer_losses` `[depths]`, the mean cross-entropy at each depth (in nats,
-    float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens (language model: its
-    labels are shifted by one where its own loss shifts them) that it is a mean over, those whose label is not −100;
-    where there is none the losses are 0. Every depth is read through the model's own final norm, pooling and head;
-    dropout of the readout draws anew at each depth.
+    A forward with `labels` then also returns `layer_losses` `[depths]`, the mean cross-entropy ℓ_l at each depth (in
+    nats, float32 or float64), and `layer_loss_count` `[]`, the number of rows (classifier) or tokens (language model,
+    whose labels are shifted by one where its own loss shifts them) with a label other than −100; without any the
+    losses are 0. Every depth is read through the model's own final norm, pooling and head, with a dropout of its own.
 
-    With weights (of the handle, or the forward's argument `depth_weights=`), `loss` is `Σ_l w_l ℓ_l`, in one fused
-    pass, and `layer_losses` is detached; without, `loss` is the model's own, that of the last layer, and `layer_losses`
-    is differentiable. `num_items_in_batch` divides `loss` in place of the count. The loss of a mixture's routers
-    (`output_router_logits`) is added to `loss` as in its own forward. A language model with labels returns its logits
-    except in training, where they are not computed; a classifier always does.
+    With `weights` set on the handle, `loss` is `Σ_l w_l ℓ_l`, in one fused pass, and `layer_losses` is detached;
+    without, `loss` is the model's own, that of the last layer, and `layer_losses` is differentiable.
+    `num_items_in_batch` divides `loss` in place of the count. The loss of a mixture's routers
+    (`output_router_logits`) is added to `loss` as in the model's own forward. In training a language model computes no
+    logits when it is given labels.
 
-    The first forward with labels is checked against the model, in a few further forwards of a few tokens: the loss of a
-    depth is that of the model itself without the layers behind it. What changes later (the head, its classes, adapters,
-    precision, checkpointing) is followed, and checked again; another number of layers is an InputError.
-
-    Works inside DDP, FSDP2, accelerate and peft, attached to the model before or after they wrap it.
+    The first forward with labels is compared with the model in a few further forwards of a few tokens. Later changes
+    (the head, its classes, adapters, precision, checkpointing) are followed, and compared again; another number of
+    layers is an InputError. Works inside DDP, FSDP2, accelerate and peft, attached before or after they wrap the model.
 
     Args:
         model: a …ForSequenceClassification, …ForImageClassification, …ForCausalLM or …LMHeadModel of transformers.
         taps: the depths to read, increasing: 0 is the input of the first layer, l the output of layer l, −1 the last.
             None: all L+1. Depths that are not read keep no state.
         inner_fraction: in training, the share of a language model's tokens that the depths before the last are
-            estimated from, drawn anew in each forward from torch's generator, without bias. For a language model alone.
+            estimated from, drawn anew in each forward from torch's generator, without bias. Not for a classifier.
         inner_pooling: how a classifier's depths before the last are read: "own", as its last (an encoder mostly by its
             first token, which early layers have not filled yet), or "mean", with the mean of the tokens in the place of
-            each: what `cdt-fast train text` takes (docs/results.md). For a classifier alone.
+            each: what `cdt-fast train text` takes (docs/results.md). Not for a language model.
 
     Returns:
         A handle: its `weights` are set before each forward, and its `remove` undoes everything.
 
     Raises:
         InputError: the model or its head is of no known kind, or has layer losses already; an argument is out of range.
-            From the first forward: its losses are not those of the model. From any: labels of another shape or dtype,
-            or, where they are on the CPU, outside of the classes or all ignored. For labels on a GPU there is no
-            host sync: these cases give NaN there.
+            From the first forward: its logits or its loss are not those of the model. From any: labels of another shape
+            or dtype, or, on the CPU, outside of the classes or all ignored (on a GPU, without a host sync, NaN).
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
@@ -100,8 +96,8 @@ class LayerLosses:
         layers: L.
         num_constraints: the number of `taps` less one, the `layers` of a `DescentConstraints`.
         reads_tokens: the model is a causal language model, with a label a token; else a classifier, with one a row.
-        shifts_labels: whether the model's forward shifts `labels` by one, so that the first label of a sequence counts
-            nowhere. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
+        shifts_labels: the model's forward shifts `labels` by one, so that the first label of a sequence does not
+            count. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class LayerLosses:
         self._inner_fraction, self._pooling = inner_fraction, inner_pooling
         self._weights: Tensor | None = None
         self._layout, self._reader = layout, DepthReader(layout, taps)
-        self._checked: Layout | None = None  # the layout that the check of a first forward has seen
+        self._checked: Layout | None = None  # the layout that has been compared with the model
         self._wrapped = WrappedForward(layout.model, self._forward)
         ignore_in_predictions(layout.model.config)
         setattr(layout.model, _MARK, self)
@@ -131,8 +127,8 @@ class LayerLosses:
         self._weights = weights_of_depths(weights, len(self.taps))
 
     def depth_logits(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        """The logits at each of `taps`, `[B, T, V]` or `[B, classes]` each, through the model's own norm, pooling and
-        head; differentiable. Arguments are those of the model's forward, whose labels are not looked at.
+        """Return the logits at each of `taps`, `[B, T, V]` or `[B, classes]`, through the model's own norm, pooling
+        and head; differentiable. Arguments are those of the model's forward; labels are ignored.
 
         Raises:
             InputError: `remove` was called; or as from the first forward of `attach_layer_losses`.
@@ -149,9 +145,9 @@ class LayerLosses:
             delattr(self.model, _MARK)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model."""
+        """Run in the place of the model's forward."""
         kwargs.update(zip(self._wrapped.names, args, strict=False))
-        depth_weights, reads_logits = kwargs.pop("depth_weights", None), kwargs.pop(_READS_LOGITS, False)
+        reads_logits = kwargs.pop(_READS_LOGITS, False)
         if not reads_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return self._wrapped.original(**kwargs)
         labels, shifted, items = (kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
@@ -165,17 +161,16 @@ class LayerLosses:
             return logits[: len(self.taps)]
         shift, labels = self.shifts_labels and shifted is None, labels if shifted is None else shifted
         targets, count = targets_of(labels, self._layout.classes, shift=shift, items=items)
-        weights = self._weights if depth_weights is None else weights_of_depths(depth_weights, len(self.taps))
         self._check(kwargs)
         training = self.model.training
         fraction, whole_logits = (self._inner_fraction if training else 1.0), self.reads_tokens and not training
-        form = functools.partial(self._losses, targets=targets, weights=weights, inner_fraction=fraction)
+        form = functools.partial(self._losses, targets=targets, weights=self._weights, inner_fraction=fraction)
         output, (losses, logits) = self._read(kwargs, form, whole_logits=whole_logits)
-        loss, of_routers = losses.total / (count if items is None else items), router_loss(self.model, output)
+        loss, from_routers = losses.total / (count if items is None else items), router_loss(self.model, output)
         count = count.to(loss.device, non_blocking=True)
         output = with_fields(
             output,
-            loss=loss if of_routers is None else loss + of_routers.to(loss.device),
+            loss=loss if from_routers is None else loss + from_routers.to(loss.device),
             logits=output.logits if whole_logits else logits,
             layer_losses=losses.per_depth[: len(self.taps)] / count.clamp(min=1),
             layer_loss_count=count,
@@ -184,7 +179,7 @@ class LayerLosses:
         return output if as_dict else output.to_tuple()
 
     def _read(self, arguments: dict[str, Any], form: Form, *, whole_logits: bool = False, pool: bool = True) -> Any:
-        """The model's output for these arguments, and what `form` makes of the depths; `pool`: as `inner_pooling`."""
+        """Return the model's output and what `form` makes of the depths; `pool`: as `inner_pooling` says."""
         run = functools.partial(self._wrapped.original, **arguments)
         mean = functools.partial(mean_of_tokens, mask=arguments.get("attention_mask"))
         pooled = mean if pool and self._pooling == "mean" else None
@@ -198,9 +193,13 @@ class LayerLosses:
         weights: Tensor | None = None,
         inner_fraction: float = 1.0,
     ) -> tuple[LayerwiseLosses, Tensor | None]:
-        """The losses of what the head is given, as sums over what counts, and the logits of a classifier.
+        """Return the losses, sums over the labels that count, and the logits of a classifier.
 
-        Without weights the total is the last depth's.
+        Args:
+            head: the forward of the head.
+            features: what it is given at each of `taps`, and at the last depth, `[B, T, d]` or `[B, d]`.
+            targets: int64 of that shape without d.
+            weights: `[taps]`; without them the total is the last depth's.
         """
         layout = self._layout
         for each in features:
@@ -209,24 +208,16 @@ class LayerLosses:
                     f"labels have shape {tuple(targets.shape)} but the head was given {tuple(each.shape[:-1])} "
                     + ("tokens: give one label a token, and no logits_to_keep" if layout.reads_tokens else "rows")
                 )
-        weight, bias = effective_linear(in_use(layout.head))
+        weight, bias = weight_and_bias(in_use(layout.head))
         rows = features if in_autocast(weight) else [each.to(weight.dtype) for each in features]
         if layout.scale != 1.0:
             rows = [each * layout.scale for each in rows]
             bias = None if bias is None else bias * layout.scale
         if weights is not None:  # the last depth may not be among those that are read
             weights = torch.cat([weights, weights.new_zeros(len(rows) - len(self.taps))])
-        total, per_depth = layerwise_cross_entropy(
-            rows,
-            weight,
-            targets,
-            bias,
-            depth_weights=weights,
-            ignore_index=IGNORED,
-            reduction="sum",
-            softcap=layout.softcap,
-            inner_fraction=inner_fraction,
-        )
+        options: dict[str, Any] = {"softcap": layout.softcap, "inner_fraction": inner_fraction}
+        options |= {"depth_weights": weights, "ignore_index": IGNORED, "reduction": "sum"}
+        total, per_depth = layerwise_cross_entropy(rows, weight, targets, bias, **options)
         losses = LayerwiseLosses(per_depth[-1] if weights is None else total, per_depth)
         return losses, None if layout.reads_tokens else head(features[-1])
 
@@ -244,27 +235,27 @@ class LayerLosses:
         self._layout, self._reader = layout, DepthReader(layout, self.taps)
 
     def _check(self, arguments: dict[str, Any]) -> None:
-        """Once, and again after a change: that the depths are read as the model reads its last."""
-
-        def read(
-            arguments: dict[str, Any], labels: Tensor, positions: Sequence[int]
-        ) -> tuple[Tensor, list[Tensor], torch.dtype]:
-            targets, count = targets_of(labels, self._layout.classes, shift=self.shifts_labels)
-
-            def form(head: Callable[..., Tensor], features: list[Tensor]) -> tuple[Tensor, list[Tensor], torch.dtype]:
-                losses, _ = self._losses(head, features, targets)
-                logits = [self._layout.logits(head(features[position])) for position in positions]
-                return losses.per_depth[-1] / count, logits, compute_dtype(features[-1])
-
-            return self._read(arguments, form, pool=False)[1]
-
+        """Compare with the model: once, and again after a change."""
         if self._checked is not self._layout:
-            check_first_forward(self._layout, self.taps, self._wrapped, read, arguments)
+            check_first_forward(self._layout, self.taps, self._wrapped, self._read_few, arguments)
             self._checked = self._layout
+
+    def _read_few(
+        self, arguments: dict[str, Any], labels: Tensor, positions: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the mean loss of the last depth, and the logits at some positions of `taps`."""
+        targets, count = targets_of(labels, self._layout.classes, shift=self.shifts_labels)
+
+        def form(head: Callable[..., Tensor], features: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            losses, _ = self._losses(head, features, targets)
+            logits = [self._layout.logits(head(features[position])) for position in positions]
+            return losses.per_depth[-1] / count, logits
+
+        return self._read(arguments, form, pool=False)[1]
 
 
 def _check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
-    """The depths to read, counted from 0, the input of the first layer, to L, the output of the last."""
+    """Return the depths to read, counted from 0, the input of the first layer, to L, the output of the last."""
     if taps is None:
         return tuple(range(layers + 1))
     numbers = list(taps) if isinstance(taps, Sequence) and not isinstance(taps, str) else []

@@ -20,11 +20,11 @@ _KINDS: dict[type, type] = {}
 
 
 def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> tuple[Tensor, Tensor]:
-    """Labels, a class or `IGNORED` each, as targets, int64 of their shape, and how many count, `[]`.
+    """Return labels, each a class or `IGNORED`, as int64 targets of their shape, and how many count, `[]`.
 
     Args:
         shift: the target of a token is the label of the next one.
-        items: what the sum of the losses is divided by in the place of the count.
+        items: the number that divides the sum of the losses in place of the count.
 
     Raises:
         InputError: labels are no whole numbers; or, on the CPU and not compiled, one is neither a class nor `IGNORED`,
@@ -46,7 +46,7 @@ def targets_of(labels: Any, classes: int, *, shift: bool, items: Any = None) -> 
 
 
 def router_loss(model: Any, output: Any) -> Tensor | None:
-    """What a mixture of experts adds to its loss so that tokens spread over the experts, `[]`.
+    """Return what a mixture of experts adds to its loss so that tokens spread over the experts, `[]`, or None.
 
     It is added once a forward, and not divided by a number of items.
 
@@ -66,7 +66,7 @@ def router_loss(model: Any, output: Any) -> Tensor | None:
 
 
 def with_fields(output: Any, **fields: Any) -> Any:
-    """A copy of `output` that holds `fields` too, and stays an instance of its class; None leaves a field out."""
+    """Return a copy of `output`, an instance of its class, that holds `fields` too; None leaves a field out."""
     kind = type(output)
     if kind not in _KINDS:
         # A class of its own, as the nodes that torch knows (FSDP2 and DDP take outputs apart and put them together

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
 from cdt_fast.models.layer_losses.layout import Layout, unsupported
-from cdt_fast.models.layer_losses.wrapping import answering, state_of
+from cdt_fast.models.layer_losses.wrapping import replaced_forward
 from cdt_fast.ops.common import in_autocast
 
 # What is made of the head: its forward, and its inputs at each of the depths that are read and, in any case, the last.
@@ -48,7 +48,7 @@ class DepthReader:
 
     def _note(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # In the backward a checkpointed layer runs again, and is not noted. The final norm may run on the embeddings
-        # first: the state before the head is that of its last call.
+        # first: the state before the head is the input of its last call.
         if self._states is not None and (depth == self.last or depth not in self._states):
             self._states[depth] = state_of(args, kwargs)
 
@@ -68,10 +68,10 @@ class DepthReader:
         whole_logits: bool = False,
         pooled: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Any, Any]:
-        """The output of `run`, a forward of the model without labels, and what `form` makes of the depths.
+        """Return the output of `run`, a forward of the model without labels, and what `form` makes of the depths.
 
         Args:
-            whole_logits: without, a language model's output has the logits of a single token.
+            whole_logits: if false, a language model's output has the logits of a single token.
             pooled: applied to what the base model of a classifier returns at the depths before the last.
 
         Raises:
@@ -97,7 +97,7 @@ class DepthReader:
 
         if not layout.reads_tokens:
             return self._read_rows(run, form, pooled)
-        with self._noting() as states, answering(layout.head, head) as head_forward:
+        with self._noting() as states, replaced_forward(layout.head, head) as head_forward:
             output = run()
         if not given:
             raise unsupported(layout.model, "its head did not run")
@@ -106,7 +106,7 @@ class DepthReader:
         return output, self._in_head(read_states, [*self._inner_states(states), last], given[0][1])
 
     def _read_rows(self, run: Callable[[], Any], form: Form, pooled: Callable[[Tensor], Tensor] | None) -> Any:
-        """As `read`, of a classifier. In place of logits its output has the rows that its head is given."""
+        """Do as `read` for a classifier; in place of logits its output has the rows that its head is given."""
         layout, autocast, outputs = self.layout, [], []
 
         def head(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -117,13 +117,13 @@ class DepthReader:
             outputs.append(base_forward(*args, **kwargs))
             return outputs[0]
 
-        with answering(layout.head, head):
-            with self._noting() as states, answering(layout.base, base) as base_forward:
+        with replaced_forward(layout.head, head):
+            with self._noting() as states, replaced_forward(layout.base, base) as base_forward:
                 output = run()
             rows = []
             for state in self._inner_states(states):
                 replayed = functools.partial(_with_state, layout, outputs[0], state, pooled)
-                with answering(layout.base, lambda *args, replayed=replayed, **kwargs: replayed()):
+                with replaced_forward(layout.base, lambda *args, replayed=replayed, **kwargs: replayed()):
                     rows.append(run().logits)
         return output, self._in_head(form, [*rows, output.logits], autocast[0])
 
@@ -141,17 +141,17 @@ class DepthReader:
         return [states[depth] for depth in self._inner]
 
     def _in_head(self, form: Form, given: list[Tensor], autocast: _Autocast) -> Any:
-        """`form` of `given` inside of a call of the head, in its autocast, which something around the forward may set.
+        """Return `form` of `given`, computed inside of a call of the head and in the autocast that it was called in.
 
-        What shards the head acts on calls of it: it gathers the weight before and, knowing all that goes in and comes
-        out, reduces its gradient after.
+        FSDP acts on calls of the head: it gathers the weight before and, knowing all inputs and outputs, reduces its
+        gradient after.
         """
 
         def call(given: list[Tensor]) -> Any:
             return form(forward, given)
 
         precision = torch.autocast(*autocast) if autocast else contextlib.nullcontext()
-        with precision, answering(self.layout.head, call) as forward:
+        with precision, replaced_forward(self.layout.head, call) as forward:
             return self.layout.head(given)
 
 
@@ -160,7 +160,7 @@ def _autocast_of(tensor: Tensor) -> _Autocast:
 
 
 def _with_state(layout: Layout, output: Any, state: Tensor, pooled: Callable[[Tensor], Tensor] | None) -> Any:
-    """What the base model returned, with another last state."""
+    """Return what the base model returned, with another last state."""
     state = layout.features(state)
     state = state if pooled is None else pooled(state)
     changed: dict[str, Tensor | None] = {"last_hidden_state": state}
@@ -171,8 +171,13 @@ def _with_state(layout: Layout, output: Any, state: Tensor, pooled: Callable[[Te
     return type(output)(**{**output, **changed})
 
 
+def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the state that a layer is given, its first argument."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
 def mean_of_tokens(state: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean of `state` `[B, T, d]` over the tokens that count (`mask` `[B, T]`; None: all) in the place of each."""
+    """Return the mean of `state` `[B, T, d]` over its tokens (of `mask` `[B, T]`) in the place of each."""
     if mask is None:
         return state.mean(1, keepdim=True).expand_as(state)
     counted = mask.to(state.dtype).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Functions in the place of modules' `forward`: for good, or for a block."""
+"""A function in the place of a module's `forward`: until it is removed, or for the length of a block."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import nn
 
 
 class WrappedForward:
-    """A function in the place of a module's `forward`, with the signature of that one, until `remove`.
+    """A function that stands in the place of a module's `forward`, with the same signature, until `remove`.
 
-    What stands there is a method of the module: accelerate takes such a one apart and binds its function again, and a
-    deep copy of the model binds it to the copy. It finds this object, of which that copy holds a copy, in the module.
+    The new forward is a method of the module, and finds this object in the module: accelerate takes the method apart
+    and binds its function again, and a deep copy of the module binds it to the copy, which holds a copy of this object.
 
     Attributes:
         original: the module's `forward` before.
@@ -37,7 +37,7 @@ class WrappedForward:
         self._method = module.forward = MethodType(_forward_of(self._name, signature), module)
 
     def remove(self) -> None:
-        """Restore the forward; where another has been put around this one since, it stays, and passes on."""
+        """Restore the forward; if another one has been put around this one since, it stays and passes calls on."""
         self.answer = self.original
         if vars(self._module).get("forward") == self._method:
             delattr(self._module, self._name)
@@ -52,15 +52,15 @@ def _forward_of(name: str, signature: inspect.Signature) -> Any:
         # accelerate binds what it finds when it unwraps a model, and this again where it was put around its own.
         return getattr(module, name).answer(*(args[1:] if args and args[0] is module else args), **kwargs)
 
-    # Trainers look at it: for the columns of a data set, and whether a loss takes a number of items.
-    of_module = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = signature.replace(parameters=[of_module, *signature.parameters.values()])  # type: ignore[attr-defined]
+    # Trainers read the signature: for the columns of a data set, and whether a loss takes a number of items.
+    first = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
     return forward
 
 
 @contextlib.contextmanager
-def answering(module: nn.Module, answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """In this block a call of `module` runs its hooks and `answer`, not its own forward, which is what is yielded."""
+def replaced_forward(module: nn.Module, answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """In this block a call of `module` runs its hooks and `answer`; the module's own forward is yielded."""
     own, forward = "forward" in vars(module), module.forward
     module.forward = answer
     try:
@@ -69,8 +69,3 @@ def answering(module: nn.Module, answer: Callable[..., Any]) -> Iterator[Callabl
         module.forward = forward
         if not own and not torch.compiler.is_compiling():  # a compiled graph cannot look past a deleted attribute
             del module.forward
-
-
-def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The state that a layer is given, its first argument."""
-    return args[0] if args else next(iter(kwargs.values()))

@@ -22,9 +22,7 @@ from tests.integrations.integration_cases import (
     LEARNING_RATE,
     RATE,
     REFERENCE,
-    adapted,
     assert_same_weights,
-    assert_trained_as_written_out,
     eager_losses,
     expected_run,
     language_model,
@@ -92,13 +90,6 @@ def test_it_is_the_loop_written_out(tmp_path: Path) -> None:
     torch.testing.assert_close(logged(trainer, "violation")[:, 0], losses[:, 0] - REFERENCE, rtol=0, atol=1e-10)
     torch.testing.assert_close(logged(trainer, "violation")[:, 1:], violations, rtol=0, atol=1e-10)
     assert all(entry["feasible"] == 0 for entry in trainer.state.log_history if "loss" in entry)
-
-
-def test_an_adapter_on_the_head_is_trained_as_the_loop_written_out_trains_it(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"]}
-    trainer = trainer_for(tmp_path, model=adapted(**options))
-    trainer.train()
-    assert_trained_as_written_out(trainer, options, [[0, 1], [2, 3], [4]] * 2, count=5)
 
 
 def test_a_step_that_the_gradient_scaler_skips_moves_no_multiplier(tmp_path: Path) -> None:
