@@ -24,10 +24,7 @@ class Implementation:
 
     name: str  # as it is printed: "eager", "SDPA", "cdt_fast"
     role: str  # "eager" (the baseline of the ratios), "peer" (another library or compiler) or "ours"
-    prepare: Callable[
-        [], Step
-    ]  # imports, compiles, allocates; raises `Unavailable` if something that it needs is missing
-    expected: Step | None = None  # what it must agree with, if that is not the case's formula
+    prepare: Callable[[], Step]  # imports, compiles, allocates; raises `Unavailable` if something is missing
 
 
 @dataclass(frozen=True)
@@ -42,4 +39,3 @@ class Case:
     expected: Step  # the formula in the best precision that fits; what every implementation must agree with
     tolerance: float  # the largest relative root mean square difference from `expected` that is rounding at this dtype
     note: str = ""  # shown with the table, such as "scaled down from V 128,256"
-    with_memory: bool = True  # whether peak memory is measured

@@ -15,20 +15,13 @@ import cdt_fast
 from cdt_fast.ops.common import cpu_has_bf16_products
 
 
-def processor_name() -> str:
-    """The name that the processor gives itself, or its architecture."""
-    information = Path("/proc/cpuinfo")
-    said = information.read_text(encoding="utf-8") if information.exists() else ""
-    match = re.search(r"^model name\s*:\s*(.+)$", said, re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
-
-
 def describe(device: torch.device, allocator: str) -> dict[str, Any]:
     """Names, versions and settings, `allocator` (how freed memory is handled) among them; none of them is a path."""
+    processor = processor_name()
     facts: dict[str, Any] = {
-        "name": processor_name(),
+        "name": processor,
         "device": device.type,
-        "processor": processor_name(),
+        "processor": processor,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -36,7 +29,7 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
         "allocator": allocator,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version_of("triton"),
+        "triton": next((one.version for one in importlib.metadata.distributions(name="triton")), None),
         "cdt_fast": cdt_fast.__version__,
     }
     if device.type == "cuda":
@@ -52,12 +45,12 @@ def describe(device: torch.device, allocator: str) -> dict[str, Any]:
     return facts
 
 
-def version_of(package: str) -> str | None:
-    """The version of a package, or None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def processor_name() -> str:
+    """The name that the processor gives itself, or its architecture."""
+    information = Path("/proc/cpuinfo")
+    said = information.read_text(encoding="utf-8") if information.exists() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", said, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def file_stem(name: str) -> str:

@@ -2,80 +2,48 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cdt_fast.checks import require
 from cdt_fast.files import replaced_atomically
+from cdt_fast.training.figures import COLORS, GRAY, pyplot
 
-Case = Mapping[str, Any]
-
-
-def draw(files: Mapping[Path, Mapping[str, Any]]) -> None:
-    """Draw each results file, by its path, beside it; without matplotlib a line says that there are no pictures."""
-    try:
-        require("matplotlib", "report", "drawing the bench")
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        for path, contents in files.items():
-            timed = [case for case in contents["cases"] if _ratios(case)]
-            if timed:
-                figure = _picture(timed, f"{contents['suite']} on {contents['name']}")
-                with replaced_atomically(path.with_suffix(".png")) as temporary:
-                    figure.savefig(temporary, dpi=110, bbox_inches="tight")
-                pyplot.close(figure)
-    except ImportError as error:
-        print(f"no pictures: {error}")
+PEER_MARKS = "s^vDP*X<>"
 
 
-def _ratios(case: Case) -> dict[str, float]:
-    """How many times as fast as the baseline each implementation is; ours is called "cdt_fast"."""
-    every = [(name, one) for name, one in case["implementations"].items() if one.get("over_eager")]
-    named = [("cdt_fast" if one["role"] == "ours" else name, one) for name, one in every if one["role"] != "eager"]
-    return {name: one["over_eager"] for name, one in named}
+def draw(path: Path, title: str, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw how many times as fast as the baseline, which is the line at 1, the implementations of each case are.
 
-
-def _picture(cases: Sequence[Case], title: str) -> Any:
-    """A line a case, a mark an implementation: how many times as fast as the baseline, which is the line at 1."""
-    from matplotlib import pyplot, ticker
-
-    from cdt_fast.training.figures import COLORS, GRAY
-
-    titles = without_common_start([case["case"] for case in cases])
-    size = (5.5 + 0.068 * max(map(len, titles)), 1.2 + 0.26 * len(cases))
-    figure, axis = pyplot.subplots(figsize=size, layout="constrained")
+    Args:
+        path: the PNG.
+        title: stands above the picture.
+        cases: the implementations of a case, as the results file has them, by the title of the case.
+    """
+    marks: dict[str, list[tuple[float, int]]] = {"cdt_fast": []}
+    for place, implementations in enumerate(cases.values()):
+        for name, one in implementations.items():
+            if one["role"] != "eager" and one.get("over_eager"):
+                marks.setdefault("cdt_fast" if one["role"] == "ours" else name, []).append((one["over_eager"], place))
+    figure, axis = pyplot().subplots(figsize=(11, 1.2 + 0.26 * len(cases)), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     axis.axvline(1.0, color=GRAY, linewidth=1, zorder=0)
-    found = [(name, ratio, place) for place, case in enumerate(cases) for name, ratio in _ratios(case).items()]
-    peers = [name for name in dict.fromkeys(name for name, *_ in found) if name != "cdt_fast"]
-    marks = zip(itertools.cycle("s^vDP*X<>"), itertools.cycle([COLORS[0], *COLORS[2:]]), strict=False)
-    styles = ("o", COLORS[1]), *itertools.islice(marks, len(peers))
-    for name, (mark, color) in zip(["cdt_fast", *peers], styles, strict=True):
-        _, ratios, places = zip(*(one for one in found if one[0] == name), strict=True)
-        style: dict[str, Any] = {"fillstyle": "none", "zorder": 1} if name in peers else {"markersize": 8, "zorder": 2}
-        axis.plot(ratios, places, marker=mark, color=color, label=name, linestyle="none", **style)
-    for name, ratio, place in found:
-        if name == "cdt_fast":
-            above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
-            axis.annotate(f"{ratio:.2f}", (ratio, place), fontsize="xx-small", **above)
-    axis.set_yticks(range(len(cases)), titles, fontsize="x-small")
+    for number, (name, found) in enumerate(marks.items()):
+        peer = {"marker": PEER_MARKS[number % len(PEER_MARKS) - 1], "fillstyle": "none", "zorder": 1}
+        style: dict[str, Any] = peer if number else {"marker": "o", "markersize": 8, "zorder": 2}
+        ratios, places = [ratio for ratio, _ in found], [place for _, place in found]
+        color = COLORS[(number + 1) % len(COLORS)]
+        axis.plot(ratios, places, color=color, label=name, linestyle="none", **style)
+    for ratio, place in marks["cdt_fast"]:
+        above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(f"{ratio:.2f}", (ratio, place), fontsize="xx-small", **above)
+    axis.set_yticks(range(len(cases)), list(cases), fontsize="x-small")
     axis.set_ylim(len(cases) - 0.5, -0.7)
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_xlabel("times as fast as the baseline, the gray line", fontsize="small")
     axis.grid(axis="y", alpha=0.25)
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize="x-small")
-    return figure
-
-
-def without_common_start(names: Sequence[str]) -> list[str]:
-    """The names without the words that all of them begin with."""
-    words = [name.split(", ") for name in names]
-    while len(words) > 1 and len({tuple(one[:1]) for one in words}) == 1:
-        words = [one[1:] for one in words]
-    return [", ".join(one) for one in words]
+    with replaced_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+    pyplot().close(figure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -15,10 +14,8 @@ if TYPE_CHECKING:  # the command line lists the suites, and must not wait for to
 SIZES = ("toy", "cpu", "gpu")
 
 
-def _cases(name: str, device: torch.device, size: str) -> Iterator[Case]:
-    return importlib.import_module(f"cdt_fast.bench.suites.{name}").cases(device, size)
+def _suite(name: str) -> Callable[[torch.device, str], Iterator[Case]]:
+    return lambda device, size: importlib.import_module(f"cdt_fast.bench.suites.{name}").cases(device, size)
 
 
-SUITES: dict[str, Callable[[torch.device, str], Iterator[Case]]] = {
-    name: functools.partial(_cases, name) for name in ("attention", "ops", "step", "cross_entropy")
-}
+SUITES = {name: _suite(name) for name in ("attention", "ops", "step", "cross_entropy")}

@@ -19,16 +19,16 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from cdt_fast import ops
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites import support
-from cdt_fast.bench.suites.support import Inputs, compiled, imported, normal, peer, require_gpu, step_of
+from cdt_fast.bench.suites.support import Inputs, imported, normal, peer, require_gpu, step_of
 from cdt_fast.ops.common import padding_mask, without_padding
 from cdt_fast.ops.symmetric_attention import symmetric_attention_reference
 
 Attend = Callable[..., Tensor]
 Prepare = Callable[[Tensor, "Tensor | None"], Attend]
 SDPA_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "SDPA, flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA, efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
 
@@ -54,39 +54,38 @@ SHAPES: dict[str, list[tuple[Any, ...]]] = {
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """All shapes in float32 and bfloat16."""
-    for number, shape in enumerate(Shape(*one) for one in SHAPES[size]):
+    for shape in SHAPES[size]:
         for dtype in ("float32", "bfloat16"):
-            # Compiling takes seconds to a minute: at toy size once, and autotuned where it may matter most.
-            compiles = size != "toy" or (number == 0 and dtype == "float32")
-            autotunes = shape.tokens == 512 and not shape.padded
-            yield case_of(shape, dtype, device, size, support.modes(device, autotunes) if compiles else ())
+            yield _case(Shape(*shape), dtype, device, size)
 
 
-def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
-    """The attention and its gradients in every implementation, of torch.compile in these modes."""
+def _case(shape: Shape, dtype: str, device: torch.device, size: str) -> Case:
     inputs = support.shared(lambda: make_inputs(shape, getattr(torch, dtype), device))
-
-    def step(prepare: Prepare) -> Step:
-        return _step(prepare, inputs())
-
+    # Autotuning takes up to a minute: where it may matter most.
+    autotune = shape.tokens == 512 and not shape.padded
+    compilers = support.compilers(symmetric_attention_reference, device, size, autotune)
+    backends = SDPA_BACKENDS if device.type == "cuda" else {}
     peers: dict[str, Prepare] = {
-        **{support.name_of_mode(mode): functools.partial(torch_compiled, mode=mode) for mode in modes},
+        **{
+            name: lambda z, lengths, compile=compile: functools.partial(compile(), lengths=lengths)
+            for name, compile in compilers.items()
+        },
         "SDPA": sdpa,
-        **{f"SDPA, {one}": functools.partial(sdpa, backend=one) for one in SDPA_BACKENDS if device.type == "cuda"},
+        **{name: functools.partial(sdpa, backend=backend) for name, backend in backends.items()},
         "FlexAttention": flex,
         "xformers": xformers,
     }
-    kind = "tied values" if not shape.values else f"values of width {shape.values}"
+    kind = f"values of width {shape.values}" if shape.values else "tied values"
+    title = f"symmetric attention, {dtype}, B {shape.batch}, T {shape.tokens}, d {shape.width}, {kind}"
     return Case(
         suite="attention",
-        name=f"symmetric attention, {dtype}, B {shape.batch}, T {shape.tokens}, d {shape.width}, {kind}"
-        + (", padded" if shape.padded else ""),
+        name=title + (", padded" if shape.padded else ""),
         shape={"B": shape.batch, "T": shape.tokens, "d": shape.width, "k": shape.values or shape.width},
         dtype=dtype,
         implementations=(
-            Implementation("eager", "eager", lambda: step(eager)),
-            *(peer(name, lambda prepare=prepare: step(prepare)) for name, prepare in peers.items()),
-            Implementation("cdt_fast", "ours", lambda: step(fused)),
+            Implementation("eager", "eager", lambda: _step(eager, inputs())),
+            *(peer(name, lambda prepare=prepare: _step(prepare, inputs())) for name, prepare in peers.items()),
+            Implementation("cdt_fast", "ours", lambda: _step(fused, inputs())),
         ),
         expected=lambda: _step(eager, inputs().to(support.formula_dtype(size)))(),
         tolerance=support.TOLERANCE[dtype],
@@ -112,9 +111,6 @@ def _step(prepare: Prepare, inputs: Inputs) -> Step:
     return step_of(lambda inputs: [attend(*inputs.leaves)], inputs)
 
 
-# Implementations
-
-
 def fused(z: Tensor, lengths: Tensor | None) -> Attend:
     """The package's own op."""
     return functools.partial(ops.symmetric_attention, lengths=lengths)
@@ -125,19 +121,14 @@ def eager(z: Tensor, lengths: Tensor | None) -> Attend:
     return functools.partial(symmetric_attention_reference, lengths=lengths)
 
 
-def torch_compiled(z: Tensor, lengths: Tensor | None, mode: str) -> Attend:
-    """The eager one by torch.compile."""
-    return functools.partial(compiled(symmetric_attention_reference, mode, z.device), lengths=lengths)
-
-
-def sdpa(z: Tensor, lengths: Tensor | None, backend: str | None = None) -> Attend:
+def sdpa(z: Tensor, lengths: Tensor | None, backend: SDPBackend | None = None) -> Attend:
     """torch's scaled dot-product attention by the implementation that torch picks, or by one of `SDPA_BACKENDS`."""
 
     def attend(z: Tensor, values: Tensor | None = None) -> Tensor:
         padding = padding_mask(lengths, z)
         mask = None if padding is None else ~padding[:, None, None, :]
         tokens, read = z.unsqueeze(1), (z if values is None else values).unsqueeze(1)
-        with contextlib.nullcontext() if backend is None else sdpa_kernel(SDPA_BACKENDS[backend]):
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
             output = torch.nn.functional.scaled_dot_product_attention(tokens, tokens, read, mask, scale=1.0)
         return without_padding(output.squeeze(1), padding)
 
@@ -155,7 +146,7 @@ def flex(z: Tensor, lengths: Tensor | None) -> Attend:
 
         blocks = create_block_mask(counts, len(z), None, z.shape[1], z.shape[1], device=z.device)
     # A full graph is not required: the error of what it cannot do would be hidden in torch.compile's own.
-    function = compiled(flex_attention, "default", z.device, fullgraph=False)
+    function = torch.compile(flex_attention, dynamic=False)
 
     def attend(z: Tensor, values: Tensor | None = None) -> Tensor:
         heads, read = z.unsqueeze(1), (z if values is None else values).unsqueeze(1)

@@ -1,7 +1,8 @@
 """The cross-entropy of all depths through one head, forward and backward, at the shapes of GPT2-small and Llama-8B.
 
 No peer weights depths within a call: either each depth is a call, or the depths are concatenated, the losses of all
-tokens asked for, and the weights put on those, as a user of such a function would write it.
+tokens asked for, and the weights put on those, as a user of such a function would write it. The inputs are the hidden
+states `[N, d]` of L+1 depths and the head `[V, d]`, with gradients, and the targets `[N]`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,10 @@ from torch import Tensor
 from cdt_fast import ops
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 from cdt_fast.bench.suites import support
-from cdt_fast.bench.suites.support import compiled, imported, normal, peer
-from cdt_fast.ops.layerwise_cross_entropy import layerwise_cross_entropy_reference
+from cdt_fast.bench.suites.support import Inputs, imported, normal, peer
 
-# (hidden [N, d], head [V, d], targets [N], "mean" or "none") → the loss, one number or [N].
-Loss = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+# (hidden [N, d], head [V, d], targets [N], reduction "mean" or "none") → the loss, one number or [N].
+Loss = Callable[..., Tensor]
 
 
 class Shape(NamedTuple):
@@ -53,35 +52,19 @@ SHAPES = {
 }
 
 
-@dataclass
-class Depths:
-    """What a layerwise cross-entropy reads."""
-
-    hidden: list[Tensor]  # `[N, d]` each, L+1 of them, with gradients
-    head: Tensor  # `[V, d]`, with a gradient
-    targets: Tensor  # `[N]` int64
-    weights: Tensor  # `[L+1]` float32
-
-
 def cases(device: torch.device, size: str) -> Iterator[Case]:
-    """Every shape in float32 and bfloat16; those of a classifier not compiled."""
+    """Every shape in float32 and bfloat16."""
     for shape in SHAPES[size]:
         for dtype in ("float32", "bfloat16"):
-            # At toy size once: compiling takes longer than all the rest.
-            compiles = (size != "toy" or dtype == "float32") and shape.model != CLASSIFIER
-            yield case_of(shape, dtype, device, size, support.modes(device, size == "gpu") if compiles else ())
+            yield _case(shape, dtype, device, size)
 
 
-def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
-    """The losses of all depths and their gradients in every implementation, of torch.compile in these modes."""
+def _case(shape: Shape, dtype: str, device: torch.device, size: str) -> Case:
     inputs = support.shared(lambda: make_inputs(shape, getattr(torch, dtype), device))
-    peers: dict[str, Callable[[], Step]] = {
-        support.name_of_mode(mode): lambda mode=mode: a_depth_at_a_time(compiled(eager, mode, device), inputs())
-        for mode in modes
-    }
-    # What a training loop does that sums the losses of the depths.
-    peers["eager, the logits of all depths alive"] = lambda: all_depths_then_backward(eager, inputs())
-    peers["eager, flattened"] = lambda: flattened(eager, inputs())
+    peers: dict[str, Callable[[], Step]] = {"eager, flattened": lambda: flattened(eager, inputs())}
+    if shape.model != CLASSIFIER:
+        for name, compile in support.compilers(eager, device, size, autotune=size == "gpu").items():
+            peers[name] = lambda compile=compile: a_depth_at_a_time(compile(), inputs())
     for name, make in PEERS.items():
         peers[f"{name}, a depth at a time"] = lambda make=make: a_depth_at_a_time(make(device, dtype), inputs())
         peers[f"{name}, flattened"] = lambda make=make: flattened(make(device, dtype), inputs())
@@ -96,14 +79,13 @@ def case_of(shape: Shape, dtype: str, device: torch.device, size: str, modes: tu
             *(peer(name, prepare) for name, prepare in peers.items()),
             Implementation("cdt_fast", "ours", lambda: fused(inputs())),
         ),
-        expected=lambda: formula(inputs(), support.formula_dtype(size))(),
+        expected=lambda: a_depth_at_a_time(eager, inputs().to(support.formula_dtype(size)))(),
         tolerance=support.TOLERANCE[dtype],
         note=shape.note,
-        with_memory=shape.model != CLASSIFIER,  # less than what a system counts in
     )
 
 
-def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depths:
+def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Hidden states that point to their targets the more the deeper, as trained ones do, plus noise; the last depth's
     loss is 2 to 3 nats: if all logits were alike, to leave small gradients of logits out would be flattered."""
     generator = support.seeded(device)
@@ -115,13 +97,7 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depth
         normal(generator, shape.tokens, shape.width).mul_(noise).add_(head[targets], alpha=certain * share.item())
         for share in torch.linspace(0.5, 1.0, shape.depths)
     ]
-    return Depths(
-        hidden=[states.to(dtype).requires_grad_() for states in hidden],
-        head=head.to(dtype).requires_grad_(),
-        targets=targets,
-        # None is zero: a depth that is switched off would be skipped by some of the implementations.
-        weights=torch.linspace(-0.5, 1.5, 2 * shape.depths, device=device)[1::2].contiguous(),
-    )
+    return Inputs([*hidden, head], [], [targets]).to(dtype)
 
 
 # Losses of one depth
@@ -129,7 +105,7 @@ def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> Depth
 
 def eager(hidden: Tensor, head: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """All logits at once in eager torch, the softmax in float32."""
-    return torch.nn.functional.cross_entropy((hidden @ head.mT).float(), targets, reduction=reduction)
+    return torch.nn.functional.cross_entropy(support.widened(hidden @ head.mT), targets, reduction=reduction)
 
 
 def torch_chunked(device: torch.device, dtype: str) -> Loss:
@@ -139,9 +115,7 @@ def torch_chunked(device: torch.device, dtype: str) -> Loss:
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if chunked is None or options is None:
         raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
-    return lambda hidden, head, targets, reduction: chunked(
-        hidden, head, targets, reduction=reduction, options=options()
-    )
+    return lambda *given, reduction: chunked(*given, reduction=reduction, options=options())
 
 
 def liger(device: torch.device, dtype: str) -> Loss:
@@ -151,8 +125,9 @@ def liger(device: torch.device, dtype: str) -> Loss:
     wrong and it is not timed).
     """
     kind = imported("liger_kernel.transformers", device).LigerFusedLinearCrossEntropyLoss
-    options = {"accum_dtype": torch.float32}
-    return lambda hidden, head, targets, reduction: kind(reduction=reduction, **options)(head, hidden, targets)
+    return lambda hidden, head, targets, reduction: kind(reduction=reduction, accum_dtype=torch.float32)(
+        head, hidden, targets
+    )
 
 
 def cce(device: torch.device, dtype: str, *, filtered: bool) -> Loss:
@@ -161,14 +136,12 @@ def cce(device: torch.device, dtype: str, *, filtered: bool) -> Loss:
     function = imported("cut_cross_entropy", device).linear_cross_entropy
     if dtype == "float32":
         raise Unavailable("CCE differentiates float16 and bfloat16 alone, not float32")
-    options = {} if filtered else {"filter_eps": None}
-    return lambda hidden, head, targets, reduction: function(hidden, head, targets, reduction=reduction, **options)
+    return functools.partial(function, **({} if filtered else {"filter_eps": None}))
 
 
 def quack(device: torch.device, dtype: str) -> Loss:
     """QuACK's chunked cross-entropy, which gives a mean or a sum, and no losses of single tokens."""
-    function = imported("quack.linear_cross_entropy", device).chunked_linear_cross_entropy
-    return lambda hidden, head, targets, reduction: function(hidden, head, targets, reduction=reduction)
+    return imported("quack.linear_cross_entropy", device).chunked_linear_cross_entropy
 
 
 PEERS: dict[str, Callable[[torch.device, str], Loss]] = {
@@ -183,63 +156,45 @@ PEERS: dict[str, Callable[[torch.device, str], Loss]] = {
 # Weighted losses of all depths
 
 
-def fused(depths: Depths) -> Step:
+def fused(inputs: Inputs) -> Step:
     """The package's own op."""
+    *hidden, head = inputs.leaves
+    weights = support.weights_of_depths(len(hidden), head.device)
 
     def step() -> list[Tensor]:
-        given = depths.hidden, depths.head, depths.targets
-        total, losses = ops.layerwise_cross_entropy(*given, depth_weights=depths.weights)
-        return [losses, *torch.autograd.grad(total, [*depths.hidden, depths.head])]
+        total, losses = ops.layerwise_cross_entropy(hidden, head, *inputs.others, depth_weights=weights)
+        return [losses, *torch.autograd.grad(total, inputs.leaves)]
 
     return step
 
 
-def a_depth_at_a_time(loss: Loss, depths: Depths) -> Step:
+def a_depth_at_a_time(loss: Loss, inputs: Inputs) -> Step:
     """Loss and gradients of one depth after the other, so that nothing of a depth is kept: the weights are known."""
+    *every, head = inputs.leaves
+    weights = support.weights_of_depths(len(every), head.device)
 
     def step() -> list[Tensor]:
         losses, of_hidden, of_head = [], [], torch.zeros(())
-        for depth, hidden in enumerate(depths.hidden):
-            value = loss(hidden, depths.head, depths.targets, "mean")
-            gradient, more = torch.autograd.grad(depths.weights[depth] * value, [hidden, depths.head])
+        for depth, hidden in enumerate(every):
+            value = loss(hidden, head, *inputs.others, reduction="mean")
+            gradient, more = torch.autograd.grad(weights[depth] * value, [hidden, head])
             of_head = of_head.add_(more) if depth else more
             of_hidden.append(gradient)
-            losses.append(value.detach().float())
+            losses.append(support.widened(value.detach()))
         return [torch.stack(losses), *of_hidden, of_head]
 
     return step
 
 
-def all_depths_then_backward(loss: Loss, depths: Depths) -> Step:
-    """All losses before any gradient."""
-
-    def step() -> list[Tensor]:
-        losses = torch.stack([loss(hidden, depths.head, depths.targets, "mean").float() for hidden in depths.hidden])
-        gradients = torch.autograd.grad(losses, [*depths.hidden, depths.head], depths.weights)
-        return [losses.detach(), *gradients]
-
-    return step
-
-
-def flattened(loss: Loss, depths: Depths) -> Step:
+def flattened(loss: Loss, inputs: Inputs) -> Step:
     """One call for the tokens of all depths, one after the other."""
+    *hidden, head = inputs.leaves
+    weights = support.weights_of_depths(len(hidden), head.device)
 
     def step() -> list[Tensor]:
-        count = len(depths.hidden)
-        each = loss(torch.cat(depths.hidden), depths.head, depths.targets.repeat(count), "none")
-        losses = each.view(count, -1).float().mean(1)
-        gradients = torch.autograd.grad(losses, [*depths.hidden, depths.head], depths.weights)
-        return [losses.detach(), *gradients]
+        targets = inputs.others[0].repeat(len(hidden))
+        each = loss(torch.cat(hidden), head, targets, reduction="none")
+        losses = each.view(len(hidden), -1).float().mean(1)
+        return [losses.detach(), *torch.autograd.grad(losses, inputs.leaves, weights)]
 
     return step
-
-
-def formula(depths: Depths, dtype: torch.dtype) -> Step:
-    """The reference in another dtype."""
-    hidden = [states.detach().to(dtype).requires_grad_() for states in depths.hidden]
-    head = depths.head.detach().to(dtype).requires_grad_()
-
-    def loss(hidden: Tensor, head: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        return layerwise_cross_entropy_reference([hidden], head, targets)[0]
-
-    return a_depth_at_a_time(loss, Depths(hidden, head, depths.targets, depths.weights.to(dtype)))

@@ -13,7 +13,7 @@ from cdt_fast import ops
 from cdt_fast.bench.case import Case, Implementation
 from cdt_fast.bench.suites import support
 from cdt_fast.bench.suites.step import identity_step
-from cdt_fast.bench.suites.support import Apply, Inputs, compiled, normal, peer, step_of
+from cdt_fast.bench.suites.support import Apply, Inputs, normal, peer, step_of, widened
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
 from cdt_fast.ops.lista_step import lista_step_reference
 from cdt_fast.ops.residual_linear import residual_linear_reference
@@ -48,21 +48,17 @@ class Work(NamedTuple):
 
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """Every op in float32 and bfloat16."""
-    for number, work in enumerate(WORKS):
+    for work in WORKS:
         for dtype in ("float32", "bfloat16"):
-            # At toy size once: compiling takes longer than all the rest.
-            compiles = size != "toy" or (number == 0 and dtype == "float32")
-            yield _case(work, dtype, device, size, support.modes(device, size == "gpu") if compiles else ())
+            yield _case(work, dtype, device, size)
 
 
-def _case(work: Work, dtype: str, device: torch.device, size: str, modes: tuple[str, ...]) -> Case:
+def _case(work: Work, dtype: str, device: torch.device, size: str) -> Case:
     inputs = support.shared(lambda: work.make(support.seeded(device), SIZES[size]).to(getattr(torch, dtype)))
     shape = {name: getattr(SIZES[size], name) for name in work.sizes.split()}
-    compiled_steps = {
-        support.name_of_mode(mode): lambda mode=mode: step_of(compiled(work.eager, mode, device), inputs())
-        for mode in modes
-    }
-    peers = {name: lambda apply=apply: step_of(apply, inputs()) for name, apply in work.peers.items()}
+    compilers = support.compilers(work.eager, device, size, autotune=size == "gpu")
+    peers = {name: lambda compile=compile: step_of(compile(), inputs()) for name, compile in compilers.items()}
+    peers |= {name: lambda apply=apply: step_of(apply, inputs()) for name, apply in work.peers.items()}
     return Case(
         suite="ops",
         name=", ".join([work.name, dtype, *(f"{name} {count}" for name, count in shape.items())]),
@@ -70,7 +66,7 @@ def _case(work: Work, dtype: str, device: torch.device, size: str, modes: tuple[
         dtype=dtype,
         implementations=(
             Implementation("eager", "eager", lambda: step_of(work.eager, inputs())),
-            *(peer(name, prepare) for name, prepare in {**compiled_steps, **peers}.items()),
+            *(peer(name, prepare) for name, prepare in peers.items()),
             Implementation("cdt_fast", "ours", lambda: step_of(work.ours, inputs())),
         ),
         expected=lambda: step_of(work.eager, inputs().to(support.formula_dtype(size)))(),
@@ -91,9 +87,9 @@ def _layer(generator: Generator, sizes: Sizes, projects: bool = False) -> Inputs
     """
     batch, tokens, n, m, _ = sizes
     dictionary = normal(generator, n, m).mul_(n**-0.5)
-    support = soft_threshold_reference(normal(generator, batch, 1, m), 1.5).sign()
+    active = soft_threshold_reference(normal(generator, batch, 1, m), 1.5).sign()
     # Squared norms of projections of a few units: in bfloat16 larger scores would be off by a whole one.
-    codes = support * (4 + torch.rand(batch, tokens, m, generator=generator, device=generator.device)) * THRESHOLD
+    codes = active * (4 + torch.rand(batch, tokens, m, generator=generator, device=generator.device)) * THRESHOLD
     signal = codes @ dictionary.mT + 0.1 * THRESHOLD * normal(generator, batch, tokens, n)
     upstream, others = [normal(generator, batch, tokens, m)], []
     if projects:  # the next projection, and the error of the reconstruction
@@ -114,13 +110,12 @@ def _linear(generator: Generator, sizes: Sizes) -> Inputs:
 def _depths(generator: Generator, sizes: Sizes) -> Inputs:
     clean = normal(generator, sizes.B, sizes.T, sizes.n)
     leaves = [clean + 0.3 * normal(generator, *clean.shape) for _ in range(sizes.depths)]
-    weights = torch.linspace(-0.5, 1.5, 2 * sizes.depths, device=generator.device)[1::2]  # none of them zero
+    weights = support.weights_of_depths(sizes.depths, generator.device)
     return Inputs(leaves, [torch.ones((), device=generator.device)], [clean, weights])
 
 
 def _with_error(outputs: Sequence[Tensor], target: Tensor) -> list[Tensor]:
-    wide = torch.promote_types(target.dtype, torch.float32)
-    return [*outputs[:2], (outputs[1].to(wide) - target.to(wide)).square().sum()]
+    return [*outputs[:2], (widened(outputs[1]) - widened(target)).square().sum()]
 
 
 def _eager_layer(inputs: Inputs) -> list[Tensor]:
@@ -141,8 +136,7 @@ def _ours_layer(inputs: Inputs) -> list[Tensor]:
 
 def _eager_loss(inputs: Inputs) -> list[Tensor]:
     target, weights = inputs.others
-    wide = torch.promote_types(target.dtype, torch.float32)
-    losses = layerwise_reconstruction_loss_reference([one.to(wide) for one in inputs.leaves], target.to(wide))
+    losses = layerwise_reconstruction_loss_reference([widened(one) for one in inputs.leaves], widened(target))
     return [(weights * losses).sum().to(target.dtype)]
 
 

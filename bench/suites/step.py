@@ -1,33 +1,30 @@
 """The whole training step of a model: forward, backward, optimizer and multipliers, as the training loop takes it.
 
-The implementations of a case differ in nothing but how they compute the losses of the depths. Beside the constrained
-step against eager torch and its compiler stands the constrained step of `cdt_fast` against its own unconstrained one,
-which reads the last depth alone: what the constraints cost.
+The implementations of a case differ in nothing but how they compute the losses of the depths.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cdt_fast import DescentConstraints, ops
+from cdt_fast import DescentConstraints
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
-from cdt_fast.bench.suites.support import compiled, modes, name_of_mode, peer
+from cdt_fast.bench.suites.support import compilers, peer
 from cdt_fast.models import DUST, VideoUT
 from cdt_fast.ops.common import LayerNonlinearity, cpu_has_bf16_products, shrink_reference
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss_reference
 from cdt_fast.ops.unrolled_layer import unrolled_layer_reference
 from cdt_fast.training import optimizer as training
 
-Weights = Tensor | Sequence[float]  # of the depths; numbers if the host knows them
-Formula = Callable[[DUST, Tensor, Tensor], Tensor]  # the losses `[L+1]` of a model for noisy and clean tokens
-Losses = Callable[[DUST, Tensor, Tensor, Weights], tuple[Tensor, Tensor]]  # the same as `(total, per_depth)`
+# Of a model, noisy and clean tokens and the weights of the depths: the weighted loss, and the losses `[L+1]`.
+Losses = Callable[[DUST, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # relative difference from the formula that is rounding
 TOY: dict[str, Any] = {"window": 5, "patch": 16, "code": 64, "layers": 2}
@@ -46,10 +43,6 @@ class Work:
     tied: bool = True
     readout: str = "own"
 
-    @property
-    def title(self) -> str:
-        return f"{self.family} {'tied' if self.tied else f'untied, {self.readout} readout'}"
-
     def build(self, device: torch.device, dtype: torch.dtype) -> tuple[DUST, Tensor, Tensor]:
         """The same model, noisy and clean tokens `[B, T, n]` on every device; the losses of its depths differ."""
         generator = torch.Generator().manual_seed(0)
@@ -67,90 +60,101 @@ class Work:
 def cases(device: torch.device, size: str) -> Iterator[Case]:
     """The steps of DUST and VideoUT, of which the first is also compiled."""
     sequences, toy = {"toy": 4, "cpu": 400, "gpu": 3200}[size], TOY if size == "toy" else {}
-    reference = Work("DUST", sequences, **toy)
-    next_readout = {**toy, "tied": False, "readout": "next"}
-    untied = Work("DUST", sequences, **next_readout), Work("DUST", sequences, **toy, tied=False)
-    for work in (reference, *untied, Work("VideoUT", sequences, **toy), Work("VideoUT", sequences, **next_readout)):
+    untied = {**toy, "tied": False}
+    for number, work in enumerate(
+        (
+            Work("DUST", sequences, **toy),
+            Work("DUST", sequences, **untied, readout="next"),
+            Work("DUST", sequences, **untied),
+            Work("VideoUT", sequences, **toy),
+            Work("VideoUT", sequences, **untied, readout="next"),
+        )
+    ):
         for dtype in ("float32", "bfloat16"):
-            # At toy size compiling takes far longer than all else together.
-            compilers = modes(device) if work is reference and size != "toy" else ()
-            yield against_eager(work, device, dtype, compilers)
-            yield against_unconstrained(work, device, dtype)
+            yield _case(work, dtype, device, {} if number else compilers(written_out_losses, device, size))
 
 
-def against_eager(work: Work, device: torch.device, dtype: str, compilers: Sequence[str]) -> Case:
-    """The step by eager torch, by torch.compile in these modes, and by `cdt_fast`."""
-
-    def prepare(losses: Losses, dtype: str = dtype) -> Callable[[], Step]:
-        return lambda: prepared(work, losses, device, dtype)
-
-    def prepare_compiled(mode: str) -> Step:
-        return prepared(work, weighted(compiled(written_out_losses, mode, device)), device, dtype)
+def _case(work: Work, dtype: str, device: torch.device, compilers: dict[str, Callable[[], Any]]) -> Case:
+    def prepare(losses: Losses, dtype: str = dtype) -> Step:
+        autocast = dtype == "bfloat16"
+        if autocast and device.type == "cpu" and not cpu_has_bf16_products():
+            raise Unavailable("this processor has no instructions for bfloat16 products")
+        return training_step(work, losses, device, autocast=autocast)
 
     eager, note = weighted(written_out_losses), ""
-    baselines = [Implementation("eager", "eager", prepare(eager))]
+    baselines = [Implementation("eager", "eager", lambda: prepare(eager))]
     if dtype == "bfloat16" and device.type == "cpu":  # a CPU is trained in float32 unless somebody chooses otherwise
-        baselines = [Implementation("eager, float32", "eager", prepare(eager, "float32"))]
-        baselines.append(Implementation("eager, bfloat16", "peer", prepare(eager)))
+        baselines = [Implementation("eager, float32", "eager", lambda: prepare(eager, "float32"))]
+        baselines.append(Implementation("eager, bfloat16", "peer", lambda: prepare(eager)))
         note = "eager is in float32, all else in bfloat16"
     identity = weighted(functools.partial(written_out_losses, identity=True))
-    implementations = [
-        *baselines,
-        Implementation("eager by the identity", "peer", prepare(identity)),
-        *(peer(name_of_mode(mode), functools.partial(prepare_compiled, mode)) for mode in compilers),
-        Implementation("cdt_fast", "ours", prepare(fused)),
-    ]
-    return _case(work, device, dtype, f"constrained, {dtype}", implementations, note)
-
-
-def against_unconstrained(work: Work, device: torch.device, dtype: str) -> Case:
-    """The constrained step of `cdt_fast` against its unconstrained one."""
-
-    def one(name: str, role: str, losses: Losses, constrained: bool) -> Implementation:
-        expected = functools.partial(first_step, work, device, constrained)
-        return Implementation(name, role, lambda: prepared(work, losses, device, dtype, constrained), expected)
-
-    implementations = one("unconstrained", "eager", last, False), one("constrained", "ours", fused, True)
-    note = "all by cdt_fast; each agrees with the formula of its own loss"
-    return _case(work, device, dtype, f"constrained against unconstrained, {dtype}", implementations, note)
-
-
-def _case(
-    work: Work, device: torch.device, dtype: str, title: str, implementations: Sequence[Implementation], note: str
-) -> Case:
+    # In float64 a GPU of the consumer kind takes minutes and more memory than it has.
+    wide = torch.float64 if device.type == "cpu" else torch.float32
     return Case(
         suite="step",
-        name=f"{work.title}, {title}",
+        name=f"{work.family} {'tied' if work.tied else f'untied, {work.readout} readout'}, constrained, {dtype}",
         shape={"B": work.sequences, "T": work.window, "n": work.patch, "m": work.code, "L": work.layers},
         dtype=dtype,
-        implementations=tuple(implementations),
-        expected=lambda: first_step(work, device),
+        implementations=(
+            *baselines,
+            Implementation("eager by the identity", "peer", lambda: prepare(identity)),
+            *(peer(name, lambda make=make: prepare(weighted(make()))) for name, make in compilers.items()),
+            Implementation("cdt_fast", "ours", lambda: prepare(fused)),
+        ),
+        expected=lambda: training_step(work, eager, device, wide)(),
         tolerance=TOLERANCE[dtype],
         note=note,
     )
 
 
-# Losses
+def training_step(
+    work: Work, losses: Losses, device: torch.device, dtype: torch.dtype = torch.float32, autocast: bool = False
+) -> Step:
+    """One constrained training step a call; returns the losses that it reads, then the gradients of the parameters.
+
+    The rates of optimizer and multipliers are so small that every step is the first one again.
+
+    Args:
+        work, losses, device: what is trained, how, and where.
+        dtype: of parameters and tokens.
+        autocast: whether the losses are computed under bfloat16 autocast.
+    """
+    model, *batch = work.build(device, dtype)
+    on_device = device.type != "cpu"  # as in the loop: on a GPU every step updates as a captured one does
+    optimizer, _ = training.build_optimizer(model.parameters(), 1e-12, lambda step: 1.0, on_device=on_device)
+    constraints = DescentConstraints(work.layers, 0.05, 20.0, dual_lr=1e-9).to(device)
+    # In the middle of a training: every depth has a weight, of either sign.
+    constraints.multipliers.copy_(0.4 + 0.1 * (torch.arange(work.layers + 1) % 3))
+    logged = torch.zeros(work.layers + 2, dtype=torch.float64, device=device)
+    found: list[Tensor] = []
+
+    def compute(noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+            total, per_depth = losses(model, noisy, clean, weights)
+        found[:] = [per_depth.detach()]
+        return total, found[0]
+
+    step = training.TrainingStep(compute, optimizer, logged, constraints)  # type: ignore[arg-type]
+    tokens = work.sequences * work.window
+
+    def run() -> list[Tensor]:
+        step.run([batch], [tokens], tokens, None, update=True)
+        return [*found, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    return run
 
 
-def fused(model: DUST, noisy: Tensor, clean: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """The model's own losses, of all depths."""
+def fused(model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's own losses of all depths."""
     return model.layer_losses(noisy, clean, weights)  # type: ignore[return-value]
 
 
-def last(model: DUST, noisy: Tensor, clean: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """The loss of the last depth, as a training without constraints computes it."""
-    return ops.layerwise_reconstruction_loss([model(noisy)], clean, depth_weights=weights[-1:])
+def weighted(formula: Callable[[DUST, Tensor, Tensor], Tensor]) -> Losses:
+    """The losses of all depths that a formula gives, and their weighted sum."""
 
-
-def weighted(formula: Formula) -> Losses:
-    """The losses of all depths and their weighted sum; if the host knows the weights, the last depth alone counts."""
-
-    def run(model: DUST, noisy: Tensor, clean: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    def run(model: DUST, noisy: Tensor, clean: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         per_depth = formula(model, noisy, clean)
-        if not isinstance(weights, Tensor):
-            return per_depth[-1], per_depth[-1:].detach()
-        return (weights.to(per_depth) * per_depth).sum(), per_depth.detach()
+        return (weights.to(per_depth) * per_depth).sum(), per_depth
 
     return run
 
@@ -197,85 +201,3 @@ def identity_step(
     attention = torch.softmax(scale * projection @ projection.mT, -1)
     update = attention @ codes + step * (signal - attention @ projection) @ dictionary
     return shrink_reference(update, threshold, nonlinearity)
-
-
-# The step
-
-
-class TrainingStep:
-    """Takes one training step a call; returns the losses that it reads, then the gradients of the parameters.
-
-    The rates of optimizer and multipliers are so small that every step is the first one again.
-
-    Args:
-        work, losses, device: what is trained, how, and where.
-        constrained: whether the multipliers give the weights of all depths; else the last depth alone is read.
-        dtype: of parameters and tokens.
-        autocast: whether the losses are computed under bfloat16 autocast.
-    """
-
-    def __init__(
-        self,
-        work: Work,
-        losses: Losses,
-        device: torch.device,
-        constrained: bool = True,
-        dtype: torch.dtype = torch.float32,
-        autocast: bool = False,
-    ) -> None:
-        model, *self._batch = work.build(device, dtype)
-        self._losses = _Losses(model, losses, autocast)
-        # As in the loop: on a GPU every step updates as a captured one does.
-        on_device = device.type != "cpu"
-        optimizer, _ = training.build_optimizer(model.parameters(), 1e-12, lambda step: 1.0, on_device=on_device)
-        constraints = constraints_under_way(work.layers, device) if constrained else None
-        self._known = None if constrained else (*[0.0] * work.layers, 1.0)
-        logged = torch.zeros(work.layers + 2 if constrained else 2, dtype=torch.float64, device=device)
-        self._step = training.TrainingStep(self._losses, optimizer, logged, constraints)
-        self._tokens = work.sequences * work.window
-
-    def __call__(self) -> list[Tensor]:
-        self._step.run([self._batch], [self._tokens], self._tokens, self._known, update=True)
-        gradients = [parameter.grad for parameter in self._losses.parameters()]
-        return [self._losses.per_depth, *(gradient for gradient in gradients if gradient is not None)]
-
-
-class _Losses(nn.Module):
-    """The losses of a model as the training step asks for them; keeps those of the last call."""
-
-    per_depth: Tensor
-
-    def __init__(self, model: DUST, losses: Losses, autocast: bool) -> None:
-        super().__init__()
-        self.model, self._compute, self._autocast = model, losses, autocast
-
-    def forward(self, noisy: Tensor, clean: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        on = torch.autocast(noisy.device.type, torch.bfloat16) if self._autocast else contextlib.nullcontext()
-        with on:
-            total, per_depth = self._compute(self.model, noisy, clean, weights)
-        self.per_depth = per_depth.detach()
-        return total, self.per_depth
-
-
-def constraints_under_way(layers: int, device: torch.device) -> DescentConstraints:
-    """Constraints in the middle of a training: every depth has a weight, of either sign, and keeps it for long."""
-    constraints = DescentConstraints(layers, 0.05, 20.0, dual_lr=1e-9).to(device)
-    constraints.multipliers.copy_(0.4 + 0.1 * (torch.arange(layers + 1) % 3))
-    return constraints
-
-
-def prepared(work: Work, losses: Losses, device: torch.device, dtype: str, constrained: bool = True) -> TrainingStep:
-    """The step as an implementation prepares it; `Unavailable` if the processor would emulate bfloat16."""
-    autocast = dtype == "bfloat16"
-    if autocast and device.type == "cpu" and not cpu_has_bf16_products():
-        raise Unavailable("this processor has no instructions for bfloat16 products")
-    return TrainingStep(work, losses, device, constrained, autocast=autocast)
-
-
-# Several cases are held to the same step, which takes as long as all of a round.
-@functools.lru_cache(maxsize=4)
-def first_step(work: Work, device: torch.device, constrained: bool = True) -> list[Tensor]:
-    """The step by the formula, in float64 if that is quick."""
-    # In float64 a GPU of the consumer kind takes minutes and more memory than it has.
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
-    return TrainingStep(work, weighted(written_out_losses), device, constrained, dtype)()

@@ -3,9 +3,8 @@ a peer cannot run here."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-import os
-import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ Made = TypeVar("Made")
 # terms that partly cancel. Measured at toy size on a CPU, the worst is 9e-3 in bfloat16 and 5e-7 in float32.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 # Every shape of a suite compiles the same functions anew; beyond its limit torch would go on in eager without a word.
-MAX_SHAPES = 100_000
+LIMITS: dict[str, Any] = {"recompile_limit": 100_000, "accumulated_recompile_limit": 100_000}
 
 
 @dataclass
@@ -66,7 +65,7 @@ def shared(make: Callable[[], Made]) -> Callable[[], Made]:
 
 
 def seeded(device: torch.device) -> torch.Generator:
-    """The generator that every case draws its inputs from: the same ones in every process."""
+    """The generator that every case draws its inputs from."""
     return torch.Generator(device).manual_seed(0)
 
 
@@ -75,13 +74,23 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device=generator.device)
 
 
+def weights_of_depths(count: int, device: torch.device) -> Tensor:
+    """Weights of either sign; none is zero: a depth that is switched off would be skipped by some implementations."""
+    return torch.linspace(-0.5, 1.5, 2 * count, device=device)[1::2].contiguous()
+
+
 def formula_dtype(size: str) -> torch.dtype:
     """The precision of what the implementations are compared with: float64, but where a card could not hold it."""
     return torch.float32 if size == "gpu" else torch.float64
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def imported(name: str, device: torch.device) -> Any:
-    """The module `name`, a peer for NVIDIA GPUs; a package built for another torch fails in many ways.
+    """The module `name`, a peer for NVIDIA GPUs.
 
     Raises:
         Unavailable: there is no such GPU, or the package cannot be imported.
@@ -89,7 +98,7 @@ def imported(name: str, device: torch.device) -> Any:
     require_gpu(name, device)
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except Exception as error:  # a package that was built for another torch fails in many ways
         raise Unavailable(f"{name} cannot be imported: {_one_line(error)}") from error
 
 
@@ -114,9 +123,8 @@ def peer(name: str, prepare: Callable[[], Step]) -> Implementation:
             torch.compiler.cudagraph_mark_step_begin()
             return step()
 
-        limits: dict[str, Any] = {"recompile_limit": MAX_SHAPES, "accumulated_recompile_limit": MAX_SHAPES}
         try:
-            with torch._dynamo.config.patch(**limits, fail_on_recompile_limit_hit=True):
+            with torch._dynamo.config.patch(**LIMITS, fail_on_recompile_limit_hit=True):
                 marked()
         except Exception as error:
             raise Unavailable(_one_line(error)) from error
@@ -125,21 +133,13 @@ def peer(name: str, prepare: Callable[[], Step]) -> Implementation:
     return Implementation(name, "peer", first_run)
 
 
-def modes(device: torch.device, autotune: bool = True) -> tuple[str, ...]:
-    """The modes of torch.compile that are timed; CUDA graphs come with "max-autotune"."""
-    if not autotune:
-        return ("default",)
-    return ("default", "max-autotune" if device.type == "cuda" else "max-autotune-no-cudagraphs")
-
-
-def name_of_mode(mode: str) -> str:
-    """The name that is printed."""
-    return "torch.compile" if mode == "default" else f"torch.compile, {mode}"
-
-
-def compiled(function: Callable[..., Any], mode: str, device: torch.device, fullgraph: bool = True) -> Any:
-    """`function`, compiled for static shapes on its first call, by a C++ compiler (CPU) or Triton (GPU)."""
-    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and shutil.which(name)]
-    if device.type != "cuda" and not compilers:
-        raise Unavailable("torch.compile needs a C++ compiler on a CPU, and finds neither $CXX nor g++ nor clang++")
-    return torch.compile(function, mode=mode, dynamic=False, fullgraph=fullgraph)
+def compilers(
+    function: Callable[..., Any], device: torch.device, size: str, autotune: bool = True
+) -> dict[str, Callable[[], Any]]:
+    """What compiles `function` for static shapes, by the names of the modes that are timed; CUDA graphs come with
+    "max-autotune". At toy size there are none: compiling takes longer than all the rest."""
+    tuned = "max-autotune" if device.type == "cuda" else "max-autotune-no-cudagraphs"
+    modes = {"torch.compile": "default", **({f"torch.compile, {tuned}": tuned} if autotune else {})}
+    options = {"dynamic": False, "fullgraph": True}
+    found = {name: functools.partial(torch.compile, function, mode=mode, **options) for name, mode in modes.items()}
+    return {} if size == "toy" else found

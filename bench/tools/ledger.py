@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cdt_fast.bench.suites import cross_entropy
-from cdt_fast.bench.suites.step import TrainingStep, Work, fused
+from cdt_fast.bench.suites.step import Work, fused, training_step
+from cdt_fast.bench.suites.support import Inputs
 from cdt_fast.bench.tools.compile_kernels import DOCUMENT, Launch, OperatorsOnMeta, recording, write_between
 from cdt_fast.ops.common import CARDS
 from cdt_fast.tables import as_markdown
@@ -37,25 +38,23 @@ class Entry(NamedTuple):
     moved: int  # bytes read and written
 
 
-def training_step(work: Work) -> Callable[[], object]:
+def constrained_step(work: Work) -> Callable[[], object]:
     """The constrained step, with optimizer and multipliers."""
-    step = TrainingStep(work, fused, META, dtype=torch.bfloat16)
+    step = training_step(work, fused, META, dtype=torch.bfloat16)
     step()  # the optimizer makes its state
     return step
 
 
 def losses(shape: cross_entropy.Shape) -> Callable[[], object]:
     """The losses of all depths through one head, and their gradients."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": META, "requires_grad": True}
-    hidden = [torch.empty(shape.tokens, shape.width, **options) for _ in range(shape.depths)]
-    head, targets = torch.empty(shape.vocabulary, shape.width, **options), torch.empty(shape.tokens, device=META).long()
-    depths = cross_entropy.Depths(hidden, head, targets, torch.empty(shape.depths, device=META))
-    return cross_entropy.fused(depths)
+    sizes = [*[(shape.tokens, shape.width)] * shape.depths, (shape.vocabulary, shape.width)]
+    leaves = [torch.empty(size, dtype=torch.bfloat16, device=META, requires_grad=True) for size in sizes]
+    return cross_entropy.fused(Inputs(leaves, [], [torch.empty(shape.tokens, dtype=torch.int64, device=META)]))
 
 
 STEPS: dict[str, Callable[[], Callable[[], object]]] = {
-    "DUST, 64,000 tokens": lambda: training_step(Work("DUST", 3200)),
-    "VideoUT, 64,000 tokens": lambda: training_step(Work("VideoUT", 3200, tied=False, readout="next")),
+    "DUST, 64,000 tokens": lambda: constrained_step(Work("DUST", 3200)),
+    "VideoUT, 64,000 tokens": lambda: constrained_step(Work("VideoUT", 3200, tied=False, readout="next")),
     "cross-entropy, GPT2-small": lambda: losses(cross_entropy.SHAPES["gpu"][0]),
 }
 

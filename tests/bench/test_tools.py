@@ -88,7 +88,7 @@ class TestCompileKernels:
     def test_batches_of_any_size_share_their_kernels(self, family: str) -> None:
         # Full batches, one of the validation, a short last one, and a single sequence.
         works = [Work(family, sequences, layers=3) for sequences in (400, 256, 37, 1)]
-        launches = [one for work in works for one in recorded(functools.partial(ledger.training_step, work))[1]]
+        launches = [one for work in works for one in recorded(functools.partial(ledger.constrained_step, work))[1]]
         counts = Counter(kernel for kernel, _ in keys(ledger.CARD, launches))
         assert {"unrolled_forward_kernel", "unrolled_backward_kernel"} <= counts.keys()
         assert max(counts.values()) <= 4, counts
@@ -157,7 +157,7 @@ class TestLedger:
     CODES, SIGNAL, DICTIONARY = 2 * 8000 * 1024, 2 * 8000 * 256, 2 * 256 * 1024
 
     def test_a_layer_moves_what_was_counted_by_hand(self) -> None:
-        step, _ = recorded(lambda: ledger.training_step(Work("DUST", 400)))
+        step, _ = recorded(lambda: ledger.constrained_step(Work("DUST", 400)))
         # Codes, signal, projection and target are read, codes and projection written, and an error for each program.
         # The first layer has no codes.
         moved = 2 * self.CODES + 4 * self.SIGNAL + self.DICTIONARY + 4 * 264
