@@ -201,10 +201,11 @@ def peak_memory(step: Callable[[], object], device: torch.device) -> int:
         step()
         return torch.cuda.max_memory_allocated() - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler announces itself on stderr
-    with profile(profile_memory=True) as profiled:
+    profiled: Any = profile(profile_memory=True)
+    with profiled:
         step()  # the profiler does not see that memory from before it is freed: the second step frees the first one's
         step()
-    events: Any = profiled.kineto_results
-    changes = sorted((one.start_ns(), one.nbytes()) for one in events.events() if one.name() == "[memory]")
+    events = profiled.kineto_results.events()
+    changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
     held = list(itertools.accumulate((change for _, change in changes), initial=0))
     return max(held) - held[-1]
