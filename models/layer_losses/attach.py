@@ -13,8 +13,7 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError, check_choice, check_number
 from cdt_fast.models.layer_losses.check import check_first_forward
-from cdt_fast.models.layer_losses.head import in_use, weight_and_bias
-from cdt_fast.models.layer_losses.layout import Layout, find_layout
+from cdt_fast.models.layer_losses.layout import Layout, find_layout, in_use, weight_and_bias
 from cdt_fast.models.layer_losses.outputs import IGNORED, ignore_in_predictions, router_loss, targets_of, with_fields
 from cdt_fast.models.layer_losses.reading import DepthReader, Form, mean_of_tokens
 from cdt_fast.models.layer_losses.wrapping import WrappedForward
@@ -98,6 +97,8 @@ class LayerLosses:
         reads_tokens: the model is a causal language model, with a label a token; else a classifier, with one a row.
         shifts_labels: the model's forward shifts `labels` by one, so that the first label of a sequence does not
             count. Most causal language models do, Bart's and Whisper's decoders do not, nor does a classifier.
+        weights: w, `[depths]`, one number for each of `taps`, negative and zero too, or None. Set it before a forward;
+            a tensor that changes in place need not be set again.
     """
 
     def __init__(
@@ -107,24 +108,12 @@ class LayerLosses:
         self.num_constraints = len(taps) - 1
         self.reads_tokens, self.shifts_labels = layout.reads_tokens, layout.shifts_labels
         self._inner_fraction, self._pooling = inner_fraction, inner_pooling
-        self._weights: Tensor | None = None
+        self.weights: Tensor | Sequence[float] | None = None
         self._layout, self._reader = layout, DepthReader(layout, taps)
         self._checked: Layout | None = None  # the layout that has been compared with the model
         self._wrapped = WrappedForward(layout.model, self._forward)
         ignore_in_predictions(layout.model.config)
         setattr(layout.model, _MARK, self)
-
-    @property
-    def weights(self) -> Tensor | None:
-        """w, `[depths]`, one number for each of `taps`, negative and zero too; set it before a forward, None for none.
-
-        A tensor is taken as it is: one that changes in place need not be set again.
-        """
-        return self._weights
-
-    @weights.setter
-    def weights(self, weights: Tensor | Sequence[float] | None) -> None:
-        self._weights = weights_of_depths(weights, len(self.taps))
 
     def depth_logits(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Return the logits at each of `taps`, `[B, T, V]` or `[B, classes]`, through the model's own norm, pooling
@@ -161,10 +150,11 @@ class LayerLosses:
             return logits[: len(self.taps)]
         shift, labels = self.shifts_labels and shifted is None, labels if shifted is None else shifted
         targets, count = targets_of(labels, self._layout.classes, shift=shift, items=items)
+        weights = weights_of_depths(self.weights, len(self.taps))
         self._check(kwargs)
         training = self.model.training
         fraction, whole_logits = (self._inner_fraction if training else 1.0), self.reads_tokens and not training
-        form = functools.partial(self._losses, targets=targets, weights=self._weights, inner_fraction=fraction)
+        form = functools.partial(self._losses, targets=targets, weights=weights, inner_fraction=fraction)
         output, (losses, logits) = self._read(kwargs, form, whole_logits=whole_logits)
         loss, from_routers = losses.total / (count if items is None else items), router_loss(self.model, output)
         count = count.to(loss.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Which modules of a transformers model are its layers, what reads the last one, and how it turns that into a loss."""
+"""The modules of a transformers model: its layers, what follows the last one, and the head that all depths share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
-from cdt_fast.models.layer_losses.head import in_use, is_linear, linear_maps, outputs_of
 
 # Endings of class names, and whether such a model reads tokens.
 _ENDINGS = {
@@ -36,17 +35,17 @@ _SCALES = (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)
 
 @dataclass(frozen=True)
 class Layout:
-    """The modules that matter.
+    """The modules of a model, and how it turns the output of the last layer into a loss.
 
     Attributes:
-        reads_tokens: a causal language model, which has a label a token; else a classifier, with one a row.
-        model: the one whose forward has `labels`.
+        reads_tokens: it is a causal language model, which has a label a token; else a classifier, with one a row.
+        model: the module whose forward has `labels`.
         base: the part of it that returns hidden states.
-        layers: L modules, one a layer.
-        tail: what `base` applies to the output of the last layer, in this order.
+        layers: L modules.
+        tail: the modules that `base` applies to the output of the last layer, in this order.
         head: the linear map to the logits, as `model` calls it.
         classes: V, the number of its outputs.
-        scale: what the model multiplies the logits by.
+        scale: the factor of the logits.
         softcap: c of `c · tanh(logits / c)`, or None.
         shifts_labels: the target of a token is the label of the next one; else, and for a classifier, its own.
     """
@@ -63,27 +62,27 @@ class Layout:
     shifts_labels: bool
 
     def features(self, state: Tensor) -> Tensor:
-        """A state as `base` returns the last one."""
+        """Return a state as `base` returns the last one."""
         for module in self.tail:
             state = module(state)
         return state
 
     def logits(self, logits: Tensor) -> Tensor:
-        """What the model makes of the logits of its head."""
+        """Return what the model makes of the logits of its head."""
         logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 def unsupported(model: Any, reason: str) -> InputError:
-    """The error for a model whose depths cannot be read."""
+    """Return the error for a model whose depths cannot be read."""
     return InputError(f"no layer losses for a {type(model).__name__}: {reason}")
 
 
 def find_layout(wrapped: Any) -> Layout:
-    """The layout of a model, also of one in a wrapper of torch, accelerate or peft.
+    """Return the layout of a model, also of one in a wrapper of torch, accelerate or peft.
 
     Raises:
-        InputError: it is no model of transformers with a head that is known; the message names its class.
+        InputError: it is not a transformers model with a known kind of head; the message names its class.
     """
     model = _unwrapped(wrapped)
     names = [ancestor.__name__ for ancestor in type(model).__mro__]  # FSDP2 makes a subclass of each model
@@ -109,7 +108,7 @@ def find_layout(wrapped: Any) -> Layout:
         base = path[1]
     head = _head_of_language_model(model) if reads_tokens else _head_of_classifier(model, base, config)
     owned = [child for owner in reversed(path) for child in owner.named_children()]
-    scale, softcap = _scale_and_softcap(model, part) if reads_tokens else (1.0, None)
+    caps = [getattr(part, name, None) for name in _SOFTCAPS] if reads_tokens else []
     return Layout(
         reads_tokens=reads_tokens,
         model=model,
@@ -118,8 +117,8 @@ def find_layout(wrapped: Any) -> Layout:
         tail=tuple(child for names in (_NORMS, _PROJECTIONS) for name, child in owned if name in names),
         head=head,
         classes=outputs_of(in_use(head)),
-        scale=scale,
-        softcap=softcap,
+        scale=_scale(model, part) if reads_tokens else 1.0,
+        softcap=next((float(cap) for cap in caps if cap is not None), None),
         shifts_labels=reads_tokens and _shifts_labels(type(model)),
     )
 
@@ -139,7 +138,7 @@ def _unwrapped(model: Any) -> Any:
 def _layers(
     model: nn.Module, base: nn.Module, expected: int | None
 ) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
-    """The modules from `base` down to the one that owns the layers, and the layers."""
+    """Return the modules from `base` down to the one that owns the layers, and the layers."""
     if expected is None:
         raise unsupported(model, "its configuration states no num_hidden_layers: it is no plain stack of layers")
     lists = [(path, layers) for path, layers in _lists(base, ()) if len(layers) == expected]
@@ -191,21 +190,20 @@ def _head_of_classifier(model: nn.Module, base: nn.Module, config: Any) -> nn.Mo
     return linear[-1]  # a dense layer of the same size stands before it
 
 
-def _scale_and_softcap(model: nn.Module, config: Any) -> tuple[float, float | None]:
-    scale, caps = 1.0, [getattr(config, name, None) for name in _SOFTCAPS]
+def _scale(model: nn.Module, config: Any) -> float:
+    scale = 1.0
     for name, power in _SCALES:
         value = getattr(model, name, getattr(config, name, None))
-        if isinstance(value, Real):
-            scale *= float(value) ** power
-    return scale, next((float(cap) for cap in caps if cap is not None), None)
+        scale *= float(value) ** power if isinstance(value, Real) else 1.0
+    return scale
 
 
 @functools.cache
 def _shifts_labels(kind: type) -> bool:
-    """Whether the target of a token is the label of the next one, as in most models, or its own, as in Bart's decoder.
+    """Return whether the target of a token is the label of the next one, as in most models, or its own, as in Bart's.
 
-    The source of the forward says it: its loss is that of transformers (`loss_function`), or of logits without the
-    last (`:-1`); else labels are not shifted. The first forward with labels compares the losses.
+    The source of the forward says it: it calls the loss of transformers (`loss_function`), or leaves out the last of
+    the logits (`:-1`); else labels are not shifted. The first forward with labels compares the losses.
     """
     for ancestor in kind.__mro__:
         try:
@@ -215,3 +213,55 @@ def _shifts_labels(kind: type) -> bool:
         if "loss_function(" in source or "CrossEntropyLoss" in source:
             return "loss_function(" in source or ":-1" in source
     return True
+
+
+def linear_maps(module: nn.Module) -> list[nn.Module]:
+    """Return the linear maps inside of `module`, in the order of their registration."""
+    module = in_use(module)
+    if is_linear(module):
+        return [module]
+    return [linear for child in module.children() for linear in linear_maps(child)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether `module` is x Wᵀ + b, maybe with an adapter of peft around it."""
+    return isinstance(getattr(module, "base_layer", module), nn.Linear)
+
+
+def in_use(module: nn.Module) -> nn.Module:
+    """Return `module`, or the copy that peft trains in its place (`modules_to_save`)."""
+    copies = getattr(module, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):  # what else has an original_module (peft's trained tokens) changes it
+        return module
+    if getattr(module, "disable_adapters", False):
+        return module.original_module  # type: ignore[return-value]
+    active = getattr(module, "active_adapters", None) or list(copies)
+    return copies[active[0] if active[0] in copies else next(iter(copies))]
+
+
+def outputs_of(linear: nn.Module) -> int:
+    """Return V, the number of outputs of a linear map."""
+    base: Any = getattr(linear, "base_layer", linear)
+    # The weight goes before what the module says of it, unless it is sharded flat or quantized.
+    matrix = base.weight.dim() == 2 and base.weight.is_floating_point()
+    return base.weight.shape[0] if matrix else base.out_features
+
+
+def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Return weight `[V, d]` and bias `[V]` of a linear map, differentiable and gathered where they are sharded.
+
+    Raises:
+        InputError: the map has an adapter, or its weight is quantized.
+    """
+    if hasattr(linear, "base_layer"):
+        raise InputError(
+            "the head must have no adapter, as all depths share its weight: leave it out of target_modules, or train "
+            "a copy of it with modules_to_save"
+        )
+    weight, bias = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in (linear.weight, linear.bias))
+    if not weight.is_floating_point() or weight.dim() != 2:
+        raise InputError(
+            f"the head's weight must be a floating-point matrix, got {tuple(weight.shape)} {weight.dtype} in "
+            f"{type(linear).__name__}: leave the head out of the quantization"
+        )
+    return weight, bias

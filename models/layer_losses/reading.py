@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,14 +52,6 @@ class DepthReader:
         if self._states is not None and (depth == self.last or depth not in self._states):
             self._states[depth] = state_of(args, kwargs)
 
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[dict[int, Tensor]]:
-        self._states = states = {}
-        try:
-            yield states
-        finally:
-            self._states = None
-
     def read(
         self,
         run: Callable[[], Any],
@@ -77,6 +69,17 @@ class DepthReader:
         Raises:
             InputError: a layer did not run, or the layers do not refine one state.
         """
+        self._states = {}
+        try:
+            if self.layout.reads_tokens:
+                return self._read_tokens(run, form, self._states, whole_logits)
+            return self._read_rows(run, form, self._states, pooled)
+        finally:
+            self._states = None
+
+    def _read_tokens(
+        self, run: Callable[[], Any], form: Form, states: dict[int, Tensor], whole_logits: bool
+    ) -> tuple[Any, Any]:
         layout = self.layout
         given: list[tuple[Tensor, _Autocast]] = []  # what the head is given in the forward, and its autocast
 
@@ -95,9 +98,7 @@ class DepthReader:
                     raise unsupported(layout.model, f"what its head is given has another shape: {shapes}")
             return form(forward, features)
 
-        if not layout.reads_tokens:
-            return self._read_rows(run, form, pooled)
-        with self._noting() as states, replaced_forward(layout.head, head) as head_forward:
+        with replaced_forward(layout.head, head) as head_forward:
             output = run()
         if not given:
             raise unsupported(layout.model, "its head did not run")
@@ -105,7 +106,9 @@ class DepthReader:
         last = states.get(self.last, given[0][0])
         return output, self._in_head(read_states, [*self._inner_states(states), last], given[0][1])
 
-    def _read_rows(self, run: Callable[[], Any], form: Form, pooled: Callable[[Tensor], Tensor] | None) -> Any:
+    def _read_rows(
+        self, run: Callable[[], Any], form: Form, states: dict[int, Tensor], pooled: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Any, Any]:
         """Do as `read` for a classifier; in place of logits its output has the rows that its head is given."""
         layout, autocast, outputs = self.layout, [], []
 
@@ -118,7 +121,7 @@ class DepthReader:
             return outputs[0]
 
         with replaced_forward(layout.head, head):
-            with self._noting() as states, replaced_forward(layout.base, base) as base_forward:
+            with replaced_forward(layout.base, base) as base_forward:
                 output = run()
             rows = []
             for state in self._inner_states(states):

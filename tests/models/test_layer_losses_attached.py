@@ -299,8 +299,9 @@ def test_labels_and_weights_that_cannot_be_used(name: str) -> None:
         assert handle._reader._states is None
     wrong_weights: list[Any] = [[1.0], "one", torch.ones(3)]
     for weights in wrong_weights:
+        handle.weights = weights
         with pytest.raises(InputError, match="depth_weights"):
-            handle.weights = weights
+            model(**inputs, labels=labels)
 
 
 def test_a_layer_that_is_skipped() -> None:
