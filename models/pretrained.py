@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ class PretrainedModel(nn.Module):
         _classes[cls.__name__] = cls
 
     def save_pretrained(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the model to `folder`, each file atomically, with checksums of the weights and the configuration.
+        """Write the model to `folder`, each file atomically.
 
         Raises:
             InputError: the folder is the `model` of a run of `cdt-fast train`, and `overwrite` is false.
@@ -68,11 +67,9 @@ class PretrainedModel(nn.Module):
 def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
     """Load whichever model of this package a folder holds, on the CPU, in the dtype it was saved in.
 
-    Weights that another tool wrote have no checksums: they load with a warning that says so.
-
     Raises:
-        InputError: the folder does not exist, holds no model or is the folder of a run; a file is missing, cut short
-            or damaged; the weights belong to another configuration, are not floating-point, or not finite.
+        InputError: the folder does not exist, holds no model or is the folder of a run; a file is missing or
+            cut short; the weights belong to another configuration, are not floating-point, or not finite.
     """
     folder = Path(folder)
     if (folder / "config.toml").exists() and (folder / "model").is_dir():
@@ -90,10 +87,8 @@ def load_pretrained(folder: str | os.PathLike[str]) -> PretrainedModel:
     except (TypeError, InputError) as error:
         raise InputError(f"{described}: does not fit {kind} ({error})") from error
     tensors, metadata = load_tensors(path)
-    if metadata is not None and metadata.get("config", saved) != saved:
+    if metadata.get("config", saved) != saved:
         raise InputError(f"{path}: does not fit {described}, which was another one when it was saved")
-    if metadata is None:
-        warnings.warn(f"{path}: has no checksums, as another tool wrote it: damage would not be seen", stacklevel=2)
     for key, value in tensors.items():
         if not value.is_floating_point():
             raise InputError(f"{path}: {key} must be floating-point numbers, got {value.dtype}")

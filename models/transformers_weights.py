@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
-from cdt_fast.checksums import check_folder
 
 
 def load_complete(
@@ -16,8 +14,7 @@ def load_complete(
 ) -> Any:
     """`kind.from_pretrained(name, **options)`, with every weight from the files, finite, and no code of the folder run.
 
-    A folder's files are checked first where they have checksums; where they have none, a warning says so. transformers
-    itself fills weights that are missing, or of another shape, with random numbers and logs a warning.
+    transformers itself fills weights that are missing, or of another shape, with random numbers and logs a warning.
 
     Args:
         kind: a model class of transformers, or one of its Auto classes.
@@ -32,8 +29,6 @@ def load_complete(
             the model's kind.
         OSError, ValueError, KeyError, RuntimeError: of transformers, where the files cannot be read.
     """
-    if Path(name).is_dir():
-        check_folder(name)
     model, loading = kind.from_pretrained(
         name, output_loading_info=True, use_safetensors=True, trust_remote_code=trust_remote_code, **options
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, check_integer, require
-from cdt_fast.checksums import check_folder, written_with_checksums
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.integrations.shared import (
     LossSums,
@@ -20,7 +18,6 @@ from cdt_fast.integrations.shared import (
     items_in,
     mean_over_ranks,
     measured,
-    number_of_ranks,
 )
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
@@ -50,8 +47,7 @@ def with_descent(trainer_class: Any) -> Any:
     of all ranks. Multipliers move once an optimizer step, but in one that a gradient scaler skips; slacks restart each
     epoch. Whenever the Trainer logs its loss, it logs too, for each depth d that is read, `layer_loss_d` (mean since
     the last log, over all ranks), `multiplier_d`, `violation_d` (where there is a constraint), and `feasible` (1 or 0).
-    Checkpoints hold the state of the constraints, and `resume_from_checkpoint` continues it. Of every file of a
-    checkpoint or saved model the folder holds a checksum; a damaged checkpoint is not resumed.
+    Checkpoints hold the state of the constraints, and `resume_from_checkpoint` continues it.
 
     In evaluation the loss is that of the last layer. Metrics are, besides, `eval_layer_loss_d`, `eval_violation_d` and
     `eval_feasible`, from sums over all ranks. (Where the ranks do not divide the data set, samplers repeat a few
@@ -201,23 +197,6 @@ class _DescentTrainer(Trainer):
         if count:
             output.metrics.update(entries)
         return output
-
-    def _save(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        with written_with_checksums(output_dir or str(self.args.output_dir)):
-            super()._save(output_dir, *args, **kwargs)
-
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
-        with contextlib.ExitStack() as written:
-            if self.args.should_save:
-                written.enter_context(written_with_checksums(folder))
-            super()._save_checkpoint(model, trial, *args, **kwargs)
-            if number_of_ranks() > 1:
-                torch.distributed.barrier()  # each rank writes its random numbers
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        check_folder(resume_from_checkpoint)
-        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from cdt_fast.checks import InputError, require
-from cdt_fast.checksums import check_folder
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence.data import Instruction, Splits, load_instructions
 from cdt_fast.sequence.evaluation import accuracy_table, perplexities, perplexity_table
@@ -86,10 +85,9 @@ class LanguageTask(SequenceTask):
             with from_hub(folder) as where:
                 model = load_complete(transformers_library().AutoModelForCausalLM, folder, **where)
         else:
-            check_folder(folder)
             with from_hub(folder):
                 model = _peft().PeftModel.from_pretrained(_load(settings.model), folder)
-        tokenizer = load_tokenizer(folder)  # of files that are known to be whole
+        tokenizer = load_tokenizer(folder)
         network = _network(model, tokenizer, settings.model)
         test = encoded_instructions(data.test, tokenizer, settings.data.max_tokens, "test")
         return network, test, {"vocabulary": network.vocabulary}

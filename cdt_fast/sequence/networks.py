@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
-from cdt_fast.checksums import CHECKSUMS, checksums_of
 from cdt_fast.files import read_json, shown, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
@@ -215,12 +214,11 @@ def unknown_words(tokenizer: Any, held_out: Sequence[EncodedSamples], remedy: st
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that is moved to `folder`, with checksums, once the block has ended as it should."""
+    """A temporary folder that is moved to `folder` once the block has ended as it should."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model-", suffix=".tmp", dir=folder.parent) as name:
         (new := Path(name) / "new").mkdir()
         yield new
-        write_json(new / CHECKSUMS, checksums_of(new, (path.name for path in new.iterdir())))
         if folder.exists():
             folder.rename(Path(name) / "old")
         new.rename(folder)

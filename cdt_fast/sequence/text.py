@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from cdt_fast.checks import InputError
-from cdt_fast.checksums import check_folder
 from cdt_fast.models import TextUT
 from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence.data import Splits, TextData, load_texts
@@ -66,7 +65,6 @@ class TextTask(SequenceTask):
     ) -> tuple[Network, EncodedSamples, dict[str, Any]]:
         names = data.train.names
         if settings.model.model == UNROLLED:
-            check_folder(folder)
             model = TextUT.from_pretrained(folder)
             if model.classes != len(names):
                 raise InputError(f"{folder}: has {model.classes} classes; the training texts have {', '.join(names)}")

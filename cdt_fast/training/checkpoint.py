@@ -1,28 +1,19 @@
-"""Checkpoints: all the state of a run in one safetensors file, without pickle; the last two are kept."""
+"""Checkpoints: all the state of a run in one safetensors file, without pickle."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from cdt_fast.checks import InputError, printable
+from cdt_fast.checks import InputError
 from cdt_fast.files import parsed_json, replaced_atomically, shown
-from cdt_fast.tensor_file import load_tensors, recorded, serialized
+from cdt_fast.tensor_file import load_tensors, serialized
 
 _FORMAT = "cdt_fast checkpoint 3"
-# The entries that `training.loop` saves, with their types.
-_ENTRIES: dict[str, Any] = {
-    **dict.fromkeys(("step", "steps"), int),
-    **dict.fromkeys(("model", "optimizer", "schedule", "constraints", "run", "data"), dict),
-    "best": (dict, type(None)),
-}
 # Settings that may differ between two resumptions of a run: places, and what the training can change on the way.
 _NOT_OF_THE_RUN = (
     *("source", "model", "embedding", "pretrained", "download", "device", "precision"),
@@ -30,14 +21,8 @@ _NOT_OF_THE_RUN = (
 )
 
 
-def previous_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Return where `save_checkpoint` keeps the checkpoint that was at `path` before."""
-    path = Path(path)
-    return path.with_name(f"{path.stem}.previous{path.suffix}")
-
-
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Write `state` to `path` with checksums, atomically; the checkpoint that was there before is kept beside it.
+    """Write `state` to `path`, atomically.
 
     The state may hold nested dictionaries, lists and tuples of tensors, numbers, words, truth values and None; anything
     else is a TypeError. Tuples come back as lists.
@@ -49,37 +34,20 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
     words = {"format": _FORMAT, "step": str(state.get("step", 0)), "state": json.dumps(_encoded(state, "", tensors))}
     with replaced_atomically(path) as temporary:
         temporary.write_bytes(serialized(tensors, words))
-        if os.path.exists(path):
-            previous = previous_checkpoint(path)
-            previous.unlink(missing_ok=True)
-            try:
-                os.link(path, previous)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(path, previous)
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote, on the CPU; if it is damaged, the one before it, with a warning on stderr.
+    """Read what `save_checkpoint` wrote, on the CPU.
 
     With `run`, the `run_identity` of the training that resumes, the state has to be of that training.
 
     Raises:
-        InputError: there is no checkpoint, or none is intact. With `run` also: an entry is missing or of another type,
-            the step is below 0 or beyond the end, a weight or a moment of the optimizer is not finite, or the state is
-            of another run.
+        InputError: there is no checkpoint, or it cannot be read. With `run` also: a weight or a moment of the optimizer
+            is not finite, or the state is of another run.
     """
-    previous = previous_checkpoint(path)
-    if not os.path.exists(path) and not previous.exists():
+    if not os.path.exists(path):
         raise InputError(f"{path}: there is no checkpoint yet")
-    try:
-        state = _load(path)
-    except InputError as error:
-        try:
-            state = _load(previous)
-        except InputError:
-            raise error from None
-        line = f"cdt-fast: warning: {error}; the checkpoint before it is used, {previous.name}"
-        print(printable(line), file=sys.stderr)
+    state = _load(path)
     if run is not None:
         _check_training_state(path, state, run)
     return state
@@ -88,7 +56,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, run: Mapping[str, Any] | No
 def saved_step(path: str | os.PathLike[str]) -> int:
     """Return the step of the checkpoint at `path` without reading its tensors; 0 if there is none that can be read."""
     try:
-        return int(recorded(path).get("step", 0))
+        return int(load_tensors(path, words_only=True)[1].get("step", 0))
     except ValueError:  # an InputError is one
         return 0
 
@@ -104,12 +72,6 @@ def run_identity(settings: Any) -> dict[str, Any]:
 
 
 def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    for name, kinds in _ENTRIES.items():
-        if not isinstance(state.get(name, ...), kinds) or isinstance(state[name], bool):
-            what = f"is {shown(state[name])}" if name in state else "is missing"
-            raise InputError(f"{path}: is no checkpoint of a training: {name} {what}")
-    if not 0 <= state["step"] <= state["steps"]:
-        raise InputError(f"{path}: step must be from 0 to {state['steps']}, got {state['step']}")
     for name, here in run.items():
         there = state["run"].get(name)
         if there != here:
@@ -124,7 +86,7 @@ def _check_training_state(path: str | os.PathLike[str], state: Mapping[str, Any]
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
     tensors, words = load_tensors(path)
-    if words is None or words.get("format") != _FORMAT:
+    if words.get("format") != _FORMAT:
         raise InputError(
             f"{path}: is no checkpoint of this version; the git tag full (commit 1178e39) reads those of earlier ones"
         )

@@ -16,11 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from cdt_fast.checks import InputError, MissingExtra
-from cdt_fast.checksums import CHECKSUMS
 from cdt_fast.files import read_json
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.run_folder import RunFolder
-from tests.runs import evaluate_run, evaluated, load_data, new_trainer, settings_of, task_of, train, trained
+from tests.runs import evaluated, load_data, new_trainer, settings_of, task_of, train, trained
 from tests.tiny_text import TINY_LANGUAGE, words_of_command, write_instructions
 from tests.training.training_cases import signal_after
 
@@ -152,27 +151,6 @@ def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp
     assert read_json(whole.evaluation) == read_json(parts.evaluation)
     logged = [[{**entry, "sequences_per_second": 0} for entry in run.read_metrics()] for run in (whole, parts)]
     assert logged[0] == logged[1]
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_damaged_model_is_not_evaluated(source: Path, tmp_path: Path, qwen: Path, adapted: bool) -> None:
-    if adapted:
-        pytest.importorskip("peft")
-    config = settings_for(source, steps=1, **({"lora_rank": 2, "model": str(qwen)} if adapted else {}))
-    run = trained(config, tmp_path / "run")
-    names = [path.name for path in run.model.iterdir()]
-    assert {CHECKSUMS, "config.json", "tokenizer.json"} < set(names)
-    for name in names:
-        content = (run.model / name).read_bytes()
-        flipped = bytearray(content)
-        flipped[len(content) // 2] ^= 1
-        (run.model / name).write_bytes(flipped)
-        with pytest.raises(InputError, match=r"is damaged|cannot be read as JSON"):
-            evaluate_run(run, config)
-        (run.model / name).write_bytes(content)
-    (run.model / CHECKSUMS).unlink()
-    with pytest.warns(UserWarning, match=r"run/model: has no checksums\.json, as another tool wrote it"):
-        evaluate_run(run, config)
 
 
 def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: Path, qwen: Path) -> None:

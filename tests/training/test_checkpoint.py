@@ -1,10 +1,9 @@
-"""Checkpoints: any state comes back, and no damaged one does."""
+"""Checkpoints: any state comes back."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError
 from cdt_fast.tensor_file import serialized
-from cdt_fast.training.checkpoint import load_checkpoint, previous_checkpoint, save_checkpoint
+from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 
 
 def same(left: Any, right: Any) -> bool:
@@ -66,7 +65,7 @@ def test_what_cannot_be_stored_is_an_error_and_leaves_nothing(tmp_path: Path) ->
 
 
 def sealed(state: str | None) -> bytes:
-    """A checkpoint whose checksums are right, whatever it holds."""
+    """A checkpoint of this version, whatever it holds."""
     return serialized({}, {"format": "cdt_fast checkpoint 3", **({} if state is None else {"state": state})})
 
 
@@ -98,27 +97,15 @@ def test_another_safetensors_file_is_refused(tmp_path: Path, content: bytes, mes
 STATE = {"weights": torch.arange(50, dtype=torch.float32), "moment": torch.ones(7, dtype=torch.bfloat16), "step": 3}
 
 
-def test_no_flipped_bit_passes_and_the_checkpoint_before_it_is_used_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_cut_short_is_refused_(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
-    save_checkpoint(path, {**STATE, "step": 2})
     save_checkpoint(path, STATE)
-    assert sorted(os.listdir(tmp_path)) == ["state.previous.safetensors", "state.safetensors"]
-    whole, generator = path.read_bytes(), random.Random(0)
-    for _ in range(200):
-        place = generator.randrange(len(whole))
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << generator.randrange(8)]) + whole[place + 1 :])
-        loaded, said = load_checkpoint(path), capsys.readouterr().err
-        # A blank of the header changes nothing that it says.
-        assert same(loaded, {**STATE, "step": 2 if said else 3}), place
-        end = "; the checkpoint before it is used, state.previous.safetensors\n"
-        assert not said or (said.startswith(f"cdt-fast: warning: {path}: ") and said.endswith(end))
-        assert said.count("\n") <= 1
-    for damaged in (path, previous_checkpoint(path)):
-        damaged.write_bytes(whole[:-5])
-    with pytest.raises(InputError, match=rf"^{path}: cannot be read, or is cut short"):
-        load_checkpoint(path)
+    assert os.listdir(tmp_path) == ["state.safetensors"]
+    whole = path.read_bytes()
+    for size in (0, 7, 100, len(whole) - 5):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=rf"^{path}: cannot be read, or is cut short"):
+            load_checkpoint(path)
 
 
 RUN = {"[training] seed": 0}
@@ -139,13 +126,6 @@ NAN = torch.tensor([1.0, torch.nan])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step": -1}, "step must be from 0 to 6, got -1"),
-        ({"step": 7}, "step must be from 0 to 6, got 7"),
-        ({"step": 3.0}, r"no checkpoint of a training: step is 3\.0"),
-        ({"step": True}, "step is True"),
-        ({"step": ...}, "step is missing"),
-        ({"model": None}, "model is None"),
-        ({"best": 0.5}, r"best is 0\.5"),
         ({"model": {"weight": NAN}}, r"holds NaN or infinity in model\.weight"),
         ({"optimizer": {"state": {0: {"exp_avg": NAN}}}}, r"infinity in optimizer\.state\.0\.exp_avg"),
         ({"optimizer": {"param_groups": [{"lr": torch.tensor(torch.inf)}]}}, r"optimizer\.param_groups\.0\.lr"),
@@ -157,6 +137,6 @@ def test_a_state_that_no_training_leaves_is_refused(tmp_path: Path, change: dict
     path = tmp_path / "state.safetensors"
     save_checkpoint(path, TRAINING)
     assert same(load_checkpoint(path, run=RUN), TRAINING)
-    save_checkpoint(path, {name: value for name, value in {**TRAINING, **change}.items() if value is not ...})
+    save_checkpoint(path, {**TRAINING, **change})
     with pytest.raises(InputError, match=rf"^{path}: .*{message}"):
         load_checkpoint(path, run=RUN)
