@@ -14,18 +14,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", nargs="+", choices=SUITES, metavar="NAME", help=f"{', '.join(SUITES)} (all)")
     parser.add_argument("--case", metavar="TEXT", help="only the cases whose name contains this (all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to measure (cuda where there is a GPU)")
-    parser.add_argument("--size", choices=SIZES, help="shapes: tiny, for a CPU, or for a GPU (as the device)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (as many as fit into some seconds)")
-    parser.add_argument(
-        "--out", default="benchmarks", metavar="DIR", help="folder of results files, to which runs add (benchmarks)"
-    )
+    parser.add_argument("--size", choices=SIZES, help="shapes of the cases: toy, or for a CPU or GPU (the device's)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds of a case (5 to 25, some 8 seconds)")
+    out = "folder of the results files; a run adds to them (benchmarks)"
+    parser.add_argument("--out", default="benchmarks", metavar="DIR", help=out)
 
 
 def main() -> int:
     """Run the bench; bad input is one line on stderr and status 2, an interruption one and status 130."""
     from cdt_fast.bench.run import run_command  # with torch, which the help of `cdt-fast` does not wait for
 
-    about = "Measure the ops and the training step."
+    about = "Measure ops and training steps against other ways to do the same."
     parser = argparse.ArgumentParser(prog="python -m cdt_fast.bench", description=about, allow_abbrev=False)
     add_arguments(parser)
     options = parser.parse_args()

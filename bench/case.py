@@ -11,8 +11,6 @@ from torch import Tensor
 # its state: only its first call is compared with the formula.
 Step = Callable[[], list[Tensor]]
 
-ROLES = ("eager", "peer", "ours")
-
 
 class Unavailable(Exception):
     """An implementation cannot run here; the message is the reason, in one line."""

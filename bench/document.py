@@ -43,11 +43,11 @@ File = Mapping[str, Any]
 
 def case_as_text(case: Case) -> str:
     """A table of all implementations of a case, with the reason if one was not timed."""
-    shape = ", ".join(f"{name} {value:,}" for name, value in case["shape"].items())
-    note = f"; {case['note']}" if case["note"] else ""
+    shape = (f"{name} {value}" for name, value in case["shape"].items())
+    more = "; ".join([*(size for size in shape if size not in case["case"]), *filter(None, [case["note"]])])
     table = as_text([HEAD, *([name, *_words(one)] for name, one in case["implementations"].items())])
     remarks = [f"  {name}: {remark}" for name, remark in _remarks([case])]
-    return "\n".join(["", f"{case['case']} ({shape}{note})", table, *remarks])
+    return "\n".join(["", case["case"] + (f" ({more})" if more else ""), table, *remarks])
 
 
 def _words(one: Case) -> list[str]:

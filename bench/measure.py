@@ -9,8 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from torch.autograd.profiler import profile
 
 from cdt_fast.bench.case import Case, Implementation, Step, Unavailable
 
-Name = TypeVar("Name")
-
 MAX_REASON = 300  # characters
+LEAST, MOST = 5, 25  # rounds of a case: as many as fit into so many seconds
+SECONDS = 8.0
 # Steps shorter than this are called several times a reading: what a reading costs itself must not count, nor, on a GPU,
 # what its clock rate does from one millisecond to the next.
 SHORTEST_READING = {"cpu": 0.005, "cuda": 0.05}  # seconds
@@ -31,74 +30,51 @@ class Refused(Exception):
     """An implementation does not compute what the formula does; the message is the difference."""
 
 
-class Rounds(NamedTuple):
-    """How many rounds of a case are timed: as many as fit into `seconds`, within these bounds."""
-
-    least: int
-    most: int
-    seconds: float
-
-    def fitting(self, round_seconds: float) -> int:
-        """The number of rounds if one takes `round_seconds`."""
-        return min(self.most, max(self.least, int(self.seconds / max(round_seconds, 1e-9))))
-
-
-@dataclass
-class _Measured:
-    """What has been measured of an implementation."""
-
-    role: str
-    step: Step | None = None  # None once it cannot run
-    calls: int = 1  # of the step in a reading
-    once: float = 0.0  # seconds of a call
-    difference: float | None = None
-    status: str = "timed"
-    reason: str = ""
-    seconds: list[float] = field(default_factory=list)
-
-    def drop(self, error: Exception) -> None:
-        """Take it out of the race; the error becomes its status and reason."""
-        known = {Unavailable: "unavailable", Refused: "wrong"}
-        reason = str(error) if type(error) in known else f"{type(error).__name__}: {error}"
-        self.status, self.reason = known.get(type(error), "failed"), " ".join(reason.split())[:MAX_REASON]
-        self.step = None
-
-
-def measure(case: Case, device: torch.device, rounds: Rounds) -> dict[str, Any]:
+def measure(case: Case, device: torch.device, rounds: int | None = None) -> dict[str, Any]:
     """Times, ratios and peak memory of every implementation of a case, as the results file has them.
 
-    One that could not run, or was wrong, has a status and a reason, and no figure.
+    One that could not run, or was wrong, has a status and a reason, and no figure. `rounds` is how often each is timed;
+    None: as often as fits into `SECONDS`.
     """
     formula = functools.cache(case.expected)
-    found = {one.name: _admitted(one, formula, case.tolerance, device) for one in case.implementations}
+    found: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Step] = {}
+    round_seconds = 1e-9
+    for one in case.implementations:
+        found[one.name] = {"role": one.role, "status": "timed", "reason": "", "difference": None}
+        try:
+            step, found[one.name]["difference"] = checked(one, formula, case.tolerance)
+            once = seconds(step, device)
+        except Exception as error:  # an implementation that cannot do it is a result, too
+            found[one.name] |= _reason(error)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # one that ran out of memory must not leave too little for the next
+            continue
+        steps[one.name] = step
+        found[one.name] |= {"seconds": [], "calls": calls_per_reading(once, device)}
+        round_seconds += found[one.name]["calls"] * once
     del formula  # what was expected is not part of any implementation's peak
-    running = [one for one in found.values() if one.step]
-    for order in round_robin(running, rounds.fitting(sum(one.calls * one.once for one in running))):
-        for one in order:
+    for order in round_robin(list(steps), rounds or min(MOST, max(LEAST, int(SECONDS / round_seconds)))):
+        for name in filter(steps.__contains__, order):
             try:
-                if one.step:
-                    one.seconds.append(seconds(one.step, device, one.calls))
+                found[name]["seconds"].append(seconds(steps[name], device, found[name]["calls"]))
             except Exception as error:
-                one.drop(error)
-    eager = next((one for one in found.values() if one.step and one.role == "eager"), None)
-    peers = {name: statistics.median(one.seconds) for name, one in found.items() if one.step and one.role == "peer"}
-    best = min(peers, key=peers.__getitem__, default=None)
-    implementations: dict[str, Any] = {}
-    for name, one in found.items():
-        figures = {"role": one.role, "status": one.status, "reason": one.reason, "difference": one.difference}
-        if one.step:
-            # A CUDA graph allocates once and holds its memory, which a step does not show.
-            graph = device.type == "cuda" and name.startswith("torch.compile, max-autotune")
-            figures |= {
-                "median_seconds": statistics.median(one.seconds),
-                "spread_seconds": [min(one.seconds), max(one.seconds)],
-                "seconds": one.seconds,
-                "calls": one.calls,
-                "over_eager": median_ratio(eager.seconds, one.seconds) if eager else None,
-                "over_best_peer": median_ratio(found[best].seconds, one.seconds) if best else None,
-                "peak_bytes": None if graph else peak_memory(one.step, device),
-            }
-        implementations[name] = figures
+                found[name] |= _reason(error)
+                del steps[name], found[name]["seconds"]
+    medians = {name: statistics.median(found[name]["seconds"]) for name in steps}
+    eager = next((name for name in steps if found[name]["role"] == "eager"), None)
+    best = min((name for name in steps if found[name]["role"] == "peer"), key=medians.__getitem__, default=None)
+    for name, step in steps.items():
+        own = found[name]["seconds"]
+        # A CUDA graph allocates once and holds its memory, which a step does not show.
+        graph = device.type == "cuda" and name.startswith("torch.compile, max-autotune")
+        found[name] |= {
+            "median_seconds": medians[name],
+            "spread_seconds": [min(own), max(own)],
+            "over_eager": median_ratio(found[eager]["seconds"], own) if eager else None,
+            "over_best_peer": median_ratio(found[best]["seconds"], own) if best else None,
+            "peak_bytes": None if graph else peak_memory(step, device),
+        }
     return {
         "suite": case.suite,
         "case": case.name,
@@ -107,21 +83,15 @@ def measure(case: Case, device: torch.device, rounds: Rounds) -> dict[str, Any]:
         "note": case.note,
         "tolerance": case.tolerance,
         "best_peer": best,
-        "implementations": implementations,
+        "implementations": found,
     }
 
 
-def _admitted(candidate: Implementation, formula: Step, tolerance: float, device: torch.device) -> _Measured:
-    one = _Measured(candidate.role)
-    try:
-        one.step, one.difference = checked(candidate, formula, tolerance)
-        one.once = seconds(one.step, device)
-        one.calls = calls_per_reading(one.once, device)
-    except Exception as error:  # an implementation that cannot do it is a result, too
-        one.drop(error)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # one that ran out of memory must not leave too little for the next
-    return one
+def _reason(error: Exception) -> dict[str, str]:
+    """The status of an implementation that raised, and why."""
+    status = {Unavailable: "unavailable", Refused: "wrong"}.get(type(error), "failed")
+    words = f"{type(error).__name__}: {error}" if status == "failed" else str(error)
+    return {"status": status, "reason": " ".join(words.split())[:MAX_REASON]}
 
 
 def checked(candidate: Implementation, formula: Step, tolerance: float) -> tuple[Step, float]:
@@ -150,18 +120,13 @@ def disagreement(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     worst = 0.0
     for one, other in zip(actual, expected, strict=True):
         truth = other.to(torch.promote_types(other.dtype, torch.float32))
-        difference = _root_mean_square(one.to(truth) - truth) if other.numel() else 0.0
-        if difference:
-            relative = difference / (_root_mean_square(truth) or math.nan)
-            worst = max(worst, relative if math.isfinite(relative) else math.inf)
+        difference = (one.to(truth) - truth).norm()
+        if difference != 0:
+            worst = max(worst, (difference / truth.norm()).nan_to_num(math.inf, math.inf).item())
     return worst
 
 
-def _root_mean_square(tensor: Tensor) -> float:
-    return tensor.square().mean().sqrt().item()
-
-
-def round_robin(names: Sequence[Name], rounds: int) -> Iterator[list[Name]]:
+def round_robin(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
     """The order of each round: every name once, each round begins one further on.
 
     A drift of the machine's speed then cancels in the ratios of a round, and no implementation is always the first.

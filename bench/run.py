@@ -14,14 +14,11 @@ import torch
 from cdt_fast.bench import results_file
 from cdt_fast.bench.document import case_as_text
 from cdt_fast.bench.machine import describe
-from cdt_fast.bench.measure import Rounds, measure
+from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError, check_integer
 from cdt_fast.files import write_json
 from cdt_fast.training.allocator import disable_malloc_trim
-
-# On two cores the whole bench then takes less than an hour, most of which are preparation and compilation.
-ROUNDS = {"cpu": Rounds(5, 15, 8.0), "cuda": Rounds(10, 50, 5.0)}
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -36,10 +33,8 @@ def run_command(options: argparse.Namespace) -> int:
         raise InputError("--device is cuda, but torch finds no CUDA GPU here")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     size = options.size or ("gpu" if device.type == "cuda" else "cpu")
-    rounds = ROUNDS[device.type]
     if options.repeats is not None:
         check_integer("--repeats", options.repeats, 1)
-        rounds = Rounds(options.repeats, options.repeats, 0.0)
     suites = {name: list(SUITES[name](device, size)) for name in options.suite or SUITES}
     chosen = [case for cases in suites.values() for case in cases if (options.case or "") in case.name]
     if not chosen:
@@ -54,7 +49,7 @@ def run_command(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     for number, case in enumerate(chosen, 1):
         print(f"{case.suite}, case {number} of {len(chosen)}: {case.name}", file=sys.stderr, flush=True)
-        measured = measure(case, device, rounds)
+        measured = measure(case, device, options.repeats)
         path, contents = files[case.suite]
         results_file.add(contents, measured, run, [case.name for case in suites[case.suite]])
         write_json(path, contents)

@@ -66,10 +66,7 @@ def _case(shape: Shape, dtype: str, device: torch.device, size: str) -> Case:
     compilers = support.compilers(symmetric_attention_reference, device, size, autotune)
     backends = SDPA_BACKENDS if device.type == "cuda" else {}
     peers: dict[str, Prepare] = {
-        **{
-            name: lambda z, lengths, compile=compile: functools.partial(compile(), lengths=lengths)
-            for name, compile in compilers.items()
-        },
+        **{name: lambda *given, compile=compile: plainly(compile())(*given) for name, compile in compilers.items()},
         "SDPA": sdpa,
         **{name: functools.partial(sdpa, backend=backend) for name, backend in backends.items()},
         "FlexAttention": flex,
@@ -111,14 +108,14 @@ def _step(prepare: Prepare, inputs: Inputs) -> Step:
     return step_of(lambda inputs: [attend(*inputs.leaves)], inputs)
 
 
-def fused(z: Tensor, lengths: Tensor | None) -> Attend:
-    """The package's own op."""
-    return functools.partial(ops.symmetric_attention, lengths=lengths)
+def plainly(attention: Attend) -> Prepare:
+    """An attention that takes the lengths themselves."""
+    return lambda z, lengths: functools.partial(attention, lengths=lengths)
 
 
-def eager(z: Tensor, lengths: Tensor | None) -> Attend:
-    """The attention as everyone would write it first: scores, a softmax and a product, differentiated by torch."""
-    return functools.partial(symmetric_attention_reference, lengths=lengths)
+# As everyone would write it first: scores, a softmax and a product, differentiated by torch.
+eager = plainly(symmetric_attention_reference)
+fused = plainly(ops.symmetric_attention)
 
 
 def sdpa(z: Tensor, lengths: Tensor | None, backend: SDPBackend | None = None) -> Attend:

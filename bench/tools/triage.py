@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from cdt_fast import ops
 from cdt_fast.bench.case import Case, Step
 from cdt_fast.bench.machine import describe, file_stem
 from cdt_fast.bench.measure import checked
-from cdt_fast.bench.suites import SIZES, SUITES
+from cdt_fast.bench.suites import SUITES
 
 MODULE = "cdt_fast.bench.tools.triage"
 SMOKE_TESTS = ("-o", "addopts=", "-q", "-p", "no:cacheprovider", "-m", "emulated and not slow", "tests/kernels")
@@ -96,12 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     folder = os.environ.get("OUT") or "bench/results"
     parser.add_argument("--out", default=folder, metavar="DIR", help="folder of the results ($OUT, or bench/results)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help=argparse.SUPPRESS)
-    parser.add_argument("--size", choices=SIZES, default="gpu", help=argparse.SUPPRESS)
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)  # time one in this process
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)  # launch one kernel, for a sanitizer
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    device = torch.device("cuda")
     if options.once:
         with ops.use_backend("triton"):
             case = find_case(*RACECHECK, device, "toy")
@@ -112,29 +110,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         suite, name = CASES[options.case]
         median: Any = functools.partial(do_bench, return_mode="median")
-        print(json.dumps(timed(find_case(suite, name, device, options.size), median)))
+        print(json.dumps(timed(find_case(suite, name, device, "gpu"), median)))
         return 0
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         parser.error("torch finds no CUDA GPU here")
     machine = describe(device, "as it comes")
     path = Path(options.out) / f"{file_stem(machine['name'])}-triage.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     run = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"
-    chosen = ["--device", options.device, "--size", options.size]
-    lines: list[Mapping[str, Any]] = []
+    failed = 0
     with path.open("a", encoding="utf-8") as file:
-
-        def add(line: Mapping[str, Any]) -> None:
+        print(json.dumps({"run": run, "part": "machine", "status": "done", **machine}), file=file, flush=True)
+        for name, command, limit in parts([sys.executable, "-m", MODULE]):
+            line = run_child(name, command, limit)
             print(json.dumps({"run": run, **line}), file=file, flush=True)
-            lines.append(line)
-
-        add({"part": "machine", "status": "done", **machine})
-        for name, command, limit in parts([sys.executable, "-m", MODULE, *chosen]):
-            add(run_child(name, command, limit))
-            figures = [f"{key} {value:.3g}" for key, value in lines[-1].items() if isinstance(value, float)]
-            print(name, lines[-1]["status"], *figures, sep=", ", flush=True)
+            figures = [f"{key} {value:.3g}" for key, value in line.items() if isinstance(value, float)]
+            print(name, line["status"], *figures, sep=", ", flush=True)
+            failed += line["status"] != "done"
     print(f"written to {path}")
-    return int(any(line["status"] != "done" for line in lines))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

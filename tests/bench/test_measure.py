@@ -13,7 +13,6 @@ from cdt_fast.bench import measure as measuring
 from cdt_fast.bench.case import Case, Implementation, Step
 from cdt_fast.bench.measure import (
     Refused,
-    Rounds,
     calls_per_reading,
     disagreement,
     measure,
@@ -27,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def measured(case: Case, rounds: int = 3) -> dict[str, dict[str, Any]]:
-    return measure(case, CPU, Rounds(rounds, rounds, 0.0))["implementations"]
+    return measure(case, CPU, rounds)["implementations"]
 
 
 def test_what_differs_fails_or_is_missing_is_reported_and_not_timed() -> None:
@@ -98,9 +97,11 @@ def test_all_take_turns_and_each_is_the_first_in_turn(monkeypatch: pytest.Monkey
     assert called == [*pairs, *turns, *pairs]
 
 
-def test_as_many_rounds_as_fit_and_no_fewer_than_the_least() -> None:
-    rounds = Rounds(least=5, most=15, seconds=8.0)
-    assert [rounds.fitting(one) for one in (100.0, 1.7, 1.0, 0.8, 0.0)] == [5, 5, 8, 10, 15]
+def test_as_many_rounds_as_fit_and_no_fewer_than_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(Implementation("eager", "eager", steady(1.0)))
+    for once, count in ((100.0, 5), (0.9, 8), (1e-6, 25)):
+        monkeypatch.setattr(measuring, "seconds", lambda step, device, calls=1, once=once: once)
+        assert len(measure(case, CPU)["implementations"]["eager"]["seconds"]) == count
 
 
 def test_a_drift_cancels_in_the_ratio() -> None:

@@ -14,7 +14,7 @@ import torch
 from cdt_fast.bench import document as documents
 from cdt_fast.bench.case import Implementation, Step
 from cdt_fast.bench.machine import describe
-from cdt_fast.bench.measure import Rounds, measure
+from cdt_fast.bench.measure import measure
 from cdt_fast.bench.results_file import add, open_file, read
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError
@@ -87,7 +87,7 @@ def measured() -> dict[str, Any]:
     """A made-up case as it was measured."""
     others = Implementation("SDPA", "peer", unavailable), Implementation("cdt_fast", "ours", steady(1.0))
     case = case_of(EAGER, *others, suite="step", name="DUST, float32", note="made up")
-    return measure(case, CPU, Rounds(2, 2, 0.0))
+    return measure(case, CPU, 2)
 
 
 def add_to(folder: Path, case: dict[str, Any], order: list[str], date: str, suite: str = "step", **facts: Any) -> Path:

@@ -220,7 +220,9 @@ class TestTriage:
         programs = {"good": good, "bad": "raise SystemExit(3)"}
         chosen = [(name, [sys.executable, "-c", code], 20.0) for name, code in programs.items()]
         monkeypatch.setattr(triage, "parts", lambda command: chosen)
-        assert triage.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(triage, "describe", lambda device, allocator: {"name": "a card"})
+        assert triage.main(["--out", str(tmp_path)]) == 1
         (path,) = tmp_path.iterdir()
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert [(line["part"], line["status"]) for line in lines] == [
