@@ -16,6 +16,7 @@ from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.integrations.shared import (
     LossSums,
     constraints_for,
+    dual_step,
     items_in,
     mean_over_ranks,
     measured,
@@ -32,22 +33,20 @@ except ImportError:  # so that the class can be imported; its constructor says w
 class DescentCallback(_Callback):
     """Descent constraints for a transformers model inside of a LightningModule.
 
-    The training step returns the loss of that model, called with `labels`; one that it is no part of is refused. It is
-    the Lagrangian of `with_descent`, of all the micro-batches that `accumulate_grad_batches` gathers and of all ranks,
-    however unequal their numbers of items. As the whole number is not known before the last micro-batch, a loss is
-    divided by the items of a micro-batch of the previous step, and one factor sets the gradients right just before they
-    are clipped and the optimizer steps. A term of its own that a training step adds to the loss is scaled by that
-    factor too, which is near 1.
+    The training step returns the loss of that model, called with `labels`; a loss that it is no part of is refused. The
+    model's loss is the Lagrangian of `with_descent`, over all micro-batches of an optimizer step and all ranks, however
+    unequal their numbers of items. As the whole number is not known before the last micro-batch, a loss is divided by
+    the items of a micro-batch of the previous step, and one factor corrects the gradients just before they are clipped
+    and the optimizer steps. Other terms of the loss are scaled by that factor too, which is near 1.
 
-    When multipliers and slacks move is as there too (not in a step that is skipped, as training steps return None or a
-    gradient scaler found an infinity), and so is what is logged every `log_every_n_steps`. In validation
-    the loss of the model is that of its last layer, and `val_layer_loss_d`, `val_violation_d` and `val_feasible` are
-    logged. The checkpoint holds the state of the constraints. The model is given back as it was when the trainer is
-    done.
+    Multipliers and slacks move as there (and not in a step whose training steps all return None), and the same entries
+    are logged every `log_every_n_steps`. In validation the model's output has the loss of its last layer, and
+    `layer_losses` and `layer_loss_count` to log. The checkpoint holds the state of the constraints. The model is given
+    back as it was when the trainer is done.
 
     Args:
-        constraints: a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before.
-        unconstrained_steps, taps, inner_fraction: as `with_descent` has them.
+        constraints: a DescentConstraints, or a dictionary of its options, which a `preset` in it completes.
+        unconstrained_steps, taps, inner_fraction: as for `with_descent`.
         model: the name of the transformers model inside of the LightningModule.
 
     Raises:
@@ -67,15 +66,13 @@ class DescentCallback(_Callback):
     ) -> None:
         require("lightning.pytorch", "lightning", "DescentCallback")
         super().__init__()
-        self._given, self._model_name = constraints, model
+        self._given, self._model_name, self._taps, self._inner_fraction = constraints, model, taps, inner_fraction
         self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
-        self._reads: dict[str, Any] = {"taps": taps, "inner_fraction": inner_fraction}
         self._constraints: DescentConstraints | None = None
         self._layer_losses: LayerLosses | None = None
         self._hooks: list[Any] = []
         self._saved: Mapping[str, Any] | None = None
         self._logged: LossSums | None = None
-        self._evaluated: LossSums | None = None
         self._items: Tensor | None = None  # what a micro-batch is divided by: items of the previous step, a micro-batch
         # Losses and counts of the micro-batches whose gradients wait for the optimizer, and whether any gradient waits.
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -83,23 +80,19 @@ class DescentCallback(_Callback):
 
     @property
     def constraints(self) -> DescentConstraints:
-        """The constraints; an InputError where they were given as a dictionary, and no model has been seen yet."""
+        """The constraints; before training starts there are none, which is an InputError."""
         if self._constraints is None:
             raise InputError("the constraints are made when training starts; there is no model before")
         return self._constraints
 
     @property
     def layer_losses(self) -> LayerLosses:
-        """The handle of `attach_layer_losses`; an InputError where the trainer does not run."""
+        """The handle of `attach_layer_losses`; an InputError unless the trainer runs."""
         if self._layer_losses is None:
             raise InputError("the layer losses are attached while the trainer runs, not before or after")
         return self._layer_losses
 
-    # A validation without training runs in inference mode, and training could not change tensors that were made in it.
-    @torch.inference_mode(False)
     def _attach(self, pl_module: Any) -> None:
-        if self._layer_losses is not None:
-            return
         try:
             model = pl_module.get_submodule(self._model_name)
         except AttributeError as error:
@@ -107,7 +100,7 @@ class DescentCallback(_Callback):
                 f"model must name the transformers model inside of the {type(pl_module).__name__}, got "
                 f"{self._model_name!r}; it holds {[name for name, _ in pl_module.named_children()]}"
             ) from error
-        handle = attach_layer_losses(model, **self._reads)
+        handle = attach_layer_losses(model, self._taps, inner_fraction=self._inner_fraction)
         try:
             self._constraints = constraints_for(self._constraints or self._given, handle)
         except InputError:
@@ -138,13 +131,10 @@ class DescentCallback(_Callback):
         self._hooks.append(trainer.optimizers[0].register_step_post_hook(after))
         self._forget_step()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._detach()
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._detach()  # there is no teardown then
+        self.teardown()  # which the trainer does not call then
 
-    def _detach(self) -> None:
+    def teardown(self, *_: Any, stage: str = "") -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -164,14 +154,10 @@ class DescentCallback(_Callback):
         return args, {**kwargs, "num_items_in_batch": self._items, "return_dict": True}
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not isinstance(output, Mapping) or "layer_losses" not in output:
-            return
-        losses = measured(output, self.constraints)
-        if module.training and output["loss"].requires_grad:
+        if module.training and "layer_losses" in output and output["loss"].requires_grad:
+            losses = measured(output, self.constraints)
             # In the backward: a training step may look at a loss, and return None.
             output["loss"].register_hook(lambda gradient: self._pending.append(losses))
-        elif not module.training and self._evaluated is not None:
-            self._evaluated.add(*losses)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         self._any_backward = True
@@ -213,27 +199,15 @@ class DescentCallback(_Callback):
         found_inf = getattr(optimizer, "found_inf", None)
         if self._pending and not (found_inf is not None and found_inf.item()):
             assert self._logged is not None
-            for losses, count in self._pending:
-                self.constraints.record(losses, count)
-                self._logged.add(losses, count)
-            self.constraints.step(update=trainer.global_step >= self._unconstrained_steps)
+            for losses in self._pending:
+                self._logged.add(*losses)
+            dual_step(self.constraints, self._pending, trainer.global_step >= self._unconstrained_steps)
             if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
                 pl_module.log_dict(self._logged.take(multipliers=True)[0])
         self._forget_step()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._attach(pl_module)
-        self._evaluated = LossSums(self.constraints, self.layer_losses.taps)
-
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        assert self._evaluated is not None
-        entries, count = self._evaluated.take("val_")
-        self._evaluated = None
-        if count:
-            pl_module.log_dict(entries)
-
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, plain numbers and words; empty before training started."""
+        """Return tensors, plain numbers and words; nothing before training has started."""
         if self._constraints is None or self._items is None:
             return {}
         return {"constraints": copy.deepcopy(self._constraints.state_dict()), "items": self._items.clone()}

@@ -1,4 +1,4 @@
-"""What the trainers share: the constraints of a model, the losses since the last log, and the state of a checkpoint."""
+"""Parts of both trainers: the constraints of a model, numbers of items, and the losses since the last log."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cdt_fast.models.layer_losses.outputs import IGNORED
 
 
 def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses: LayerLosses) -> DescentConstraints:
-    """`given`, or the constraints made of it where it is a dictionary of options, which may name a `preset`.
+    """Return `given`, or constraints with these options, which may name a `preset`.
 
     Raises:
-        InputError: it is neither, names an option that there is not, or has not one loss a depth that is read.
+        InputError: it is neither, names an unknown option, or does not have one loss a depth that is read.
     """
     if not layer_losses.num_constraints:
         raise InputError(f"taps must hold two depths or more for descent constraints, got {list(layer_losses.taps)}")
@@ -38,7 +38,7 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
 
 
 def items_in(layer_losses: LayerLosses, batch: Mapping[str, Any]) -> Tensor:
-    """How many labels of a batch count, `[]`: the tokens or rows that the model's loss is a mean over.
+    """Return how many labels of a batch count, `[]`: the tokens or rows that the model's loss is a mean over.
 
     Raises:
         InputError: the batch has no labels.
@@ -52,23 +52,21 @@ def items_in(layer_losses: LayerLosses, batch: Mapping[str, Any]) -> Tensor:
     return (labels != IGNORED).sum()
 
 
-def number_of_ranks() -> int:
-    """Of the default group; 1 where torch.distributed does not run."""
-    running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if running else 1
-
-
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """`tensor`, summed in place over the default group, if there is one; every rank must call this."""
-    if number_of_ranks() > 1:
+    """Sum `tensor` in place over the default group, if there is one, and return it; every rank must call this."""
+    if _is_distributed():
         torch.distributed.all_reduce(tensor)
     return tensor
 
 
 def mean_over_ranks(items: Tensor) -> Tensor:
-    """A number of items, summed in place over the ranks, at least 1, over the number of ranks, as gradients are
-    averaged over them; every rank must call this."""
-    return sum_over_ranks(items).clamp(min=1) / number_of_ranks()
+    """Return the mean of a number of items over the ranks, as gradients are averaged over them, or 1 item in all if
+    there is none; every rank must call this."""
+    return sum_over_ranks(items).clamp(min=1) / (torch.distributed.get_world_size() if _is_distributed() else 1)
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class LossSums:
@@ -85,8 +83,11 @@ class LossSums:
         self._sums[-1].add_(count)
 
     def take(self, prefix: str = "", *, multipliers: bool = False) -> tuple[dict[str, float], int]:
-        """Return what to log, one number an entry, named by the depth: mean losses over all ranks, what the constraints
-        say of them, maybe λ; and the count. It starts anew. Every rank must call it; it waits."""
+        """Return the entries to log, named by the depth, and the number of items, and start anew.
+
+        The entries are mean losses over all ranks, violations, maybe multipliers, and whether the constraints hold.
+        Every rank must call this; it waits for the GPU.
+        """
         sums = sum_over_ranks(self._sums.clone())
         self._sums.zero_()
         losses = sums[:-1] / sums[-1]
@@ -104,7 +105,14 @@ class LossSums:
 
 
 def measured(output: Mapping[str, Any], constraints: DescentConstraints) -> tuple[Tensor, Tensor]:
-    """The losses of a forward and their count, on the device of the constraints: a model split over devices has its
-    head on another one."""
+    """Return the losses of a forward and their count, on the device of the constraints: a model split over devices
+    has its head on another one."""
     losses, count = output["layer_losses"].detach(), output["layer_loss_count"]
     return losses.to(constraints.device, non_blocking=True), count.to(constraints.device, non_blocking=True)
+
+
+def dual_step(constraints: DescentConstraints, pending: Sequence[tuple[Tensor, Tensor]], update: bool) -> None:
+    """Record the losses and counts of the micro-batches of an optimizer step, and step the multipliers."""
+    for losses, count in pending:
+        constraints.record(losses, count)
+    constraints.step(update=update)

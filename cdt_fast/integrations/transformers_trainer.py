@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,7 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError, check_integer, require
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.integrations.shared import (
-    LossSums,
-    constraints_for,
-    items_in,
-    mean_over_ranks,
-    measured,
-)
+from cdt_fast.integrations.shared import LossSums, constraints_for, dual_step, items_in, mean_over_ranks, measured
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 
@@ -35,35 +28,34 @@ def with_descent(trainer_class: Any) -> Any:
 
     It takes four more keyword arguments, all others as before:
 
-        constraints   a DescentConstraints, or a dictionary of its options and, maybe, a `preset` that they go before
+        constraints   a DescentConstraints, or a dictionary of its options, which a `preset` in it completes
         unconstrained_steps  optimizer steps at the start with the constraints off (the paper: those of one epoch)
-        taps          the depths to read, as for `attach_layer_losses`; None: all
-        inner_fraction  the share of the tokens that the inner depths are estimated from, as there
+        taps, inner_fraction  as for `attach_layer_losses`
 
     and has two more attributes, `constraints` and `layer_losses` (the handle of `attach_layer_losses`).
 
     In training the loss is the Lagrangian `Σ_l w_l ℓ_l`, where ℓ_l is the mean over all items (tokens or rows whose
     label is not −100) of an optimizer step: of its micro-batches and, whatever `average_tokens_across_devices` says,
-    of all ranks. Multipliers move once an optimizer step, but in one that a gradient scaler skips; slacks restart each
-    epoch. Whenever the Trainer logs its loss, it logs too, for each depth d that is read, `layer_loss_d` (mean since
-    the last log, over all ranks), `multiplier_d`, `violation_d` (where there is a constraint), and `feasible` (1 or 0).
-    Checkpoints hold the state of the constraints, and `resume_from_checkpoint` continues it.
+    of all ranks. Multipliers move once an optimizer step, unless a gradient scaler skips it; slacks restart each epoch.
+    Whenever the Trainer logs its loss, it also logs, for each depth d that is read, `layer_loss_d` (in nats, the mean
+    since the last log, over all ranks), `multiplier_d`, `violation_d` (where there is a constraint), and `feasible` (1
+    or 0). Checkpoints hold the state of the constraints, and `resume_from_checkpoint` continues it.
 
-    In evaluation the loss is that of the last layer. Metrics are, besides, `eval_layer_loss_d`, `eval_violation_d` and
-    `eval_feasible`, from sums over all ranks. (Where the ranks do not divide the data set, samplers repeat a few
-    rows, and those count again.)
-
-    Logits are not computed in training. Of what TRL logs, entropy and token accuracy are computed in its own loss,
-    and so they are missing.
+    In evaluation the loss is that of the last layer; further metrics are `eval_layer_loss_d`, `eval_violation_d` and
+    `eval_feasible`, from sums over all ranks. (Where the ranks do not divide the data set, samplers repeat a few rows,
+    and those count again.) Logits are not computed in training, so that TRL's entropy and token accuracy are missing.
 
     Args:
         trainer_class: transformers' Trainer, TRL's SFTTrainer, or a subclass that does not compute another loss.
 
     Raises:
         MissingExtra: transformers is not installed.
-        InputError: it is another class. And from the constructor: the model is none that `attach_layer_losses` takes;
-            the constraints do not fit it; a setting asks for another loss (label smoothing, `compute_loss_func`) or for
-            a way to distribute that is not supported (DataParallel, DeepSpeed, sequences split over devices).
+        InputError: it is another class. From the constructor: the model is none that `attach_layer_losses` takes; the
+            constraints do not fit it; a setting asks for another loss (label smoothing, `compute_loss_func`), for
+            another way to distribute (DataParallel, DeepSpeed, sequences split over devices), or for new models
+            (`model_init`).
+
+    Source: "A Constrained Optimization Perspective of Unrolled Transformers", the Lagrangian of a classifier's layers.
     """
     base = require("transformers", "transformers", "with_descent").Trainer
     if not isinstance(trainer_class, type) or not issubclass(trainer_class, base):
@@ -83,7 +75,6 @@ class _DescentTrainer(Trainer):
 
     layer_losses: LayerLosses
     constraints: DescentConstraints
-    _reads: dict[str, Any] | None = None  # arguments of attach_layer_losses, known once the Trainer is constructed
     _items: Tensor | None = None  # of an optimizer step, over all ranks, divided by their number
     _evaluated: LossSums | None = None
 
@@ -99,11 +90,9 @@ class _DescentTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._check_supported()
         # Now that TRL has put its own forward in the place of the model's: that one passes on what is not for it.
-        self._reads = {"taps": taps, "inner_fraction": inner_fraction}
-        self.layer_losses = attach_layer_losses(self.model, **self._reads)
+        self.layer_losses = attach_layer_losses(self.model, taps, inner_fraction=inner_fraction)
         self.constraints = constraints_for(constraints, self.layer_losses).to(self.args.device)
         self._unconstrained_steps = check_integer("unconstrained_steps", unconstrained_steps, 0)
-        self._at_first = copy.deepcopy(self.constraints.state_dict())
         self._logged = LossSums(self.constraints, self.layer_losses.taps)
         self._entries: dict[str, float] = {}
         self._pending: list[tuple[Tensor, Tensor]] = []  # losses and counts of the micro-batches of this optimizer step
@@ -120,6 +109,7 @@ class _DescentTrainer(Trainer):
             (args.label_smoothing_factor, "label_smoothing_factor", "a loss of its own: set it to 0"),
             ("nll" not in loss_type, "loss_type", "a loss of its own: use 'nll'"),
             (self.compute_loss_func is not None, "compute_loss_func", "a loss of its own: leave it out"),
+            (self.model_init is not None, "model_init", "new models during training: give one model"),
             (args.n_gpu > 1, "n_gpu", "DataParallel: start with torchrun or accelerate launch"),
             (self.is_deepspeed_enabled, "deepspeed", "DeepSpeed: use DDP or FSDP2"),
             (split, "parallelism_config", "sequences split over devices: use whole ones"),
@@ -127,13 +117,6 @@ class _DescentTrainer(Trainer):
         for given, name, problem in problems:
             if given:
                 raise InputError(f"descent constraints do not go with {name}, which asks for {problem}")
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        model = super().call_model_init(trial)
-        if self._reads is not None:  # a new model, also for each trial of a search: the run starts again
-            self.layer_losses = attach_layer_losses(model, **self._reads)
-            self.constraints.load_state_dict(self._at_first)
-        return model
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         samples, _ = super().get_batch_samples(*args, **kwargs)
@@ -167,9 +150,7 @@ class _DescentTrainer(Trainer):
 
     def _dual_step(self) -> None:
         if not self.accelerator.optimizer_step_was_skipped:  # where a gradient scaler found an infinity
-            for losses, count in self._pending:
-                self.constraints.record(losses, count)
-            self.constraints.step(update=self.state.global_step >= self._unconstrained_steps)
+            dual_step(self.constraints, self._pending, self.state.global_step >= self._unconstrained_steps)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
@@ -205,15 +186,8 @@ class _DescentTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        path = os.path.join(checkpoint, STATE_FILE)
-        if not os.path.exists(path):
-            raise InputError(
-                f"{path} is missing: a trainer without descent constraints saved this checkpoint, or save_only_model "
-                "was set; start from its model, without resume_from_checkpoint"
-            )
-        self.constraints.load_state_dict(load_checkpoint(path))
+        if checkpoint is not None:
+            self.constraints.load_state_dict(load_checkpoint(os.path.join(checkpoint, STATE_FILE)))
 
 
 def _stepper(trainer: _DescentTrainer) -> TrainerCallback:
