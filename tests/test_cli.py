@@ -306,13 +306,14 @@ def test_a_wrong_formulation_is_one_line_and_makes_no_run(
     ("words", "message"),
     [
         (["--setup", "paper"], "--setup is gone: the git tag full"),
+        (["--no-adaptive"], "--no-adaptive is gone: the git tag full"),
         (["--preset", "paper"], "preset must be one of video, text, lm, safe, paper-dust, "),
         (["--preset", "paper-vit"], "--preset paper-vit needs --pretrained, the folder of a pretrained network"),
         (["--preset", "safe", "--no-constrained"], "--preset safe is of constraints, and --no-constrained is to train"),
         (["--preset", "paper-dust", "--gamma", "25"], "[data] gamma reaches 25 standard deviations of the training"),
         (
-            ["--unit", "deviation"],
-            "unit is deviation, and these are numbers for unit level: gamma [1.0, 50.0], ",
+            ["--frames", "resized"],
+            "frames is resized, and these are numbers for frames crops: gamma [1.0, 50.0], ",
         ),
     ],
 )
@@ -424,13 +425,13 @@ def test_an_evaluation_from_before_more_training_is_not_compared(call: Call, cop
 def test_a_vit_trains_and_is_measured(call: Call, clip: Path, tmp_path: Path, quick_figures: None) -> None:
     pytest.importorskip("transformers")
     vit = ["--preset", "paper-vit", "--pretrained", "none"]
-    words = [*vit, "--layers", 2, "--width", 12, "--heads", 2, "--steps", 2]
+    words = [*vit, "--layers", 2, "--width", 12, "--steps", 2]
     words += ["--size", 32, "--patch", 8, "--window", 5, "--batch", 2, "--device", "cpu", "--gammas", 0.15]
     answer = call("train", "video", clip, "--out", tmp_path / "run", *words)
     assert answer.status == 0, answer
     assert "run (constrained, chain, vit)" in answer.out
     small = call("denoise", tmp_path / "run", clip, tmp_path / "out.mp4")
     assert small.status == 0
-    assert "sequence must be space, frames resized" in call("train", "video", clip, *vit, "--sequence", "time").line()
+    assert "patch_frames must be 1 for a vit" in call("train", "video", clip, *vit, "--patch-frames", 2).line()
     line = call("train", "video", clip, *vit, "--code-size", 64).line()
     assert "[model] code_size has no effect unless model is dust or ut" in line

@@ -34,11 +34,12 @@ Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 # The settings that only earlier versions have.
 GONE = (
-    "agreement attention_width barrier_width checkpoint_every clip code_noise coefficients cuda_graph depth_rotation "
-    "depth_schedule dual dual_every exit_agreements exit_scale feedforward_width format gain_growth gain_limit "
-    "generated initial_codes inner_kl jacobian layer_dropout log_every perturbation perturbation_rate positions "
-    "preset prompts proportional_gain rank_timeout ratio readout reference_losses setup slack_lr smoothing "
-    "spectral_bound split step tail tensorboard tighten_steps warmup_steps weight_decay"
+    "adaptive agreement attention_width barrier_width checkpoint_every clip code_noise coefficients cuda_graph "
+    "depth_rotation depth_schedule dual dual_every exit_agreements exit_scale feedforward_width format gain_growth "
+    "gain_limit generated initial_codes inner_kl jacobian layer_dropout log_every overlap perturbation "
+    "perturbation_rate positions preset prompts proportional_gain rank_timeout ratio readout reference_losses "
+    "sequence setup slack_lr smoothing spectral_bound split step stride tail tensorboard tighten_steps unit "
+    "warmup_steps weight_decay"
 )
 
 
@@ -244,9 +245,9 @@ class RunSettings(BaseModel):
         settings = getattr(self, section, None)
         if not isinstance(settings, Section):
             raise InputError(f"unknown section [{section}]{suggestion(section, SECTIONS)}")
-        if name in GONE.split():
-            raise InputError(f"[{section}] {gone(name)}")
         if name not in type(settings).model_fields:
+            if name in GONE.split():
+                raise InputError(f"[{section}] {gone(name)}")
             raise InputError(f"unknown key '{name}' in [{section}]{suggestion(name, type(settings).model_fields)}")
         try:
             setattr(settings, name, value)

@@ -1,4 +1,4 @@
-"""A trained model on any clips, beside other denoisers, each as far as it is installed: PSNR, SSIM and time a frame."""
+"""A trained model on any clips, beside the transforms and libavfilter's denoisers: PSNR, SSIM and time a frame."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, require
-from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data import find_clips, open_source
 from cdt_fast.video.data.cache import luma
 from cdt_fast.video.denoising import Denoising
-from cdt_fast.video.networks import Denoiser, device_of
+from cdt_fast.video.networks import Denoiser, device_of, is_adaptive
 from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import blur, dct3d_denoise, dct3d_shifted_denoise, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
@@ -44,9 +43,7 @@ _FILTERS: dict[str, Callable[[float], str]] = {
 
 
 class Measured(NamedTuple):
-    """What a denoiser did at each noise level: means over clips, PSNR in dB on 0..255; `skipped` says why there is
-    nothing.
-    """
+    """The means over clips at each noise level, PSNR in dB on 0..255; `skipped` says why there are none."""
 
     name: str
     psnr: list[float]
@@ -63,29 +60,22 @@ def compare_denoisers(
     at: Sequence[float] = SIGMAS,
     progress: bool = True,
 ) -> list[Measured]:
-    """Measure a model at every depth, and all `peers`, on the luma of clips with white noise.
+    """Measure a noise-adaptive model at every depth, and all `peers`, on the luma of clips with white noise.
 
     Of each clip the 16 frames in its middle are measured (or as many more as fill windows of the model), at full
-    resolution, the piece of 160 x 160 pixels in the middle of them. The peers have all of them at once. The model is
-    told the noise, as they are, and once estimates it, which is what `denoise` does.
-
-    Args:
-        model, settings: of a run; a noise-adaptive network.
-        sources: clean clips, as `find_clips` takes them.
-        at: standard deviations of the noise in gray levels.
+    resolution, the piece of 160 x 160 pixels in the middle of them. The model is told the noise (in gray levels, one of
+    `at`), as the peers are, and once estimates it, which is what `denoise` does.
 
     Raises:
         InputError: a clip cannot be read or has fewer frames, or the model takes one level alone.
     """
-    if not isinstance(model, DUST) or not model.noise_adaptive:
+    if not is_adaptive(model):
         raise InputError("--clips compares a noise-adaptive network, which is what train video trains by default")
     clips = [_piece(clip.path, settings.data.window) for source in sources for clip in find_clips(source)]
     named = peers()
     for depth in range(1, model.layers + 1):
-        ours = Denoising(model, settings, depth, grids=settings.data.overlap)
-        named[f"this run, {depth} of {model.layers} layers"] = partial(_ours, ours, True)
-        if depth == model.layers:
-            named["this run, noise estimated"] = partial(_ours, ours, False)
+        named[f"this run, {depth} of {model.layers} layers"] = partial(_ours, Denoising(model, settings, depth), True)
+    named["this run, noise estimated"] = partial(_ours, Denoising(model, settings, model.layers), False)
     with progress_bar(range(len(named) * len(at)), desc="compare", unit="noise level", shown=progress) as bar:
         return [measured(name, denoise, clips, at, bar.update) for name, denoise in named.items()]
 
@@ -114,14 +104,14 @@ def as_table(measurements: Sequence[Measured], at: Sequence[float] = SIGMAS) -> 
         if found.skipped:
             rows.append([f"{found.name}: skipped, {found.skipped}", *[""] * (len(at) + 3)])
             continue
-        mean, alike = (sum(values) / len(values) for values in (found.psnr, found.ssim))
-        numbers = [*(f"{value:.2f}" for value in found.psnr), f"{mean:.2f}", f"{alike:.3f}"]
-        rows.append([found.name, *numbers, f"{1000 * found.seconds_a_frame:.1f}"])
+        mean, alike = np.mean(found.psnr), np.mean(found.ssim)
+        numbers = [f"{value:.2f}" for value in (*found.psnr, mean)]
+        rows.append([found.name, *numbers, f"{alike:.3f}", f"{1000 * found.seconds_a_frame:.1f}"])
     return rows
 
 
 def peers() -> dict[str, Denoise]:
-    """Return all of them by name. One that cannot run here raises ImportError or InputError when it is called."""
+    """Return all of them by name. One that cannot run here raises ImportError when it is called."""
     return {
         "noisy frames": lambda frames, _: frames,
         "mean of 3x3 pixels": partial(_of_planes, blur),
@@ -134,28 +124,24 @@ def peers() -> dict[str, Denoise]:
 def measured(
     name: str, denoise: Denoise, clips: Sequence[Tensor], at: Sequence[float], on_measured: Callable[[], Any]
 ) -> Measured:
-    """Denoise each clip, clean frames `[T, h, w]` in [0, 1], at each noise level in gray levels.
-
-    The noise is that of the clip's and the level's number, the same for all denoisers.
-    """
-    psnr, alike, seconds = [], [], []
+    """Denoise each clip, clean frames `[T, h, w]` in [0, 1], with noise that is the same for all denoisers."""
+    rows: list[Any] = []
     for level, sigma in enumerate(at):
-        values, similar, took = [], [], 0.0
+        found = []
         for number, clean in enumerate(clips):
             noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1000 * level + number))
             begin = time.perf_counter()
             try:
-                found = denoise(clean + sigma / LEVELS * noise, sigma)
+                denoised = denoise(clean + sigma / LEVELS * noise, sigma)
             except ImportError as reason:
                 return Measured(name, [], [], 0.0, str(reason))
-            took += time.perf_counter() - begin
-            values.append(psnr_of(LEVELS * (found - clean).square().mean().sqrt().item()) or float("inf"))
-            similar.append(ssim(found[None], clean[None]).mean().item())
-        psnr.append(sum(values) / len(values))
-        alike.append(sum(similar) / len(similar))
-        seconds.append(took / sum(map(len, clips)))
+            took = (time.perf_counter() - begin) / len(clean)
+            psnr = psnr_of(LEVELS * (denoised - clean).square().mean().sqrt().item()) or float("inf")
+            found.append((psnr, ssim(denoised[None], clean[None]).mean().item(), took))
+        rows.append(np.mean(found, 0))
         on_measured()
-    return Measured(name, psnr, alike, float(np.median(seconds)))
+    psnrs, alike, seconds = np.transpose(rows)
+    return Measured(name, psnrs.tolist(), alike.tolist(), float(np.median(seconds)))
 
 
 def _of_planes(denoise: Callable[[Tensor, float, int], Tensor], frames: Tensor, sigma: float) -> Tensor:
@@ -170,10 +156,8 @@ def _filtered(name: str, options: Callable[[float], str], frames: Tensor, sigma:
     av = require("av", "video", "the filters of libavfilter")
     if name not in av.filter.filters_available:
         raise ImportError(f"this build of libavfilter has no {name}")
-    graph = av.filter.Graph()
-    height, width = frames.shape[-2:]
-    # Of its formats dctdnoiz takes colors alone.
-    form = "rgb24" if name == "dctdnoiz" else "gray"
+    graph, (height, width) = av.filter.Graph(), frames.shape[-2:]
+    form = "rgb24" if name == "dctdnoiz" else "gray"  # of these formats dctdnoiz takes colors alone
     source = graph.add_buffer(width=width, height=height, format=form, time_base=Fraction(1, 25))
     graph.link_nodes(source, graph.add(name, options(sigma)), graph.add("buffersink")).configure()
     for number, picture in enumerate((frames * LEVELS).round().clamp(0, 255).to(torch.uint8).numpy()):
@@ -185,8 +169,7 @@ def _filtered(name: str, options: Callable[[float], str], frames: Tensor, sigma:
     found = []
     while len(found) < len(frames):
         try:
-            pixels = graph.pull().to_ndarray(format=form)
+            found.append(graph.pull().to_ndarray(format=form).reshape(height, width, -1)[..., 0])
         except (av.error.BlockingIOError, av.error.EOFError) as error:
             raise ImportError(f"{name} gave {len(found)} of {len(frames)} frames") from error
-        found.append(pixels if pixels.ndim == 2 else pixels[..., 1])
     return torch.from_numpy(np.stack(found)).float() / LEVELS

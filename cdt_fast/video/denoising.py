@@ -29,13 +29,12 @@ class Denoising:
     """How a video is denoised.
 
     Attributes:
-        model: the trained model.
-        settings: those of its run.
+        model, settings: the trained model and the settings of its run.
         depth: number of layers to run.
         sigma: standard deviation of the noise in gray levels of 0..255; None: estimated, each window on its own, in
             brightness where there are colors. Of a noise-adaptive model alone.
-        grids: the result is the mean over `grids²` grids of patches, each a part of a patch further; None: over eight
-            (`VideoSettings.grid_places`).
+        grids: the result is the mean over `grids²` grids of patches, each a part of a patch further; None: those of the
+            training.
         found: the estimates, in gray levels.
     """
 
@@ -43,7 +42,7 @@ class Denoising:
     settings: VideoSettings
     depth: int
     sigma: float | None = None
-    grids: int | None = 1
+    grids: int | None = None
     found: list[float] = field(default_factory=list)
 
     def frames(self, frames: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -69,7 +68,7 @@ class Denoising:
             # A gray video in a file of colors is one plane: brightness of three would have its noise √3 times.
             frames = frames[..., :1]
         planes = torch.from_numpy(frames).to(device_of(self.model)).permute(3, 0, 1, 2).to(torch.float32) / LEVELS
-        opponent, sigma = len(planes) == 3 and self.settings.data.frames == "crops", self.sigma
+        opponent, sigma = len(planes) == 3 and self.settings.crops, self.sigma
         if opponent:
             planes = to_opponent(planes)
             # Most files have color at half the resolution: no fine differences are left in it, while its coarse ones
@@ -113,16 +112,14 @@ def denoise_video(
 ) -> dict[str, Any]:
     """Denoise `source` and write a playable video of the same size, with the same frame times and sound.
 
-    The planes of color are denoised each on their own, at full resolution, in windows of the length that the model was
-    trained with: brightness and two differences of colors where it was trained on crops, else red, green and blue.
-    A video that is to be turned for display is written upright.
+    The planes of color are denoised each on their own: brightness and two differences of colors where the model was
+    trained on crops, else red, green and blue. A video that is to be turned for display is written upright.
 
     Args:
-        model, settings, sigma: as in `Denoising`.
+        model, settings, sigma, grids: as in `Denoising`.
         source: a video file, a folder of frames or an array file.
         target: the video file to write, in a folder that exists; its suffix is one of `writing.CONTAINERS`.
         depth: number of layers to run, None for all.
-        grids: as in `Denoising`; None: those of the training.
         overwrite: replace `target` if it exists.
         progress: show a bar on stderr.
         caution: a line that is printed on stderr before anything is written.
@@ -135,22 +132,26 @@ def denoise_video(
         InputError: the source cannot be read, or the target exists or cannot be written as video.
     """
     depth = model.layers if depth is None else depth
-    if not 0 <= depth <= model.layers:
-        raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
     most = settings.data.patch if isinstance(model, DUST) else 1
-    if grids is not None and not 1 <= grids <= most:
-        raise InputError(f"--grids must be from 1 to {most}, got {grids}")
-    if sigma is not None and not is_adaptive(model):
-        raise InputError(f"--sigma is {sigma:g}, and the model is not noise-adaptive: it takes the noise as it comes")
-    if sigma is not None and not 0 < sigma < float("inf"):
-        raise InputError(
-            f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma:g}"
-        )
+    for refused, words in (
+        (not 0 <= depth <= model.layers, f"--depth must be from 0 to {model.layers}, got {depth}"),
+        (grids is not None and not 1 <= grids <= most, f"--grids must be from 1 to {most}, got {grids}"),
+        (
+            sigma is not None and not is_adaptive(model),
+            f"--sigma is {sigma}, and the model is not noise-adaptive: it takes the noise as it comes",
+        ),
+        (
+            sigma is not None and not 0 < sigma < float("inf"),
+            f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma}",
+        ),
+    ):
+        if refused:
+            raise InputError(words)
     frames, target = open_source(source), Path(target)
     check_target(target, Path(source), overwrite)
     if caution:
         print(printable(f"cdt-fast: note: {caution}"), file=sys.stderr)
-    denoising = Denoising(model, settings, depth, sigma, settings.data.overlap if grids is None else grids)
+    denoising = Denoising(model, settings, depth, sigma, grids)
     # A clip may change from gray to color.
     colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())
     shown = progress_bar(colored, desc=f"denoise {frames.path.name}", unit="frame", shown=progress)
@@ -158,11 +159,11 @@ def denoise_video(
         written, notes = write_video(temporary, target, denoising.frames(shown), frames)
     found = float(np.median(denoising.found)) if denoising.found else None
     least, greatest = settings.noise
-    if depth == 0 and settings.overlapping:
+    if depth == 0 and settings.crops:
         notes.append("no layer was run and nothing removed: depth 0 is the input")
     elif found is not None and sigma is None and found <= LITTLE_NOISE:
         notes.append(f"hardly any noise was found (sigma {found:.2g}) and removed; give --sigma to remove more")
-    elif found is not None and settings.data.unit == "level" and not least <= found <= greatest:
+    elif found is not None and settings.crops and not least <= found <= greatest:
         notes.append(
             f"the noise, sigma {found:.3g}, is beyond what the model was trained on, {least:g} to {greatest:g}"
         )

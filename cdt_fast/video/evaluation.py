@@ -14,7 +14,6 @@ from cdt_fast.video.networks import (
     Denoiser,
     ReconstructionLosses,
     device_of,
-    dtype_of,
     known_deviation,
     reconstructed,
     training_input,
@@ -25,12 +24,13 @@ from cdt_fast.video.settings import VideoSettings
 
 
 class VideoEvaluation(Evaluation):
-    """The `evaluation.json` of a run on video. RMSE and PSNR are on the scale 0..255, over all pixels of a noise level;
-    `mean_rmse` is the plain mean over the levels, SSIM is the mean over frames (`quality.ssim`). Losses
-    are sums over the pixels of a patch with values in [0, 1], or in units of the noise's variance where the model is
-    noise-adaptive, means over the tokens. A sample of `per_sample` is one sequence, or one window where the training is
-    on overlapping grids. `training_gamma` is the middle of the levels that were trained on, and losses are those at
-    levels spread over them.
+    """The `evaluation.json` of a run on video.
+
+    RMSE and PSNR are on 0..255, over all pixels of a noise level; `mean_rmse` is the plain mean over the levels, and
+    SSIM the mean over frames. Losses are sums over the pixels of a patch with values in [0, 1], or in units of the
+    noise's variance where the model is noise-adaptive, means over the tokens, at levels spread over the training's. A
+    sample of `per_sample` is one sequence, or one window of crops. `training_gamma` is the middle of the levels that
+    were trained on.
     """
 
     tied: bool
@@ -52,14 +52,13 @@ class VideoEvaluation(Evaluation):
 @torch.no_grad()
 def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float) -> list[float]:
     """Return the mean loss of every depth `[L+1]` over all of `windows`, at the training noise."""
-    device, dtype = device_of(model), dtype_of(model)
+    device, dtype = device_of(model), next(model.parameters()).dtype
     sums = torch.zeros(model.layers + 1, dtype=torch.float64, device=device)
-    count, losses = 0, ReconstructionLosses(model, None, settings if settings.overlapping else None)
+    losses = ReconstructionLosses(model, None, settings)
     for noisy, clean, deviation in noisy_batches(windows, settings.noise, sigma, device, dtype):
         given, target = (training_input(frames, settings) for frames in (noisy, clean))
         sums += losses(given, target, deviation, None)[1].to(torch.float64) * len(clean)
-        count += len(clean)
-    return (sums / count).tolist()
+    return (sums / len(windows)).tolist()
 
 
 @torch.no_grad()
@@ -72,14 +71,14 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
         similar: Any = 0.0
         pixels = frames = 0
         for noisy, clean, deviation in noisy_batches(data.test, gamma, data.sigma, device):
-            outputs = reconstructed(model, settings, noisy, deviation, settings.data.overlap)
+            outputs = reconstructed(model, settings, noisy, deviation)
             outputs += [denoise(noisy, gamma * data.sigma, settings.data.patch) for denoise in BASELINES.values()]
             errors += torch.stack([(output - clean).square().sum(dtype=torch.float64) for output in outputs]).cpu()
             similar += torch.stack([ssim(output, clean).sum() for output in outputs[depths - 1 :]]).double().cpu()
             pixels, frames = pixels + clean.numel(), frames + clean.shape[:2].numel()
         rmse.append((LEVELS * (errors / pixels).sqrt()).tolist())
         alike.append((similar / frames).tolist())
-    losses, per_sample = _descent(model, data, settings)
+    losses = _losses_of_samples(model, data, settings)
     final, *others = map(list, list(zip(*rmse, strict=True))[depths - 1 :])
     likeness, *others_alike = map(list, zip(*alike, strict=True))
     return {
@@ -98,29 +97,23 @@ def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress
         "baseline_psnr": {name: list(map(psnr_of, values)) for name, values in zip(BASELINES, others, strict=True)},
         "baseline_ssim": dict(zip(BASELINES, others_alike, strict=True)),
         "depth_rmse": [row[:depths] for row in rmse],
-        "layer_loss": losses,
-        "per_sample": per_sample,
+        "layer_loss": losses.mean(1).tolist(),
+        "per_sample": per_sample_statistics(losses),
     }
 
 
-def _descent(model: Denoiser, data: VideoData, settings: VideoSettings) -> tuple[list[float], dict[str, Any]]:
-    """Return mean losses by depth at the training noise, and the ratios ℓ_l / ℓ_{l−1} of every single sequence (of
-    every window where grids overlap).
-
-    A depth that is exact (flat patches without noise can be) has no ratio to the next and is left out of the
-    statistics; they are None when nothing is left.
-    """
+def _losses_of_samples(model: Denoiser, data: VideoData, settings: VideoSettings) -> Tensor:
+    """Return the losses `[L+1, samples]` of every single sequence, or every window of crops, at the training noise."""
     losses: list[Tensor] = []
     for noisy, clean, deviation in noisy_batches(data.test, settings.noise, data.sigma, device_of(model)):
         given, target = (training_input(frames, settings) for frames in (noisy, clean))
         known = known_deviation(model, deviation, len(given))
-        if settings.overlapping:
+        if settings.crops:
             pixels = settings.data.patch_frames * settings.data.patch**2
-            depths = reconstructed(model, settings, noisy, deviation, settings.data.overlap)
+            depths = reconstructed(model, settings, noisy, deviation)
             squares = [pixels * (frames - clean).square().mean((1, 2, 3)) for frames in depths]
         else:
             squares = [(tokens - target).square().sum(-1).mean(-1) for tokens in model.reconstructions(given, **known)]
         unit = known["deviation"].square() if known else 1.0
         losses.append(torch.stack(squares).to(torch.float64) / unit)
-    every = torch.cat(losses, dim=1)
-    return every.mean(1).tolist(), per_sample_statistics(every)
+    return torch.cat(losses, dim=1)

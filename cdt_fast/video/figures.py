@@ -59,28 +59,26 @@ def baseline_label(run: EvaluatedRun, name: str) -> str:
 
 def level_sign(run: EvaluatedRun) -> str:
     """Name noise levels by a letter: standard deviations in gray levels, or multiples of that of the frames."""
-    return "σ" if run.settings.data.unit == "level" else "γ"
+    return "σ" if run.settings.data.frames == "crops" else "γ"
 
 
 def tables(runs: Sequence[EvaluatedRun]) -> list[Table]:
     """Return RMSE, and PSNR with SSIM, a noise level and their mean: identity, baselines without weights, the runs."""
-    levels = [f"{level_sign(runs[0])} {gamma:g}" for gamma in runs[0].evaluation.gamma]
+    reference = runs[0].evaluation
+    levels = [f"{level_sign(runs[0])} {gamma:g}" for gamma in reference.gamma]
     errors = [["RMSE (0..255)", "parameters", *levels, "mean"]]
     quality = [["PSNR in dB / SSIM", *levels, "mean"]]
-    for name, parameters, values in _measured(runs, "rmse"):
-        errors.append([name, f"{parameters:,}", *(f"{value:.2f}" for value in (*values, sum(values) / len(values)))])
-    for (name, _, psnr), (_, _, alike) in zip(_measured(runs, "psnr"), _measured(runs, "ssim"), strict=True):
+    rows = [
+        (baseline_label(runs[0], name), 0, rmse, reference.baseline_psnr[name], reference.baseline_ssim[name])
+        for name, rmse in reference.baseline_rmse.items()
+    ]
+    measured = [(run.label, run.evaluation) for run in runs]
+    rows += [(label, values.parameters, values.rmse, values.psnr, values.ssim) for label, values in measured]
+    for name, parameters, rmse, psnr, alike in rows:
+        errors.append([name, f"{parameters:,}", *(f"{value:.2f}" for value in (*rmse, sum(rmse) / len(rmse)))])
         pairs = [*zip(psnr, alike, strict=True), (mean_psnr(psnr), sum(alike) / len(alike))]
         quality.append([name, *("" if level is None else f"{level:.2f} / {like:.3f}" for level, like in pairs)])
     return [errors, quality]
-
-
-def _measured(runs: Sequence[EvaluatedRun], measure: str) -> list[tuple[str, int, list[Any]]]:
-    """Return a label, the number of parameters, and the "rmse", "psnr" or "ssim" a noise level of each row."""
-    reference = runs[0].evaluation
-    baselines = getattr(reference, f"baseline_{measure}").items()
-    rows = [(baseline_label(runs[0], name), 0, values) for name, values in baselines]
-    return rows + [(run.label, run.evaluation.parameters, getattr(run.evaluation, measure)) for run in runs]
 
 
 def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
@@ -107,9 +105,9 @@ def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
 
 def _frames(runs: Sequence[EvaluatedRun]) -> Any:
     """Draw a row a noise level; None where a run has kept no frames."""
-    kept = [read_frames(run.folder.frames) for run in runs if run.folder.frames.exists()]
-    if len(kept) < len(runs):
+    if not all(run.folder.frames.exists() for run in runs):
         return None
+    kept = [read_frames(run.folder.frames) for run in runs]
     gammas, frames = kept[0]
     titles = ["clean", "noisy", baseline_label(runs[0], "dct3d_shifted"), *(run.label for run in runs)]
     size = (2.6 * len(titles), 2.8 * len(gammas))
@@ -120,17 +118,14 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
             level = f", {level_sign(runs[0])} = {gamma:g}" if title == "noisy" else ""
             error = 255 * (frame - shown[0]).square().mean().sqrt().item()
             axis.imshow(frame.numpy(), cmap="gray", vmin=0, vmax=1)
-            rmse = f"\nRMSE {error:.1f}" if error else ""
-            axis.set_title(f"{title}{level}{rmse}", fontsize="small", wrap=True)
+            axis.set_title(f"{title}{level}" + (f"\nRMSE {error:.1f}" if error else ""), fontsize="small", wrap=True)
             axis.axis("off")
     return figure
 
 
 @torch.no_grad()
 def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSettings) -> None:
-    """Write the frames that a report shows, as `read_frames` reads them: the middle of the test window with the most
-    detail, noisy at two levels and denoised as the evaluation does it.
-    """
+    """Write the frames that a report shows: the middle of the test window with the most detail, noisy at two levels."""
     nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
     gammas = sorted({settings.typical_noise, nearest})
     number = max(range(len(data.test)), key=lambda index: data.test.batch([index]).float().diff().var().item())
@@ -139,7 +134,7 @@ def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSet
         batches = noisy_batches(data.test, gamma, data.sigma, device_of(model), batch=1)
         given, clean, deviation = next(islice(batches, number, None))
         transformed = dct3d_shifted_denoise(given, deviation.item(), settings.data.patch)
-        denoised = reconstructed(model, settings, given, deviation, settings.data.overlap, only_last=True)[-1]
+        denoised = reconstructed(model, settings, given, deviation, only_last=True)[-1]
         shown.append(torch.cat([clean, given, transformed, denoised])[:, data.test.window // 2].float().cpu())
     with replaced_atomically(path) as temporary:
         save_file({"gammas": torch.tensor(gammas, dtype=torch.float64), "frames": torch.stack(shown)}, temporary)
@@ -149,13 +144,10 @@ def read_frames(path: Path) -> tuple[Tensor, Tensor]:
     """Return the noise levels, and frames in [0, 1] `[levels, 4, h, w]`: clean, noisy, by the DCT, denoised.
 
     Raises:
-        InputError: the file is not whole, or no such file.
+        InputError: the file is not whole.
     """
     try:
         kept = load_file(path)
-        gammas, frames = kept["gammas"], kept["frames"]
-        if frames.ndim == 4 and frames.shape[:2] == (len(gammas), 4):
-            return gammas, frames
+        return kept["gammas"], kept["frames"]
     except (OSError, SafetensorError, KeyError) as error:
         raise InputError(f"{path}: cannot be read, or is cut short ({error}); evaluate the run again") from error
-    raise InputError(f"{path}: its frames do not fit each other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,6 +26,7 @@ Places = list[tuple[int, int]]  # rows and columns that grids of patches are mov
 # baselines are, at their threshold. Later layers add a part of the noise again to what was denoised.
 _FIRST_SPARSITY, _INNER_SPARSITY, _INNER_STEP = THRESHOLD_FACTOR, 3.5, 0.3
 _SOFT_SPARSITY = 1.5
+_HEAD_WIDTH = 64  # of a ViT with random weights
 # What is in a processor's caches together: more at once is slower there, and less leaves much of a GPU without work.
 _PIXELS_AT_ONCE = 2**20
 
@@ -32,11 +34,6 @@ _PIXELS_AT_ONCE = 2**20
 def device_of(model: nn.Module) -> torch.device:
     """Return where the weights are."""
     return next(model.parameters()).device
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the weights."""
-    return next(model.parameters()).dtype
 
 
 def is_adaptive(model: Denoiser) -> bool:
@@ -63,14 +60,10 @@ def build_network(settings: VideoSettings) -> Denoiser:
     model, data = settings.model, settings.data
     pixels = data.patch_frames * data.patch**2
     if model.model == "vit":
-        if data.sequence != "space" or data.frames != "resized" or data.patch_frames != 1 or settings.overlapping:
-            raise InputError(
-                "[data] sequence must be space, frames resized, patch_frames 1 and overlap 1 for a vit, which sees "
-                "whole frames of one size, one at a time: give --preset paper-vit"
-            )
         grid = (data.size // data.patch,) * 2
         if model.pretrained is None:
-            return DenoisingViT(pixels, grid, model.layers, width=model.width, heads=model.heads)
+            heads = math.gcd(model.width, max(1, model.width // _HEAD_WIDTH))
+            return DenoisingViT(pixels, grid, model.layers, width=model.width, heads=heads)
         vit = DenoisingViT.from_pretrained(model.pretrained, grid=grid)
         if vit.patch_size != pixels:
             side = int(vit.patch_size**0.5)
@@ -79,21 +72,20 @@ def build_network(settings: VideoSettings) -> Denoiser:
     common: dict[str, Any] = {
         "patch_size": pixels,
         "patch_frames": data.patch_frames,
-        "tight_frame": settings.overlapping or data.patch_frames > 1,
-        "noise_adaptive": model.adaptive,
+        "tight_frame": settings.crops or data.patch_frames > 1,
+        "noise_adaptive": settings.crops,
         "code_size": model.code_size or pixels,
         "layers": model.layers,
         "tied": not settings.constrained if model.tied is None else model.tied,
         "scale": model.scale,
     }
-    inner = model.layers - 1
-    hard = model.model == "dust" and model.nonlinearity == "hard_threshold"
-    # A layer that starts from the mean over grids would see nothing of it with a whole step.
-    if hard or settings.overlapping:
-        largest = DUST(**{**common, "layers": 1}).step
-        common["step"] = [largest] + [_INNER_STEP * largest] * inner
     if model.model == "ut":
         return VideoUT(**common)
+    inner, hard = model.layers - 1, model.nonlinearity == "hard_threshold"
+    # A layer that starts from the mean over grids would see nothing of it with a whole step.
+    if hard or settings.crops:
+        largest = DUST(**{**common, "layers": 1}).step
+        common["step"] = [largest] + [_INNER_STEP * largest] * inner
     default = [_FIRST_SPARSITY] + [_INNER_SPARSITY] * inner if hard else _SOFT_SPARSITY
     sparsity = default if model.sparsity is None else model.sparsity
     return DUST(**common, sparsity=sparsity, nonlinearity=model.nonlinearity)
@@ -111,15 +103,14 @@ def load_network(folder: Path, device: str) -> Denoiser:
     return model.to("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu").eval()
 
 
-def training_input(frames: Tensor, settings: VideoSettings) -> Tensor:
-    """Return what losses are of: frames `[b, T, h, w]` as they are where grids overlap, else their tokens."""
-    return frames if settings.overlapping else tokens_of(frames, settings)
-
-
 def tokens_of(frames: Tensor, settings: VideoSettings) -> Tensor:
     """Return frames `[b, T, h, w]` as the tokens that the settings describe."""
-    data = settings.data
-    return to_patches(frames, data.patch, data.sequence, data.patch_frames)
+    return to_patches(frames, settings.data.patch, settings.sequence, settings.data.patch_frames)
+
+
+def training_input(frames: Tensor, settings: VideoSettings) -> Tensor:
+    """Return what losses are of: frames `[b, T, h, w]` as they are for crops, else their tokens."""
+    return frames if settings.crops else tokens_of(frames, settings)
 
 
 def reconstructed(
@@ -127,43 +118,39 @@ def reconstructed(
     settings: VideoSettings,
     noisy: Tensor,
     deviation: Tensor | None,
-    grids: int | None,
+    grids: int | None = None,
     depth: int | None = None,
     only_last: bool = False,
 ) -> list[Tensor]:
     """Return the frames `[b, T, h, w]` of every depth up to `depth`, each the mean over shifted grids of patches.
 
-    In a network that was trained on overlapping grids this mean is what the next layer starts from, and depth 0 is the
-    input; else every grid goes through the network alone.
+    In a network for crops this mean is what the next layer starts from, and depth 0 is the input; else every grid goes
+    through the network alone.
 
     Args:
         model, settings: the model and the settings of its run.
         noisy: `[b, T, h, w]`; at the borders they are continued by their mirror image.
         deviation: standard deviation of the noise, `[b]`, for a noise-adaptive model.
-        grids: how many of them along each side; None: as `VideoSettings.grid_places` says.
+        grids: how many of them along each side; None: as in the training.
         depth: number of layers, None for all.
         only_last: the result of the last of these depths is enough.
     """
     stop = 1 + (model.layers if depth is None else depth)
-    cut, results = _Grids(settings, grids, noisy), [noisy]
+    cut, results = _Grids(settings, settings.grid_places(grids), noisy), [noisy]
     whole = cut.continued(noisy)
-
-    def known(tokens: Tensor) -> dict[str, Tensor]:
-        return known_deviation(model, deviation, len(tokens))
 
     def alone(some: Places) -> list[Tensor]:
         tokens = cut.tokens(whole, some)
-        if only_last:
-            return [model(tokens, depth=depth, **known(tokens))]
-        return model.reconstructions(tokens, **known(tokens))[:stop]
+        known = known_deviation(model, deviation, len(tokens))
+        return [model(tokens, depth=depth, **known)] if only_last else model.reconstructions(tokens, **known)[:stop]
 
-    if not settings.overlapping:
+    if not settings.crops:
         return cut.means(alone)
     assert isinstance(model, DUST)
 
     def prepared(some: Places) -> tuple[Tensor, Callable[[int, Tensor], Tensor]]:
         tokens = cut.tokens(whole, some)
-        return tokens, model.refinement(tokens, **known(tokens))
+        return tokens, model.refinement(tokens, **known_deviation(model, deviation, len(tokens)))
 
     of_all = prepared(cut.places) if len(cut.groups) == 1 else None
     for level in range(1, stop):
@@ -178,14 +165,13 @@ def reconstructed(
 
 
 class _Grids:
-    """Shifted grids of patches over frames `[b, T, h, w]`: of small frames all at once, as so many more windows."""
+    """Grids of patches over frames `[b, T, h, w]`, moved to these places: those of small frames as so many windows."""
 
-    def __init__(self, settings: VideoSettings, grids: int | None, frames: Tensor) -> None:
-        self._settings, (_, self._times, *self._shape) = settings, frames.shape
-        self.places = settings.grid_places(grids)
+    def __init__(self, settings: VideoSettings, places: Places, frames: Tensor) -> None:
+        self._settings, (_, self._times, *self._shape), self.places = settings, frames.shape, places
         # A sequence over places would see what grids of one size hold beyond the frame's border.
-        together = max(1, _PIXELS_AT_ONCE // frames.numel()) if settings.data.sequence == "time" else 1
-        self.groups = [self.places[first : first + together] for first in range(0, len(self.places), together)]
+        together = max(1, _PIXELS_AT_ONCE // frames.numel()) if settings.sequence == "time" else 1
+        self.groups = [places[first : first + together] for first in range(0, len(places), together)]
 
     def continued(self, frames: Tensor) -> Tensor:
         """Return frames as far as the grids reach beyond them."""
@@ -208,7 +194,7 @@ class _Grids:
 
     def _sum(self, tokens: Tensor, some: Places) -> Tensor:
         data, shape = self._settings.data, (-1, self._times, *self._filled(some))
-        frames = from_patches(tokens, shape, data.patch, data.sequence, data.patch_frames)
+        frames = from_patches(tokens, shape, data.patch, self._settings.sequence, data.patch_frames)
         moved = frames.unflatten(0, (-1, len(some))).unbind(1)
         return torch.stack([_part(part, *at, *self._shape) for part, at in zip(moved, some, strict=True)]).sum(0)
 
@@ -234,32 +220,27 @@ class ReconstructionLosses(nn.Module):
     Args:
         model: the network.
         autocast: the dtype of the matrix products; None: that of the weights.
-        overlapping: the settings of a run whose losses are those of the mean over shifted grids of patches; None: of
-            the patches of one grid.
+        settings: of the run; for crops the losses are those of the mean over shifted grids, else of single patches.
     """
 
-    def __init__(self, model: Denoiser, autocast: torch.dtype | None, overlapping: VideoSettings | None = None) -> None:
+    def __init__(self, model: Denoiser, autocast: torch.dtype | None, settings: VideoSettings | None = None) -> None:
         super().__init__()
-        self.model, self._autocast, self._overlapping = model, autocast, overlapping
+        self.model, self._autocast, self._settings = model, autocast, settings
 
     def forward(
         self, noisy: Tensor, clean: Tensor, deviation: Tensor, weights: Tensor | Sequence[float] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return `(total, per_depth)` as `DUST.layer_losses`.
-
-        Args:
-            noisy, clean: tokens, or frames `[b, T, h, w]` where grids overlap.
-            deviation: of the noise, `[b]`.
-            weights: of the depths.
+        """Return `(total, per_depth)` as `DUST.layer_losses`, of what `training_input` gives and the noise's `[b]`
+        deviations.
         """
         # Without autocast's cache: a copy of the weights that outlives a capture would be read at the next one.
         narrow = torch.autocast(noisy.device.type, self._autocast, cache_enabled=False) if self._autocast else None
         with narrow or nullcontext():
-            if self._overlapping is None:
+            if self._settings is None or not self._settings.crops:
                 known = known_deviation(self.model, deviation, len(noisy))
                 return self.model.layer_losses(noisy, clean, weights, **known)
-            data = self._overlapping.data
-            depths = reconstructed(self.model, self._overlapping, noisy, deviation, data.overlap)
+            data = self._settings.data
+            depths = reconstructed(self.model, self._settings, noisy, deviation)
             # A row of pixels is a token to the loss: scaled, its mean over rows is the sum over a patch's pixels.
             scale = torch.full_like(deviation, (data.patch_frames * data.patch**2 / clean.shape[-1]) ** 0.5)
             if is_adaptive(self.model):

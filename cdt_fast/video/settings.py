@@ -21,10 +21,10 @@ from cdt_fast.training.settings import (
 )
 
 _CHESSBOARD = 4  # the shifted grids along each side of which a video is by default denoised on every other one
-# The least and the greatest noise that is meant in a unit: gray levels beyond rounding, and standard deviations of the
-# frames that leave something of them.
-_MEANT = {"level": (0.5, 255.0), "deviation": (0.0, 5.0)}
-_UNITS = {"level": "gray levels of 0..255", "deviation": "standard deviations of the training frames"}
+# What noise levels are multiples of, and the least and the greatest that can be meant: gray levels beyond rounding, and
+# standard deviations that leave something of the frames.
+_UNITS = {"crops": "gray levels of 0..255", "resized": "standard deviations of the training frames"}
+_MEANT = {"crops": (0.5, 255.0), "resized": (0.0, 5.0)}
 
 
 class VideoDataSettings(Section):
@@ -32,24 +32,15 @@ class VideoDataSettings(Section):
 
     source: str | None = setting(None, "video file, frame folder, .npy or a tree of them, or demo, a generated clip")
     frames: Literal["crops", "resized"] = setting(
-        "crops", "train on crops at full resolution, gray and colors, or on the luma of whole frames made square"
+        "crops",
+        "train on crops at full resolution, gray and colors, with noise in gray levels and the mean over shifted grids "
+        "of patches; or as in the paper on whole frames made square, with noise in standard deviations of them",
     )
     window: Positive = setting(8, "T, frames per window")
-    stride: Positive | None = setting(None, "frames between training windows of whole frames (default: window)")
     size: Positive = setting(64, "side in pixels of the frames that a network trains on, a multiple of patch")
     patch: Positive = setting(8, "side in pixels of a square patch")
     patch_frames: Positive = setting(8, "frames of a patch; window is a multiple of it (vit: 1)")
-    overlap: Positive | None = setting(
-        None,
-        "train, evaluate and denoise with the mean over so many shifted grids of patches along each side, which every "
-        "layer starts from (default: eight, every other one of 4 x 4)",
-    )
-    sequence: Literal["time", "space"] = setting("time", "what one sequence runs over (vit: space)")
     gamma: NoiseLevels = setting([1.0, 50.0], "training noise: one level, or LOW,HIGH of a range")
-    unit: Literal["level", "deviation"] = setting(
-        "level",
-        "what noise levels are multiples of: gray levels of 0..255, or the training frames' standard deviation",
-    )
 
 
 class VideoModelSettings(Section):
@@ -59,7 +50,6 @@ class VideoModelSettings(Section):
     layers: Positive = setting(3, "L")
     code_size: Positive | None = setting(None, "dust, ut: m, atoms of a dictionary (default: pixels of a patch)")
     tied: bool | None = setting(None, "dust, ut: one dictionary for all layers (default: only when unconstrained)")
-    adaptive: bool = setting(True, "dust, ut: the layers see patches less their mean, in units of the noise")
     nonlinearity: Literal["soft_threshold", "hard_threshold"] = setting("hard_threshold", "dust: of the codes")
     sparsity: NonNegative | list[NonNegative] | None = setting(
         None,
@@ -68,8 +58,7 @@ class VideoModelSettings(Section):
     )
     scale: float = setting(0.02, "dust, ut: beta, factor of the attention scores")
     pretrained: str | None = setting(None, "vit: folder of a transformers ViT to start from (default: random weights)")
-    width: Annotated[int, Field(ge=2)] = setting(192, "vit: d")
-    heads: Positive = setting(3, "vit: attention heads")
+    width: Annotated[int, Field(ge=2)] = setting(192, "vit: d; heads are 64 wide")
 
 
 class VideoTrainingSettings(TrainingSettings):
@@ -90,7 +79,7 @@ class VideoSettings(RunSettings):
 
     task: ClassVar[str] = "video"
     networks: ClassVar[tuple[str, ...]] = ("dust", "ut", "vit")
-    units: ClassVar[dict[str, tuple[str, ...]]] = {"unit": ("gamma", "gammas"), "adaptive": ("sparsity", "reference")}
+    units: ClassVar[dict[str, tuple[str, ...]]] = {"frames": ("gamma", "gammas", "sparsity", "reference")}
     data: VideoDataSettings = Field(default_factory=VideoDataSettings)
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**_DENOISER))
@@ -114,19 +103,18 @@ class VideoSettings(RunSettings):
     @property
     def untrained_depth(self) -> str:
         """As `RunSettings.untrained_depth`."""
-        return "which is the noisy input where grids overlap" if self.overlapping else ""
+        return "which is the noisy input where grids overlap" if self.crops else ""
 
     def needs(self) -> list[tuple[bool, str, str]]:
         """As `RunSettings.needs`."""
         model, pretrained = self.model.model, self.model.pretrained
         return [
             *super().needs(),
-            (self.data.frames == "resized", "frames is resized", "stride"),
-            (pretrained is None, "pretrained is none", "layers width heads"),
+            (pretrained is None, "pretrained is none", "layers width"),
             (self.tokens != 1, "a sequence has several tokens", "scale"),
             (model == "dust", "model is dust", "nonlinearity sparsity"),
-            (model != "vit", "model is dust or ut", "code_size tied adaptive scale"),
-            (model == "vit", "model is vit", "pretrained width heads"),
+            (model != "vit", "model is dust or ut", "code_size tied scale"),
+            (model == "vit", "model is vit", "pretrained width"),
         ]
 
     def check(self) -> None:
@@ -137,74 +125,58 @@ class VideoSettings(RunSettings):
         """
         self.check_noise()
         data, model = self.data, self.model.model
-        paper = f"that is for crops, the paper's whole frames are --preset paper-{model}"
-        for refused, words in (
-            (
-                data.frames == "crops" and model != "dust",
-                f"[model] model must be dust, got {model}; {paper}",
-            ),
-            (
-                data.frames == "crops" and data.sequence != "time",
-                f"[data] sequence must be time, got {data.sequence}: attention over places blurs; {paper}",
-            ),
-            (
-                data.frames == "crops" and data.overlap == 1,
-                f"[data] overlap must not be 1: on one grid the layers after the first change nothing; {paper}",
-            ),
-            (
-                self.overlapping and (data.sequence != "time" or model != "dust"),
-                "[data] overlap must be 1 but for model dust and sequence time, which alone work on a mean over grids; "
-                f"got {data.overlap or 'eight grids'}",
-            ),
-            (
-                data.window % data.patch_frames,
-                f"[data] window must be a multiple of patch_frames ({data.patch_frames}), got {data.window}",
-            ),
-            (data.size % data.patch, f"[data] size must be a multiple of patch ({data.patch}), got {data.size}"),
-        ):
-            if refused:
-                raise InputError(words)
+        if self.crops and model != "dust":
+            raise InputError(
+                f"[model] model must be dust for [data] frames crops, got {model}; the paper's whole frames are "
+                f"--preset paper-{model}"
+            )
+        if model == "vit" and data.patch_frames != 1:
+            raise InputError(
+                f"[data] patch_frames must be 1 for a vit, which sees a frame at a time, got {data.patch_frames}"
+            )
+        for length, of in (("window", "patch_frames"), ("size", "patch")):
+            given, unit = getattr(data, length), getattr(data, of)
+            if given % unit:
+                raise InputError(f"[data] {length} must be a multiple of {of} ({unit}), got {given}")
 
     def check_noise(self) -> None:
         """As `RunSettings.check_noise`."""
-        unit = self.data.unit
-        least, most = _MEANT[unit]
+        frames, other = self.data.frames, "resized" if self.crops else "crops"
+        least, most = _MEANT[frames]
         for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):
             if max(levels) > most or 0 < max(levels) < least:
-                other = next(word for word in _UNITS if word != unit)
                 raise InputError(
-                    f"{name} reaches {max(levels):g} {_UNITS[unit]}, and must be {least:g} to {most:g}; with unit "
+                    f"{name} reaches {max(levels):g} {_UNITS[frames]}, and must be {least:g} to {most:g}; with frames "
                     f"{other} it counts in {_UNITS[other]}"
                 )
-        if self.adaptive and self.noise[1] == 0:
+        if self.crops and self.noise[1] == 0:
             raise InputError(
-                "[data] gamma is 0, and an adaptive network works in units of the noise: train it with noise, or "
-                "another with --no-adaptive"
+                "[data] gamma is 0, and a network for crops works in units of the noise: give a level above 0"
             )
 
     def grid_places(self, grids: int | None) -> list[tuple[int, int]]:
         """Return rows and columns by which `grids²` grids of patches are moved.
 
-        None: the default, eight grids, every other one of 4 x 4 like the squares of one color of a chessboard: nearly
-        as good as all sixteen.
+        None: as in the training, for crops eight grids, every other one of 4 x 4 like the squares of one color of a
+        chessboard, nearly as good as all sixteen; else one grid.
         """
-        along = _CHESSBOARD if grids is None else grids
+        chessboard, side = grids is None and self.crops, self.data.patch
+        along = _CHESSBOARD if chessboard else grids or 1
         places = [(row, column) for row in range(along) for column in range(along)]
-        side = self.data.patch
-        return [(side * r // along, side * c // along) for r, c in places if grids is not None or (r + c) % 2 == 0]
+        return [(side * r // along, side * c // along) for r, c in places if not chessboard or (r + c) % 2 == 0]
+
+    @property
+    def crops(self) -> bool:
+        """Whether the network is a denoiser of crops: in units of the noise, on the mean over shifted grids."""
+        return self.data.frames == "crops"
+
+    @property
+    def sequence(self) -> Literal["time", "space"]:
+        """What a sequence of tokens runs over."""
+        return "space" if self.model.model == "vit" else "time"
 
     @property
     def tokens(self) -> int:
         """T of a sequence."""
         times, places = self.data.window // self.data.patch_frames, (self.data.size // self.data.patch) ** 2
-        return times if self.data.sequence == "time" else places
-
-    @property
-    def overlapping(self) -> bool:
-        """Whether the training is on several grids."""
-        return self.data.overlap != 1
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether the network takes the noise's standard deviation."""
-        return self.model.model != "vit" and self.model.adaptive
+        return times if self.sequence == "time" else places

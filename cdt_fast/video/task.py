@@ -26,14 +26,7 @@ from cdt_fast.video.comparison import as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video
 from cdt_fast.video.denoising import denoise_video
 from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses
-from cdt_fast.video.networks import (
-    ReconstructionLosses,
-    build_network,
-    device_of,
-    dtype_of,
-    load_network,
-    training_input,
-)
+from cdt_fast.video.networks import ReconstructionLosses, build_network, device_of, load_network, training_input
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.settings import VideoSettings
 
@@ -58,22 +51,20 @@ class VideoWorkload:
         self.lr: float = settings.training.lr
         self.steps: int = settings.training.steps
         self.training_samples = len(data.train)
-        times = settings.data.window // settings.data.patch_frames
-        self._tokens = times * (settings.data.size // settings.data.patch) ** 2
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
-        return ReconstructionLosses(self._denoiser, autocast, self._settings if self._settings.overlapping else None)
+        return ReconstructionLosses(self._denoiser, autocast, self._settings)
 
     def count(self, sample: int) -> int:
-        return self._tokens
+        data = self._settings.data
+        return data.window // data.patch_frames * (data.size // data.patch) ** 2
 
     def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, ...]:
-        """Return noisy and clean tokens of windows (frames where grids overlap), and each window's noise."""
+        """Return noisy and clean tokens of windows (frames for crops), and each window's noise."""
         windows, seeds = zip(*chosen, strict=True)
-        frames = self._data.train.augmented(windows, seeds)
-        frames = to_device(frames, device).to(dtype_of(self._denoiser)) / LEVELS
-        clean = training_input(frames, self._settings)
+        frames = to_device(self._data.train.augmented(windows, seeds), device)
+        clean = training_input(frames.to(next(self.model.parameters()).dtype) / LEVELS, self._settings)
         noisy, deviation = add_noise_by_window(clean, self._settings.noise, self._data.sigma, self._noise, seeds)
         return noisy, clean, deviation
 
@@ -91,13 +82,10 @@ class VideoWorkload:
     def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
         if not isinstance(self._denoiser, DUST):
             return "attention and layers of transformers, in torch"
-        if device.type != "cuda":
-            return "ops on torch"
         backend = explain()
-        if not backend.startswith("triton"):
-            return f"ops on {backend}"
-        data = self._settings.data
-        reason = fused_unsupported_reason(self._settings.tokens, data.patch_frames * data.patch**2, dtype)
+        if device.type != "cuda" or not backend.startswith("triton"):
+            return f"ops on {backend if device.type == 'cuda' else 'torch'}"
+        reason = fused_unsupported_reason(self._settings.tokens, self._denoiser.patch_size, dtype)
         if reason is None:
             return "each layer in one fused Triton kernel, forward and backward"
         return f"each layer composed of ops, not in one kernel ({reason})"
@@ -118,18 +106,10 @@ class VideoTask(Task):
 
     def load(self, settings: VideoSettings, progress: bool = True) -> VideoData:
         settings.check()
-        data = settings.data
-        if data.source is None:
+        if settings.data.source is None:
             raise InputError("SOURCE is missing: cdt-fast train video SOURCE")
-        return load_video(
-            data.source,
-            window=data.window,
-            size=data.size,
-            stride=data.stride,
-            crops=data.frames == "crops",
-            unit=data.unit,
-            progress=progress,
-        )
+        chosen = {name: getattr(settings.data, name) for name in ("source", "window", "size")}
+        return load_video(**chosen, crops=settings.crops, progress=progress)
 
     def describe(self, settings: VideoSettings, data: VideoData) -> str:
         return data.describe()
@@ -157,13 +137,13 @@ class VideoTask(Task):
 
     def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
         # The loss of a depth is a sum over a patch, and the baselines cut patches too.
-        shape = {name: getattr(run.settings.data, name) for name in ("frames", "unit", "size", "window", "patch")}
+        shape = {name: getattr(run.settings.data, name) for name in ("frames", "size", "window", "patch")}
         return {**shape, **{name: getattr(run.evaluation, name) for name in ("sigma", "test_windows")}}
 
     def conditions(self, run: EvaluatedRun) -> str:
         values, settings = run.evaluation, cast("VideoSettings", run.settings)
-        unit = "gray levels" if settings.data.unit == "level" else f"γ, times σ = {values.sigma:.4f}"
-        losses = " in units of the noise's variance" if settings.adaptive else " with values in [0, 1]"
+        unit = "gray levels" if settings.crops else f"γ, times σ = {values.sigma:.4f}"
+        losses = " in units of the noise's variance" if settings.crops else " with values in [0, 1]"
         return (
             f"Test windows: {len(values.test_windows)} of {run.settings.data.window} frames, none of them "
             f"seen in training; training noise {settings.shown_noise} ({unit}). RMSE on 0..255 over all pixels of a "
@@ -198,20 +178,13 @@ class VideoTask(Task):
     def beside_others(
         self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str]
     ) -> tuple[Table, list[dict[str, Any]]]:
-        model = load_network(folder.model, settings.training.device)
-        found = compare_denoisers(model, settings, sources)
+        found = compare_denoisers(load_network(folder.model, settings.training.device), settings, sources)
         return as_table(found), [each._asdict() for each in found]
 
     def denoise(
-        self,
-        folder: RunFolder,
-        settings: VideoSettings,
-        source: str,
-        target: str | os.PathLike[str],
-        **options: Any,
+        self, folder: RunFolder, settings: VideoSettings, source: str, target: str | os.PathLike[str], **options: Any
     ) -> dict[str, Any]:
-        model = load_network(folder.model, settings.training.device)
-        doubts = _doubts(folder, settings)
+        model, doubts = load_network(folder.model, settings.training.device), _doubts(folder, settings)
         caution = f"{folder.path}: {doubts}" if doubts else ""
         return denoise_video(model, settings, source, target, caution=caution, **options)
 

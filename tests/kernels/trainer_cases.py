@@ -20,15 +20,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "data": {
         "frames": "resized",
         "patch_frames": 1,
-        "overlap": 1,
-        "unit": "deviation",
         "gamma": 0.15,
         "size": 32,
         "patch": 8,
         "window": 5,
     },
     "model": {
-        "adaptive": False,
         "nonlinearity": "soft_threshold",
         "sparsity": 0.2,
         "scale": 1.0,

@@ -56,7 +56,7 @@ SETTINGS = {"batch": 3, "steps": 30, "validate_every": 5, "lr": 1e-3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "warm-up, adam": {"rate": 0.9},
     "ascent": {"betas": "none", "reference": 0.01, "warmup_epochs": 2},
-    "accumulation": {"batch": 2, "accumulate": 2, "stride": 3, "betas": "none", "reference": 0.01},
+    "accumulation": {"batch": 2, "accumulate": 2, "window": 3, "betas": "none", "reference": 0.01},
     "VideoUT": {"model": "ut", "coupling": "absolute", "rate": 0.9, "precision": "bf16"},
 }
 

@@ -76,7 +76,7 @@ def test_float16_without_a_scaler_and_a_gpu_that_is_not_there_are_refused(tiny_c
     ("changes", "what"),
     [
         ({}, "each layer in one fused Triton kernel"),
-        ({"sequence": "space", "size": 320}, "composed of ops, not in one kernel ("),
+        ({"patch": 32}, "composed of ops, not in one kernel ("),
         (None, "the moon is in the way"),
     ],
 )

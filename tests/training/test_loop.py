@@ -43,9 +43,9 @@ def in_float64() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-# Twelve windows a step and eighteen an epoch: every second step has six, for batches of four as four and two.
+# Twelve windows a step and 22 an epoch: every second step has ten, for batches of four as four, four and two.
 # Patches of odd size: a generator that draws blocks would give a window other noise in other micro-batches.
-ALIKE = {"size": 27, "patch": 3, "code_size": 9, "stride": 2, "steps": 6, "reference": 1.0, "lr": 1e-3}
+ALIKE = {"size": 27, "patch": 3, "code_size": 9, "window": 2, "steps": 6, "reference": 1.0, "lr": 1e-3}
 
 
 @pytest.mark.parametrize("constraints", [{}, {"constrained": False}, {"resilience": "decay"}])
@@ -68,7 +68,7 @@ def test_a_step_is_that_of_one_batch_written_out(make: Make, in_float64: None, m
     """Loss, gradient, clipping, Adam and multipliers of the first steps, by hand, without the trainer's own pieces."""
     monkeypatch.setattr(optimizer_module, "LARGEST_GRADIENT_NORM", 0.25)
     duals = {"warmup_epochs": 0, "reference": 0.01, "resilience": "none", "betas": "none"}
-    trainer = make(stride=3, batch=2, accumulate=3, steps=3, **duals)
+    trainer = make(window=3, batch=2, accumulate=3, steps=3, **duals)
     model = DUST(64, 64, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     multipliers = torch.zeros(3)
@@ -98,7 +98,7 @@ def test_a_step_is_that_of_one_batch_written_out(make: Make, in_float64: None, m
 def test_an_epoch_sees_every_window_once_in_a_new_order_with_new_noise(make: Make) -> None:
     seeds, orders = [], []
     for seed in (0, 1):
-        trainer = make(seed=seed, stride=2, batch=4, accumulate=2)
+        trainer = make(seed=seed, window=2, batch=4, accumulate=2)
         for epoch in range(3):
             pairs = []
             for step in range(trainer.steps_per_epoch):

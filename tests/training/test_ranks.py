@@ -66,11 +66,11 @@ def train_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one(tiny_config: Any, tmp_path: Path, in_float64: None) -> None:
-    """36 windows in steps of ten: the fourth ends with a micro-batch of one, in which one rank has nothing to do."""
-    steps = {"stride": 1, "batch": 5, "accumulate": 2, "steps": 5, "lr": 1e-3, "warmup_epochs": 0, "reference": 1.0}
+    """46 windows in steps of ten: the fifth ends with a micro-batch of one, in which one rank has nothing to do."""
+    steps = {"window": 1, "batch": 5, "accumulate": 2, "steps": 5, "lr": 1e-3, "warmup_epochs": 0, "reference": 1.0}
     config = tiny_config(**steps)
     alone = new_trainer(RunFolder.create(tmp_path / "alone", config), config)
-    assert len(alone.data.train) == 36
+    assert len(alone.data.train) == 46
     alone.run(progress=False)
     together = RunFolder.create(tmp_path / "together", config)
     in_ranks(train_rank, tmp_path)

@@ -106,8 +106,7 @@ def test_a_preset_is_a_whole_row_of_the_paper(row: tuple[Any, ...]) -> None:
     assert (config.constrained, config.objective, chosen.resilience, chosen.warmup_epochs) == (True, "last", "slack", 1)
     if task == "video":
         assert (data.frames, data.size, data.patch, data.patch_frames, data.window) == ("resized", 160, 16, 1, 20)
-        sequence = "space" if network == "vit" else "time"
-        assert (data.unit, data.overlap, data.sequence, config.adaptive) == ("deviation", 1, sequence, False)
+        assert config.sequence == ("space" if network == "vit" else "time")
         assert config.evaluation.gammas == [0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0]
     else:
         assert config.evaluation.gammas == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2]
@@ -145,7 +144,6 @@ ADAPTER = {"model": "folder", "lora_rank": 4}
         ("text", None, {"constraints": {"coupling": "chain", "rate": "none"}}, [f"coupling {IDLE} rate is other than"]),
         ("video", None, {"constraints": {"rate": 0.1, "constrained": False}}, [f"rate {IDLE} constrained is true"]),
         ("lm", None, {"constraints": {"bounds": "2=1", "constrained": False}}, [f"bounds {IDLE} constrained is true"]),
-        ("video", None, {"data": {"stride": 4}}, [f"[data] stride {IDLE} frames is resized"]),
         ("video", None, {"model": {"width": 64}}, [f"width {IDLE} model is vit"]),
         ("video", None, {"model": {"model": "vit", "code_size": 64}}, [f"code_size {IDLE} model is dust or ut"]),
         ("video", None, {"model": {"model": "vit", "pretrained": "x", "layers": 3}}, [f"layers {IDLE} pretrained"]),
@@ -153,17 +151,21 @@ ADAPTER = {"model": "folder", "lora_rank": 4}
         ("text", None, {"model": {"model": "x", "width": 3}}, [f"width {IDLE} model is text-ut"]),
         ("text", None, {"training": {"epochs": 3, "steps": 20}}, [f"[training] epochs {IDLE} steps is none"]),
         # A unit that changes under a number.
-        ("video", None, {"data": {"unit": "deviation"}}, ["unit is deviation", "for unit level", "gamma [1.0, 50.0]"]),
-        ("video", None, {"data": {"unit": "deviation", "gamma": 0.1}}, ["numbers for unit level: gammas [5.0"]),
-        ("video", "paper-dust", {"data": {"unit": "level", "gamma": 25}}, ["numbers for unit deviation: gammas [0.05"]),
-        ("video", "paper-dust", {"model": {"adaptive": True}}, ["adaptive is True", "sparsity 0.2, reference 6.5"]),
+        (
+            "video",
+            None,
+            {"data": {"frames": "resized"}},
+            ["frames is resized", "for frames crops", "gamma [1.0, 50.0]"],
+        ),
+        ("video", None, {"data": {"frames": "resized", "gamma": 0.1}}, ["numbers for frames crops: gammas [5.0"]),
+        ("video", "paper-dust", {"data": {"frames": "crops", "gamma": 25}}, ["gammas [0.05", "0.2, reference 6.5"]),
         # Noise that nobody means.
         ("video", "paper-dust", {"data": {"gamma": 25}}, ["[data] gamma reaches 25 standard deviations"]),
-        ("video", "paper-ut", {"data": {"gamma": "1,50"}}, ["unit level it counts in gray levels of 0..255"]),
+        ("video", "paper-ut", {"data": {"gamma": "1,50"}}, ["frames crops it counts in gray levels of 0..255"]),
         ("video", None, {"data": {"gamma": 0.15}}, ["[data] gamma reaches 0.15 gray levels of 0..255"]),
-        ("video", None, {"data": {"gamma": 300}}, ["must be 0.5 to 255; with unit deviation it counts in"]),
+        ("video", None, {"data": {"gamma": 300}}, ["must be 0.5 to 255; with frames resized it counts in"]),
         ("video", None, {"evaluation": {"gammas": "0.05,0.15"}}, ["[evaluation] gammas reaches 0.15 gray levels"]),
-        ("video", None, {"data": {"gamma": 0}}, ["gamma is 0, and an adaptive network works in units of the noise"]),
+        ("video", None, {"data": {"gamma": 0}}, ["gamma is 0, and a network for crops works in units of the noise"]),
         ("text", None, {"evaluation": {"gammas": "0,25"}}, ["[evaluation] gammas reaches 25 standard deviations"]),
         # A bound where nothing trains.
         ("video", None, {"constraints": {"reference": 6.5, "reference_mode": "constraint"}}, [f"constraint {DEPTH_0}"]),
@@ -194,8 +196,8 @@ def test_settings_that_do_not_fit_are_refused_before_any_data_are_read(
 
 def test_a_setting_without_effect_is_refused_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text("[data]\nstride = 4\n")
-    with pytest.raises(InputError, match=rf"^{re.escape(str(path))}: \[data\] stride {IDLE} frames is resized"):
+    path.write_text("[model]\nwidth = 64\n")
+    with pytest.raises(InputError, match=rf"^{re.escape(str(path))}: \[model\] width {IDLE} model is vit"):
         VideoSettings.chosen({}, file=path)
     config = VideoSettings.chosen(NO_CONSTRAINTS)
     config.save(path)  # names all: what differs from the defaults counts as given
@@ -221,9 +223,9 @@ def test_what_others_set_for_runs_of_both_kinds_is_not_refused(tmp_path: Path) -
     path.write_text("[constraints]\nrate = 0.2\nbetas = [0.0, 0.5]\n")
     assert VideoSettings.chosen(NO_CONSTRAINTS, file=path).constraints.rate == 0.2
     assert not VideoSettings.chosen(NO_CONSTRAINTS, "paper-dust").constrained
-    path.write_text("[data]\nstride = 4\n")
-    assert VideoSettings.chosen({"data": {"frames": "resized"}}, file=path).data.stride == 4
-    assert VideoSettings.chosen({"data": {"stride": "none"}}).data.stride is None
+    path.write_text("[model]\nwidth = 64\n")
+    assert VideoSettings.chosen({"model": {"model": "vit"}}, file=path).model.width == 64
+    assert VideoSettings.chosen({"model": {"code_size": "none"}}).model.code_size is None
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ CASES: dict[str, dict[str, Any]] = {
     "unconstrained": {"constrained": False},
     "VideoUT": {"model": "ut", "coupling": "absolute"},
     "anchor": {"betas": "none", "resilience": "decay", "reference": 1.0, "reference_mode": "anchor"},
-    "space": {"sequence": "space"},
     "accumulation": {"batch": 3, "accumulate": 2, "schedule": "linear"},
     "warm-up": {"warmup_epochs": 9, "reference": "none"},
 }

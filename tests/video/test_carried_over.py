@@ -39,7 +39,7 @@ def denoised_frames(
 
 def settings_of(**data: Any) -> VideoSettings:
     config = VideoSettings()
-    config.update("data", {"patch": 8, "window": 8, "patch_frames": 4, "overlap": 1, **data})
+    config.update("data", {"frames": "resized", "patch": 8, "window": 8, "patch_frames": 4, **data})
     return config
 
 
@@ -368,12 +368,13 @@ def test_a_level_that_is_none_or_beyond_the_training_is_said(tmp_path: Path) -> 
     np.save(tmp_path / "in.npy", np.full((8, 16, 16), 90, dtype=np.uint8))
     model = DUST(256, 256, 1, patch_frames=4, noise_adaptive=True)
     options: dict[str, Any] = {"progress": False, "overwrite": True}
+    crops = settings_of(frames="crops")
     told = denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", **options)
     assert told["sigma"] == 0
     assert "hardly any noise was found" in told["notes"][0]
-    told = denoise_video(model, settings_of(overlap=2), tmp_path / "in.npy", tmp_path / "out.mp4", depth=0, **options)
+    told = denoise_video(model, crops, tmp_path / "in.npy", tmp_path / "out.mp4", depth=0, **options)
     assert told["notes"] == ["no layer was run and nothing removed: depth 0 is the input"]
-    told = denoise_video(model, settings_of(), tmp_path / "in.npy", tmp_path / "out.mp4", sigma=80, **options)
+    told = denoise_video(model, crops, tmp_path / "in.npy", tmp_path / "out.mp4", sigma=80, **options)
     assert told["notes"] == ["the noise, sigma 80, is beyond what the model was trained on, 1 to 50"]
     for sigma in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(InputError, match="--sigma must be the noise's standard deviation"):

@@ -95,14 +95,13 @@ def test_the_output_plays_like_the_input(
     assert sorted(os.listdir(tmp_path)) == sorted(["in.mkv", target.name])
 
 
-@pytest.mark.parametrize("sequence", ["time", "space"])
-def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path, sequence: str) -> None:
-    model, config = _Identity(), paper_settings(sequence=sequence)
+def test_the_rest_of_a_video_is_filled_up_from_before(tmp_path: Path) -> None:
+    model, config = _Identity(), paper_settings()
     for count, lengths in ((13, [5, 5, 5]), (3, [3])):
         np.save(tmp_path / "in.npy", scrolling_clip(count, 17, 23))
         options: dict[str, Any] = {"grids": 1, "progress": False, "overwrite": True}
         denoise_video(model, config, tmp_path / "in.npy", tmp_path / "out.mp4", **options)
-        assert model.lengths == (lengths if sequence == "time" else [9] * len(lengths))
+        assert model.lengths == lengths
         model.lengths.clear()
         assert decoded(tmp_path / "out.mp4")[0].shape == (count, 17, 23, 3)
 

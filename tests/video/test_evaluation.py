@@ -97,11 +97,8 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
     torch.testing.assert_close(frames[0, 0], torch.from_numpy(detailed[4]) / 255)
 
 
-@pytest.mark.parametrize("sequence", ["time", "space"])
-def test_every_number_is_that_of_its_definition(
-    tiny_config: Callable[..., VideoSettings], longer: Path, sequence: str
-) -> None:
-    config = tiny_config(source=str(longer), sequence=sequence, reference=2.0)
+def test_every_number_is_that_of_its_definition(tiny_config: Callable[..., VideoSettings], longer: Path) -> None:
+    config = tiny_config(source=str(longer), reference=2.0)
     torch.manual_seed(0)
     model = DUST(64, 64, 2)
     with torch.no_grad():
@@ -111,7 +108,6 @@ def test_every_number_is_that_of_its_definition(
     assert len(data.test) == 2
     assert found["test_windows"] == [list(data.test.name(index)) for index in range(2)]
     assert found["sigma"] == data.sigma
-    sequence_of: Any = sequence
     losses, ratios = [], []
     for level, gamma in enumerate([0.15, 0.5]):
         squares = torch.zeros(4, dtype=torch.float64)
@@ -120,11 +116,11 @@ def test_every_number_is_that_of_its_definition(
             noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(20_260_117 + index))
             noisy = clean + gamma * data.sigma * noise
             with torch.no_grad():
-                depths = model.reconstructions(to_patches(noisy, 8, sequence_of))
-            outputs = [from_patches(depth, tuple(clean.shape), 8, sequence_of) for depth in depths]
+                depths = model.reconstructions(to_patches(noisy, 8, "time"))
+            outputs = [from_patches(depth, tuple(clean.shape), 8, "time") for depth in depths]
             squares += torch.tensor([(output - clean).double().square().sum() for output in [*outputs, noisy]])
             if gamma == config.data.gamma:
-                target = to_patches(clean, 8, sequence_of)
+                target = to_patches(clean, 8, "time")
                 samples = torch.stack([(depth - target).double().square().sum(-1).mean(-1) for depth in depths])
                 losses.append(samples)
                 ratios.append((samples[1:] / samples[:-1]).flatten())

@@ -32,7 +32,7 @@ def denoiser(**changes: Any) -> VideoSettings:
     for section, values in {"data": {"size": 16, "patch_frames": 4}, "model": {"code_size": 256}}.items():
         settings.update(section, values)
     for name, value in changes.items():
-        settings.set("data" if name == "overlap" else "model", name, value)
+        settings.set("data" if name == "frames" else "model", name, value)
     return settings
 
 
@@ -69,9 +69,10 @@ def test_layers_that_start_from_a_mean_take_a_part_of_a_step() -> None:
         network = network_of(denoiser(layers=layers))
         assert network.steps == pytest.approx((1.0, *[0.3] * (layers - 1)), rel=1e-6)
         assert network.thresholds == pytest.approx((2.7, *[1.05] * (layers - 1)), rel=1e-6)
-    for other in ({"model": "ut"}, {"nonlinearity": "soft_threshold"}):
-        assert network_of(denoiser(**other)).steps == pytest.approx((1.0, 0.3, 0.3), rel=1e-6)
-        assert len(set(network_of(denoiser(**other, overlap=1)).steps)) == 1
+    soft = denoiser(nonlinearity="soft_threshold")
+    assert network_of(soft).steps == pytest.approx((1.0, 0.3, 0.3), rel=1e-6)
+    soft.data.frames = "resized"
+    assert len(set(network_of(soft).steps)) == 1
 
 
 @pytest.mark.parametrize(
@@ -106,9 +107,7 @@ def test_any_size_of_patch_and_code_removes_noise_before_training(sizes: dict[st
 @pytest.mark.parametrize(
     ("section", "name", "value", "words"),
     [
-        ("model", "model", "ut", "model must be dust, got ut.*--preset paper-ut"),
-        ("data", "sequence", "space", "sequence must be time, got space"),
-        ("data", "overlap", 1, "overlap must not be 1"),
+        ("model", "model", "ut", "model must be dust for .* crops, got ut.*--preset paper-ut"),
         ("model", "code_size", 600, "the nearest are 576 and 640; got 600"),
     ],
 )
@@ -127,10 +126,11 @@ def test_depth_0_is_no_exit_of_the_denoiser() -> None:
     assert plain.coefficients == [0, 1, 1, 1]
 
 
-def test_the_losses_of_one_grid_are_those_of_its_patches() -> None:
-    settings = denoiser(overlap=1)
+def test_the_losses_of_one_grid_are_those_of_its_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = denoiser()
     network = network_of(settings)
     noisy, clean, deviation = windows(1)
+    monkeypatch.setattr(VideoSettings, "grid_places", lambda *_: [(0, 0)])
     of_frames = ReconstructionLosses(network, None, settings)(noisy, clean, deviation, None)[1]
     of_tokens = ReconstructionLosses(network, None)(
         tokens_of(noisy, settings), tokens_of(clean, settings), deviation, None
@@ -139,7 +139,7 @@ def test_the_losses_of_one_grid_are_those_of_its_patches() -> None:
 
 
 def test_every_layer_starts_from_the_mean_over_grids() -> None:
-    settings = denoiser(overlap=2)
+    settings = denoiser()
     network = network_of(settings)
     noisy, _, deviation = windows(3)
     expected = noisy
@@ -157,16 +157,12 @@ def test_every_layer_starts_from_the_mean_over_grids() -> None:
     assert len(depths) == 3
     torch.testing.assert_close(depths[2], expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(depths[0], noisy)
-    alone = denoised_frames(network, denoiser(overlap=1), noisy, deviation, depth=2, grids=2)
+    alone = denoised_frames(network, denoiser(frames="resized"), noisy, deviation, depth=2, grids=2)
     assert not torch.allclose(alone, expected, atol=1e-3)  # trained on one grid, each goes through on its own
 
 
-@pytest.mark.parametrize("sequence", ["time", "space"])
-def test_grids_that_go_through_together_give_what_they_give_alone(
-    sequence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grids_that_go_through_together_give_what_they_give_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = denoiser(scale=1e-4)  # every token attends to all of its sequence
-    settings.set("data", "sequence", sequence)
     network = network_of(settings)
     noisy, _, deviation = windows(4)
     noisy = noisy[..., :13]  # neither side alike, nor filled by patches
@@ -195,12 +191,12 @@ def test_before_training_every_layer_of_the_default_lowers_the_error() -> None:
 
 
 def test_the_losses_of_overlapping_grids_are_those_of_what_is_denoised() -> None:
-    settings = denoiser(overlap=2)
+    settings = denoiser()
     network = network_of(settings)
     noisy, clean, deviation = windows(2)
     total, found = ReconstructionLosses(network, None, settings)(noisy, clean, deviation, (0.0, 1.0, 0.0, 2.0))
     for depth in range(4):
-        frames = denoised_frames(network, settings, noisy, deviation, depth=depth, grids=2)
+        frames = denoised_frames(network, settings, noisy, deviation, depth=depth, grids=None)
         error = ((frames - clean) / deviation.view(2, 1, 1, 1)).square().mean()
         assert found[depth].item() == pytest.approx(256 * error.item(), rel=1e-4)
     assert total.item() == pytest.approx(found[1].item() + 2 * found[3].item(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Decoded clips on the disk: raw bytes of one array a clip, made once and mapped, with a JSON file of what it holds."""
+"""Decoded clips on the disk, made once: an array a clip, which is mapped, and a JSON file of the notes on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +49,8 @@ def load_clip(
 ) -> DecodedClip:
     """Return the pre-processed frames of a clip, decoded on the first call and cached.
 
-    A cached file belongs to the place, sizes and times of the clip's files, to `size` and to the version of the
-    pre-processing. Only its owner can read it. Temporary files that a killed process left are removed.
+    A cached file belongs to the place, sizes and times of the clip's files, and to all that changes pixels. Only its
+    owner can read it. Temporary files that a killed process left are removed.
 
     Args:
         clip: from `find_clips`.
@@ -69,38 +69,30 @@ def load_clip(
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     path = folder / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', source.path.stem)[:40]}-{key[:32]}.u8"
     contents = path.with_suffix(".json")
-    found = _mapped(path, contents)
-    if found is None:
-        bar = progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress)
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            remove_leftovers(folder)
-            shape, count = (size, size), 0
-            with bar, replaced_atomically(path, mode=0o600) as temporary, temporary.open("wb") as file:
-                for picture in (
-                    cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar)
-                ):
-                    file.write(picture.tobytes())
-                    shape, count = picture.shape, count + 1
-            write_json(contents, {"shape": [count, *shape], "notes": source.notes})
-        except OSError as error:
-            raise InputError(
-                f"{folder}: the cache cannot be written ({error.strerror}); free some room, or choose another folder "
-                "with CDT_FAST_CACHE"
-            ) from error
-        found = _mapped(path, contents) or (np.empty((0, *shape), np.uint8), source.notes)  # shorter than a window
-    return DecodedClip(clip.name, found[0], clip.split, tuple(found[1]))
-
-
-def _mapped(path: Path, contents: Path) -> tuple[np.ndarray, list[str]] | None:
-    """Return the cached frames and notes, or None where there are none, or not all."""
     try:
-        held: dict[str, Any] = read_json(contents)
-        if path.stat().st_size == np.prod(held["shape"]):
-            return np.memmap(path, np.uint8, "r", shape=tuple(held["shape"])), held["notes"]
+        held = read_json(contents)
+        frames = np.memmap(path, np.uint8, "r", shape=tuple(held["shape"]))
+        return DecodedClip(clip.name, frames, clip.split, tuple(held["notes"]))
     except (InputError, OSError, ValueError, TypeError, KeyError):
-        pass
-    return None
+        pass  # there is none, or not all of it
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        bar = progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress)
+        shape, count = (size, size), 0
+        with bar, replaced_atomically(path, mode=0o600) as temporary, temporary.open("wb") as file:
+            for picture in cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar):
+                file.write(picture.tobytes())
+                shape, count = picture.shape, count + 1
+        write_json(contents, {"shape": [count, *shape], "notes": source.notes})
+    except OSError as error:
+        raise InputError(
+            f"{folder}: the cache cannot be written ({error.strerror}); free some room, or choose another folder "
+            "with CDT_FAST_CACHE"
+        ) from error
+    # A clip that is shorter than a window of crops has no byte, and an empty file cannot be mapped.
+    frames = np.memmap(path, np.uint8, "r", shape=(count, *shape)) if count else np.empty((0, *shape), np.uint8)
+    return DecodedClip(clip.name, frames, clip.split, tuple(source.notes))
 
 
 def luma(frame: np.ndarray) -> np.ndarray:

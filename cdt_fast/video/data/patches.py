@@ -9,6 +9,7 @@ from torch import Tensor
 from cdt_fast.checks import InputError
 
 Sequence = Literal["time", "space"]
+_IN_ORDER = {"time": (0, 3, 5, 1, 2, 4, 6), "space": (0, 1, 3, 5, 2, 4, 6)}  # of the axes that `_layout` cuts
 
 
 def to_patches(frames: Tensor, patch: int = 16, sequence: Sequence = "time", patch_frames: int = 1) -> Tensor:
@@ -29,37 +30,31 @@ def to_patches(frames: Tensor, patch: int = 16, sequence: Sequence = "time", pat
     Raises:
         InputError: the frames cannot be cut so.
     """
-    cut, order, tokens = _layout(tuple(frames.shape), patch, sequence, patch_frames)
-    return frames.reshape(cut).permute(order).reshape(tokens)
+    cut, tokens = _layout(tuple(frames.shape), patch, sequence, patch_frames)
+    return frames.reshape(cut).permute(_IN_ORDER[sequence]).reshape(tokens)
 
 
 def from_patches(
     tokens: Tensor, shape: tuple[int, ...], patch: int = 16, sequence: Sequence = "time", patch_frames: int = 1
 ) -> Tensor:
-    """Return the frames that `to_patches` cut; the exact inverse.
-
-    Args:
-        tokens: the result of `to_patches`.
-        shape: (b, T, h, w) of the frames; b may be -1.
-        patch, sequence, patch_frames: as given to `to_patches`.
+    """Return the frames `shape`, (b, T, h, w) with b perhaps -1, that `to_patches` cut; the exact inverse.
 
     Raises:
         InputError: the tokens are not those of such frames.
     """
-    cut, order, expected = _layout(shape, patch, sequence, patch_frames)
+    cut, expected = _layout(shape, patch, sequence, patch_frames)
     if tuple(tokens.shape[1:]) != expected[1:]:
         raise InputError(
             f"tokens have shape {list(tokens.shape)}; frames {list(shape)} in patches of {patch} as {sequence!r} "
             f"sequences give {list(expected)}"
         )
+    order = _IN_ORDER[sequence]
     moved = tokens.reshape([cut[axis] for axis in order])
     return moved.permute([order.index(axis) for axis in range(len(cut))]).reshape(shape)
 
 
-def _layout(
-    shape: tuple[int, ...], patch: int, sequence: str, patch_frames: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]]:
-    """Return frames cut along every axis, how these axes are put in order, and the shape of the tokens then."""
+def _layout(shape: tuple[int, ...], patch: int, sequence: str, patch_frames: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of frames cut along every axis, and that of their tokens."""
     if len(shape) != 4 or sequence not in get_args(Sequence) or min(patch, patch_frames) < 1:
         raise InputError(
             f"frames have shape {list(shape)}, patch is {patch}, patch_frames {patch_frames}, sequence {sequence!r}; "
@@ -73,6 +68,4 @@ def _layout(
         )
     times, rows, columns = time // patch_frames, height // patch, width // patch
     cut = (batch, times, patch_frames, rows, patch, columns, patch)
-    if sequence == "time":
-        return cut, (0, 3, 5, 1, 2, 4, 6), (-1, times, patch_frames * patch**2)
-    return cut, (0, 1, 3, 5, 2, 4, 6), (-1, rows * columns, patch_frames * patch**2)
+    return cut, (-1, times if sequence == "time" else rows * columns, patch_frames * patch**2)

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from cdt_fast.checks import InputError, printable
 from cdt_fast.video.data.cache import DecodedClip, load_clip
 from cdt_fast.video.data.clips import Split, find_clips
 from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, plane_of, unscaled
-from cdt_fast.video.data.demo import demo_clip
+from cdt_fast.video.data.scenes import demo_clip
 
 _MAX_LEVEL = 255
 _NOTES_SHOWN = 10
@@ -63,10 +62,9 @@ def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
     """Divide clips into training, validation and test parts for windows of `window` frames.
 
     Clips marked "test" are the test set, and the last tenth of the others (at least one) validates. Without marks the
-    last tenth of the clips tests and the tenth before validates. When that leaves a split empty (fewer than three
-    clips without marks, fewer than two training clips with them), each clip is divided by time, in whole windows, one
-    of which is left out before each held-out part, since neighboring frames are near copies. Shorter clips are left out
-    with a note.
+    last tenth of the clips tests and the tenth before validates. When that leaves a split empty, each clip is divided
+    by time, in whole windows, with one left out before each held-out part, as neighboring frames are near copies.
+    Shorter clips are left out with a note.
 
     Raises:
         InputError: there are no training clips, or too few frames.
@@ -94,11 +92,8 @@ def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
     else:
         divided = [_divided(clips[part.clip], part.clip, window, number) for part in train]
         train, *held_out = map(list, zip(*divided, strict=True))
-    notes = [
-        f"{clip.name}: left out, its {clip.frames} frames are less than a window of {window}"
-        for clip in clips
-        if clip.frames < window
-    ]
+    short = f"frames are less than a window of {window}"
+    notes = [f"{clip.name}: left out, its {clip.frames} {short}" for clip in clips if clip.frames < window]
     return Splits(train, held_out[0], test if marked else held_out[1], "clip" if by_clip else "time", notes)
 
 
@@ -113,8 +108,7 @@ def _divided(clip: ClipLength, index: int, window: int, held_out: int) -> list[P
     tenth = max(1, windows // 10)
     end = windows - held_out * (tenth + 1)
     starts = [end + 1 + number * (tenth + 1) for number in range(held_out)]
-    held = [Part(index, start * window, (start + tenth) * window) for start in starts]
-    return [Part(index, 0, end * window), *held]
+    return [Part(index, 0, end * window), *(Part(index, at * window, (at + tenth) * window) for at in starts)]
 
 
 class Windows:
@@ -126,17 +120,10 @@ class Windows:
         window: T, frames of a window.
         size: side of a window; crops are larger by what `augmented` moves them.
         training: samples of crops are all planes of every crop, else the luma of those at full resolution.
-        stride: frames from the start of a window to that of the next; None: `window`.
     """
 
     def __init__(
-        self,
-        clips: Sequence[DecodedClip],
-        parts: Sequence[Part],
-        window: int,
-        size: int,
-        training: bool = False,
-        stride: int | None = None,
+        self, clips: Sequence[DecodedClip], parts: Sequence[Part], window: int, size: int, training: bool = False
     ) -> None:
         self.window, self.size, self._clips = window, size, clips
         shape = clips[parts[0].clip].frames.shape
@@ -145,7 +132,7 @@ class Windows:
         self._samples = [
             (part.clip, first, crop, plane)
             for part in parts
-            for first in range(part.start, part.stop - window + 1, stride or window)
+            for first in range(part.start, part.stop - window + 1, window)
             for crop in range(crops if training else unscaled(crops))
             for plane in range(self._planes)
         ]
@@ -193,10 +180,11 @@ class VideoData:
 
     Attributes:
         train, validation, test: windows; no frame is in two of them.
-        sigma: the unit of noise levels, in [0, 1]; `unit` says what it is.
+        sigma: the unit of noise levels, in [0, 1]: a gray level for crops, else the training frames' deviation.
         clips: names of all clips, in order.
         method: "clip" when the splits are of whole clips, "time" when each clip is divided.
         notes: what was left out, and what may be damaged, a line each.
+        unit: what `sigma` is, in words.
     """
 
     train: Windows
@@ -228,9 +216,7 @@ def load_video(
     *,
     window: int = 20,
     size: int = 160,
-    stride: int | None = None,
     crops: bool = False,
-    unit: Literal["level", "deviation"] = "deviation",
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> VideoData:
@@ -241,9 +227,7 @@ def load_video(
             "./demo").
         window: T, frames a window.
         size: height and width of a frame in pixels.
-        stride: frames between the starts of training windows, None: `window`; all others never overlap.
         crops: windows are crops at full resolution, not whole frames made square.
-        unit: what `sigma` is: a gray level of 0..255, or the standard deviation of the training frames.
         cache_dir: where decoded clips are kept; see `cache.default_cache_dir`.
         progress: show a bar on stderr while decoding.
 
@@ -261,14 +245,14 @@ def load_video(
     splits = split_clips([ClipLength(clip.name, rows * len(clip.frames), clip.split) for clip in clips], window)
     deviation = _standard_deviation(clips, splits.train, rows)
     return VideoData(
-        train=Windows(clips, splits.train, window, size, True, stride),
+        train=Windows(clips, splits.train, window, size, True),
         validation=Windows(clips, splits.validation, window, size),
         test=Windows(clips, splits.test, window, size),
-        sigma=deviation if unit == "deviation" else 1 / _MAX_LEVEL,
+        sigma=1 / _MAX_LEVEL if crops else deviation,
         clips=tuple(clip.name for clip in clips),
         method=splits.method,
         notes=(*splits.notes, *(note for clip in clips for note in clip.notes)),
-        unit="a gray level" if unit == "level" else "standard deviation of the training frames",
+        unit="a gray level" if crops else "standard deviation of the training frames",
     )
 
 
@@ -281,10 +265,9 @@ def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part], row
     number, total, squares = (
         sum(level**power * int(count) for level, count in enumerate(counts)) for power in range(3)
     )
-    variance = Fraction(number * squares - total * total, number * number)
-    if variance == 0:
+    if np.count_nonzero(counts) == 1:
         raise InputError(
             f"{clips[parts[0].clip].name}: all training frames are one flat gray, level {total // number}; there is "
             "nothing to learn to denoise"
         )
-    return math.sqrt(variance) / _MAX_LEVEL
+    return math.sqrt((number * squares - total * total) / (number * number)) / _MAX_LEVEL

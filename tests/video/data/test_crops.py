@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from cdt_fast.checks import InputError
 from cdt_fast.video.data import Windows, from_opponent, load_video, to_opponent
 from cdt_fast.video.data.cache import DecodedClip
-from cdt_fast.video.data.crops import cut_crops, moving_leaves
+from cdt_fast.video.data.crops import cut_crops
+from cdt_fast.video.data.scenes import demo_clip, moving_leaves
 from cdt_fast.video.data.windows import Part
 from tests.tiny import scrolling_clip
 
@@ -80,7 +82,7 @@ def test_samples_are_luma_and_colors_and_the_same_seed_gives_the_same_sample() -
 def test_no_frame_is_in_two_parts_and_levels_are_gray_levels(tmp_path) -> None:
     np.save(tmp_path / "0.npy", colored(3, 40, 40))  # too short for a window
     np.save(tmp_path / "1.npy", colored(60, 40, 40))
-    data = load_video(tmp_path, window=4, size=16, crops=True, unit="level", cache_dir=tmp_path / "c", progress=False)
+    data = load_video(tmp_path, window=4, size=16, crops=True, cache_dir=tmp_path / "c", progress=False)
     assert data.sigma == 1 / 255
     starts = [{part.name(index).first_frame for index in range(len(part))} for part in (data.train, data.test)]
     assert not starts[0] & starts[1]
@@ -119,3 +121,15 @@ def test_leaves_move_and_are_gray_levels() -> None:
         assert frames.std() > 1
     assert torch.equal(seen[3], moving_leaves(6, 24, np.random.default_rng(3)))
     assert sum(bool((frames[0] - frames[-1]).abs().max() < 1e-3) for frames in seen) < 6
+
+
+def test_the_demo_clip_is_a_still_scene_in_which_pieces_move() -> None:
+    clip = demo_clip(frames=40, size=80)
+    assert (clip.shape, clip.dtype) == ((40, 80, 80), np.uint8)
+    assert np.array_equal(demo_clip(frames=7, size=80), clip[:7])
+    assert not np.array_equal(demo_clip(frames=1, size=80, seed=1), clip[:1])
+    changed = (clip[1:] != clip[:-1]).mean((1, 2))
+    assert 0.02 < changed.min() < changed.max() < 0.4
+    assert demo_clip(frames=1, size=8).shape == (1, 8, 8)
+    with pytest.raises(InputError, match="frames is 0"):
+        demo_clip(frames=0)

@@ -46,7 +46,7 @@ def read(path: Path) -> tuple[list[np.ndarray], list[str]]:
 
 def denoise_notes(source: Path, target: Path) -> list[str]:
     settings = VideoSettings()
-    settings.update("data", {"patch": 8, "window": 8, "patch_frames": 4, "overlap": 1})
+    settings.update("data", {"frames": "resized", "patch": 8, "window": 8, "patch_frames": 4})
     written: dict[str, Any] = denoise_video(DUST(256, 16, 1), settings, source, target, depth=0, progress=False)
     return written["notes"]
 
