@@ -13,15 +13,7 @@ from torch import Tensor, nn
 
 from cdt_fast.checks import InputError, check_integer, require
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.integrations.shared import (
-    LossSums,
-    constraints_for,
-    dual_step,
-    items_in,
-    mean_over_ranks,
-    measured,
-    sum_over_ranks,
-)
+from cdt_fast.integrations.shared import LossSums, constraints_for, items_in, mean_over_ranks, measured, sum_over_ranks
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
 
 try:
@@ -92,32 +84,6 @@ class DescentCallback(_Callback):
             raise InputError("the layer losses are attached while the trainer runs, not before or after")
         return self._layer_losses
 
-    def _attach(self, pl_module: Any) -> None:
-        try:
-            model = pl_module.get_submodule(self._model_name)
-        except AttributeError as error:
-            raise InputError(
-                f"model must name the transformers model inside of the {type(pl_module).__name__}, got "
-                f"{self._model_name!r}; it holds {[name for name, _ in pl_module.named_children()]}"
-            ) from error
-        handle = attach_layer_losses(model, self._taps, inner_fraction=self._inner_fraction)
-        try:
-            self._constraints = constraints_for(self._constraints or self._given, handle)
-        except InputError:
-            handle.remove()
-            raise
-        self._layer_losses = handle
-        self._constraints.to(pl_module.device)
-        self._logged = LossSums(self._constraints, handle.taps)
-        self._hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward),
-        ]
-        if self._saved is not None:
-            self._constraints.load_state_dict(self._saved["constraints"])
-            self._items = self._saved["items"].to(pl_module.device)
-            self._saved = None
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
             raise InputError(
@@ -126,10 +92,27 @@ class DescentCallback(_Callback):
             )
         if type(trainer.strategy).__name__.startswith("DeepSpeed"):
             raise InputError("descent constraints do not go with DeepSpeed; use strategy='ddp' or FSDP2")
-        self._attach(pl_module)
+        try:
+            model = pl_module.get_submodule(self._model_name)
+        except AttributeError as error:
+            raise InputError(
+                f"model must name the transformers model inside of the {type(pl_module).__name__}, got "
+                f"{self._model_name!r}; it holds {[name for name, _ in pl_module.named_children()]}"
+            ) from error
+        self._layer_losses = handle = attach_layer_losses(model, self._taps, inner_fraction=self._inner_fraction)
+        self._constraints = constraints_for(self._constraints or self._given, handle).to(pl_module.device)
+        self._logged = LossSums(self._constraints, handle.taps)
         after = functools.partial(self._after_optimizer_step, trainer, pl_module)
-        self._hooks.append(trainer.optimizers[0].register_step_post_hook(after))
-        self._forget_step()
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+            trainer.optimizers[0].register_step_post_hook(after),
+        ]
+        if self._saved is not None:
+            self._constraints.load_state_dict(self._saved["constraints"])
+            self._items = self._saved["items"].to(pl_module.device)
+            self._saved = None
+        self.on_before_zero_grad()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.teardown()  # which the trainer does not call then
@@ -162,11 +145,8 @@ class DescentCallback(_Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         self._any_backward = True
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_zero_grad(self, *_: Any) -> None:
         # Between the first forward of a step and its backward. An epoch that a hook ends leaves gradients behind.
-        self._forget_step()
-
-    def _forget_step(self) -> None:
         self._pending.clear()
         self._any_backward = False
 
@@ -199,12 +179,13 @@ class DescentCallback(_Callback):
         found_inf = getattr(optimizer, "found_inf", None)
         if self._pending and not (found_inf is not None and found_inf.item()):
             assert self._logged is not None
-            for losses in self._pending:
-                self._logged.add(*losses)
-            dual_step(self.constraints, self._pending, trainer.global_step >= self._unconstrained_steps)
+            for losses, count in self._pending:
+                self._logged.add(losses, count)
+                self.constraints.record(losses, count)
+            self.constraints.step(update=trainer.global_step >= self._unconstrained_steps)
             if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
                 pl_module.log_dict(self._logged.take(multipliers=True)[0])
-        self._forget_step()
+        self.on_before_zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, plain numbers and words; nothing before training has started."""

@@ -21,8 +21,6 @@ def constraints_for(given: DescentConstraints | Mapping[str, Any], layer_losses:
     Raises:
         InputError: it is neither, names an unknown option, or does not have one loss a depth that is read.
     """
-    if not layer_losses.num_constraints:
-        raise InputError(f"taps must hold two depths or more for descent constraints, got {list(layer_losses.taps)}")
     if isinstance(given, Mapping):
         given = DescentConstraints(layer_losses.num_constraints, **options_of(**given))
     if not isinstance(given, DescentConstraints):
@@ -109,10 +107,3 @@ def measured(output: Mapping[str, Any], constraints: DescentConstraints) -> tupl
     has its head on another one."""
     losses, count = output["layer_losses"].detach(), output["layer_loss_count"]
     return losses.to(constraints.device, non_blocking=True), count.to(constraints.device, non_blocking=True)
-
-
-def dual_step(constraints: DescentConstraints, pending: Sequence[tuple[Tensor, Tensor]], update: bool) -> None:
-    """Record the losses and counts of the micro-batches of an optimizer step, and step the multipliers."""
-    for losses, count in pending:
-        constraints.record(losses, count)
-    constraints.step(update=update)

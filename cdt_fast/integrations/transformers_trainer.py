@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cdt_fast.checks import InputError, check_integer, require
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.integrations.shared import LossSums, constraints_for, dual_step, items_in, mean_over_ranks, measured
+from cdt_fast.integrations.shared import LossSums, constraints_for, items_in, mean_over_ranks, measured
 from cdt_fast.models.layer_losses import LayerLosses, attach_layer_losses
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 
@@ -110,6 +110,7 @@ class _DescentTrainer(Trainer):
             ("nll" not in loss_type, "loss_type", "a loss of its own: use 'nll'"),
             (self.compute_loss_func is not None, "compute_loss_func", "a loss of its own: leave it out"),
             (self.model_init is not None, "model_init", "new models during training: give one model"),
+            (args.use_liger_kernel, "use_liger_kernel", "a forward of its own: leave it out"),
             (args.n_gpu > 1, "n_gpu", "DataParallel: start with torchrun or accelerate launch"),
             (self.is_deepspeed_enabled, "deepspeed", "DeepSpeed: use DDP or FSDP2"),
             (split, "parallelism_config", "sequences split over devices: use whole ones"),
@@ -135,11 +136,6 @@ class _DescentTrainer(Trainer):
         # Not num_items_in_batch: some versions count it and do not hand it on.
         items = self._items if model.training else items_in(self.layer_losses, inputs).clamp(min=1)
         output = model(**{**inputs, "return_dict": True, "num_items_in_batch": items})
-        if "layer_losses" not in output:
-            raise InputError(
-                "the model's forward returned no losses of its depths: something has replaced it since the "
-                "trainer was made (use_liger_kernel does)"
-            )
         losses = measured(output, self.constraints)
         if model.training:
             self._pending.append(losses)
@@ -150,7 +146,9 @@ class _DescentTrainer(Trainer):
 
     def _dual_step(self) -> None:
         if not self.accelerator.optimizer_step_was_skipped:  # where a gradient scaler found an infinity
-            dual_step(self.constraints, self._pending, self.state.global_step >= self._unconstrained_steps)
+            for losses, count in self._pending:
+                self.constraints.record(losses, count)
+            self.constraints.step(update=self.state.global_step >= self._unconstrained_steps)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
