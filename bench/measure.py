@@ -45,14 +45,14 @@ def measure(case: Case, device: torch.device, rounds: int | None = None) -> dict
         try:
             step, found[one.name]["difference"] = checked(one, formula, case.tolerance)
             once = seconds(step, device)
+            calls = calls_per_reading(once, device)
+            found[one.name] |= {"seconds": [], "calls": calls}
+            round_seconds += calls * once
+            steps[one.name] = step
         except Exception as error:  # an implementation that cannot do it is a result, too
             found[one.name] |= _reason(error)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # one that ran out of memory must not leave too little for the next
-            continue
-        steps[one.name] = step
-        found[one.name] |= {"seconds": [], "calls": calls_per_reading(once, device)}
-        round_seconds += found[one.name]["calls"] * once
+        if device.type == "cuda" and one.name not in steps:
+            torch.cuda.empty_cache()  # one that ran out of memory must not leave too little for the next
     del formula  # what was expected is not part of any implementation's peak
     for order in round_robin(list(steps), rounds or min(MOST, max(LEAST, int(SECONDS / round_seconds)))):
         for name in filter(steps.__contains__, order):

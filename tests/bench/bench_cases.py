@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,12 +38,3 @@ def case_of(*candidates: Implementation, **changes: Any) -> Case:
         **changes,
     }
     return Case(implementations=candidates, **settings)
-
-
-def made_up(*cases: Case) -> Callable[[torch.device, str], Iterator[Case]]:
-    """A suite of these cases."""
-
-    def suite(device: torch.device, size: str) -> Iterator[Case]:
-        yield from cases
-
-    return suite

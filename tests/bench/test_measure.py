@@ -11,15 +11,7 @@ from torch import Tensor
 
 from cdt_fast.bench import measure as measuring
 from cdt_fast.bench.case import Case, Implementation, Step
-from cdt_fast.bench.measure import (
-    Refused,
-    calls_per_reading,
-    disagreement,
-    measure,
-    median_ratio,
-    peak_memory,
-    round_robin,
-)
+from cdt_fast.bench.measure import Refused, disagreement, measure, median_ratio, peak_memory, round_robin
 from tests.bench.bench_cases import case_of, fails, steady, unavailable
 
 CPU = torch.device("cpu")
@@ -110,8 +102,8 @@ def test_a_drift_cancels_in_the_ratio() -> None:
 
 
 def test_short_steps_are_called_several_times_a_reading() -> None:
-    assert [calls_per_reading(once, CPU) for once in (1.0, 0.001, 0.0)] == [1, 5, 100]
-    assert calls_per_reading(0.001, torch.device("cuda")) == 50
+    assert [measuring.calls_per_reading(once, CPU) for once in (1.0, 0.001, 0.0)] == [1, 5, 100]
+    assert measuring.calls_per_reading(0.001, torch.device("cuda")) == 50
 
 
 def test_peak_memory_is_what_a_step_holds_on_top_of_what_rests() -> None:
