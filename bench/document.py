@@ -43,8 +43,8 @@ File = Mapping[str, Any]
 
 def case_as_text(case: Case) -> str:
     """A table of all implementations of a case, with the reason if one was not timed."""
-    shape = (f"{name} {value}" for name, value in case["shape"].items())
-    more = "; ".join([*(size for size in shape if size not in case["case"]), *filter(None, [case["note"]])])
+    sizes = (f"{name} {value}" for name, value in case["shape"].items())
+    more = "; ".join(filter(None, [", ".join(size for size in sizes if size not in case["case"]), case["note"]]))
     table = as_text([HEAD, *([name, *_words(one)] for name, one in case["implementations"].items())])
     remarks = [f"  {name}: {remark}" for name, remark in _remarks([case])]
     return "\n".join(["", case["case"] + (f" ({more})" if more else ""), table, *remarks])

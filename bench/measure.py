@@ -168,7 +168,7 @@ def peak_memory(step: Callable[[], object], device: torch.device) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler announces itself on stderr
     profiled: Any = profile(profile_memory=True)
     with profiled:
-        step()  # the profiler does not see that memory from before it is freed: the second step frees the first one's
+        step()  # torch does not see, and warns, that it frees memory from before; the second step frees the first one's
         step()
     events = profiled.kineto_results.events()
     changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cdt_fast.files import replaced_atomically
 from cdt_fast.training.figures import COLORS, GRAY, pyplot
-
-PEER_MARKS = "s^vDP*X<>"
 
 
 def draw(path: Path, title: str, cases: Mapping[str, Mapping[str, Any]]) -> None:
@@ -28,12 +27,9 @@ def draw(path: Path, title: str, cases: Mapping[str, Mapping[str, Any]]) -> None
     figure, axis = pyplot().subplots(figsize=(11, 1.2 + 0.26 * len(cases)), layout="constrained")
     figure.suptitle(title, fontsize="medium")
     axis.axvline(1.0, color=GRAY, linewidth=1, zorder=0)
-    for number, (name, found) in enumerate(marks.items()):
-        peer = {"marker": PEER_MARKS[number % len(PEER_MARKS) - 1], "fillstyle": "none", "zorder": 1}
-        style: dict[str, Any] = peer if number else {"marker": "o", "markersize": 8, "zorder": 2}
-        ratios, places = [ratio for ratio, _ in found], [place for _, place in found]
-        color = COLORS[(number + 1) % len(COLORS)]
-        axis.plot(ratios, places, color=color, label=name, linestyle="none", **style)
+    for (name, found), mark, color in zip(marks.items(), itertools.cycle("os^vDP*X<>"), itertools.cycle(COLORS)):
+        style: dict[str, Any] = {"markersize": 8, "zorder": 2} if name == "cdt_fast" else {"fillstyle": "none"}
+        axis.plot([ratio for ratio, _ in found], [place for _, place in found], mark, color=color, label=name, **style)
     for ratio, place in marks["cdt_fast"]:
         above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
         axis.annotate(f"{ratio:.2f}", (ratio, place), fontsize="xx-small", **above)

@@ -38,7 +38,8 @@ def run_command(options: argparse.Namespace) -> int:
     suites = {name: list(SUITES[name](device, size)) for name in options.suite or SUITES}
     chosen = [case for cases in suites.values() for case in cases if (options.case or "") in case.name]
     if not chosen:
-        raise InputError(f"--case is {options.case!r}, which no name of a case of {', '.join(suites)} contains")
+        (one, *_) = (case.name for cases in suites.values() for case in cases)
+        raise InputError(f"--case is {options.case!r}, which is in no name of {', '.join(suites)}; one name is {one!r}")
     kept = device.type == "cpu" and disable_malloc_trim()
     machine = describe(device, "freed memory kept" if kept else "as it comes")
     run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"}

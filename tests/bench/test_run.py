@@ -44,7 +44,7 @@ def test_only_the_cases_that_are_asked_for(call: Call, tmp_path: Path) -> None:
     assert one["machine"]["torch"] == torch.__version__
     assert str(Path.home()) not in json.dumps(found)
     answer = run(call, tmp_path, "ops", "--case", "no such work")
-    assert "--case is 'no such work', which no name of a case of ops contains" in answer.line()
+    assert "--case is 'no such work', which is in no name of ops; one name is 'soft" in answer.line()
 
 
 def test_a_stopped_run_has_said_and_kept_what_it_knew(
