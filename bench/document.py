@@ -8,6 +8,7 @@ The same files give the same text.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections import Counter, defaultdict
@@ -18,7 +19,7 @@ from typing import Any
 from cdt_fast.bench.results_file import read
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError, MissingExtra
-from cdt_fast.files import write_text
+from cdt_fast.files import replaced_atomically, write_text
 from cdt_fast.tables import as_markdown, as_text
 
 HEAD = ("implementation", "role", "rounds", "median", "spread", "× eager", "× best peer", "peak MiB")
@@ -142,10 +143,40 @@ def _without_common_start(names: Sequence[str]) -> list[str]:
     return [", ".join(one) for one in words]
 
 
+def draw(path: Path, file: File) -> None:
+    """Draw a line a case, with a mark for each implementation, how many times as fast as the baseline it is."""
+    from cdt_fast.training.figures import COLORS, GRAY, pyplot  # with packages that a measurement does not need
+
+    cases = file["cases"]
+    marks: dict[str, list[tuple[float, int]]] = {"cdt_fast": []}
+    for place, case in enumerate(cases):
+        for name, one in case["implementations"].items():
+            if one["role"] != "eager" and one.get("over_eager"):
+                marks.setdefault("cdt_fast" if one["role"] == "ours" else name, []).append((one["over_eager"], place))
+    figure, axis = pyplot().subplots(figsize=(11, 1.2 + 0.26 * len(cases)), layout="constrained")
+    figure.suptitle(_title(file), fontsize="medium")
+    axis.axvline(1.0, color=GRAY, linewidth=1, zorder=0)
+    for (name, found), mark, color in zip(marks.items(), itertools.cycle("os^vDP*X<>"), itertools.cycle(COLORS)):
+        style: dict[str, Any] = {"markersize": 8, "zorder": 2} if name == "cdt_fast" else {"fillstyle": "none"}
+        axis.plot([ratio for ratio, _ in found], [place for _, place in found], mark, color=color, label=name, **style)
+    for ratio, place in marks["cdt_fast"]:
+        above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(f"{ratio:.2f}", (ratio, place), fontsize="xx-small", **above)
+    titles = _without_common_start([case["case"] for case in cases])
+    axis.set_yticks(range(len(cases)), titles, fontsize="x-small")
+    axis.set_ylim(len(cases) - 0.5, -0.7)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_xlabel("times as fast as the baseline, the gray line", fontsize="small")
+    axis.grid(axis="y", alpha=0.25)
+    figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize="x-small")
+    with replaced_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+    pyplot().close(figure)
+
+
 def main() -> None:
     """Draw the pictures and write the document."""
-    from cdt_fast.bench.pictures import draw  # with packages that a measurement does not need
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=Path("bench/results"), help="folder (bench/results)")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks.md"), help="file (docs/benchmarks.md)")
@@ -154,10 +185,7 @@ def main() -> None:
         files = {path: read(path) for path in sorted(options.results.glob("*.json"))}
         files = {path: file for path, file in files.items() if file["size"] != "toy"}
         for path, file in files.items():
-            titles = _without_common_start([case["case"] for case in file["cases"]])
-            implementations = (case["implementations"] for case in file["cases"])
-            picture = path.with_suffix(".png")
-            draw(picture, _title(file), dict(zip(titles, implementations, strict=True)))
+            draw(path.with_suffix(".png"), file)
     except (InputError, MissingExtra) as error:
         sys.exit(str(error))
     links = Path(os.path.relpath(options.results, options.out.parent)).as_posix() + "/"

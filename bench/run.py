@@ -13,7 +13,6 @@ import torch
 
 from cdt_fast.bench import results_file
 from cdt_fast.bench.document import case_as_text
-from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import measure
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError, check_integer
@@ -41,7 +40,7 @@ def run_command(options: argparse.Namespace) -> int:
         (one, *_) = (case.name for cases in suites.values() for case in cases)
         raise InputError(f"--case is {options.case!r}, which is in no name of {', '.join(suites)}; one name is {one!r}")
     kept = device.type == "cpu" and disable_malloc_trim()
-    machine = describe(device, "freed memory kept" if kept else "as it comes")
+    machine = results_file.describe(device, "freed memory kept" if kept else "as it comes")
     run = {"machine": machine, "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S}"}
     folder = Path(options.out)
     names = dict.fromkeys(case.suite for case in chosen)

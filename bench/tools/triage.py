@@ -23,8 +23,8 @@ import torch
 
 from cdt_fast import ops
 from cdt_fast.bench.case import Case, Step
-from cdt_fast.bench.machine import describe, file_stem
 from cdt_fast.bench.measure import checked
+from cdt_fast.bench.results_file import describe, file_stem
 from cdt_fast.bench.suites import SUITES
 
 MODULE = "cdt_fast.bench.tools.triage"

@@ -13,9 +13,8 @@ import torch
 
 from cdt_fast.bench import document as documents
 from cdt_fast.bench.case import Implementation, Step
-from cdt_fast.bench.machine import describe
 from cdt_fast.bench.measure import measure
-from cdt_fast.bench.results_file import add, open_file, read
+from cdt_fast.bench.results_file import add, describe, open_file, read
 from cdt_fast.bench.suites import SUITES
 from cdt_fast.checks import InputError
 from cdt_fast.files import write_json
