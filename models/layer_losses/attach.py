@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -246,11 +245,10 @@ class LayerLosses:
 
 def _check_taps(taps: Sequence[int] | None, layers: int) -> tuple[int, ...]:
     """Return the depths to read, counted from 0, the input of the first layer, to L, the output of the last."""
-    if taps is None:
-        return tuple(range(layers + 1))
-    numbers = list(taps) if isinstance(taps, Sequence) and not isinstance(taps, str) else []
-    valid = all(isinstance(t, Integral) and not isinstance(t, bool) and -layers - 1 <= t <= layers for t in numbers)
-    depths = [int(tap) % (layers + 1) for tap in numbers] if valid else []
+    try:
+        depths = [range(layers + 1)[tap] for tap in (range(layers + 1) if taps is None else taps)]
+    except (TypeError, IndexError):
+        depths = []
     if not depths or any(first >= second for first, second in itertools.pairwise(depths)):
         raise InputError(
             f"taps must be a list of increasing depths between 0 and {layers}, the number of layers, or from -1 to "

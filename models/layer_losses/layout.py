@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 
 # Endings of class names, and whether such a model reads tokens.
-_ENDINGS = {
-    "ForSequenceClassification": False,
-    "ForImageClassification": False,
-    "ForCausalLM": True,
-    "LMHeadModel": True,
-}
+_ENDINGS = {"ForSequenceClassification": False, "ForImageClassification": False, "ForCausalLM": True, "LMHeadModel": True}
 # What may stand between the last layer and the head: a norm, then a projection. That nothing else stands there is
 # checked with values, in the first forward.
 _NORMS = (

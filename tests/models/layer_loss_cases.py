@@ -31,7 +31,6 @@ _DISTIL: dict[str, Any] = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": LAYE
 _ROBERTA: dict[str, Any] = {**_SIZES, "max_position_embeddings": 40}
 _VIT: dict[str, Any] = {**{k: v for k, v in _SIZES.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4}
 _EXPERTS: dict[str, Any] = {**_FEW_KEYS, "num_experts_per_tok": 2, "output_router_logits": True}
-_QWEN: dict[str, Any] = {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,11 @@ def _normed(*names: str) -> Read:
 LANGUAGE_MODELS = {
     "llama": Family("LlamaConfig", _FEW_KEYS, _normed("model.norm")),
     "llama-tied": Family("LlamaConfig", {**_FEW_KEYS, "tie_word_embeddings": True}, _normed("model.norm")),
-    "qwen2": Family("Qwen2Config", _FEW_KEYS, _normed("model.norm")),
     "gemma2-softcap": Family(
         "Gemma2Config", {**_FEW_KEYS, "head_dim": 8, "final_logit_softcapping": 0.5}, _normed("model.norm")
     ),
     "granite-scaled": Family("GraniteConfig", {**_FEW_KEYS, "logits_scaling": 2.0}, _normed("model.norm")),
     "gpt2": Family("GPT2Config", _GPT, _normed("transformer.ln_f")),
-    "gpt-neox": Family("GPTNeoXConfig", _SIZES, _normed("gpt_neox.final_layer_norm")),
     "opt-projected": Family(
         "OPTConfig",
         {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16},
@@ -79,8 +76,6 @@ LANGUAGE_MODELS = {
 }
 MIXTURES = {
     "mixtral": Family("MixtralConfig", {**_EXPERTS, "num_local_experts": 4}, _normed("model.norm")),
-    "qwen2-moe": Family("Qwen2MoeConfig", {**_QWEN, "shared_expert_intermediate_size": 24}, _normed("model.norm")),
-    "qwen3-moe": Family("Qwen3MoeConfig", {**_QWEN, "head_dim": 8}, _normed("model.norm")),
     "jetmoe": Family("JetMoeConfig", {**_EXPERTS, "kv_channels": 8, "num_local_experts": 4}, _normed("model.norm")),
 }
 
@@ -97,15 +92,6 @@ def _roberta(model: Any, state: Tensor, inputs: dict[str, Tensor], last: bool) -
     return model.classifier.out_proj(torch.tanh(model.classifier.dense(state[:, 0])))
 
 
-def _deberta(model: Any, state: Tensor, inputs: dict[str, Tensor], last: bool) -> Tensor:
-    return model.classifier(nn.functional.gelu(model.pooler.dense(state[:, 0])))
-
-
-def _modernbert(model: Any, state: Tensor, inputs: dict[str, Tensor], last: bool) -> Tensor:
-    state, mask = state if last else model.model.final_norm(state), inputs["attention_mask"].unsqueeze(-1)
-    return model.classifier(model.head((state * mask).sum(1) / mask.sum(1)))
-
-
 def _llama(model: Any, state: Tensor, inputs: dict[str, Tensor], last: bool) -> Tensor:
     state = state if last else model.model.norm(state)
     return model.score(state[torch.arange(len(state)), inputs["attention_mask"].sum(1) - 1])
@@ -119,8 +105,6 @@ CLASSIFIERS = {
     "bert": Family("BertConfig", _SIZES, _bert),
     "distilbert": Family("DistilBertConfig", _DISTIL, _distilbert),
     "roberta": Family("RobertaConfig", _ROBERTA, _roberta),
-    "deberta-v2": Family("DebertaV2Config", {**_SIZES, "pooler_hidden_size": 32}, _deberta),
-    "modernbert": Family("ModernBertConfig", {**_SIZES, "classifier_pooling": "mean"}, _modernbert),
     "llama-classifier": Family("LlamaConfig", _FEW_KEYS, _llama),
     "vit": Family("ViTConfig", _VIT, _vit),
 }

@@ -11,8 +11,8 @@ from cdt_fast.checks import InputError
 from cdt_fast.models.dictionary import overcomplete_dct, squared_spectral_norm, tight_cosines
 
 
-@pytest.mark.parametrize("patch_size", [2, 3, 4, 8, 9, 10, 16, 25, 64, 256])
-@pytest.mark.parametrize("code_size", [1, 2, 3, 4, 5, 16, 17, 30, 64, 100, 500])
+@pytest.mark.parametrize("patch_size", [2, 4, 9, 10, 256])
+@pytest.mark.parametrize("code_size", [1, 2, 5, 16, 30, 500])
 def test_atoms_have_unit_norm_and_all_but_the_first_along_each_axis_no_mean(patch_size: int, code_size: int) -> None:
     atoms = overcomplete_dct(patch_size, code_size)
     assert atoms.shape == (patch_size, code_size)
@@ -36,17 +36,6 @@ def test_square_patches_get_products_of_cosines_along_both_axes() -> None:
             picture = picture * (cosine / cosine.norm()).reshape(shape)
         given = atoms[:, vertical * frequencies + horizontal].reshape(side, side)
         assert (given - picture).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("code_size", [2, 5, 13, 24])
-def test_a_code_size_that_is_no_square_keeps_the_lowest_frequencies_of_the_next_square(code_size: int) -> None:
-    frequencies = math.isqrt(code_size - 1) + 1
-    full = overcomplete_dct(16, frequencies**2)
-    radii = [vertical**2 + horizontal**2 for vertical in range(frequencies) for horizontal in range(frequencies)]
-    kept = [int(torch.nonzero((full == atom.unsqueeze(1)).all(0)).item()) for atom in overcomplete_dct(16, code_size).T]
-    assert len(set(kept)) == code_size
-    dropped = set(range(frequencies**2)) - set(kept)
-    assert max(radii[index] for index in kept) <= min((radii[index] for index in dropped), default=math.inf)
 
 
 def test_the_norm_of_the_reference_dictionary() -> None:

@@ -157,34 +157,19 @@ def test_spectral_ratio_says_when_the_dictionaries_have_outgrown_the_step() -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("readout", ["own", "next"])
-def test_autocast_is_as_precise_as_the_eager_network_under_autocast(dtype: torch.dtype, readout: str) -> None:
-    weights = torch.tensor([1.0, 0.5, 0.5, 1.0])
-    squares: dict[str, list[float]] = {"ours": [0.0, 0.0], "eager": [0.0, 0.0]}
-    sizes = [0.0, 0.0]
-    for seed in range(6):
-        model = built(models.DUST, seed=seed, readout=readout, sparsity=0.02)
-        noisy, clean = pictures(16, seed=seed, tokens=20)
-        losses = written_out(model, noisy, clean)
-        exact = [losses, parameter_gradients(model, torch.dot(weights.double(), losses))[0]]
-        model, noisy, clean = model.float(), noisy.float(), clean.float()
-        for name in squares:
-            with torch.autocast("cpu", dtype=dtype):
-                if name == "ours":
-                    total, per_depth = model.layer_losses(noisy, clean, weights)
-                else:
-                    per_depth = written_out(model, noisy, clean)
-                    total = torch.dot(weights, per_depth)
-            gradient = parameter_gradients(model, total)[0]
-            assert gradient is not None
-            assert gradient.dtype == torch.float32
-            assert per_depth.dtype == torch.float32
-            for index, (given, true) in enumerate(zip((per_depth, gradient), exact, strict=True)):
-                assert true is not None
-                squares[name][index] += (given.double() - true).square().sum().item()
-        sizes = [size + true.square().sum().item() for size, true in zip(sizes, exact, strict=True) if true is not None]
-    for index, size in enumerate(sizes):
-        floor = torch.finfo(dtype).eps * size**0.5
-        assert squares["ours"][index] ** 0.5 <= 1.5 * squares["eager"][index] ** 0.5 + floor
+def test_autocast_rounds_as_its_dtype_does(dtype: torch.dtype, readout: str) -> None:
+    model, weights = built(models.DUST, readout=readout, sparsity=0.02), torch.tensor([1.0, 0.5, 0.5, 1.0])
+    noisy, clean = pictures(16, tokens=20)
+    losses = written_out(model, noisy, clean)
+    exact = (losses, *parameter_gradients(model, torch.dot(weights.double(), losses)))
+    model = model.float()
+    with torch.autocast("cpu", dtype=dtype):
+        total, per_depth = model.layer_losses(noisy.float(), clean.float(), weights)
+    for given, true in zip((per_depth, *parameter_gradients(model, total)), exact, strict=True):
+        assert given is not None
+        assert true is not None
+        assert given.dtype == torch.float32
+        assert (given - true).norm() <= 8 * torch.finfo(dtype).eps * true.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,14 +198,8 @@ def test_a_depth_that_is_not_there(depth: Any) -> None:
     [
         ({"patch_size": 0}, "patch_size must be an integer >= 1, got 0"),
         ({"code_size": -4}, "code_size must be an integer >= 1, got -4"),
-        ({"layers": 0}, "layers must be an integer >= 1, got 0"),
-        ({"layers": 2.5}, "layers must be an integer >= 1, got 2.5"),
-        ({"code_size": "64"}, "code_size must be an integer >= 1, got '64'"),
         ({"step": 0}, "step must be above 0, got 0"),
-        ({"step": -0.5}, "step must be above 0, got -0.5"),
-        ({"step": float("nan")}, "step must be a finite number, got nan"),
         ({"sparsity": -0.1}, "sparsity must be a finite number >= 0, got -0.1"),
-        ({"sparsity": float("inf")}, "sparsity must be a finite number >= 0, got inf"),
         ({"scale": None}, "scale must be a finite number, got None"),
         (
             {"nonlinearity": "gelu"},
@@ -239,7 +218,6 @@ def test_settings_out_of_their_range(options: dict[str, Any], message: str) -> N
     [
         (torch.zeros(PATCH), r"noisy must be .*\[\.\.\., T, n\], got \(9,\) float32"),
         (torch.zeros(2, 5, 8), r"noisy must have shape \(2, 5, 9\).*patch_size\), got \(2, 5, 8\)"),
-        (torch.zeros(2, 5, PATCH, dtype=torch.uint8), r"noisy must be a dense floating-point tensor .*uint8"),
         (None, r"noisy must be a dense floating-point tensor .* got None"),
         (torch.zeros(2, 5, PATCH, dtype=torch.float64), r"dictionary is torch.float32 but noisy is torch.float64"),
         (torch.zeros(2, 5, PATCH, device="meta"), r"dictionary is on cpu but noisy is on meta"),

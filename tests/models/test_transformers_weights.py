@@ -39,14 +39,13 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("new_head", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", KINDS)
-def test_a_weight_of_the_base_that_cannot_be_used(name: str, change: str, new_head: bool, tmp_path: Path) -> None:
+def test_a_weight_of_the_base_that_cannot_be_used(change: str, tmp_path: Path) -> None:
     function, message = CHANGES[change]
-    key = saved(name, tmp_path, function)
-    with pytest.raises(InputError, match=message.format(key=key)):
-        load_complete(KINDS[name], tmp_path, new_head=new_head, ignore_mismatched_sizes=True)
+    key = saved("bert", tmp_path, function)
+    for new_head in (False, True):
+        with pytest.raises(InputError, match=message.format(key=key)):
+            load_complete(KINDS["bert"], tmp_path, new_head=new_head, ignore_mismatched_sizes=True)
 
 
 def test_a_new_head(tmp_path: Path) -> None:
@@ -61,11 +60,6 @@ def test_a_new_head(tmp_path: Path) -> None:
         load_complete(KINDS["bert"], tmp_path)
     wider = load_complete(KINDS["bert"], tmp_path, new_head=True, num_labels=7, ignore_mismatched_sizes=True)
     assert wider.classifier.out_features == 7
-    # Without a head, all but the pooler is base.
-    assert isinstance(load_complete(transformers.AutoModel, tmp_path, new_head=True), transformers.BertModel)
-    saved("bert", tmp_path, lambda weights, _: weights.pop("bert.embeddings.word_embeddings.weight"))
-    with pytest.raises(InputError, match=r"lacks 1 weights of a BertModel, the first is embeddings\.word_embeddings"):
-        load_complete(transformers.AutoModel, tmp_path, new_head=True)
 
 
 def test_neither_code_nor_a_pickle_of_a_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,12 +114,10 @@ def saved_vit(folder: Path, channels: int = 3, image: int | list[int] = 12, **op
     return vit.double().eval()
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("normalization", [(0.5, 0.5), (0.3, 0.2)])
+@pytest.mark.parametrize(("channels", "mean", "std"), [(1, 0.5, 0.5), (3, 0.3, 0.2)])
 def test_a_pretrained_vit_sees_gray_patches_as_it_saw_gray_pictures(
-    tmp_path: Path, channels: int, normalization: tuple[float, float]
+    tmp_path: Path, channels: int, mean: float, std: float
 ) -> None:
-    mean, std = normalization
     vit = saved_vit(tmp_path, channels)
     model = models.DenoisingViT.from_pretrained(tmp_path, pixel_mean=mean, pixel_std=std).double().eval()
     assert (model.patch_size, model.grid, model.layers, model.feedforward_width) == (16, (3, 3), 2, 20)
