@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 
 # Endings of class names, and whether such a model reads tokens.
-_ENDINGS = {"ForSequenceClassification": False, "ForImageClassification": False, "ForCausalLM": True, "LMHeadModel": True}
+_CLASSIFIERS, _LANGUAGE_MODELS = ("ForSequenceClassification", "ForImageClassification"), ("ForCausalLM", "LMHeadModel")
+_ENDINGS = dict.fromkeys(_CLASSIFIERS, False) | dict.fromkeys(_LANGUAGE_MODELS, True)
 # What may stand between the last layer and the head: a norm, then a projection. That nothing else stands there is
 # checked with values, in the first forward.
 _NORMS = (

@@ -159,21 +159,6 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     assert sum(noting) == 1, "one run within the forward; a second one, in the backward, is not noted"
 
 
-def test_dropout_of_the_readout_draws_at_every_depth() -> None:
-    model, inputs = build("distilbert", seq_classif_dropout=0.5), inputs_of("distilbert")
-    states = model(**inputs, output_hidden_states=True).hidden_states
-    attach_layer_losses(model)
-    model.dropout.train()
-    torch.manual_seed(5)
-    output = model(**inputs)
-    torch.manual_seed(5)
-    losses = {}
-    for depth in [LAYERS, 0, 1, 2]:  # the model's own readout comes first, as without the handle
-        features = model.dropout(torch.relu(model.pre_classifier(states[depth][:, 0])))
-        losses[depth] = torch.nn.functional.cross_entropy(model.classifier(features), inputs["labels"])
-    torch.testing.assert_close(output.layer_losses, torch.stack([losses[depth] for depth in range(4)]), **EXACT)
-
-
 def test_number_of_items_and_a_batch_of_one() -> None:
     model, inputs = build("llama"), {name: value[1:2] for name, value in inputs_of("llama").items()}
     answer = expected("llama", model, inputs)
