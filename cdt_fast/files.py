@@ -88,15 +88,6 @@ def remove_leftovers(folder: str | os.PathLike[str], pattern: str = ".*.tmp*") -
             continue
 
 
-def file_state(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """Return what changes where a file is written or replaced; None where there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` as UTF-8, atomically."""
     with replaced_atomically(path) as temporary:

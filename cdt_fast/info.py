@@ -10,7 +10,6 @@ import torch
 
 import cdt_fast
 from cdt_fast.ops.common import cpu_has_bf16_products, explain
-from cdt_fast.video.data.cache import default_cache_dir
 
 # Package and the extra that brings it.
 OPTIONAL = {"av": "video", "pillow": "video", "matplotlib": "report"}
@@ -33,7 +32,6 @@ def collect() -> dict[str, Any]:
         "CPU threads": torch.get_num_threads(),
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
         "CPU bf16 products": "yes" if cpu_has_bf16_products() else "no: bf16 will be slow on this processor",
-        "cache of decoded clips": str(default_cache_dir()),
     }
     for package, extra in {"triton": "", **OPTIONAL}.items():
         try:

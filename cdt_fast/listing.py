@@ -10,7 +10,7 @@ from pathlib import Path
 from cdt_fast.checks import InputError
 
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".jpg", ".jpeg", ".png", ".bmp", ".webp"})
-ARRAY_SUFFIXES = frozenset({".npy", ".npz"})
+ARRAY_SUFFIXES = frozenset({".npy"})
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".ts", ".m2ts", ".wmv", ".asf", ".flv", ".3gp"}
     | {".gif", ".apng"}

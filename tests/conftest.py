@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +28,6 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_xdist_auto_num_workers() -> int:
     """Of `--numprocesses=auto`: a worker for each processor; a worker takes a gigabyte of memory."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Decoded clips of the tests stay out of the person's own cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CDT_FAST_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from cdt_fast.files import read_json, read_toml
 from cdt_fast.models import load_pretrained
 from cdt_fast.sequence.data import read_table
 from cdt_fast.training.checkpoint import load_checkpoint
-from cdt_fast.video.data import Clip, load_clip, open_source
+from cdt_fast.video.data import open_source
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,8 +70,6 @@ def write_model(path: Path, made: Planted) -> None:
     [
         ("clip.npy", write_array, open_source),
         ("clip.npy", write_pickle, open_source),
-        ("clip.npz", write_arrays, open_source),
-        ("clip.npz", write_torch, open_source),
         ("clip.mp4", write_pickle, open_source),
         ("state.safetensors", write_torch, load_checkpoint),
         ("state.safetensors", write_pickle, load_checkpoint),
@@ -89,16 +87,6 @@ def test_a_planted_pickle_is_refused_and_does_nothing(
     with pytest.raises(InputError, match=re.escape(name)) as caught:
         read(tmp_path / name)
     assert "\n" not in str(caught.value)
-    assert not planted.trace.exists()
-
-
-def test_a_pickle_in_place_of_a_cached_clip_is_made_again(tmp_path: Path, planted: Planted) -> None:
-    np.save(tmp_path / "clip.npy", np.arange(4 * 64, dtype=np.uint8).reshape(4, 8, 8))
-    clip = Clip("clip", tmp_path / "clip.npy")
-    frames = np.array(load_clip(clip, 8, tmp_path / "cache").frames)
-    for cached in (tmp_path / "cache").iterdir():  # the frames, and what they are
-        write_array(cached, planted)
-    assert np.array_equal(load_clip(clip, 8, tmp_path / "cache").frames, frames)
     assert not planted.trace.exists()
 
 

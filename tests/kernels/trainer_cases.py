@@ -45,7 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def trainer_on_gpu(folder: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], name: str = "run") -> Trainer:
     """A new trainer on a clip of 60 frames: eight training windows, so three, three and two a step."""
-    patch.setenv("CDT_FAST_CACHE", str(folder / "cache"))
     clip = folder / "clip.npy"
     if not clip.exists():
         rows, columns = np.mgrid[0:32, 0:32]

@@ -15,8 +15,7 @@ from cdt_fast.models import DUST
 from cdt_fast.training.evaluation import judged
 from cdt_fast.training.factory import build_constraints
 from cdt_fast.video.data import VideoData, Windows, from_patches, to_patches
-from cdt_fast.video.data.cache import DecodedClip
-from cdt_fast.video.data.windows import Part
+from cdt_fast.video.data.windows import DecodedClip, Part
 from cdt_fast.video.evaluation import evaluate, mean_depth_losses
 from cdt_fast.video.figures import keep_frames, read_frames
 from cdt_fast.video.networks import build_network, reconstructed

@@ -39,7 +39,7 @@ class Clip(NamedTuple):
 
 
 def open_source(path: str | os.PathLike[str]) -> FrameSource:
-    """Open a clip: a video file, a folder of pictures, a TIFF of several pages, or a .npy or .npz array.
+    """Open a clip: a video file, a folder of pictures, a TIFF of several pages, or a .npy array.
 
     Opening checks what a look at the header shows; the rest is checked while `frames()` reads. A video is always
     decoded from the start, in order.
@@ -75,7 +75,7 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
     if not clips:
         others = "".join(f"; {other.name} is not supported" for other in other_images(root)[:1])
         raise InputError(
-            f"{root}: no clips found; expected videos, .npy or .npz arrays, folders of frames "
+            f"{root}: no clips found; expected videos, .npy arrays, folders of frames "
             f"({', '.join(sorted(IMAGE_SUFFIXES))}), or a tree of Avenue, UCSD or ShanghaiTech{others}"
         )
     return [

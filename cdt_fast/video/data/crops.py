@@ -18,12 +18,12 @@ from torch import Tensor
 
 from cdt_fast.video.data.scenes import moving_leaves
 
-CROPS_VERSION = 3  # raise it with any change that can move a pixel
 CROPS_PER_WINDOW = 12
 GENERATED = 0.5  # probability with which generated frames take the place of a training crop
 PLANES = 4  # samples of a crop: `plane_of` says which
 
 _LUMA = (0.299, 0.587, 0.114)
+_RED, _GREEN, _BLUE = map(np.float32, _LUMA)
 # An orthonormal change of basis: white noise of red, green and blue is white noise of the same deviation in these.
 _OPPONENT = (
     (1 / math.sqrt(3), 1 / math.sqrt(3), 1 / math.sqrt(3)),
@@ -133,3 +133,23 @@ def _paste(frames: Tensor, other: Tensor, draw: np.random.Generator) -> None:
         top, left = (round(place) for place in (middle + speeds * (number - len(frames) / 2)).tolist())
         there = frame[max(0, top) : max(0, top + height), max(0, left) : max(0, left + width)]
         there.copy_(shown[max(0, -top) :, max(0, -left) :][: there.shape[0], : there.shape[1]])
+
+
+def luma(frame: np.ndarray) -> np.ndarray:
+    """Return the luma of a frame, float32 [h, w] in 0..255."""
+    pixels = frame.astype(np.float32)
+    # Three products and two sums, not a matrix product: that may fuse or reorder them, machine by machine.
+    return pixels if pixels.ndim == 2 else _RED * pixels[..., 0] + _GREEN * pixels[..., 1] + _BLUE * pixels[..., 2]
+
+
+def preprocess(frame: np.ndarray, size: int) -> np.ndarray:
+    """Return the luma of one frame, resized to a square: the one way from whole frames to what a model sees.
+
+    Every published number rests on these pixels, so the path is pinned: a decoder's own gray conversion differs from it
+    by up to four levels. The aspect ratio is not kept; uint8 [h, w, 3] or [h, w] becomes uint8 [size, size].
+    """
+    pixels = torch.from_numpy(luma(frame))[None, None]
+    resized = torch.nn.functional.interpolate(
+        pixels, size=(size, size), mode="bilinear", antialias=True, align_corners=False
+    )
+    return resized[0, 0].round_().clamp_(0, 255).to(torch.uint8).numpy()

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from cdt_fast.checks import InputError
-from cdt_fast.files import shown
 
 DEFAULT_FRAME_RATE = Fraction(25)  # where a source states none, as folders of frames and arrays
 _EXPECTED_ARRAY = "expected uint8, or floats within [0, 1], of shape [frames, h, w] or [frames, h, w, 3]"
@@ -69,7 +68,7 @@ def require_frames(path: Path, count: int) -> None:
 
 
 class FrameArray(FrameSource):
-    """A .npy file, or a .npz file with one array (or one called "frames").
+    """A .npy file.
 
     Raises:
         InputError: the file cannot be read or its dtype or shape is not that of a clip.
@@ -98,21 +97,7 @@ class FrameArray(FrameSource):
 
     def _load(self) -> np.ndarray:
         try:
-            loaded: Any = np.load(self.path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(loaded, np.ndarray):
-                with loaded as archive:
-                    names = archive.files
-                    if "frames" not in names and len(names) != 1:
-                        raise InputError(
-                            f"{self.path}: expected one array, or one called 'frames'; the arrays are: {shown(names)}"
-                        )
-                    loaded = archive["frames" if "frames" in names else names[0]]
-        except InputError:
-            raise
-        # NumPy reports broken files by SyntaxError, TypeError, MemoryError and what unpacks the member reports, too.
-        except Exception as error:
+            return np.lib.format.open_memmap(self.path, mode="r")
+        except Exception as error:  # NumPy reports broken files by ValueError, SyntaxError, TypeError and others
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{self.path}: cannot be read as a NumPy array ({reason}); {_EXPECTED_ARRAY}") from error
-        if not isinstance(loaded, np.ndarray):
-            raise InputError(f"{self.path}: holds something else than an array; {_EXPECTED_ARRAY}")
-        return loaded

@@ -18,7 +18,7 @@ import numpy as np
 from cdt_fast.checks import InputError, require
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 
-_EXPECTED = "expected a video, a folder of frames, or a .npy or .npz file"
+_EXPECTED = "expected a video, a folder of frames, or a .npy file"
 # Of the times from frame to frame that are about equal where a camera keeps its rate, and of the stated duration.
 _EVEN_SHARE = 0.9
 _JUMP_SECONDS = 1  # the clock of joined files starts anew; less is disorder in one file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +15,51 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, printable
-from cdt_fast.video.data.cache import DecodedClip, load_clip
-from cdt_fast.video.data.clips import Split, find_clips
-from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, plane_of, unscaled
+from cdt_fast.progress import progress_bar
+from cdt_fast.video.data.clips import Clip, Split, find_clips, open_source
+from cdt_fast.video.data.crops import PLANES, augmented, cut_crops, plane_of, preprocess, unscaled
 from cdt_fast.video.data.scenes import demo_clip
 
 _MAX_LEVEL = 255
 _NOTES_SHOWN = 10
 _ROOM = 8  # pixels by which crops are larger than what is trained on
 _DEMO_SIDE = 320  # of the generated clip where crops are taken of it
+
+
+class DecodedClip(NamedTuple):
+    """A clip as the networks see it: uint8 [frames, size, size], or crops [windows, crops, 3, T, side, side]; and notes
+    of what is wrong with frames that were decoded all the same.
+    """
+
+    name: str
+    frames: np.ndarray
+    split: Split | None = None
+    notes: tuple[str, ...] = ()
+
+
+def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None = None) -> DecodedClip:
+    """Decode a clip into a temporary file, which is mapped: what is longer than memory can be trained on too.
+
+    Args:
+        clip: from `find_clips`.
+        size: height and width of the result in pixels.
+        progress: show a bar on stderr while decoding.
+        crops_of: cut the frames into crops of so many frames (`cut_crops`) in place of resizing them.
+
+    Raises:
+        InputError: the clip cannot be read.
+    """
+    source, shape, count = open_source(clip.path), (size, size), 0
+    with (
+        progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress) as bar,
+        tempfile.TemporaryFile() as file,
+    ):
+        for picture in cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar):
+            file.write(picture.tobytes())
+            shape, count = picture.shape, count + 1
+        file.flush()
+        frames = np.memmap(file, np.uint8, "r", shape=(count, *shape)) if count else np.empty((0, *shape), np.uint8)
+    return DecodedClip(clip.name, frames, clip.split, tuple(source.notes))
 
 
 class ClipLength(NamedTuple):
@@ -217,7 +254,6 @@ def load_video(
     window: int = 20,
     size: int = 160,
     crops: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> VideoData:
     """Decode, pre-process and split video into windows.
@@ -228,7 +264,6 @@ def load_video(
         window: T, frames a window.
         size: height and width of a frame in pixels.
         crops: windows are crops at full resolution, not whole frames made square.
-        cache_dir: where decoded clips are kept; see `cache.default_cache_dir`.
         progress: show a bar on stderr while decoding.
 
     Raises:
@@ -240,7 +275,7 @@ def load_video(
         frames = demo_clip(size=max(_DEMO_SIDE, side) if crops else size)
         clips = [DecodedClip("demo", np.stack(list(cut_crops(frames, window, side))) if crops else frames)]
     else:
-        clips = [load_clip(clip, side, cache_dir, progress, window if crops else None) for clip in find_clips(source)]
+        clips = [load_clip(clip, side, progress, window if crops else None) for clip in find_clips(source)]
     rows = window if crops else 1  # frames of a clip in a row of its array
     splits = split_clips([ClipLength(clip.name, rows * len(clip.frames), clip.split) for clip in clips], window)
     deviation = _standard_deviation(clips, splits.train, rows)

@@ -6,10 +6,9 @@ import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.video.data import Windows, from_opponent, load_video, to_opponent
-from cdt_fast.video.data.cache import DecodedClip
-from cdt_fast.video.data.crops import cut_crops
+from cdt_fast.video.data.crops import cut_crops, preprocess
 from cdt_fast.video.data.scenes import demo_clip, moving_leaves
-from cdt_fast.video.data.windows import Part
+from cdt_fast.video.data.windows import DecodedClip, Part
 from tests.tiny import scrolling_clip
 
 
@@ -82,7 +81,7 @@ def test_samples_are_luma_and_colors_and_the_same_seed_gives_the_same_sample() -
 def test_no_frame_is_in_two_parts_and_levels_are_gray_levels(tmp_path) -> None:
     np.save(tmp_path / "0.npy", colored(3, 40, 40))  # too short for a window
     np.save(tmp_path / "1.npy", colored(60, 40, 40))
-    data = load_video(tmp_path, window=4, size=16, crops=True, cache_dir=tmp_path / "c", progress=False)
+    data = load_video(tmp_path, window=4, size=16, crops=True, progress=False)
     assert data.sigma == 1 / 255
     starts = [{part.name(index).first_frame for index in range(len(part))} for part in (data.train, data.test)]
     assert not starts[0] & starts[1]
@@ -133,3 +132,24 @@ def test_the_demo_clip_is_a_still_scene_in_which_pieces_move() -> None:
     assert demo_clip(frames=1, size=8).shape == (1, 8, 8)
     with pytest.raises(InputError, match="frames is 0"):
         demo_clip(frames=0)
+
+
+@pytest.mark.parametrize(
+    ("color", "level"),
+    [((255, 0, 0), 76), ((0, 255, 0), 150), ((0, 0, 255), 29), ((255, 255, 255), 255), ((10, 200, 77), 129)],
+)
+def test_luma_weights(color, level):
+    assert (preprocess(np.full((20, 30, 3), color, np.uint8), 16) == level).all()
+
+
+def test_resizing_is_antialiased_and_rounded():
+    gray = np.random.default_rng(0).integers(0, 256, (24, 24), dtype=np.uint8)
+    gray.setflags(write=False)
+    assert np.array_equal(preprocess(gray, 24), gray)
+    frame = np.random.default_rng(1).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    luma = torch.from_numpy(frame).double() @ torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)
+    exact = torch.nn.functional.interpolate(luma[None, None], (16, 16), mode="bilinear", antialias=True)[0, 0]
+    assert (torch.from_numpy(preprocess(frame, 16)) - exact).abs().max() <= 0.5 + 1e-3
+    # Without antialiasing a fine checkerboard keeps its full contrast or turns into stripes.
+    checkers = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
+    assert np.ptp(preprocess(checkers, 16)[2:-2, 2:-2]) <= 2

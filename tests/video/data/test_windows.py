@@ -12,8 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cdt_fast.checks import InputError
+from cdt_fast.video.data.clips import Clip, open_source
+from cdt_fast.video.data.crops import preprocess
 from cdt_fast.video.data.scenes import demo_clip
-from cdt_fast.video.data.windows import ClipLength, VideoData, load_video, split_clips
+from cdt_fast.video.data.windows import ClipLength, VideoData, load_clip, load_video, split_clips
 
 
 def lengths(*frames: int, split: str | None = None) -> list[ClipLength]:
@@ -114,7 +116,7 @@ def test_too_few_frames_are_refused(clips, window, facts):
 @pytest.fixture
 def load(tmp_path) -> Callable[..., VideoData]:
     def call(source: str | Path, **settings: Any) -> VideoData:
-        return load_video(source, cache_dir=tmp_path / "cache", progress=False, **settings)
+        return load_video(source, progress=False, **settings)
 
     return call
 
@@ -175,12 +177,10 @@ def test_a_marked_tree(tmp_path, load):
 
 
 def test_the_word_demo_is_the_generated_clip(tmp_path, monkeypatch, refused):
-    monkeypatch.setenv("CDT_FAST_CACHE", str(tmp_path / "cache"))
     data = load_video("demo", size=32)
     assert data.clips == ("demo",)
     assert (len(data.train), len(data.validation), len(data.test)) == (8, 1, 1)
     assert np.array_equal(data.train.batch([0])[0], demo_clip(frames=20, size=32))
-    assert not (tmp_path / "cache").exists()
     monkeypatch.chdir(tmp_path)
     refused(Path("demo"), "no such file", by=lambda: load_video("./demo"))
 
@@ -195,3 +195,12 @@ def test_describe_counts_the_notes_of_many_clips_and_spells_out_control_characte
     assert text.count("left out") == 10
     assert text.endswith("\nand 5 more notes")
     assert "\x1b" not in text
+
+
+def test_a_clip_is_read_as_it_is_decoded_with_its_notes(tmp_path, write_lying_video):
+    path = write_lying_video(tmp_path / "clip.avi")
+    clip = load_clip(Clip("clip", path), 16, progress=False)
+    assert np.array_equal(clip.frames, [preprocess(frame, 16) for frame in open_source(path).frames()])
+    assert not clip.frames.flags.writeable
+    assert "frames that it states" in clip.notes[0]
+    assert len(load_clip(Clip("clip", path), 16, False, crops_of=13).frames) == 0  # shorter than a window of crops
