@@ -101,7 +101,7 @@ def recording(card: GpuSpec, mode: OperatorsOnMeta | None = None, precision: str
 
     answers = {
         "unsupported_reason": lambda device, dtype: None if dtype in KERNEL_DTYPES else f"not for {dtype}",
-        "_unavailable_reason": lambda: None,
+        "unavailable_reason": lambda: None,
         "spec_of": lambda device: card,
         "dot_precision": lambda dtype: precision if dtype == torch.float32 else "ieee",
     }

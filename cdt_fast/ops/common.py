@@ -9,14 +9,13 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from cdt_fast.checks import InputError, check_choice, check_non_negative, check_number
 
@@ -85,7 +84,6 @@ def _constant(function: Function) -> Function:
     return function
 
 
-@_constant
 def interpreting() -> bool:
     """Whether kernels run on the CPU in Triton's interpreter (`TRITON_INTERPRET=1` when Triton was first imported)."""
     from triton import knobs
@@ -93,14 +91,9 @@ def interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-@_constant
+@functools.cache
 def unavailable_reason() -> str | None:
     """Why no kernel can run on this machine, or None if kernels can run."""
-    return _unavailable_reason()
-
-
-@functools.cache
-def _unavailable_reason() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     import triton
@@ -123,6 +116,7 @@ def _unavailable_reason() -> str | None:
     return None if torch.cuda.is_available() else "torch finds no CUDA GPU"
 
 
+@_constant
 def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel can run on tensors of this device and dtype, or None if kernels can run."""
     reason = unavailable_reason()
@@ -139,13 +133,8 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     return _too_small_reason(device)
 
 
-@_constant
-def _too_small_reason(device: torch.device) -> str | None:
-    return _refusal(device)
-
-
 @functools.cache
-def _refusal(device: torch.device) -> str | None:
+def _too_small_reason(device: torch.device) -> str | None:
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return f"{name} has compute capability {capability[0]}.{capability[1]}; 8.0 is needed"
@@ -226,8 +215,7 @@ class use_backend:
     def __init__(self, backend: Setting) -> None:
         global _setting
         check_choice("backend", backend, get_args(Setting))
-        reason = unavailable_reason()
-        if backend == "triton" and reason is not None:
+        if backend == "triton" and (reason := unavailable_reason()) is not None:
             raise InputError(f"backend 'triton' cannot be used here: {reason}. 'auto' and 'torch' can")
         self._previous: Setting = _setting
         _setting = backend
@@ -250,32 +238,38 @@ def choose_backend(op: str, *tensors: Tensor, multiplies: bool = False) -> Backe
         return "torch"
     for tensor in tensors:
         reason = unsupported_reason(tensor.device, tensor.dtype)
-        if reason is None:
-            continue
-        if _setting == "triton":
+        if reason is not None and _setting == "triton":
             raise InputError(f"backend 'triton' cannot run {op} here: {reason}. 'auto' and 'torch' can")
-        return "torch"
-    if _setting == "auto" and multiplies and any(without_tensor_cores(tensor.dtype) for tensor in tensors):
-        return "torch"
+        if reason is not None or (_setting == "auto" and multiplies and without_tensor_cores(tensor.dtype)):
+            return "torch"
     return "triton"
 
 
-def disable_kernel(op: str, error: Exception) -> None:
-    """Have plain torch replace the kernels of `op` from now on, with one warning, if the compiler refused one.
+class or_plain_torch:
+    """Around the kernels of `op`: if the compiler refuses one, go on behind the block, where plain torch stands.
 
-    Call it where `error` is being handled: any other error, and every error under "triton", is raised again.
+    Plain torch replaces them from now on, with one warning. Any other error, and every error under "triton", is raised.
     """
-    if _setting == "triton" or interpreting() or not _from_the_compiler(error):
-        raise
-    if op not in _disabled:
-        _disabled.add(op)
-        reason = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
-        warnings.warn(
-            f"{op} runs on plain torch from now on: its kernel failed: {reason}", RuntimeWarning, stacklevel=2
-        )
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if error is None or _setting == "triton" or interpreting() or not _from_the_compiler(error):
+            return False
+        if self._op not in _disabled:
+            _disabled.add(self._op)
+            reason = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+            warnings.warn(
+                f"{self._op} runs on plain torch from now on: its kernel failed: {reason}", RuntimeWarning, stacklevel=2
+            )
+        return True
 
 
-def _from_the_compiler(error: Exception) -> bool:
+def _from_the_compiler(error: BaseException) -> bool:
     from triton.compiler.errors import CompilationError
     from triton.runtime import errors
 
@@ -370,17 +364,10 @@ def once_differentiable(op: str) -> Callable[[Function], Function]:
         def call(ctx: Any, *grads: Any) -> Any:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
-            saved = ctx.saved_tensors
-            values = {**vars(ctx), "needs_input_grad": ctx.needs_input_grad}
-            structure: list[Any] = []
-
-            def compute(*tensors: Any) -> tuple[Any, ...]:
-                state = SimpleNamespace(**values, saved_tensors=tensors[len(grads) :])
-                flat, spec = tree_flatten(backward(state, *tensors[: len(grads)]))
-                structure.append(spec)
-                return tuple(flat)
-
-            return tree_unflatten(_Once.apply(op, compute, *grads, *saved), structure[0])  # type: ignore[arg-type]
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            sources = *grads, *ctx.saved_tensors
+            return tree_map_only(Tensor, lambda gradient: _Once.apply(op, gradient, *sources), found)
 
         return call  # type: ignore[return-value]
 
@@ -388,12 +375,12 @@ def once_differentiable(op: str) -> Callable[[Function], Function]:
 
 
 class _Once(torch.autograd.Function):
-    """A computation without a derivative."""
+    """A gradient that depends on its sources, and has no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, op: str, compute: Callable[..., Any], *tensors: Any) -> Any:
+    def forward(ctx: Any, op: str, gradient: Tensor, *sources: Any) -> Tensor:
         ctx.op = op
-        return compute(*tensors)
+        return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -504,13 +491,12 @@ def check_lista_arguments(
         check_tensor("codes", codes, rank, f"{tokens}m]")
     check_tensor("signal", signal, rank, f"{tokens}n]")
     check_tensor("dictionary", dictionary, 2, "[n, m]")
+    width = signal.shape[-1]
     if codes is None:
-        check_shape("dictionary", dictionary, (signal.shape[-1], dictionary.shape[1]), "width of signal by any width")
+        check_shape("dictionary", dictionary, (width, dictionary.shape[1]), "width of signal by any width")
     else:
-        check_shape("dictionary", dictionary, (signal.shape[-1], codes.shape[-1]), "width of signal by width of codes")
-        check_shape(
-            "signal", signal, (*codes.shape[:-1], signal.shape[-1]), "the tokens of codes by the signal's width"
-        )
+        check_shape("dictionary", dictionary, (width, codes.shape[-1]), "width of signal by width of codes")
+        check_shape("signal", signal, (*codes.shape[:-1], width), "the tokens of codes by the signal's width")
     check_together(codes=codes, signal=signal, dictionary=dictionary)
     check_choice("nonlinearity", nonlinearity, get_args(LayerNonlinearity))
 
@@ -532,14 +518,6 @@ def check_depths(name: str, tensors: Any, shape: tuple[int, ...] | None, layout:
     if not isinstance(tensors, Sequence) or not tensors:
         raise InputError(f"{name} must be a list of one tensor a depth, got {describe(tensors)}")
     for depth, tensor in enumerate(tensors):
-        # The usual case first: writing the names takes as long as a small product.
-        if (
-            isinstance(tensor, Tensor)
-            and tensor.is_floating_point()
-            and tensor.dim()
-            and tensor.shape == (tensors[0].shape if shape is None else shape)
-        ):
-            continue
         check_tensor(f"{name}[{depth}]", tensor, 1, "[..., n]" if shape is not None else "[..., d]")
         check_shape(f"{name}[{depth}]", tensor, tuple(tensors[0].shape) if shape is None else shape, layout)
 
@@ -570,9 +548,8 @@ def detach_zero_weighted(tensors: Sequence[Tensor], weights: Tensor | None) -> l
     """
     if weights is None or torch.compiler.is_compiling():
         return list(tensors)
-    return [
-        tensor.detach() if zero else tensor for tensor, zero in zip(tensors, zero_weight_mask(weights), strict=True)
-    ]
+    zeros = zero_weight_mask(weights)
+    return [tensor.detach() if zero else tensor for tensor, zero in zip(tensors, zeros, strict=True)]
 
 
 # Tokens and padding

@@ -33,9 +33,9 @@ from cdt_fast.ops.common import (
     define,
     describe,
     detach_zero_weighted,
-    disable_kernel,
     is_plain_eager,
     once_differentiable,
+    or_plain_torch,
     outside_autocast,
     refuse_transforms,
     rows_of,
@@ -236,10 +236,7 @@ def _check(
     if bias is not None:
         check_tensor("bias", bias, 1, "[V]")
         check_shape("bias", bias, (vocabulary,), "one number a row of weight")
-    # Names are written only if something is wrong: that takes as long as a small product.
-    if any(tensor.device != first.device or tensor.dtype != first.dtype for tensor in (*hidden_states[1:], weight)):
-        named = {f"hidden_states[{depth}]": hidden for depth, hidden in enumerate(hidden_states)}
-        check_together(**named, weight=weight)
+    check_together(**{f"hidden_states[{n}]": hidden for n, hidden in enumerate(hidden_states)}, weight=weight)
     check_together(weight=weight, bias=bias)
     if isinstance(targets, Tensor):
         _check_targets("targets", targets, first)
@@ -550,16 +547,14 @@ class _Head:
         if self._backend == "triton":
             from cdt_fast.kernels import layerwise_cross_entropy as kernels
 
-            try:
+            with or_plain_torch("layerwise_cross_entropy"):
                 blocks = blocks_for(kernels.BLOCKS, logits, logits.shape[1], multiplies=False)
                 kernels.cross_entropy_(
                     *(logits, targets, log_sums, losses, scales, gradient),
                     *(options.ignore_index, options.softcap, options.label_smoothing, blocks),
                 )
                 return
-            except Exception as error:
-                disable_kernel("layerwise_cross_entropy", error)
-                self._backend = "torch"
+            self._backend = "torch"
         tensors = logits, targets, log_sums, losses, scales
         count = max(1, budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
         if logits.shape[0] <= count:

@@ -23,9 +23,9 @@ from cdt_fast.ops.common import (
     compress,
     define,
     detach_zero_weighted,
-    disable_kernel,
     is_plain_eager,
     once_differentiable,
+    or_plain_torch,
     outside_autocast,
     padding_mask,
     refuse_transforms,
@@ -113,11 +113,9 @@ def _losses(
     if backend == "triton":
         from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
 
-        try:
+        with or_plain_torch("layerwise_reconstruction_loss"):
             blocks = blocks_for(kernels.BLOCKS, target, multiplies=False)
             errors = kernels.forward(*_contiguous(reconstructions, target, padding), blocks)
-        except Exception as error:
-            disable_kernel("layerwise_reconstruction_loss", error)
     if errors is None:
         errors = squared_errors(reconstructions, target, padding)
     errors = errors.to(_widest(reconstructions))
@@ -142,12 +140,10 @@ def _gradients(
     if backend == "triton":
         from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
 
-        try:
+        with or_plain_torch("layerwise_reconstruction_loss"):
             blocks = blocks_for(kernels.BLOCKS, target, multiplies=False)
             tensors = _contiguous(reconstructions, target, padding)
             return kernels.backward(*tensors, factors.float(), needs, needs_target, blocks)
-        except Exception as error:
-            disable_kernel("layerwise_reconstruction_loss", error)
     zeros = zero_weight_mask(factors)
     known = [None if zero else factor for factor, zero in zip(factors.unbind(), zeros, strict=True)]
     return _gradients_in_torch(reconstructions, target, padding, known, needs, needs_target)

@@ -19,10 +19,10 @@ from cdt_fast.ops.common import (
     compress,
     compute_dtype,
     define,
-    disable_kernel,
     effective_nonlinearity,
     is_plain_eager,
     once_differentiable,
+    or_plain_torch,
     outside_autocast,
     product_over_rows,
     refuse_transforms,
@@ -113,11 +113,9 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import lista_step as kernels
 
-        try:
+        with or_plain_torch("lista_step"):
             blocks = blocks_for(kernels.BLOCKS, codes)
             return kernels.forward(codes, signal, dictionary, step, threshold, nonlinearity, keep_residual, blocks)
-        except Exception as error:
-            disable_kernel("lista_step", error)
     residual = torch.addmm(signal, codes, dictionary.mT, alpha=-1)
     next_codes = shrink_(torch.addmm(codes, residual, dictionary, alpha=step), threshold, nonlinearity)
     return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
@@ -149,12 +147,10 @@ def _gradients(
     if backend == "triton":
         from cdt_fast.kernels import lista_step as kernels
 
-        try:
+        with or_plain_torch("lista_step"):
             blocks = blocks_for(kernels.BLOCKS, output)
             needs = needs_codes, needs_dictionary
             parts = kernels.backward(grad_output, output, atoms, step, nonlinearity, *needs, blocks)
-        except Exception as error:
-            disable_kernel("lista_step", error)
     if parts is None:
         grad_update = shrink_backward(grad_output, output, nonlinearity)
         grad_codes, grad_residual = None, torch.mm(grad_update, atoms.mT).mul_(step)

@@ -20,10 +20,10 @@ from cdt_fast.ops.common import (
     compress,
     compute_dtype,
     define,
-    disable_kernel,
     effective_nonlinearity,
     is_plain_eager,
     once_differentiable,
+    or_plain_torch,
     outside_autocast,
     product_over_rows,
     refuse_transforms,
@@ -123,11 +123,9 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import residual_linear as kernels
 
-        try:
+        with or_plain_torch("residual_linear"):
             blocks = blocks_for(kernels.BLOCKS, x)
             return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
-        except Exception as error:
-            disable_kernel("residual_linear", error)
     return shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)
 
 

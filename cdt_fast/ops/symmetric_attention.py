@@ -25,10 +25,10 @@ from cdt_fast.ops.common import (
     clear_padding_,
     compute_dtype,
     define,
-    disable_kernel,
     is_plain_eager,
     length_of_each,
     once_differentiable,
+    or_plain_torch,
     outside_autocast,
     padding_mask,
     refuse_transforms,
@@ -150,7 +150,7 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import symmetric_attention as kernels
 
-        try:
+        with or_plain_torch("symmetric_attention"):
             if z.shape[1] <= LONGEST:
                 blocks = blocks_for(kernels.PACKED_BLOCKS, z, z.shape[1])
                 output, log_sum_exp = kernels.packed_forward(z, values, lengths, scale, energy, blocks)
@@ -159,8 +159,6 @@ def _forward(
             remains = keeps and z.element_size() == 2
             output, log_sum_exp, kept = kernels.streaming_forward(z, values, lengths, scale, energy, remains, blocks)
             return output, log_sum_exp, output.new_empty(0) if kept is None else kept
-        except Exception as error:
-            disable_kernel("symmetric_attention", error)
     kept = _memory_to_keep(z, values, keeps)
     output = torch.empty_like(z if values is None else values)
     padding = padding_mask(lengths, z)
@@ -210,7 +208,7 @@ def _gradients(
         from cdt_fast.kernels import symmetric_attention as kernels
 
         needs = needs_z, needs_values
-        try:
+        with or_plain_torch("symmetric_attention"):
             if z.shape[1] <= LONGEST:
                 table = kernels.PACKED_BACKWARD_BLOCKS if needs_z else kernels.PACKED_BLOCKS
                 blocks = blocks_for(table, z, z.shape[1])
@@ -223,8 +221,6 @@ def _gradients(
                     *(scale, energy, *needs, blocks),
                 )
             return [gradient for gradient in found if gradient is not None]
-        except Exception as error:
-            disable_kernel("symmetric_attention", error)
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
         kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
     padding = padding_mask(lengths, z)

@@ -28,11 +28,11 @@ from cdt_fast.ops.common import (
     compress,
     compute_dtype,
     define,
-    disable_kernel,
     effective_nonlinearity,
     is_plain_eager,
     length_of_each,
     once_differentiable,
+    or_plain_torch,
     outside_autocast,
     padding_mask,
     product_over_rows,
@@ -302,10 +302,8 @@ def _forward(
         lean = next_dictionary is None and lengths is None and _is_aligned(signal) and _is_aligned(dictionary)
         widest = max(signal.shape[2], (dictionary if next_dictionary is None else next_dictionary).shape[0])
         blocks = blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
-        try:
+        with or_plain_torch("unrolled_layer"):
             found = kernels.forward(*tensors, step, threshold, scale, nonlinearity, card_of(signal).processors, blocks)
-        except Exception as error:
-            disable_kernel("unrolled_layer", error)
     next_codes, next_projection, errors = found or _forward_in_torch(*tensors, step, threshold, scale, nonlinearity)
     wide = torch.promote_types(signal.dtype, torch.float32)
     return (
@@ -369,10 +367,8 @@ def _gradients(
         lean = tied and lengths is None
         blocks = blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
         processors = card_of(signal).processors
-        try:
+        with or_plain_torch("unrolled_layer"):
             parts = kernels.backward(*tensors, *upstream, step, scale, nonlinearity, *needs, processors, blocks)
-        except Exception as error:
-            disable_kernel("unrolled_layer", error)
     update, residual, grad_next, grad_signal, grad_projection, grad_codes = parts or _backward_in_torch(
         *tensors, *upstream, step, scale, nonlinearity, *needs
     )

@@ -92,7 +92,7 @@ def install(card: GpuSpec) -> None:
         return None
 
     CompiledKernel._init_handles = prepare
-    common._unavailable_reason = lambda: None  # type: ignore[assignment]
+    common.unavailable_reason = lambda: None  # type: ignore[assignment]
     common.unsupported_reason = unsupported_reason  # type: ignore[attr-defined]
     common.spec_of = lambda device: card  # type: ignore[assignment]
 
