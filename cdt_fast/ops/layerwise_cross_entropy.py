@@ -16,33 +16,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive
-from cdt_fast.ops.common import (
-    LayerwiseLosses,
-    Reduction,
-    add_product,
-    blocks_for,
-    budget,
-    caller,
-    check_depths,
-    check_shape,
-    check_tensor,
-    check_together,
-    choose_backend,
-    compress,
-    compute_dtype,
-    define,
-    describe,
-    detach_zero_weighted,
-    is_plain_eager,
-    once_differentiable,
-    or_plain_torch,
-    outside_autocast,
-    refuse_transforms,
-    rows_of,
-    scatter,
-    weights_of_depths,
-    zero_weight_mask,
-)
+from cdt_fast.ops import common
 
 __all__ = ["layerwise_cross_entropy", "layerwise_cross_entropy_reference"]
 
@@ -74,13 +48,13 @@ def layerwise_cross_entropy(
     *,
     depth_weights: Tensor | Sequence[float] | None = None,
     ignore_index: int = -100,
-    reduction: Reduction = "mean",
+    reduction: common.Reduction = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     chunk_tokens: int | None = None,
     inner_fraction: float = 1.0,
     generator: torch.Generator | None = None,
-) -> LayerwiseLosses:
+) -> common.LayerwiseLosses:
     """Cross-entropy of every depth's hidden states through one shared head, and the weighted sum of the depths.
 
     With weights, one pass computes losses and gradients together, in three matrix products a chunk, and the backward
@@ -122,23 +96,23 @@ def layerwise_cross_entropy(
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the layerwise losses of a classifier.
     """
     _check(hidden_states, weight, targets, bias)
-    weights = weights_of_depths(depth_weights, len(hidden_states))
+    weights = common.weights_of_depths(depth_weights, len(hidden_states))
     per_depth_targets = [targets] if isinstance(targets, Tensor) else list(targets)
     if chunk_tokens is not None:
         chunk_tokens = _int64("chunk_tokens", chunk_tokens, 1)
     smoothing = check_number("label_smoothing", label_smoothing, "a number in [0, 1]", lambda number: 0 <= number <= 1)
     fraction = check_number("inner_fraction", inner_fraction, "a number in (0, 1]", lambda number: 0 < number <= 1)
-    refuse_transforms("layerwise_cross_entropy", weight, bias, weights, *hidden_states)
+    common.refuse_transforms("layerwise_cross_entropy", weight, bias, weights, *hidden_states)
     sample = _sample(per_depth_targets[0], fraction, generator) if len(hidden_states) > 1 else None
-    hidden, dtype = detach_zero_weighted(hidden_states, weights), compute_dtype(hidden_states[0])
+    hidden, dtype = common.detach_zero_weighted(hidden_states, weights), common.compute_dtype(hidden_states[0])
     options = _Options(
         ignore_index=_int64("ignore_index", ignore_index, -(2**63)),
         label_smoothing=smoothing,
         softcap=None if softcap is None else check_positive("softcap", softcap),
         chunk_tokens=chunk_tokens,
-        mean=check_choice("reduction", reduction, get_args(Reduction)) == "mean",
+        mean=check_choice("reduction", reduction, get_args(common.Reduction)) == "mean",
         dtype=dtype,
-        backend=choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
+        backend=common.choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
         fused=False,
         kept_rows=0,
         needs_hidden=[_needs_gradient(depth) for depth in hidden],
@@ -152,7 +126,7 @@ def layerwise_cross_entropy(
         sample,
         None if weights is None else weights.detach(),
     )
-    call = caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
+    call = common.caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
     fused, kept_rows = _strategy(options, hidden, *tensors)
     options = options._replace(fused=fused, kept_rows=kept_rows)
     results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
@@ -163,7 +137,7 @@ def layerwise_cross_entropy(
         # The operator takes them for numbers: what is added has the value zero, and the gradient of a weight.
         weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
         total = total + torch.dot(weights - weights.detach(), per_depth)
-    return LayerwiseLosses(total, per_depth)
+    return common.LayerwiseLosses(total, per_depth)
 
 
 def layerwise_cross_entropy_reference(
@@ -226,25 +200,25 @@ class _Options(NamedTuple):
 def _check(
     hidden_states: Sequence[Tensor], weight: Tensor, targets: Tensor | Sequence[Tensor], bias: Tensor | None
 ) -> None:
-    check_depths("hidden_states", hidden_states, None, "as hidden_states[0]")
+    common.check_depths("hidden_states", hidden_states, None, "as hidden_states[0]")
     first = hidden_states[0]
-    check_tensor("weight", weight, 2, "[V, d]")
+    common.check_tensor("weight", weight, 2, "[V, d]")
     vocabulary = weight.shape[0]
-    check_shape("weight", weight, (vocabulary, first.shape[-1]), "V by the width of the hidden states")
+    common.check_shape("weight", weight, (vocabulary, first.shape[-1]), "V by the width of the hidden states")
     if not vocabulary:
         raise InputError(f"weight must hold at least one row, got shape {tuple(weight.shape)}")
     if bias is not None:
-        check_tensor("bias", bias, 1, "[V]")
-        check_shape("bias", bias, (vocabulary,), "one number a row of weight")
-    check_together(**{f"hidden_states[{n}]": hidden for n, hidden in enumerate(hidden_states)}, weight=weight)
-    check_together(weight=weight, bias=bias)
+        common.check_tensor("bias", bias, 1, "[V]")
+        common.check_shape("bias", bias, (vocabulary,), "one number a row of weight")
+    common.check_together(**{f"hidden_states[{n}]": hidden for n, hidden in enumerate(hidden_states)}, weight=weight)
+    common.check_together(weight=weight, bias=bias)
     if isinstance(targets, Tensor):
         _check_targets("targets", targets, first)
         return
     if not isinstance(targets, Sequence) or len(targets) != len(hidden_states):
         raise InputError(
             f"targets must be an int64 tensor with one target a token, or a list of {len(hidden_states)}, one a depth, "
-            f"got {f'a list of {len(targets)}' if isinstance(targets, Sequence) else describe(targets)}"
+            f"got {f'a list of {len(targets)}' if isinstance(targets, Sequence) else common.describe(targets)}"
         )
     for depth, own in enumerate(targets):
         _check_targets(f"targets[{depth}]", own, first)
@@ -254,8 +228,8 @@ def _check(
 
 def _check_targets(name: str, targets: Tensor, hidden: Tensor) -> None:
     if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
-        raise InputError(f"{name} must be an int64 tensor with one target a token, got {describe(targets)}")
-    check_shape(name, targets, tuple(hidden.shape[:-1]), "one target a token")
+        raise InputError(f"{name} must be an int64 tensor with one target a token, got {common.describe(targets)}")
+    common.check_shape(name, targets, tuple(hidden.shape[:-1]), "one target a token")
     if targets.device != hidden.device and targets.device.type != "cpu":
         raise InputError(f"{name} is on {targets.device} but hidden_states[0] is on {hidden.device}: move one of them")
 
@@ -501,7 +475,7 @@ def _rows_per_chunk(weight: Tensor, options: _Options) -> int:
     if options.chunk_tokens is not None:
         return options.chunk_tokens
     (vocabulary, width), size, device = weight.shape, options.dtype.itemsize, weight.device.type
-    rows = budget(CHUNK_BYTES, weight) // (vocabulary * size)
+    rows = common.budget(CHUNK_BYTES, weight) // (vocabulary * size)
     # Each chunk reads and writes all of dW: on a GPU its logits have at least as many bytes. On a CPU that takes half
     # as long as the product of 128 rows in bfloat16, so there they may have a third.
     least = width * max(size, 4) // (size if device != "cpu" else 3 * size)
@@ -547,8 +521,8 @@ class _Head:
         if self._backend == "triton":
             from cdt_fast.kernels import layerwise_cross_entropy as kernels
 
-            with or_plain_torch("layerwise_cross_entropy"):
-                blocks = blocks_for(kernels.BLOCKS, logits, logits.shape[1], multiplies=False)
+            with common.or_plain_torch("layerwise_cross_entropy"):
+                blocks = common.blocks_for(kernels.BLOCKS, logits, logits.shape[1], multiplies=False)
                 kernels.cross_entropy_(
                     *(logits, targets, log_sums, losses, scales, gradient),
                     *(options.ignore_index, options.softcap, options.label_smoothing, blocks),
@@ -556,7 +530,7 @@ class _Head:
                 return
             self._backend = "torch"
         tensors = logits, targets, log_sums, losses, scales
-        count = max(1, budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
+        count = max(1, common.budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
         if logits.shape[0] <= count:
             _sweep(*tensors, gradient, options)
             return
@@ -651,7 +625,7 @@ class _Gradients:
             column = factors.unsqueeze(1).expand(-1, rows.stop - rows.start).reshape(-1, 1)
             x = torch.mul(x, column, out=torch.empty_like(x))  # rounded once
         if self._of_weight is not None:
-            add_product(self._of_weight, gradient, x, factor)
+            common.add_product(self._of_weight, gradient, x, factor)
         if self._of_bias is not None and (factors is None or column is None):
             self._of_bias.add_(gradient.sum(0, dtype=self._wide), alpha=factor)
         elif self._of_bias is not None and factors is not None:
@@ -691,7 +665,7 @@ def _product(left: Tensor, right: Tensor, out: Tensor | None, factor: float) -> 
 # The op
 
 
-@outside_autocast
+@common.outside_autocast
 def _forward(
     weight: Tensor,
     bias: Tensor | None,
@@ -711,11 +685,11 @@ def _forward(
     """
     device, wide, depths = weight.device, options.wide, len(hidden)
     number, rows = _select_rows(depths, weight, targets, sample, options)
-    head, matrices = _Head(weight, bias, options), [rows_of(depth) for depth in hidden]
+    head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
     losses = torch.empty(_number_of_rows(depths, targets, sample), dtype=wide, device=device)
     log_sums = torch.empty_like(losses)
     weights = torch.ones(depths, dtype=wide) if depth_weights is None else depth_weights
-    on = [options.fused and not zero for zero in zero_weight_mask(weights)]
+    on = [options.fused and not zero for zero in common.zero_weight_mask(weights)]
     weights = weights.to(device, wide, non_blocking=True)
     scales = _times_factors(weights, rows)
     gradients = _Gradients(matrices, head.weight, rows, on, options) if options.fused else None
@@ -764,7 +738,7 @@ def _forward_fake(
     return losses.new_empty(()), losses, losses.new_empty(()), found
 
 
-@outside_autocast
+@common.outside_autocast
 def _gradients(
     factors: Tensor,  # [depths]; one that is known to be zero gives zeros even where the gradients are NaN
     log_sums: Tensor,  # from the forward, as are those kept
@@ -779,8 +753,8 @@ def _gradients(
     """The gradients that are needed, if the forward is not fused."""
     options = _Options(*flat)
     _, rows = _select_rows(len(hidden), weight, targets, sample, options)
-    head, matrices = _Head(weight, bias, options), [rows_of(depth) for depth in hidden]
-    scales, off = _times_factors(factors, rows), zero_weight_mask(factors)
+    head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
+    scales, off = _times_factors(factors, rows), common.zero_weight_mask(factors)
     gradients = _Gradients(matrices, head.weight, rows, [not zero for zero in off], options)
     chunks = _chunks(rows, head.weight, options, [False] * len(off))
     for whole, of_logits in zip(chunks, itertools.chain(kept, itertools.repeat(None)), strict=False):
@@ -801,7 +775,7 @@ def _gradients(
 def _empty_gradients(
     hidden: Sequence[Tensor], weight: Tensor, options: _Options, dtype_of_head: torch.dtype
 ) -> list[Tensor]:
-    found = [depth.new_empty(depth.shape) for depth in compress(hidden, options.needs_hidden)]
+    found = [depth.new_empty(depth.shape) for depth in common.compress(hidden, options.needs_hidden)]
     shapes = [weight.shape] * options.needs_weight + [weight.shape[:1]] * options.needs_bias
     return found + [weight.new_empty(shape, dtype=dtype_of_head) for shape in shapes]
 
@@ -854,9 +828,9 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
         factors = factors + grad_total * factor * (1.0 if depth_weights is None else depth_weights.to(factor))
     if grad_per_depth is not None:
         factors = factors + grad_per_depth * factor
-    plain = is_plain_eager(factors, *saved)
+    plain = common.is_plain_eager(factors, *saved)
     if options.fused:
-        off = zero_weight_mask(factors) if plain else [False] * depths
+        off = common.zero_weight_mask(factors) if plain else [False] * depths
         found = _scale(factors, saved, off, options.needs_hidden, ctx.weight_dtype)
     else:
         weight, bias, sample, *saved = saved
@@ -864,7 +838,9 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
         hidden, log_sums, kept = saved[:depths], saved[depths], saved[depths + 1 :]
         differentiate = _gradients if plain else _gradients_operator
         found = differentiate(factors, log_sums, kept, hidden, weight, bias, targets, sample, *options)
-    *of_hidden, of_weight, of_bias = scatter(found, [*options.needs_hidden, options.needs_weight, options.needs_bias])
+    *of_hidden, of_weight, of_bias = common.scatter(
+        found, [*options.needs_hidden, options.needs_weight, options.needs_bias]
+    )
     return of_hidden, of_weight, of_bias
 
 
@@ -873,7 +849,7 @@ class _CrossEntropy(torch.autograd.Function):
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
-    @once_differentiable("layerwise_cross_entropy")
+    @common.once_differentiable("layerwise_cross_entropy")
     def backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: None) -> tuple[Any, ...]:
         of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
         return of_weight, of_bias, None, None, None, None, *of_hidden
@@ -895,7 +871,7 @@ def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, li
     return total, per_depth, factor, found
 
 
-@once_differentiable("layerwise_cross_entropy")
+@common.once_differentiable("layerwise_cross_entropy")
 def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None, *_: Any) -> tuple[Any, ...]:
     of_hidden, of_weight, of_bias = _find(ctx, grad_total, grad_per_depth)
     of_targets = [None] * ctx.own_targets
@@ -907,7 +883,7 @@ _OPTIONS = (
     "int ignore_index, float label_smoothing, float? softcap, SymInt? chunk_tokens, bool mean, ScalarType dtype, "
     "str backend, bool fused, SymInt kept_rows, bool[] needs_hidden, bool needs_weight, bool needs_bias"
 )
-_operator = define(
+_operator = common.define(
     "layerwise_cross_entropy",
     f"(Tensor[] hidden, {_HEAD}, Tensor? depth_weights, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
     _run,
@@ -919,7 +895,7 @@ _operator.register_autograd(
         ctx, (*inputs[1:6], _Options(*inputs[6:]), *inputs[0]), (*output[:3], *output[3])
     ),
 )
-_gradients_operator = define(
+_gradients_operator = common.define(
     "layerwise_cross_entropy_backward",
     f"(Tensor factors, Tensor log_sums, Tensor[] kept, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
     _gradients,

@@ -10,30 +10,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, check_choice
-from cdt_fast.ops.common import (
-    LayerwiseLosses,
-    Reduction,
-    blocks_for,
-    budget,
-    caller,
-    check_depths,
-    check_lengths,
-    check_tensor,
-    choose_backend,
-    compress,
-    define,
-    detach_zero_weighted,
-    is_plain_eager,
-    once_differentiable,
-    or_plain_torch,
-    outside_autocast,
-    padding_mask,
-    refuse_transforms,
-    rows_of,
-    scatter,
-    weights_of_depths,
-    zero_weight_mask,
-)
+from cdt_fast.ops import common
 
 __all__ = ["layerwise_reconstruction_loss", "layerwise_reconstruction_loss_reference"]
 
@@ -50,8 +27,8 @@ def layerwise_reconstruction_loss(
     *,
     depth_weights: Tensor | Sequence[float] | None = None,
     lengths: Tensor | None = None,
-    reduction: Reduction = "mean",
-) -> LayerwiseLosses:
+    reduction: common.Reduction = "mean",
+) -> common.LayerwiseLosses:
     """Squared error of every depth, summed over the width and averaged over the tokens, and their weighted sum.
 
     The errors are formed and summed in at least float32, whatever the dtype of the reconstructions.
@@ -75,27 +52,27 @@ def layerwise_reconstruction_loss(
             second derivative. On a GPU `lengths` are not waited for: where they leave no token the loss is NaN.
     """
     rank = 1 if lengths is None else 2
-    check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
-    check_depths("reconstructions", reconstructions, tuple(target.shape), "as target")
+    common.check_tensor("target", target, rank, "[..., n]" if rank == 1 else "[..., T, n]")
+    common.check_depths("reconstructions", reconstructions, tuple(target.shape), "as target")
     for depth, reconstruction in enumerate(reconstructions):
         if reconstruction.device != target.device:
             raise InputError(f"reconstructions[{depth}] is on {reconstruction.device} but target is on {target.device}")
-    check_lengths(lengths, target)
-    check_choice("reduction", reduction, get_args(Reduction))
-    refuse_transforms("layerwise_reconstruction_loss", target, *reconstructions)
-    weights = weights_of_depths(depth_weights, len(reconstructions))
+    common.check_lengths(lengths, target)
+    check_choice("reduction", reduction, get_args(common.Reduction))
+    common.refuse_transforms("layerwise_reconstruction_loss", target, *reconstructions)
+    weights = common.weights_of_depths(depth_weights, len(reconstructions))
     if not target.shape[:-1].numel():
         raise InputError(f"target must hold at least one token that counts, got shape {tuple(target.shape)}")
-    depths = detach_zero_weighted(reconstructions, weights)
+    depths = common.detach_zero_weighted(reconstructions, weights)
     # The tensors may differ in dtype: the kernel has to be able to load each.
-    backend = choose_backend("layerwise_reconstruction_loss", *reconstructions, target)
-    call = caller(_ReconstructionLoss, None, target, *depths)
-    arguments = target, padding_mask(lengths, target), reduction, backend
+    backend = common.choose_backend("layerwise_reconstruction_loss", *reconstructions, target)
+    call = common.caller(_ReconstructionLoss, None, target, *depths)
+    arguments = target, common.padding_mask(lengths, target), reduction, backend
     per_depth = _operator(depths, *arguments) if call is None else call(*arguments, *depths)
     if weights is None:
-        return LayerwiseLosses(per_depth.sum() if len(per_depth) > 1 else per_depth.squeeze(0), per_depth)
+        return common.LayerwiseLosses(per_depth.sum() if len(per_depth) > 1 else per_depth.squeeze(0), per_depth)
     weights = weights.to(per_depth.device, per_depth.dtype, non_blocking=True)
-    return LayerwiseLosses((weights * per_depth).sum(), per_depth.detach())
+    return common.LayerwiseLosses((weights * per_depth).sum(), per_depth.detach())
 
 
 def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], target: Tensor) -> Tensor:
@@ -103,9 +80,9 @@ def layerwise_reconstruction_loss_reference(reconstructions: Sequence[Tensor], t
     return torch.stack([(target - reconstruction).square().sum(-1).mean() for reconstruction in reconstructions])
 
 
-@outside_autocast
+@common.outside_autocast
 def _losses(
-    target: Tensor, padding: Tensor | None, reduction: Reduction, backend: str, *reconstructions: Tensor
+    target: Tensor, padding: Tensor | None, reduction: common.Reduction, backend: str, *reconstructions: Tensor
 ) -> Tensor:
     """The losses `[depths]`, in the widest of the dtypes and at least float32."""
     tokens = _tokens(target, padding)
@@ -113,8 +90,8 @@ def _losses(
     if backend == "triton":
         from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
 
-        with or_plain_torch("layerwise_reconstruction_loss"):
-            blocks = blocks_for(kernels.BLOCKS, target, multiplies=False)
+        with common.or_plain_torch("layerwise_reconstruction_loss"):
+            blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             errors = kernels.forward(*_contiguous(reconstructions, target, padding), blocks)
     if errors is None:
         errors = squared_errors(reconstructions, target, padding)
@@ -122,13 +99,13 @@ def _losses(
     return errors if reduction == "sum" else errors.div_(tokens)
 
 
-@outside_autocast
+@common.outside_autocast
 def _gradients(
     grad: Tensor,  # [depths], of the losses
     target: Tensor,
     padding: Tensor | None,
     reconstructions: list[Tensor],
-    reduction: Reduction,
+    reduction: common.Reduction,
     needs: list[bool],
     needs_target: bool,
     backend: str,
@@ -140,11 +117,11 @@ def _gradients(
     if backend == "triton":
         from cdt_fast.kernels import layerwise_reconstruction_loss as kernels
 
-        with or_plain_torch("layerwise_reconstruction_loss"):
-            blocks = blocks_for(kernels.BLOCKS, target, multiplies=False)
+        with common.or_plain_torch("layerwise_reconstruction_loss"):
+            blocks = common.blocks_for(kernels.BLOCKS, target, multiplies=False)
             tensors = _contiguous(reconstructions, target, padding)
             return kernels.backward(*tensors, factors.float(), needs, needs_target, blocks)
-    zeros = zero_weight_mask(factors)
+    zeros = common.zero_weight_mask(factors)
     known = [None if zero else factor for factor, zero in zip(factors.unbind(), zeros, strict=True)]
     return _gradients_in_torch(reconstructions, target, padding, known, needs, needs_target)
 
@@ -203,7 +180,7 @@ def _gradients_in_torch(
     # The sum over the depths in one place, rounded once to the dtype of the target.
     wide = _widest([*reconstructions, target])
     total = torch.zeros_like(target, dtype=wide, memory_format=torch.contiguous_format) if needs_target else None
-    rows_of_total = None if total is None else rows_of(total)
+    rows_of_total = None if total is None else common.rows_of(total)
     gradients: list[Tensor] = []
     halves: dict[int, Tensor] = {}
     outputs: dict[int, Tensor | None] = {}
@@ -214,7 +191,7 @@ def _gradients_in_torch(
         if factor is not None and (needed or needs_target):
             # torch's gradient of a square has the 2 that is in the factors already.
             halves[number] = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
-            outputs[number] = rows_of(gradients[-1]) if needed else None
+            outputs[number] = common.rows_of(gradients[-1]) if needed else None
 
     def gradient(number: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
         torch.ops.aten.mse_loss_backward.grad_input(halves[number], depth, target, _SUM, grad_input=out)
@@ -241,12 +218,12 @@ def _blocks(
     into memory that the next one overwrites. `operation` is called with the number of a depth, some of its rows, those
     of the target in the same dtype, and where to write; that may be where the depth's rows are.
     """
-    depths = {number: rows_of(reconstructions[number]) for number in outputs}
+    depths = {number: common.rows_of(reconstructions[number]) for number in outputs}
     dtypes = {number: torch.promote_types(depth.dtype, torch.float32) for number, depth in depths.items()}
-    target = rows_of(target)
+    target = common.rows_of(target)
     count, width = target.shape
     hidden = None if padding is None else padding.reshape(count, 1)
-    height = max(1, min(count, budget(NUMBERS_A_BLOCK, target) // max(1, width)))
+    height = max(1, min(count, common.budget(NUMBERS_A_BLOCK, target) // max(1, width)))
     shared = {dtype: target.new_empty(height, width, dtype=dtype) for dtype in set(dtypes.values())}
     for start in range(0, count, height):
         rows = slice(start, min(count, start + height))
@@ -269,9 +246,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _found(ctx: Any, grad: Tensor, needs: list[bool], needs_target: bool) -> tuple[Tensor | None, list[Any]]:
     """The gradients of the target and of the depths."""
     target, padding, *depths = ctx.saved_tensors
-    call: Any = _gradients if is_plain_eager(grad, target, *depths) else _gradients_operator
+    call: Any = _gradients if common.is_plain_eager(grad, target, *depths) else _gradients_operator
     found = call(grad, target, padding, depths, ctx.reduction, needs, needs_target, ctx.backend)
-    *of_depths, of_target = scatter(found, [*needs, needs_target])
+    *of_depths, of_target = common.scatter(found, [*needs, needs_target])
     return of_target, of_depths
 
 
@@ -280,7 +257,7 @@ class _ReconstructionLoss(torch.autograd.Function):
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
-    @once_differentiable("layerwise_reconstruction_loss")
+    @common.once_differentiable("layerwise_reconstruction_loss")
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         needs_target, _, _, _, *needs = ctx.needs_input_grad
         of_target, of_depths = (None, [None] * len(needs)) if grad is None else _found(ctx, grad, needs, needs_target)
@@ -290,14 +267,14 @@ class _ReconstructionLoss(torch.autograd.Function):
 # An operator takes the depths as a list, whose elements `torch.autograd.Function` would not see.
 
 
-@once_differentiable("layerwise_reconstruction_loss")
+@common.once_differentiable("layerwise_reconstruction_loss")
 def _operator_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
     needs, needs_target, *_ = ctx.needs_input_grad
     of_target, of_depths = (None, [None] * len(needs)) if grad is None else _found(ctx, grad, needs, needs_target)
     return of_depths, of_target, None, None, None
 
 
-_operator = define(
+_operator = common.define(
     "layerwise_reconstruction_loss",
     "(Tensor[] reconstructions, Tensor target, Tensor? padding, str reduction, str backend) -> Tensor",
     lambda reconstructions, *others: _losses(*others, *reconstructions),
@@ -307,12 +284,12 @@ _operator.register_autograd(
     _operator_backward,
     setup_context=lambda ctx, inputs, output: _setup_context(ctx, (*inputs[1:], *inputs[0]), output),
 )
-_gradients_operator = define(
+_gradients_operator = common.define(
     "layerwise_reconstruction_loss_backward",
     "(Tensor grad, Tensor target, Tensor? padding, Tensor[] reconstructions, str reduction, bool[] needs, "
     "bool needs_target, str backend) -> Tensor[]",
     _gradients,
     lambda grad, target, padding, depths, reduction, needs, needs_target, backend: [
-        tensor.new_empty(tensor.shape) for tensor in compress([*depths, target], [*needs, needs_target])
+        tensor.new_empty(tensor.shape) for tensor in common.compress([*depths, target], [*needs, needs_target])
     ],
 )

@@ -7,31 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.common import (
-    WIDEST,
-    LayerNonlinearity,
-    Nonlinearity,
-    blocks_for,
-    caller,
-    check_factor,
-    check_lista_arguments,
-    choose_backend,
-    compress,
-    compute_dtype,
-    define,
-    effective_nonlinearity,
-    is_plain_eager,
-    once_differentiable,
-    or_plain_torch,
-    outside_autocast,
-    product_over_rows,
-    refuse_transforms,
-    rows_of,
-    scatter,
-    shrink_,
-    shrink_backward,
-    shrink_reference,
-)
+from cdt_fast.ops import common
 
 __all__ = ["lista_step", "lista_step_reference"]
 
@@ -43,7 +19,7 @@ def lista_step(
     *,
     step: float,
     threshold: float,
-    nonlinearity: LayerNonlinearity = "soft_threshold",
+    nonlinearity: common.LayerNonlinearity = "soft_threshold",
 ) -> Tensor:
     """One LISTA (or ISTA) step `S_θ(H + (1/c)(X − H Dᵀ) D)`.
 
@@ -64,22 +40,22 @@ def lista_step(
     Raises:
         InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
     """
-    check_lista_arguments(codes, signal, dictionary, nonlinearity)
-    refuse_transforms("lista_step", codes, signal, dictionary)
-    dtype = compute_dtype(codes)
-    step = check_factor("step", step, non_negative=True, dtype=dtype)
-    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
-    rows = rows_of(codes).to(dtype)
-    next_codes, _ = caller(_ListaStep, _operator, codes, signal, dictionary)(
+    common.check_lista_arguments(codes, signal, dictionary, nonlinearity)
+    common.refuse_transforms("lista_step", codes, signal, dictionary)
+    dtype = common.compute_dtype(codes)
+    step = common.check_factor("step", step, non_negative=True, dtype=dtype)
+    threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=dtype)
+    rows = common.rows_of(codes).to(dtype)
+    next_codes, _ = common.caller(_ListaStep, _operator, codes, signal, dictionary)(
         rows,
-        rows_of(signal).to(dtype),
+        common.rows_of(signal).to(dtype),
         dictionary,
         step,
         threshold,
-        effective_nonlinearity(nonlinearity, threshold),
+        common.effective_nonlinearity(nonlinearity, threshold),
         dictionary.requires_grad and torch.is_grad_enabled(),
         # Wider residuals do not fit a block of the kernel.
-        choose_backend("lista_step", rows, multiplies=True) if signal.shape[-1] <= WIDEST else "torch",
+        common.choose_backend("lista_step", rows, multiplies=True) if signal.shape[-1] <= common.WIDEST else "torch",
     )
     return next_codes.view(codes.shape)
 
@@ -94,17 +70,19 @@ def lista_step_reference(
     nonlinearity: str = "soft_threshold",
 ) -> Tensor:
     """`S_θ(H + (1/c)(X − H Dᵀ) D)`, in any dtype, differentiated by torch."""
-    return shrink_reference(codes + step * (signal - codes @ dictionary.mT) @ dictionary, threshold, nonlinearity)
+    return common.shrink_reference(
+        codes + step * (signal - codes @ dictionary.mT) @ dictionary, threshold, nonlinearity
+    )
 
 
-@outside_autocast
+@common.outside_autocast
 def _forward(
     codes: Tensor,  # [rows, m]
     signal: Tensor,  # [rows, n]
     dictionary: Tensor,  # [n, m], maybe of a wider dtype
     step: float,
     threshold: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
     keep_residual: bool,  # for the gradient of the dictionary
     backend: str,
 ) -> tuple[Tensor, Tensor]:
@@ -113,11 +91,11 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import lista_step as kernels
 
-        with or_plain_torch("lista_step"):
-            blocks = blocks_for(kernels.BLOCKS, codes)
+        with common.or_plain_torch("lista_step"):
+            blocks = common.blocks_for(kernels.BLOCKS, codes)
             return kernels.forward(codes, signal, dictionary, step, threshold, nonlinearity, keep_residual, blocks)
     residual = torch.addmm(signal, codes, dictionary.mT, alpha=-1)
-    next_codes = shrink_(torch.addmm(codes, residual, dictionary, alpha=step), threshold, nonlinearity)
+    next_codes = common.shrink_(torch.addmm(codes, residual, dictionary, alpha=step), threshold, nonlinearity)
     return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
 
 
@@ -127,7 +105,7 @@ def _forward_fake(
     return codes.new_empty(codes.shape), codes.new_empty((signal.shape[0] if keeps else 0, signal.shape[1]))
 
 
-@outside_autocast
+@common.outside_autocast
 def _gradients(
     grad_output: Tensor,  # dH⁺, [rows, m]
     output: Tensor,  # H⁺, [rows, m]
@@ -135,7 +113,7 @@ def _gradients(
     codes: Tensor | None,  # H, for the gradient of the dictionary
     residual: Tensor | None,  # X − H Dᵀ, likewise
     step: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
     needs_codes: bool,
     needs_signal: bool,
     needs_dictionary: bool,
@@ -147,12 +125,12 @@ def _gradients(
     if backend == "triton":
         from cdt_fast.kernels import lista_step as kernels
 
-        with or_plain_torch("lista_step"):
-            blocks = blocks_for(kernels.BLOCKS, output)
+        with common.or_plain_torch("lista_step"):
+            blocks = common.blocks_for(kernels.BLOCKS, output)
             needs = needs_codes, needs_dictionary
             parts = kernels.backward(grad_output, output, atoms, step, nonlinearity, *needs, blocks)
     if parts is None:
-        grad_update = shrink_backward(grad_output, output, nonlinearity)
+        grad_update = common.shrink_backward(grad_output, output, nonlinearity)
         grad_codes, grad_residual = None, torch.mm(grad_update, atoms.mT).mul_(step)
     else:
         grad_codes, grad_residual, grad_update = parts
@@ -161,13 +139,13 @@ def _gradients(
         assert residual is not None
         # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
         wide = torch.promote_types(dictionary.dtype, torch.float32)
-        grad_dictionary = product_over_rows(residual, grad_update, wide).mul_(step)
-        grad_dictionary.sub_(product_over_rows(grad_residual, codes, wide))
+        grad_dictionary = common.product_over_rows(residual, grad_update, wide).mul_(step)
+        grad_dictionary.sub_(common.product_over_rows(grad_residual, codes, wide))
         grad_dictionary = grad_dictionary.to(dictionary.dtype)
     if needs_codes and grad_codes is None:
         # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
         grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
-    return compress((grad_codes, grad_residual, grad_dictionary), (needs_codes, needs_signal, needs_dictionary))
+    return common.compress((grad_codes, grad_residual, grad_dictionary), (needs_codes, needs_signal, needs_dictionary))
 
 
 def _gradients_fake(grad_output: Tensor, output: Tensor, dictionary: Tensor, *others: Any) -> list[Tensor]:
@@ -188,15 +166,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(next_codes, dictionary, codes if keeps else None, residual if keeps else None)
 
 
-@once_differentiable("lista_step")
+@common.once_differentiable("lista_step")
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Any, ...]:
     if grad_output is None:
         return (None,) * 8
     next_codes, dictionary, codes, residual = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    call: Any = _gradients if is_plain_eager(grad_output, next_codes) else _gradients_operator
+    call: Any = _gradients if common.is_plain_eager(grad_output, next_codes) else _gradients_operator
     found = call(grad_output, next_codes, dictionary, codes, residual, ctx.step, ctx.nonlinearity, *needs, ctx.backend)
-    return *scatter(found, needs), None, None, None, None, None
+    return *common.scatter(found, needs), None, None, None, None, None
 
 
 class _ListaStep(torch.autograd.Function):
@@ -205,7 +183,7 @@ class _ListaStep(torch.autograd.Function):
     backward: Any = staticmethod(_backward)
 
 
-_operator = define(
+_operator = common.define(
     "lista_step",
     "(Tensor codes, Tensor signal, Tensor dictionary, float step, float threshold, str nonlinearity, "
     "bool keep_residual, str backend) -> (Tensor, Tensor)",
@@ -213,7 +191,7 @@ _operator = define(
     _forward_fake,
 )
 _operator.register_autograd(_backward, setup_context=_setup_context)
-_gradients_operator = define(
+_gradients_operator = common.define(
     "lista_step_backward",
     "(Tensor grad_output, Tensor output, Tensor dictionary, Tensor? codes, Tensor? residual, float step, "
     "str nonlinearity, bool needs_codes, bool needs_signal, bool needs_dictionary, str backend) -> Tensor[]",

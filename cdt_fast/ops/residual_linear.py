@@ -8,31 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, check_choice
-from cdt_fast.ops.common import (
-    Nonlinearity,
-    blocks_for,
-    caller,
-    check_factor,
-    check_shape,
-    check_tensor,
-    check_together,
-    choose_backend,
-    compress,
-    compute_dtype,
-    define,
-    effective_nonlinearity,
-    is_plain_eager,
-    once_differentiable,
-    or_plain_torch,
-    outside_autocast,
-    product_over_rows,
-    refuse_transforms,
-    rows_of,
-    scatter,
-    shrink_,
-    shrink_backward,
-    shrink_reference,
-)
+from cdt_fast.ops import common
 
 __all__ = ["residual_linear", "residual_linear_reference"]
 
@@ -43,7 +19,7 @@ def residual_linear(
     residual: Tensor,
     *,
     alpha: float = 1.0,
-    nonlinearity: Nonlinearity = "relu",
+    nonlinearity: common.Nonlinearity = "relu",
     threshold: float = 0.0,
 ) -> Tensor:
     """A linear map whose result is added to a residual, then a nonlinearity: `φ(residual + α x W)`.
@@ -69,28 +45,28 @@ def residual_linear(
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the feed-forward half-step.
     """
-    check_tensor("x", x, 1, "[..., n]")
-    check_tensor("weight", weight, 2, "[n, m]")
-    check_tensor("residual", residual, 1, "[..., m] or [m]")
-    check_shape("weight", weight, (x.shape[-1], weight.shape[-1]), "width of x by any width")
+    common.check_tensor("x", x, 1, "[..., n]")
+    common.check_tensor("weight", weight, 2, "[n, m]")
+    common.check_tensor("residual", residual, 1, "[..., m] or [m]")
+    common.check_shape("weight", weight, (x.shape[-1], weight.shape[-1]), "width of x by any width")
     shapes = (weight.shape[1],), (*x.shape[:-1], weight.shape[1])
     if tuple(residual.shape) not in shapes:
         raise InputError(f"residual must have shape {shapes[0]} or {shapes[1]}, got {tuple(residual.shape)}")
-    check_together(x=x, weight=weight, residual=residual)
-    check_choice("nonlinearity", nonlinearity, get_args(Nonlinearity))
-    refuse_transforms("residual_linear", x, weight, residual)
-    dtype = compute_dtype(x)
-    alpha = check_factor("alpha", alpha, dtype=dtype)
-    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
-    rows = rows_of(x).to(dtype)
-    output = caller(_ResidualLinear, _operator, x, weight, residual)(
+    common.check_together(x=x, weight=weight, residual=residual)
+    check_choice("nonlinearity", nonlinearity, get_args(common.Nonlinearity))
+    common.refuse_transforms("residual_linear", x, weight, residual)
+    dtype = common.compute_dtype(x)
+    alpha = common.check_factor("alpha", alpha, dtype=dtype)
+    threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=dtype)
+    rows = common.rows_of(x).to(dtype)
+    output = common.caller(_ResidualLinear, _operator, x, weight, residual)(
         rows,
         weight,
-        residual if residual.dim() == 1 else rows_of(residual),
+        residual if residual.dim() == 1 else common.rows_of(residual),
         alpha,
         threshold,
-        effective_nonlinearity(nonlinearity, threshold),
-        choose_backend("residual_linear", rows, multiplies=True),
+        common.effective_nonlinearity(nonlinearity, threshold),
+        common.choose_backend("residual_linear", rows, multiplies=True),
     )
     return output.view(*x.shape[:-1], weight.shape[1])
 
@@ -105,17 +81,17 @@ def residual_linear_reference(
     threshold: float = 0.0,
 ) -> Tensor:
     """`φ(residual + α x W)`, in any dtype, differentiated by torch."""
-    return shrink_reference(residual + alpha * (x @ weight), threshold, nonlinearity)
+    return common.shrink_reference(residual + alpha * (x @ weight), threshold, nonlinearity)
 
 
-@outside_autocast
+@common.outside_autocast
 def _forward(
     x: Tensor,  # [rows, n]
     weight: Tensor,  # [n, m], maybe of a wider dtype
     residual: Tensor,  # [rows, m] or [m], likewise
     alpha: float,
     threshold: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
     backend: str,
 ) -> Tensor:
     """`[rows, m]`, contiguous, in the dtype of x."""
@@ -123,17 +99,17 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import residual_linear as kernels
 
-        with or_plain_torch("residual_linear"):
-            blocks = blocks_for(kernels.BLOCKS, x)
+        with common.or_plain_torch("residual_linear"):
+            blocks = common.blocks_for(kernels.BLOCKS, x)
             return kernels.forward(x, weight, residual, alpha, threshold, nonlinearity, blocks)
-    return shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)
+    return common.shrink_(torch.addmm(residual.to(x.dtype), x, weight, alpha=alpha), threshold, nonlinearity)
 
 
 def _forward_fake(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
-@outside_autocast
+@common.outside_autocast
 def _gradients(
     grad_output: Tensor,  # [rows, m]
     output: Tensor | None,  # [rows, m]; None for "identity"
@@ -141,16 +117,16 @@ def _gradients(
     weight: Tensor | None,  # [n, m], for the gradient of x
     weight_dtype: torch.dtype,
     alpha: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
     needs_residual: bool,
 ) -> list[Tensor]:
     """The gradients of x (given `weight`), of the weight (given `x`) and of the residual's rows, in plain torch."""
     gradients = []
-    grad_update = grad_output if output is None else shrink_backward(grad_output, output, nonlinearity)
+    grad_update = grad_output if output is None else common.shrink_backward(grad_output, output, nonlinearity)
     if weight is not None:
         gradients.append(torch.mm(grad_update, weight.to(grad_update.dtype).mT).mul_(alpha))
     if x is not None:
-        gradients.append(product_over_rows(x, grad_update, weight_dtype).mul_(alpha))
+        gradients.append(common.product_over_rows(x, grad_update, weight_dtype).mul_(alpha))
     if needs_residual:
         gradients.append(grad_output.clone(memory_format=torch.contiguous_format) if output is None else grad_update)
     return gradients
@@ -170,7 +146,7 @@ def _gradients_fake(
         None if x is None else grad_output.new_empty((x.shape[1], columns), dtype=dtype),
         grad_output.new_empty((rows, columns)),
     )
-    return compress(shapes, (weight is not None, x is not None, others[-1]))
+    return common.compress(shapes, (weight is not None, x is not None, others[-1]))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -184,18 +160,18 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.weight_dtype, ctx.residual_dtype, ctx.residual_is_bias = weight.dtype, residual.dtype, residual.dim() == 1
 
 
-@once_differentiable("residual_linear")
+@common.once_differentiable("residual_linear")
 def _backward(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
     if grad_output is None:
         return (None,) * 7
     needs = ctx.needs_input_grad[:3]
     saved = ctx.saved_tensors
-    call: Any = _gradients if is_plain_eager(grad_output, *saved) else _gradients_operator
+    call: Any = _gradients if common.is_plain_eager(grad_output, *saved) else _gradients_operator
     found = call(grad_output, *saved, ctx.weight_dtype, ctx.alpha, ctx.nonlinearity, needs[2])
     if needs[2]:
         rows, dtype = found[-1], ctx.residual_dtype
         found[-1] = rows.sum(0, dtype=dtype) if ctx.residual_is_bias else rows.to(dtype)
-    return *scatter(found, needs), None, None, None, None
+    return *common.scatter(found, needs), None, None, None, None
 
 
 class _ResidualLinear(torch.autograd.Function):
@@ -204,14 +180,14 @@ class _ResidualLinear(torch.autograd.Function):
     backward: Any = staticmethod(_backward)
 
 
-_operator = define(
+_operator = common.define(
     "residual_linear",
     "(Tensor x, Tensor weight, Tensor residual, float alpha, float threshold, str nonlinearity, str backend) -> Tensor",
     _forward,
     _forward_fake,
 )
 _operator.register_autograd(_backward, setup_context=_setup_context)
-_gradients_operator = define(
+_gradients_operator = common.define(
     "residual_linear_backward",
     "(Tensor grad_output, Tensor? output, Tensor? x, Tensor? weight, ScalarType weight_dtype, float alpha, "
     "str nonlinearity, bool needs_residual) -> Tensor[]",

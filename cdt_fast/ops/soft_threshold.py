@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError
-from cdt_fast.ops.common import check_factor, check_tensor, held, shrink_reference
+from cdt_fast.ops import common
 
 __all__ = ["soft_threshold", "soft_threshold_reference"]
 
@@ -28,12 +28,12 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
     Raises:
         InputError: `x` is not floating point, or `threshold` is negative, not finite or does not broadcast.
     """
-    check_tensor("x", x, 0, "of any shape")
+    common.check_tensor("x", x, 0, "of any shape")
     if not isinstance(threshold, Tensor):
-        threshold = check_factor("threshold", threshold, non_negative=True, dtype=x.dtype)
+        threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=x.dtype)
         # torch's kernel has gradient 0 at x = 0 for a threshold of 0 too, where it is 1.
-        return torch.nn.functional.softshrink(x, held(threshold, x.dtype)) if threshold else x.clone()
-    check_tensor("threshold", threshold, 0, "or a number")
+        return torch.nn.functional.softshrink(x, common.held(threshold, x.dtype)) if threshold else x.clone()
+    common.check_tensor("threshold", threshold, 0, "or a number")
     if x.dim() < threshold.dim() or any(
         size not in (1, expected) for size, expected in zip(threshold.shape[::-1], x.shape[::-1], strict=False)
     ):
@@ -43,4 +43,4 @@ def soft_threshold(x: Tensor, threshold: float | Tensor) -> Tensor:
 
 def soft_threshold_reference(x: Tensor, threshold: float | Tensor) -> Tensor:
     """The formula of `soft_threshold`, in any dtype, differentiated by torch."""
-    return shrink_reference(x, threshold, "soft_threshold")
+    return common.shrink_reference(x, threshold, "soft_threshold")

@@ -9,34 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdt_fast.ops.common import (
-    LONGEST,
-    WIDEST,
-    blocks_for,
-    budget,
-    caller,
-    check_factor,
-    check_flag,
-    check_lengths,
-    check_shape,
-    check_tensor,
-    check_together,
-    choose_backend,
-    clear_padding_,
-    compute_dtype,
-    define,
-    is_plain_eager,
-    length_of_each,
-    once_differentiable,
-    or_plain_torch,
-    outside_autocast,
-    padding_mask,
-    refuse_transforms,
-    scatter,
-    sequences,
-    wide_product,
-    without_padding,
-)
+from cdt_fast.ops import common
 
 __all__ = ["symmetric_attention", "symmetric_attention_reference"]
 
@@ -80,28 +53,28 @@ def symmetric_attention(
 
     Source: "A Constrained Optimization Perspective of Unrolled Transformers", the attention half-step.
     """
-    check_tensor("z", z, 2, "[..., T, d]")
+    common.check_tensor("z", z, 2, "[..., T, d]")
     if values is not None:
-        check_tensor("values", values, 2, "[..., T, k]")
-        check_shape("values", values, (*z.shape[:-1], values.shape[-1]), "the tokens of z by any width")
-    check_together(z=z, values=values)
-    check_lengths(lengths, z)
-    refuse_transforms("symmetric_attention", z, values)
+        common.check_tensor("values", values, 2, "[..., T, k]")
+        common.check_shape("values", values, (*z.shape[:-1], values.shape[-1]), "the tokens of z by any width")
+    common.check_together(z=z, values=values)
+    common.check_lengths(lengths, z)
+    common.refuse_transforms("symmetric_attention", z, values)
     if values is z:
         values = None  # one gradient for the tied projection, not two to be added
-    dtype = compute_dtype(z)
-    tokens = sequences(z, dtype)
+    dtype = common.compute_dtype(z)
+    tokens = common.sequences(z, dtype)
     # No tile holds the rows of a long sequence of wide tokens: a kernel would form their scores anew for each chunk of
     # the result, in 2.8 to 5.2 times the FLOP of the library's products.
-    backend = choose_backend("symmetric_attention", tokens, multiplies=True)
-    if tokens.shape[1] > LONGEST and max(z.shape[-1], 0 if values is None else values.shape[-1]) > WIDEST:
+    backend = common.choose_backend("symmetric_attention", tokens, multiplies=True)
+    if tokens.shape[1] > common.LONGEST and max(z.shape[-1], 0 if values is None else values.shape[-1]) > common.WIDEST:
         backend = "torch"
-    output, *_ = caller(_SymmetricAttention, _operator, z, values)(
+    output, *_ = common.caller(_SymmetricAttention, _operator, z, values)(
         tokens,
-        None if values is None else sequences(values, dtype),
-        length_of_each(lengths),
-        check_factor("scale", scale, dtype=dtype),
-        check_flag("energy", energy),
+        None if values is None else common.sequences(values, dtype),
+        common.length_of_each(lengths),
+        common.check_factor("scale", scale, dtype=dtype),
+        common.check_flag("energy", energy),
         torch.is_grad_enabled() and (z.requires_grad or (values is not None and values.requires_grad)),
         backend,
     )
@@ -117,9 +90,9 @@ def symmetric_attention_reference(
     energy: bool = False,
 ) -> Tensor:
     """The formula of `symmetric_attention`, in any dtype, differentiated by torch."""
-    padding = padding_mask(lengths, z)
-    z = without_padding(z, padding)
-    values = z if values is None else without_padding(values, padding)
+    padding = common.padding_mask(lengths, z)
+    z = common.without_padding(z, padding)
+    values = z if values is None else common.without_padding(values, padding)
     scores = z @ z.mT
     if energy:
         scores = scores - 0.5 * z.square().sum(-1).unsqueeze(-2)
@@ -132,7 +105,7 @@ def symmetric_attention_reference(
     return attention @ values
 
 
-@outside_autocast
+@common.outside_autocast
 def _forward(
     z: Tensor,  # [B, T, d], contiguous
     values: Tensor | None,  # V, [B, T, k], contiguous; None: z
@@ -150,20 +123,20 @@ def _forward(
     if backend == "triton":
         from cdt_fast.kernels import symmetric_attention as kernels
 
-        with or_plain_torch("symmetric_attention"):
-            if z.shape[1] <= LONGEST:
-                blocks = blocks_for(kernels.PACKED_BLOCKS, z, z.shape[1])
+        with common.or_plain_torch("symmetric_attention"):
+            if z.shape[1] <= common.LONGEST:
+                blocks = common.blocks_for(kernels.PACKED_BLOCKS, z, z.shape[1])
                 output, log_sum_exp = kernels.packed_forward(z, values, lengths, scale, energy, blocks)
                 return output, log_sum_exp, output.new_empty(0)
-            blocks = blocks_for(kernels.STREAMING_BLOCKS, z, _widest(z, values))
+            blocks = common.blocks_for(kernels.STREAMING_BLOCKS, z, _widest(z, values))
             remains = keeps and z.element_size() == 2
             output, log_sum_exp, kept = kernels.streaming_forward(z, values, lengths, scale, energy, remains, blocks)
             return output, log_sum_exp, output.new_empty(0) if kept is None else kept
     kept = _memory_to_keep(z, values, keeps)
     output = torch.empty_like(z if values is None else values)
-    padding = padding_mask(lengths, z)
-    z = without_padding(z, padding)
-    values = z if values is None else without_padding(values, padding)
+    padding = common.padding_mask(lengths, z)
+    z = common.without_padding(z, padding)
+    values = z if values is None else common.without_padding(values, padding)
     for batch, rows in _panels(z, kept.dtype):
         weights = attention_matrix(
             z[batch],
@@ -184,11 +157,11 @@ def _forward_fake(
     log_sum_exp = z.new_empty(z.shape[:-1] if on_triton else (0,), dtype=torch.promote_types(z.dtype, torch.float32))
     if not on_triton:
         return output, log_sum_exp, _memory_to_keep(z, values, keeps)
-    remains = keeps and z.element_size() == 2 and z.shape[1] > LONGEST
+    remains = keeps and z.element_size() == 2 and z.shape[1] > common.LONGEST
     return output, log_sum_exp, output.new_empty(output.shape if remains else (0,))
 
 
-@outside_autocast
+@common.outside_autocast
 def _gradients(
     grad_output: Tensor,  # [B, T, k], contiguous
     z: Tensor,
@@ -208,13 +181,13 @@ def _gradients(
         from cdt_fast.kernels import symmetric_attention as kernels
 
         needs = needs_z, needs_values
-        with or_plain_torch("symmetric_attention"):
-            if z.shape[1] <= LONGEST:
+        with common.or_plain_torch("symmetric_attention"):
+            if z.shape[1] <= common.LONGEST:
                 table = kernels.PACKED_BACKWARD_BLOCKS if needs_z else kernels.PACKED_BLOCKS
-                blocks = blocks_for(table, z, z.shape[1])
+                blocks = common.blocks_for(table, z, z.shape[1])
                 found = kernels.packed_backward(grad_output, z, values, lengths, scale, energy, *needs, blocks)
             else:
-                blocks = blocks_for(kernels.STREAMING_BACKWARD_BLOCKS, z, _widest(z, values))
+                blocks = common.blocks_for(kernels.STREAMING_BACKWARD_BLOCKS, z, _widest(z, values))
                 remainder = kept if kept.dim() > 1 else None
                 found = kernels.streaming_backward(
                     *(grad_output, z, values, lengths, output, log_sum_exp, remainder),
@@ -223,11 +196,11 @@ def _gradients(
             return [gradient for gradient in found if gradient is not None]
     if log_sum_exp.numel():  # the forward was a kernel's, which keeps something else
         kept = z.new_empty(0, dtype=torch.promote_types(z.dtype, torch.float32))
-    padding = padding_mask(lengths, z)
-    grad_output, z = without_padding(grad_output, padding), without_padding(z, padding)
-    values = None if values is None else without_padding(values, padding)
+    padding = common.padding_mask(lengths, z)
+    grad_output, z = common.without_padding(grad_output, padding), common.without_padding(z, padding)
+    values = None if values is None else common.without_padding(values, padding)
     gradients = _gradients_in_torch(grad_output, z, values, padding, output, kept, scale, energy, needs_z, needs_values)
-    return [clear_padding_(gradient, padding) for gradient in gradients]
+    return [common.clear_padding_(gradient, padding) for gradient in gradients]
 
 
 def _gradients_fake(grad_output: Tensor, z: Tensor, values: Tensor | None, *others: Any) -> list[Tensor]:
@@ -244,15 +217,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(z, values, lengths, result, log_sum_exp, kept)
 
 
-@once_differentiable("symmetric_attention")
+@common.once_differentiable("symmetric_attention")
 def _backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Any, ...]:
     if grad_output is None:
         return (None,) * 7
     needs = ctx.needs_input_grad[:2]
     saved = ctx.saved_tensors
-    call: Any = _gradients if is_plain_eager(grad_output, saved[0]) else _gradients_operator
+    call: Any = _gradients if common.is_plain_eager(grad_output, saved[0]) else _gradients_operator
     found = call(grad_output.contiguous(), *saved, ctx.scale, ctx.energy, *needs, ctx.backend)
-    return *scatter(found, needs), None, None, None, None, None
+    return *common.scatter(found, needs), None, None, None, None, None
 
 
 class _SymmetricAttention(torch.autograd.Function):
@@ -261,7 +234,7 @@ class _SymmetricAttention(torch.autograd.Function):
     backward: Any = staticmethod(_backward)
 
 
-_operator = define(
+_operator = common.define(
     "symmetric_attention",
     "(Tensor z, Tensor? values, Tensor? lengths, float scale, bool energy, bool keeps, str backend) "
     "-> (Tensor, Tensor, Tensor)",
@@ -269,7 +242,7 @@ _operator = define(
     _forward_fake,
 )
 _operator.register_autograd(_backward, setup_context=_setup_context)
-_gradients_operator = define(
+_gradients_operator = common.define(
     "symmetric_attention_backward",
     "(Tensor grad_output, Tensor z, Tensor? values, Tensor? lengths, Tensor output, Tensor log_sum_exp, Tensor kept, "
     "float scale, bool energy, bool needs_z, bool needs_values, str backend) -> Tensor[]",
@@ -289,7 +262,7 @@ def _panels(z: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, slice]]:
     """Sequences, and rows of them, whose scores fit a panel: several whole sequences, or rows of a single one."""
     batch, tokens = z.shape[:2]
     of_a_row = max(1, tokens * dtype.itemsize)
-    most = budget(PANEL_BYTES, z)
+    most = common.budget(PANEL_BYTES, z)
     rows = max(1, min(tokens, most // of_a_row))
     sequences_a_panel = max(1, most // (of_a_row * tokens)) if rows == tokens else 1
     for first in range(0, batch, sequences_a_panel):
@@ -402,7 +375,7 @@ def _scores_into(out: Tensor, z: Tensor, scale: float, padding: Tensor | None, r
     # A factor of the tokens costs less than one of the scores; but 16 bits would round it.
     early = scale if z.dtype == out.dtype else 1.0
     some = z[:, rows]
-    wide_product(some if early == 1.0 else some * early, z.mT, out.dtype, out=out)
+    common.wide_product(some if early == 1.0 else some * early, z.mT, out.dtype, out=out)
     if scale != early:
         out *= scale
     if energy:
@@ -418,7 +391,7 @@ def grad_of_attention(given: Tensor, values: Tensor, output: Tensor, dtype: torc
     lose in rounding what remains of it where the values of a sequence are much alike.
     """
     if given.dtype != torch.bfloat16 or given.device.type != "cpu":
-        return wide_product(given, values.mT, dtype)
+        return common.wide_product(given, values.mT, dtype)
     mean = (given * output).sum(-1, keepdim=True)
     return torch.baddbmm(mean, given, values.mT, beta=-1)
 

@@ -8,44 +8,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError
-from cdt_fast.ops.common import (
-    LONGEST,
-    WIDEST,
-    LayerNonlinearity,
-    Nonlinearity,
-    add_product,
-    blocks_for,
-    caller,
-    card_of,
-    check_factor,
-    check_lengths,
-    check_lista_arguments,
-    check_shape,
-    check_tensor,
-    check_together,
-    choose_backend,
-    clear_padding_,
-    compress,
-    compute_dtype,
-    define,
-    effective_nonlinearity,
-    is_plain_eager,
-    length_of_each,
-    once_differentiable,
-    or_plain_torch,
-    outside_autocast,
-    padding_mask,
-    product_over_rows,
-    refuse_transforms,
-    rows_of,
-    scatter,
-    sequences,
-    shrink_,
-    shrink_backward,
-    shrink_reference,
-    without_autocast,
-    without_padding,
-)
+from cdt_fast.ops import common
 from cdt_fast.ops.layerwise_reconstruction_loss import layerwise_reconstruction_loss, squared_errors
 from cdt_fast.ops.residual_linear import residual_linear
 from cdt_fast.ops.symmetric_attention import (
@@ -78,7 +41,7 @@ def unrolled_layer(
     step: float,
     threshold: float,
     scale: float = 1.0,
-    nonlinearity: LayerNonlinearity = "soft_threshold",
+    nonlinearity: common.LayerNonlinearity = "soft_threshold",
     projection: Tensor | None = None,
     lengths: Tensor | None = None,
     next_dictionary: Tensor | None = None,
@@ -118,46 +81,46 @@ def unrolled_layer(
     Raises:
         InputError: an argument has the wrong rank, shape, dtype, device or value, or a second derivative is asked for.
     """
-    check_lista_arguments(codes, signal, dictionary, nonlinearity, rank=2)
-    dtype = compute_dtype(signal)
-    step = check_factor("step", step, non_negative=True, dtype=dtype)
+    common.check_lista_arguments(codes, signal, dictionary, nonlinearity, rank=2)
+    dtype = common.compute_dtype(signal)
+    step = common.check_factor("step", step, non_negative=True, dtype=dtype)
     if projection is not None:
-        check_tensor("projection", projection, 2, "[..., T, n]")
-        check_shape("projection", projection, tuple(signal.shape), "as signal")
+        common.check_tensor("projection", projection, 2, "[..., T, n]")
+        common.check_shape("projection", projection, tuple(signal.shape), "as signal")
     if next_dictionary is dictionary:
         next_dictionary = None  # one gradient for the tied dictionary, not two to be added
     code_width = dictionary.shape[1]
     if next_dictionary is not None:
-        check_tensor("next_dictionary", next_dictionary, 2, "[k, m]")
-        check_shape("next_dictionary", next_dictionary, (next_dictionary.shape[0], code_width), "any by m")
+        common.check_tensor("next_dictionary", next_dictionary, 2, "[k, m]")
+        common.check_shape("next_dictionary", next_dictionary, (next_dictionary.shape[0], code_width), "any by m")
     next_shape = (*signal.shape[:-1], (dictionary if next_dictionary is None else next_dictionary).shape[0])
     if target is not None:
-        check_tensor("target", target, 2, "[..., T, k]")
-        check_shape("target", target, next_shape, "the tokens of signal by the width of the next projection")
+        common.check_tensor("target", target, 2, "[..., T, k]")
+        common.check_shape("target", target, next_shape, "the tokens of signal by the width of the next projection")
         if target.device != signal.device:
             raise InputError(f"target is on {target.device} but signal is on {signal.device}: move one of them")
-    check_together(codes=codes, signal=signal, projection=projection, next_dictionary=next_dictionary)
-    check_lengths(lengths, signal)
-    refuse_transforms("unrolled_layer", codes, signal, dictionary, projection, next_dictionary)
+    common.check_together(codes=codes, signal=signal, projection=projection, next_dictionary=next_dictionary)
+    common.check_lengths(lengths, signal)
+    common.refuse_transforms("unrolled_layer", codes, signal, dictionary, projection, next_dictionary)
     if codes is None and projection is None:
-        counted = without_padding(signal, padding_mask(lengths, signal))
+        counted = common.without_padding(signal, common.padding_mask(lengths, signal))
         projection = counted @ (step * dictionary @ dictionary.mT)
-    threshold = check_factor("threshold", threshold, non_negative=True, dtype=dtype)
-    rows = sequences(signal, dtype)
-    scale = check_factor("scale", scale, dtype=dtype)
-    codes_given = None if codes is None else sequences(codes, dtype)
-    projection = None if projection is None else sequences(projection, dtype)
-    target = None if target is None else sequences(target.detach(), target.dtype)
-    lengths = length_of_each(lengths)
-    nonlinearity_used = effective_nonlinearity(nonlinearity, threshold)
-    backend = choose_backend("unrolled_layer", rows, multiplies=True)
+    threshold = common.check_factor("threshold", threshold, non_negative=True, dtype=dtype)
+    rows = common.sequences(signal, dtype)
+    scale = common.check_factor("scale", scale, dtype=dtype)
+    codes_given = None if codes is None else common.sequences(codes, dtype)
+    projection = None if projection is None else common.sequences(projection, dtype)
+    target = None if target is None else common.sequences(target.detach(), target.dtype)
+    lengths = common.length_of_each(lengths)
+    nonlinearity_used = common.effective_nonlinearity(nonlinearity, threshold)
+    backend = common.choose_backend("unrolled_layer", rows, multiplies=True)
     tensors = rows, codes_given, dictionary, projection, next_dictionary
     numbers = step, threshold, scale, nonlinearity_used
     if _runs_as_one(rows, next_dictionary, backend):
         if casts is None and dictionary.dtype != dtype:  # once, for both directions
             casts = _cast(dictionary, dtype), None if next_dictionary is None else _cast(next_dictionary, dtype)
         low, next_low = (None, None) if casts is None else (casts[0], None if next_dictionary is None else casts[1])
-        call = caller(_UnrolledLayer, _operator, *tensors)
+        call = common.caller(_UnrolledLayer, _operator, *tensors)
         next_codes, next_projection, _, error = call(*tensors, target, lengths, low, next_low, *numbers, backend)
     else:
         next_codes, next_projection, error = _layer_of_ops(*tensors, target, lengths, *numbers)
@@ -183,11 +146,11 @@ def unrolled_layer_reference(
     """The layer written out, without the identity: four large products, in any dtype, differentiated by torch."""
     if codes is None:
         codes = step * signal @ dictionary
-    padding = padding_mask(lengths, codes)
-    codes, signal = without_padding(codes, padding), without_padding(signal, padding)
+    padding = common.padding_mask(lengths, codes)
+    codes, signal = common.without_padding(codes, padding), common.without_padding(signal, padding)
     mixed = symmetric_attention_reference(codes @ dictionary.mT, codes, scale=scale, lengths=lengths)
     residual = signal - mixed @ dictionary.mT
-    next_codes = shrink_reference(mixed + step * residual @ dictionary, threshold, nonlinearity)
+    next_codes = common.shrink_reference(mixed + step * residual @ dictionary, threshold, nonlinearity)
     return next_codes, next_codes @ (dictionary if next_dictionary is None else next_dictionary).mT
 
 
@@ -211,9 +174,9 @@ def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> st
     """
     if dtype.itemsize != 2:
         return "tiles of float32 leave no shared memory for the dictionary"
-    if tokens > LONGEST:
-        return f"a tile holds sequences of up to {LONGEST} tokens, got {tokens}"
-    return f"a tile holds patches of up to {WIDEST} pixels, got {widest}" if widest > WIDEST else None
+    if tokens > common.LONGEST:
+        return f"a tile holds sequences of up to {common.LONGEST} tokens, got {tokens}"
+    return f"a tile holds patches of up to {common.WIDEST} pixels, got {widest}" if widest > common.WIDEST else None
 
 
 def _layer_of_ops(
@@ -227,27 +190,30 @@ def _layer_of_ops(
     step: float,
     threshold: float,
     scale: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The layer made of other ops, for sizes that do not run as one; H⁺, Z⁺ and the squared error, if any."""
-    dtype, padding = signal.dtype, padding_mask(lengths, signal)
+    dtype, padding = signal.dtype, common.padding_mask(lengths, signal)
     dictionary = dictionary.to(dtype)
     following = dictionary if next_dictionary is None else next_dictionary.to(dtype)
-    with without_autocast(signal):
-        residual = without_padding(signal, padding)
+    with common.without_autocast(signal):
+        residual = common.without_padding(signal, padding)
         if projection is None:
             assert codes is not None  # without codes the caller has computed a projection
-            projection = without_padding(codes, padding) @ dictionary.mT
+            projection = common.without_padding(codes, padding) @ dictionary.mT
         alone = residual.shape[-2] == 1  # the attention of a single token is 1
         if codes is None:
             mixed = residual.new_zeros(dictionary.shape[1])
             if alone:
-                residual = torch.lerp(without_padding(projection, padding), residual, 2.0)
+                residual = torch.lerp(common.without_padding(projection, padding), residual, 2.0)
             else:
-                values = residual - without_padding(projection, padding)
+                values = residual - common.without_padding(projection, padding)
                 residual = residual + symmetric_attention(projection, values, scale=scale, lengths=lengths)
         elif alone:
-            mixed, residual = without_padding(codes, padding), residual - without_padding(projection, padding)
+            mixed, residual = (
+                common.without_padding(codes, padding),
+                residual - common.without_padding(projection, padding),
+            )
         else:
             mixed = symmetric_attention(projection, codes, scale=scale, lengths=lengths)
             residual = residual - symmetric_attention(projection, scale=scale, lengths=lengths)
@@ -260,7 +226,7 @@ def _layer_of_ops(
     tokens = next_codes.shape[:-1].numel()
     if not tokens:
         return next_codes, next_projection, next_projection.sum(dtype=torch.promote_types(dtype, torch.float32))
-    target = without_padding(target, padding)
+    target = common.without_padding(target, padding)
     if target.dtype == torch.float64 and dtype != torch.float64:
         target = target.float()  # no kernel reads float64, and the error is not summed in it
     losses = layerwise_reconstruction_loss([next_projection], target)
@@ -270,7 +236,7 @@ def _layer_of_ops(
 # The layer as one operator
 
 
-@outside_autocast
+@common.outside_autocast
 def _forward(
     signal: Tensor,  # X, [B, T, n], contiguous
     codes: Tensor | None,  # H, [B, T, m], contiguous; None: step · X D
@@ -284,7 +250,7 @@ def _forward(
     step: float,
     threshold: float,
     scale: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Next codes, next projection, the projection if it was not given (else an empty tensor), squared error."""
@@ -292,7 +258,7 @@ def _forward(
     dictionary, next_dictionary = _of_tokens(dictionary, next_dictionary, low, next_low, signal.dtype, backend)
     if projection is None:
         assert codes is not None  # without codes the caller has computed a projection
-        tokens = without_padding(codes, padding_mask(lengths, signal))
+        tokens = common.without_padding(codes, common.padding_mask(lengths, signal))
         projection = _product_of_tokens(tokens, dictionary.mT)
     found = None
     tensors = codes, signal, dictionary, projection, next_dictionary, target, lengths
@@ -301,9 +267,11 @@ def _forward(
 
         lean = next_dictionary is None and lengths is None and _is_aligned(signal) and _is_aligned(dictionary)
         widest = max(signal.shape[2], (dictionary if next_dictionary is None else next_dictionary).shape[0])
-        blocks = blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
-        with or_plain_torch("unrolled_layer"):
-            found = kernels.forward(*tensors, step, threshold, scale, nonlinearity, card_of(signal).processors, blocks)
+        blocks = common.blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
+        with common.or_plain_torch("unrolled_layer"):
+            found = kernels.forward(
+                *tensors, step, threshold, scale, nonlinearity, common.card_of(signal).processors, blocks
+            )
     next_codes, next_projection, errors = found or _forward_in_torch(*tensors, step, threshold, scale, nonlinearity)
     wide = torch.promote_types(signal.dtype, torch.float32)
     return (
@@ -326,7 +294,7 @@ def _forward_fake(
     )
 
 
-@outside_autocast
+@common.outside_autocast
 def _gradients(
     signal: Tensor,
     codes: Tensor | None,
@@ -344,7 +312,7 @@ def _gradients(
     grad_error: Tensor | None,  # []
     step: float,
     scale: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
     projection_given: bool,  # if it was not, its gradient goes on to codes and dictionary
     needs_signal: bool,
     needs_codes: bool,
@@ -365,43 +333,45 @@ def _gradients(
         from cdt_fast.kernels import unrolled_layer as kernels
 
         lean = tied and lengths is None
-        blocks = blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
-        processors = card_of(signal).processors
-        with or_plain_torch("unrolled_layer"):
+        blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
+        processors = common.card_of(signal).processors
+        with common.or_plain_torch("unrolled_layer"):
             parts = kernels.backward(*tensors, *upstream, step, scale, nonlinearity, *needs, processors, blocks)
     update, residual, grad_next, grad_signal, grad_projection, grad_codes = parts or _backward_in_torch(
         *tensors, *upstream, step, scale, nonlinearity, *needs
     )
-    padding = padding_mask(lengths, signal)
+    padding = common.padding_mask(lengths, signal)
     grad_dictionary = grad_next_dictionary = None
     if needs_dictionary:
         assert residual is not None
-        grad_dictionary = product_over_rows(rows_of(residual), rows_of(update), wide.dtype)
+        grad_dictionary = common.product_over_rows(common.rows_of(residual), common.rows_of(update), wide.dtype)
     if needs_dictionary if tied else needs_next_dictionary:
         if grad_next is not None:
-            rows = rows_of(without_padding(grad_next, padding))
+            rows = common.rows_of(common.without_padding(grad_next, padding))
             if tied and grad_dictionary is not None:
-                _add_product(grad_dictionary, rows, rows_of(next_codes))
+                _add_product(grad_dictionary, rows, common.rows_of(next_codes))
             else:
                 dtype = wide.dtype if next_wide is None else next_wide.dtype
-                grad_next_dictionary = product_over_rows(rows, rows_of(next_codes), dtype)
+                grad_next_dictionary = common.product_over_rows(rows, common.rows_of(next_codes), dtype)
         elif next_wide is not None:
             grad_next_dictionary = next_wide.new_zeros(next_wide.shape)  # a loss of known weight zero
     if not projection_given and grad_projection is not None:
-        rows = rows_of(grad_projection)
+        rows = common.rows_of(grad_projection)
         if grad_codes is not None:
-            rows_of(grad_codes).addmm_(rows, dictionary)
+            common.rows_of(grad_codes).addmm_(rows, dictionary)
         if grad_dictionary is not None:
             assert codes is not None
-            _add_product(grad_dictionary, rows, rows_of(without_padding(codes, padding)))
+            _add_product(grad_dictionary, rows, common.rows_of(common.without_padding(codes, padding)))
     gradients = grad_signal, grad_codes, grad_dictionary, grad_projection, grad_next_dictionary
-    return compress(gradients, (needs_signal, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary))
+    return common.compress(
+        gradients, (needs_signal, needs_codes, needs_dictionary, needs_projection, needs_next_dictionary)
+    )
 
 
 def _gradients_fake(*arguments: Any) -> list[Tensor]:
     tensors, needs = arguments[:5], arguments[18:23]
     # Contiguous, whatever the strides of a dictionary.
-    return [tensor.new_empty(tensor.shape) for tensor in compress(tensors, needs)]
+    return [tensor.new_empty(tensor.shape) for tensor in common.compress(tensors, needs)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -417,7 +387,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     )
 
 
-@once_differentiable("unrolled_layer")
+@common.once_differentiable("unrolled_layer")
 def _backward(
     ctx: Any, grad_codes: Tensor | None, grad_projection: Tensor | None, _: None, grad_error: Tensor | None
 ) -> tuple[Any, ...]:
@@ -427,7 +397,7 @@ def _backward(
     # The codes alone do not depend on the next dictionary.
     needs.append(needs_next and (grad_projection is not None or grad_error is not None))
     saved = ctx.saved_tensors
-    plain = is_plain_eager(grad_codes, grad_projection, grad_error, *saved[:5])
+    plain = common.is_plain_eager(grad_codes, grad_projection, grad_error, *saved[:5])
     call: Any = _gradients if plain else _gradients_operator
     found = call(
         *saved,
@@ -436,7 +406,7 @@ def _backward(
         grad_error,
         *(ctx.step, ctx.scale, ctx.nonlinearity, ctx.projection_given, *needs, ctx.backend),
     )
-    return *scatter(found, needs), *[None] * 9
+    return *common.scatter(found, needs), *[None] * 9
 
 
 class _UnrolledLayer(torch.autograd.Function):
@@ -449,7 +419,7 @@ _TENSORS = (
     "Tensor signal, Tensor? codes, Tensor dictionary, Tensor? projection, Tensor? next_dictionary, Tensor? target, "
     "Tensor? lengths, Tensor? low, Tensor? next_low"
 )
-_operator = define(
+_operator = common.define(
     "unrolled_layer",
     f"({_TENSORS}, float step, float threshold, float scale, str nonlinearity, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -457,7 +427,7 @@ _operator = define(
     _forward_fake,
 )
 _operator.register_autograd(_backward, setup_context=_setup_context)
-_gradients_operator = define(
+_gradients_operator = common.define(
     "unrolled_layer_backward",
     f"({_TENSORS}, Tensor next_codes, Tensor? next_projection, Tensor? grad_next_codes, Tensor? grad_next_projection, "
     "Tensor? grad_error, float step, float scale, str nonlinearity, bool projection_given, bool needs_signal, "
@@ -496,9 +466,9 @@ def _is_aligned(tensor: Tensor) -> bool:
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total += leftᵀ right`, in one launch if the total is wide enough to be summed in."""
     if total.element_size() < 4:
-        total += product_over_rows(left, right, total.dtype)
+        total += common.product_over_rows(left, right, total.dtype)
     else:
-        add_product(total, left, right)
+        common.add_product(total, left, right)
 
 
 # Plain torch, with the scores of all sequences at once
@@ -515,12 +485,12 @@ def _forward_in_torch(
     step: float,
     threshold: float,
     scale: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, its squared error `[1]`."""
-    padding = padding_mask(lengths, signal)
+    padding = common.padding_mask(lengths, signal)
     signal, projection, values = _signal_projection_values(codes, signal, projection, padding)
-    codes = None if codes is None else without_padding(codes, padding)
+    codes = None if codes is None else common.without_padding(codes, padding)
     attention = None  # of a single token it is 1
     if signal.shape[1] > 1:
         attention = attention_matrix(projection, scale, padding).to(signal.dtype)
@@ -531,7 +501,7 @@ def _forward_in_torch(
         next_codes = _product_of_tokens(residual.mul_(step), dictionary, codes)
     else:
         next_codes = _product_of_tokens(residual, dictionary).baddbmm_(attention, codes, beta=step)
-    shrink_(next_codes, threshold, nonlinearity)
+    common.shrink_(next_codes, threshold, nonlinearity)
     next_projection = _product_of_tokens(next_codes, (dictionary if next_dictionary is None else next_dictionary).mT)
     errors = None if target is None else squared_errors([next_projection], target, padding)
     return next_codes, next_projection, errors
@@ -552,7 +522,7 @@ def _backward_in_torch(
     grad_error: Tensor | None,
     step: float,
     scale: float,
-    nonlinearity: Nonlinearity,
+    nonlinearity: common.Nonlinearity,
     needs_codes: bool,
     needs_signal: bool,
     needs_dictionary: bool,
@@ -564,22 +534,22 @@ def _backward_in_torch(
     is `next codes ≠ 0`. Sums into `[tokens, m]` run in place, inside the products where possible: on a CPU a fresh
     tensor of that size can cost as much as a product.
     """
-    padding = padding_mask(lengths, signal)
+    padding = common.padding_mask(lengths, signal)
     grad_next = _whole_grad(signal.dtype, next_projection, target, grad_next_projection, grad_error, padding)
     signal, projection, values = _signal_projection_values(codes, signal, projection, padding)
-    codes = None if codes is None else without_padding(codes, padding)
+    codes = None if codes is None else common.without_padding(codes, padding)
     following = dictionary if next_dictionary is None else next_dictionary
     if grad_next is None and grad_next_codes is None:
         grad_next = signal.new_zeros((*signal.shape[:-1], following.shape[0]))
     if grad_next_codes is not None:
-        grad_next_codes = without_padding(grad_next_codes, padding)
+        grad_next_codes = common.without_padding(grad_next_codes, padding)
     if grad_next is not None:
         grad_update = _product_of_tokens(grad_next, following, grad_next_codes)
     else:
         assert grad_next_codes is not None  # with neither the zeros above stand for both
         # In memory of its own, which what follows writes over.
         grad_update = grad_next_codes.clone() if padding is None else grad_next_codes
-    shrink_backward(grad_update, next_codes, nonlinearity, out=grad_update)
+    common.shrink_backward(grad_update, next_codes, nonlinearity, out=grad_update)
 
     grad_residual = _product_of_tokens(grad_update, dictionary.mT).mul_(step)
     if signal.shape[1] == 1:
@@ -605,11 +575,11 @@ def _backward_in_torch(
                 grad_attention = torch.baddbmm(grad_update @ codes.mT, grad_residual, values.mT, alpha=-1)
             grad_scores = softmax_backward_(grad_attention, attention)
             grad_of_both_factors(grad_scores, projection, scale, out=grad_projection)
-        clear_padding_(grad_projection.baddbmm_(attention_low.mT, grad_residual, alpha=-1), padding)
-    grad_codes = clear_padding_(attention_low.mT @ grad_update, padding) if needs_codes else None
+        common.clear_padding_(grad_projection.baddbmm_(attention_low.mT, grad_residual, alpha=-1), padding)
+    grad_codes = common.clear_padding_(attention_low.mT @ grad_update, padding) if needs_codes else None
     grad_signal = grad_residual
     if codes is None and needs_signal:
-        grad_signal = clear_padding_(torch.baddbmm(grad_residual, attention_low.mT, grad_residual), padding)
+        grad_signal = common.clear_padding_(torch.baddbmm(grad_residual, attention_low.mT, grad_residual), padding)
     return grad_update, residual, grad_next, grad_signal, grad_projection, grad_codes
 
 
@@ -622,7 +592,7 @@ def _signal_projection_values(
     codes: Tensor | None, signal: Tensor, projection: Tensor, padding: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """X, Z and what the attention weighs in the residual: Z, or without codes Z − X."""
-    signal, projection = without_padding(signal, padding), without_padding(projection, padding)
+    signal, projection = common.without_padding(signal, padding), common.without_padding(projection, padding)
     return signal, projection, projection if codes is not None else projection - signal
 
 
@@ -636,14 +606,14 @@ def _whole_grad(
 ) -> Tensor | None:
     """The whole dZ⁺ `[B, T, k]`: what has arrived, and the loss's part `2 dε (Z⁺ − S)`."""
     if arrived is not None:
-        arrived = without_padding(arrived, padding)
+        arrived = common.without_padding(arrived, padding)
     # A loss that does not count gives no gradient, also where it is infinite: 0 · ∞ = NaN. On a GPU the host would have
     # to wait to look at its weight.
     on_cpu = grad_error is not None and grad_error.device.type == "cpu"
     if grad_error is None or target is None or next_projection is None or (on_cpu and grad_error == 0):
         return arrived
     error = next_projection.to(grad_error.dtype, copy=True)
-    error.sub_(without_padding(target, padding)).mul_(2 * grad_error)
+    error.sub_(common.without_padding(target, padding)).mul_(2 * grad_error)
     if not on_cpu:
         error.masked_fill_(grad_error == 0, 0.0)
     if arrived is not None:
@@ -653,6 +623,6 @@ def _whole_grad(
 
 def _product_of_tokens(tokens: Tensor, matrix: Tensor, added: Tensor | None = None) -> Tensor:
     """`tokens matrix`, or `tokens matrix + added`, for tokens `[B, T, width]`."""
-    rows = rows_of(tokens)
-    rows = torch.mm(rows, matrix) if added is None else torch.addmm(rows_of(added), rows, matrix)
+    rows = common.rows_of(tokens)
+    rows = torch.mm(rows, matrix) if added is None else torch.addmm(common.rows_of(added), rows, matrix)
     return rows.view(*tokens.shape[:-1], matrix.shape[1])
