@@ -127,7 +127,8 @@ def layerwise_cross_entropy(
         None if weights is None else weights.detach(),
     )
     call = common.caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
-    fused, kept_rows = _strategy(options, hidden, *tensors)
+    rows = _number_of_rows(len(hidden), per_depth_targets, sample)
+    fused, kept_rows = _strategy(options, len(hidden), rows, weight, weights is not None)
     options = options._replace(fused=fused, kept_rows=kept_rows)
     results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
     total, per_depth = results[:2]
@@ -256,22 +257,14 @@ def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None)
     return torch.randperm(tokens, generator=generator, device=device)[:count].to(targets.device)
 
 
-def _strategy(
-    options: _Options,
-    hidden: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Sequence[Tensor],
-    sample: Tensor | None,
-    weights: Tensor | None,
-) -> tuple[bool, int]:
+def _strategy(options: _Options, depths: int, rows: int, weight: Tensor, weighted: bool) -> tuple[bool, int]:
     """The fastest `fused` and `kept_rows` within the budget of bytes."""
     # Whether each gradient is a factor of what the forward can find: of all depths together, or of one alone.
-    scalable = weights is not None or len(hidden) == 1 or not (options.needs_weight or options.needs_bias)
+    scalable = weighted or depths == 1 or not (options.needs_weight or options.needs_bias)
     # The compiler may not know the sizes yet.
     if not options.needs_any or torch.compiler.is_compiling():
         return options.needs_any and scalable, 0
-    (vocabulary, width), rows = weight.shape, _number_of_rows(len(hidden), targets, sample)
+    vocabulary, width = weight.shape
     most = options.chunk_tokens or KEPT_BYTES // (vocabulary * options.dtype.itemsize)
     # The gradients of a classifier's logits are smaller than those of its hidden states; few of these cost little.
     small = rows * width * options.dtype.itemsize <= SCALED_BYTES
@@ -351,20 +344,16 @@ class _Chunk:
         return [replace(self, depths=range(depth, depth + 1)) for depth in self.depths]
 
 
-def _tokens_per_depth(depths: int, targets: Sequence[Tensor], sample: Tensor | None) -> list[tuple[range, int]]:
-    """Depths, and how many tokens each is computed from, ignored ones included: a sample at the inner depths."""
-    tokens = targets[0].numel()
-    inner = tokens if sample is None else sample.numel()
-    if len(targets) > 1:
-        return [(range(depth, depth + 1), inner if depth < depths - 1 else tokens) for depth in range(depths)]
-    if sample is None:
-        return [(range(depths), tokens)]
-    return [(range(depths - 1), inner), (range(depths - 1, depths), tokens)]
-
-
 def _number_of_rows(depths: int, targets: Sequence[Tensor], sample: Tensor | None) -> int:
     """The rows of all depths if every token counted, which the shapes say without the values."""
-    return sum(len(some) * tokens for some, tokens in _tokens_per_depth(depths, targets, sample))
+    return targets[0].numel() + (depths - 1) * (targets[0] if sample is None else sample).numel()
+
+
+def _groups(depths: int, targets: Sequence[Tensor], sample: Tensor | None) -> list[range]:
+    """Depths that are computed from the same tokens: a sample stands for all of them but at the last depth."""
+    if len(targets) > 1:
+        return [range(depth, depth + 1) for depth in range(depths)]
+    return [range(depths)] if sample is None else [range(depths - 1), range(depths - 1, depths)]
 
 
 def _select_rows(
@@ -383,10 +372,10 @@ def _select_rows(
     whole = flat[0].shape[0]
     rows: list[_Rows] = []
     first = 0
-    for some, tokens in _tokens_per_depth(depths, targets, sample):
+    for some in _groups(depths, targets, sample):
         chosen, count = (flat[some.start], counts[some.start]) if own else (flat[0], counts[0])
         index = None if sample is None or some.stop == depths else sample.to(chosen.device)
-        factor: float | Tensor = 1.0 if index is None else whole / max(1, tokens)
+        factor: float | Tensor = 1.0 if index is None else whole / max(1, index.numel())
         if own and options.mean:
             # Every sum is divided by the number of all tokens: this replaces it by the depth's own count.
             if isinstance(count, Tensor):
@@ -431,29 +420,22 @@ def _times_factors(per_depth: Tensor, rows: Sequence[_Rows]) -> Tensor:
     return torch.cat([part * some.factor for part, some in zip(parts, rows, strict=True)])
 
 
-def _plan(
-    depths: range, count: int, weight: Tensor, options: _Options, kinds: Sequence[bool]
-) -> Iterator[tuple[range, int]]:
-    """Depths of `count` rows each that share chunks, and how many rows of each a chunk takes.
+def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Sequence[bool]) -> Iterator[_Chunk]:
+    """The chunks of all rows. The depths of one chunk are of the same kind.
 
-    A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows. The depths
-    of one chunk are of the same kind.
+    A depth with more rows than a chunk is cut into equal parts, so that no product is left with a few rows.
     """
     most = _rows_per_chunk(weight, options)
-    while depths and count:
-        # Copying the states of a few rows costs less than calls of their own, or than reading and writing dW.
-        together = depths[: max(1, most // count) if count <= max(FEW_ROWS, weight.shape[0]) else 1]
-        same = next((n for n, depth in enumerate(together) if kinds[depth] != kinds[together[0]]), len(together))
-        yield together[:same], -(-count // -(-count // most))
-        depths = depths[same:]
-
-
-def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Sequence[bool]) -> Iterator[_Chunk]:
     for some in rows:
-        count = some.targets.shape[0]
-        for together, size in _plan(some.depths, count, weight, options, kinds):
+        depths, count = some.depths, some.targets.shape[0]
+        while depths and count:
+            # Copying the states of a few rows costs less than calls of their own, or than reading and writing dW.
+            together = depths[: max(1, most // count) if count <= max(FEW_ROWS, weight.shape[0]) else 1]
+            same = next((n for n, depth in enumerate(together) if kinds[depth] != kinds[together[0]]), len(together))
+            size = -(-count // -(-count // most))
             for start in range(0, count, size):
-                yield _Chunk(some, together, start, min(start + size, count))
+                yield _Chunk(some, together[:same], start, min(start + size, count))
+            depths = depths[same:]
 
 
 def _kept_sizes(
@@ -462,12 +444,12 @@ def _kept_sizes(
     """The rows of the first chunks if every token counts, up to `kept_rows` in all: those that fit are kept."""
     if not options.kept_rows:
         return []
-    sizes: list[int] = []
-    for some, tokens in _tokens_per_depth(depths, targets, sample):
-        for together, size in _plan(some, tokens, weight, options, [False] * depths):
-            sizes += [len(together) * min(size, tokens - start) for start in range(0, tokens, size)]
-    totals = itertools.accumulate(sizes)
-    return [size for size, total in zip(sizes, totals, strict=True) if total <= options.kept_rows]
+    whole = targets[0].reshape(-1)
+    inner = whole if sample is None else sample
+    groups = _groups(depths, targets, sample)
+    rows = [_Rows(some, None, whole if some.stop == depths else inner, 1.0, 0) for some in groups]
+    sizes = [len(chunk) for chunk in _chunks(rows, weight, options, [False] * depths)]
+    return [n for n, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= options.kept_rows]
 
 
 def _rows_per_chunk(weight: Tensor, options: _Options) -> int:
@@ -732,8 +714,8 @@ def _forward_fake(
     if options.fused:
         found = _empty_gradients(hidden, weight, options, options.wide)
     elif options.needs_any:
-        sizes = _kept_sizes(len(hidden), weight, targets, sample, options)
         found = [losses.new_empty(_number_of_rows(len(hidden), targets, sample))]
+        sizes = _kept_sizes(len(hidden), weight, targets, sample, options)
         found += [weight.new_empty((size, weight.shape[0]), dtype=options.dtype) for size in sizes]
     return losses.new_empty(()), losses, losses.new_empty(()), found
 
@@ -793,14 +775,10 @@ def _scale(
     for number, gradient in enumerate(gradients):
         of_hidden = number < len(depths)
         depth, dtype = (depths[number], gradient.dtype) if of_hidden else (0, dtype_of_head)
-        if off[depth]:  # also if the gradient is NaN
-            found.append(torch.zeros_like(gradient, dtype=dtype))
-        elif dtype == factors.dtype:
-            found.append(gradient * factors[depth])
-        else:
+        found.append(torch.zeros_like(gradient, dtype=dtype))
+        if not off[depth]:  # else zero, also if the gradient is NaN
             # With a dimension the factor takes part in the promotion: the products are rounded once.
-            out = torch.empty_like(gradient, dtype=dtype)
-            found.append(torch.mul(gradient, factors[depth : depth + 1], out=out))
+            torch.mul(gradient, factors[depth : depth + 1], out=found[-1])
     return found
 
 
@@ -862,12 +840,11 @@ def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, li
     """`_forward` with the shapes of `_forward_fake`, which knows of no ignored tokens."""
     (weight, _, targets, sample, _), options = others[:5], _Options(*others[5:])
     total, per_depth, factor, *found = _forward(*others[:5], options, *hidden)
-    sizes = _kept_sizes(len(hidden), weight, targets, sample, options)
-    found += [weight.new_empty((0, weight.shape[0]), dtype=options.dtype) for _ in sizes[len(found) - 1 :]]
-    for number, size in enumerate(sizes, 1):
-        kept = found[number]
-        found[number] = kept.new_zeros(size, weight.shape[0])
-        found[number][: kept.shape[0]] = kept
+    for number, size in enumerate(_kept_sizes(len(hidden), weight, targets, sample, options), 1):
+        kept = weight.new_zeros((size, weight.shape[0]), dtype=options.dtype)
+        for part in found[number : number + 1]:
+            kept[: part.shape[0]] = part
+        found[number : number + 1] = [kept]
     return total, per_depth, factor, found
 
 

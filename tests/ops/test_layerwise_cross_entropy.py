@@ -109,9 +109,7 @@ def test_the_strategy() -> None:
         needs = {"needs_hidden": [True] * 2, "needs_weight": True, "needs_bias": False, "fused": False, "kept_rows": 0}
         options = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "chunk_tokens": given, "mean": True}
         chosen = module._Options(**options, **needs, dtype=torch.float32, backend="torch")
-        hidden, weight = [torch.empty(rows, width, device=device)] * 2, torch.empty(1024, width, device=device)
-        targets = [torch.zeros(rows, dtype=torch.int64)]
-        return strategy(chosen, hidden, weight, None, targets, None, torch.ones(2) if known else None)
+        return strategy(chosen, 2, 2 * rows, torch.empty(1024, width, device=device), known)
 
     # A row of two depths takes 8 KiB.
     assert [chosen(rows) for rows in (1, 2**14, 2**14 + 1)] == [(False, 2), (False, 2**15), (False, 2**15)]
@@ -215,8 +213,8 @@ def test_plain_torch_takes_over_from_a_kernel_that_does_not_compile(monkeypatch:
     case = build("layerwise_cross_entropy", chunk_tokens=2)
     expected = results(case)
     monkeypatch.setattr(kernels, "cross_entropy_", cross_entropy_)
-    monkeypatch.setattr(module, "choose_backend", lambda *_: "triton")
-    monkeypatch.setattr(module, "blocks_for", lambda *_, **__: {})
+    monkeypatch.setattr(common, "choose_backend", lambda *_: "triton")
+    monkeypatch.setattr(common, "blocks_for", lambda *_, **__: {})
     monkeypatch.setattr(common, "interpreting", lambda: False)
     monkeypatch.setattr(common, "_disabled", set())
     with pytest.warns(RuntimeWarning, match="layerwise_cross_entropy runs on plain torch .* out of resource"):
