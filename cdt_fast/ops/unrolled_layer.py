@@ -33,6 +33,22 @@ class UnrolledLayer(NamedTuple):
     error: Tensor | None  # [], the squared error of Z⁺; None without a target
 
 
+class _Layer(NamedTuple):
+    """Resolved arguments: tokens `[B, T, …]` contiguous, and the dictionaries in their dtype."""
+
+    codes: Tensor | None  # H; None: step · X D
+    signal: Tensor  # X
+    dictionary: Tensor  # D
+    projection: Tensor  # Z
+    next_dictionary: Tensor | None  # D⁺; None: D
+    target: Tensor | None  # S
+    lengths: Tensor | None  # [B]
+    step: float
+    threshold: float
+    scale: float
+    nonlinearity: common.Nonlinearity
+
+
 def unrolled_layer(
     codes: Tensor | None,
     signal: Tensor,
@@ -123,7 +139,14 @@ def unrolled_layer(
         call = common.caller(_UnrolledLayer, _operator, *tensors)
         next_codes, next_projection, _, error = call(*tensors, target, lengths, low, next_low, *numbers, backend)
     else:
-        next_codes, next_projection, error = _layer_of_ops(*tensors, target, lengths, *numbers)
+        low, next_low = dictionary.to(dtype), None if next_dictionary is None else next_dictionary.to(dtype)
+        if projection is None:
+            assert codes_given is not None
+            counted = common.without_padding(codes_given, common.padding_mask(lengths, rows))
+            with common.without_autocast(rows):
+                projection = counted @ low.mT
+        layer = _Layer(codes_given, rows, low, projection, next_low, target, lengths, *numbers)
+        next_codes, next_projection, error = _layer_of_ops(layer)
     return UnrolledLayer(
         next_codes.view(*signal.shape[:-1], code_width),
         next_projection.view(next_shape),
@@ -179,48 +202,21 @@ def fused_unsupported_reason(tokens: int, widest: int, dtype: torch.dtype) -> st
     return f"a tile holds patches of up to {common.WIDEST} pixels, got {widest}" if widest > common.WIDEST else None
 
 
-def _layer_of_ops(
-    signal: Tensor,
-    codes: Tensor | None,
-    dictionary: Tensor,
-    projection: Tensor | None,
-    next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    step: float,
-    threshold: float,
-    scale: float,
-    nonlinearity: common.Nonlinearity,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _layer_of_ops(layer: _Layer) -> tuple[Tensor, Tensor, Tensor | None]:
     """The layer made of other ops, for sizes that do not run as one; H⁺, Z⁺ and the squared error, if any."""
+    codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
     dtype, padding = signal.dtype, common.padding_mask(lengths, signal)
-    dictionary = dictionary.to(dtype)
-    following = dictionary if next_dictionary is None else next_dictionary.to(dtype)
     with common.without_autocast(signal):
         residual = common.without_padding(signal, padding)
-        if projection is None:
-            assert codes is not None  # without codes the caller has computed a projection
-            projection = common.without_padding(codes, padding) @ dictionary.mT
-        alone = residual.shape[-2] == 1  # the attention of a single token is 1
         if codes is None:
             mixed = residual.new_zeros(dictionary.shape[1])
-            if alone:
-                residual = torch.lerp(common.without_padding(projection, padding), residual, 2.0)
-            else:
-                values = residual - common.without_padding(projection, padding)
-                residual = residual + symmetric_attention(projection, values, scale=scale, lengths=lengths)
-        elif alone:
-            mixed, residual = (
-                common.without_padding(codes, padding),
-                residual - common.without_padding(projection, padding),
-            )
+            values = residual - common.without_padding(projection, padding)
+            residual = residual + symmetric_attention(projection, values, scale=scale, lengths=lengths)
         else:
             mixed = symmetric_attention(projection, codes, scale=scale, lengths=lengths)
             residual = residual - symmetric_attention(projection, scale=scale, lengths=lengths)
-        next_codes = residual_linear(
-            residual, dictionary, mixed, alpha=step, nonlinearity=nonlinearity, threshold=threshold
-        )
-        next_projection = next_codes @ following.mT
+        next_codes = residual_linear(residual, dictionary, mixed, alpha=step, nonlinearity=name, threshold=threshold)
+        next_projection = next_codes @ (dictionary if next_dictionary is None else next_dictionary).mT
     if target is None:
         return next_codes, next_projection, None
     tokens = next_codes.shape[:-1].numel()
@@ -262,6 +258,7 @@ def _forward(
         projection = _product_of_tokens(tokens, dictionary.mT)
     found = None
     tensors = codes, signal, dictionary, projection, next_dictionary, target, lengths
+    layer = _Layer(*tensors, step, threshold, scale, nonlinearity)
     if backend == "triton":
         from cdt_fast.kernels import unrolled_layer as kernels
 
@@ -269,10 +266,8 @@ def _forward(
         widest = max(signal.shape[2], (dictionary if next_dictionary is None else next_dictionary).shape[0])
         blocks = common.blocks_for(kernels.LEAN_BLOCKS if lean else kernels.BLOCKS, signal, widest)
         with common.or_plain_torch("unrolled_layer"):
-            found = kernels.forward(
-                *tensors, step, threshold, scale, nonlinearity, common.card_of(signal).processors, blocks
-            )
-    next_codes, next_projection, errors = found or _forward_in_torch(*tensors, step, threshold, scale, nonlinearity)
+            found = kernels.forward(*layer, common.card_of(signal).processors, blocks)
+    next_codes, next_projection, errors = found or _forward_in_torch(layer)
     wide = torch.promote_types(signal.dtype, torch.float32)
     return (
         next_codes,
@@ -324,8 +319,8 @@ def _gradients(
     """The gradients that are needed, in the order of the arguments."""
     wide, next_wide, tied = dictionary, next_dictionary, next_dictionary is None
     dictionary, next_dictionary = _of_tokens(dictionary, next_dictionary, low, next_low, signal.dtype, backend)
-    tensors = codes, signal, dictionary, projection, next_dictionary, target, lengths, next_codes, next_projection
-    upstream = grad_next_codes, grad_next_projection, grad_error
+    tensors = codes, signal, dictionary, projection, next_dictionary, target, lengths
+    given = next_codes, next_projection, grad_next_codes, grad_next_projection, grad_error
     projects = needs_projection if projection_given else needs_codes or needs_dictionary
     needs = needs_codes, needs_signal, needs_dictionary, projects
     parts = None
@@ -336,10 +331,11 @@ def _gradients(
         blocks = common.blocks_for(kernels.LEAN_BACKWARD_BLOCKS if lean else kernels.BACKWARD_BLOCKS, signal)
         processors = common.card_of(signal).processors
         with common.or_plain_torch("unrolled_layer"):
-            parts = kernels.backward(*tensors, *upstream, step, scale, nonlinearity, *needs, processors, blocks)
-    update, residual, grad_next, grad_signal, grad_projection, grad_codes = parts or _backward_in_torch(
-        *tensors, *upstream, step, scale, nonlinearity, *needs
-    )
+            parts = kernels.backward(*tensors, *given, step, scale, nonlinearity, *needs, processors, blocks)
+    if parts is None:
+        layer = _Layer(*tensors, step, 0.0, scale, nonlinearity)  # no gradient depends on the threshold
+        parts = _backward_in_torch(layer, *given, *needs)
+    update, residual, grad_next, grad_signal, grad_projection, grad_codes = parts
     padding = common.padding_mask(lengths, signal)
     grad_dictionary = grad_next_dictionary = None
     if needs_dictionary:
@@ -474,55 +470,33 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 # Plain torch, with the scores of all sequences at once
 
 
-def _forward_in_torch(
-    codes: Tensor | None,
-    signal: Tensor,
-    dictionary: Tensor,
-    projection: Tensor,
-    next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
-    step: float,
-    threshold: float,
-    scale: float,
-    nonlinearity: common.Nonlinearity,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward_in_torch(layer: _Layer) -> tuple[Tensor, Tensor, Tensor | None]:
     """H⁺ `[B, T, m]`, Z⁺ `[B, T, k]` and, with a target, its squared error `[1]`."""
+    codes, signal, dictionary, projection, next_dictionary, target, lengths, step, threshold, scale, name = layer
     padding = common.padding_mask(lengths, signal)
     signal, projection, values = _signal_projection_values(codes, signal, projection, padding)
     codes = None if codes is None else common.without_padding(codes, padding)
-    attention = None  # of a single token it is 1
-    if signal.shape[1] > 1:
-        attention = attention_matrix(projection, scale, padding).to(signal.dtype)
-    residual = _residual(signal, attention, values)
+    attention = attention_matrix(projection, scale, padding).to(signal.dtype)
+    residual = torch.baddbmm(signal, attention, values, alpha=-1)
     if codes is None:
         next_codes = _product_of_tokens(residual.mul_(step), dictionary)
-    elif attention is None:
+    elif signal.shape[1] == 1:  # the attention of a single token is 1
         next_codes = _product_of_tokens(residual.mul_(step), dictionary, codes)
     else:
         next_codes = _product_of_tokens(residual, dictionary).baddbmm_(attention, codes, beta=step)
-    common.shrink_(next_codes, threshold, nonlinearity)
+    common.shrink_(next_codes, threshold, name)
     next_projection = _product_of_tokens(next_codes, (dictionary if next_dictionary is None else next_dictionary).mT)
     errors = None if target is None else squared_errors([next_projection], target, padding)
     return next_codes, next_projection, errors
 
 
 def _backward_in_torch(
-    codes: Tensor | None,
-    signal: Tensor,
-    dictionary: Tensor,
-    projection: Tensor,
-    next_dictionary: Tensor | None,
-    target: Tensor | None,
-    lengths: Tensor | None,
+    layer: _Layer,
     next_codes: Tensor,
     next_projection: Tensor | None,
     grad_next_codes: Tensor | None,
     grad_next_projection: Tensor | None,
     grad_error: Tensor | None,
-    step: float,
-    scale: float,
-    nonlinearity: common.Nonlinearity,
     needs_codes: bool,
     needs_signal: bool,
     needs_dictionary: bool,
@@ -534,6 +508,7 @@ def _backward_in_torch(
     is `next codes ≠ 0`. Sums into `[tokens, m]` run in place, inside the products where possible: on a CPU a fresh
     tensor of that size can cost as much as a product.
     """
+    codes, signal, dictionary, projection, next_dictionary, target, lengths, step, _, scale, nonlinearity = layer
     padding = common.padding_mask(lengths, signal)
     grad_next = _whole_grad(signal.dtype, next_projection, target, grad_next_projection, grad_error, padding)
     signal, projection, values = _signal_projection_values(codes, signal, projection, padding)
@@ -552,20 +527,11 @@ def _backward_in_torch(
     common.shrink_backward(grad_update, next_codes, nonlinearity, out=grad_update)
 
     grad_residual = _product_of_tokens(grad_update, dictionary.mT).mul_(step)
-    if signal.shape[1] == 1:
-        return (
-            grad_update,
-            _residual(signal, None, values).mul_(step) if needs_dictionary else None,
-            grad_next,
-            2 * grad_residual if codes is None and needs_signal else grad_residual,
-            -grad_residual if needs_projection else None,
-            grad_update if needs_codes else None,
-        )
     attention = attention_matrix(projection, scale, padding)
     attention_low = attention.to(signal.dtype)
     residual = grad_projection = None
     if needs_dictionary:
-        residual = _residual(signal, attention_low, values).mul_(step)
+        residual = torch.baddbmm(signal, attention_low, values, alpha=-1).mul_(step)
     if needs_projection:
         grad_projection = torch.zeros_like(projection, memory_format=torch.contiguous_format)
         if scale:  # else nothing comes from the scores, whose gradient may overflow float16: 0 · ∞ = NaN
@@ -581,11 +547,6 @@ def _backward_in_torch(
     if codes is None and needs_signal:
         grad_signal = common.clear_padding_(torch.baddbmm(grad_residual, attention_low.mT, grad_residual), padding)
     return grad_update, residual, grad_next, grad_signal, grad_projection, grad_codes
-
-
-def _residual(signal: Tensor, attention: Tensor | None, values: Tensor) -> Tensor:
-    """X − A V; without an attention A is 1."""
-    return signal - values if attention is None else torch.baddbmm(signal, attention, values, alpha=-1)
 
 
 def _signal_projection_values(
