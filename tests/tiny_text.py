@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
+
 TINY_TEXT: dict[str, dict[str, Any]] = {
     "data": {"gamma": 0.3, "max_tokens": 12},
     "model": {"layers": 2, "width": 12, "least_count": 1},
@@ -23,7 +25,7 @@ TINY_TEXT: dict[str, dict[str, Any]] = {
 TINY_LANGUAGE: dict[str, dict[str, Any]] = {
     **TINY_TEXT,
     "data": {"gamma": 0.0, "max_tokens": 200, "validation": 0.1, "test": 0.1},
-    "model": {"layers": 2, "width": 16, "heads": 2, "vocabulary_size": 258},
+    "model": {},
     "constraints": {"rate": 0.05, "reference": 12.0, "reference_mode": "anchor", "warmup_epochs": 0},
 }
 
@@ -60,6 +62,32 @@ def write_instructions(path: Path, count: int = 40) -> Path:
         entries.append({"instruction": f"Say {word}.", "input": "", "output": f"{word} {word}"})
     path.write_text(json.dumps(entries), encoding="utf-8")
     return path
+
+
+def write_language_model(folder: Path, layers: int = 2) -> str:
+    """A Llama of random weights whose tokens are bytes, as transformers saves it; returns the folder."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = {"eos_token": "<|end|>", "pad_token": "<|padding|>"}
+    words = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer: Any = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=200,
+        pad_token_id=1,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 def words_of_command(settings: dict[str, dict[str, Any]], **changes: Any) -> list[str]:

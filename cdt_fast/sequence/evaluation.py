@@ -17,7 +17,7 @@ from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
 from cdt_fast.training.figures import add_legend, axes_of, colored, early_exits, mark_training, plot_runs
 from cdt_fast.training.report import formatted
 from cdt_fast.training.results import Evaluation, mean_margin, per_sample_statistics
-from cdt_fast.training.task import Drawing, EvaluatedRun, Table
+from cdt_fast.training.task import EvaluatedRun, Table
 
 _LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
 _NORMAL_QUANTILE = 1.959963984540054  # of 97.5 %
@@ -48,12 +48,11 @@ class SequenceEvaluation(Evaluation):
 def measure(
     network: Network, test: EncodedSamples, settings: SequenceSettings, device: torch.device, progress: bool = True
 ) -> dict[str, Any]:
-    """Accuracy over γ, and the losses of every depth, of a network on `device` whose word embeddings are perturbed.
+    """Measure accuracy over γ, and the losses of every depth, of a network on `device` with perturbed word embeddings.
 
     Returns:
-        The part of an `evaluation.json` that can be measured here; with `answers`, how many counted, the 95 % interval
-        of the last depth's accuracy (Wilson, for independent answers: of tokens it is too narrow), and `auc`, the
-        trapezoid of accuracy over γ (None for a single γ).
+        Entries of `SequenceEvaluation`: `answers`, how many counted; the 95 % interval of the last depth's accuracy
+        (Wilson, for independent answers: of tokens it is too narrow); `auc`, the trapezoid of accuracy over γ.
     """
     levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], settings.typical_noise
     network.model.eval()
@@ -96,7 +95,7 @@ def measure(
 
 
 def _read(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples' sums of the loss `[B]` in float64, and how many of their answers are right, at one depth."""
+    """Return the samples' sums of the loss `[B]` in float64, and how many of their answers are right, at one depth."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none", ignore_index=IGNORED)
     right = logits.argmax(-1).view(labels.shape) == labels  # no answer is −100
@@ -104,7 +103,7 @@ def _read(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def wilson_interval(correct: int, answers: int) -> tuple[float, float]:
-    """The 95 % interval of Wilson for a fraction of `correct` in `answers` ≥ 1 independent answers."""
+    """Return the 95 % interval of Wilson for a fraction of `correct` in `answers` ≥ 1 independent answers."""
     square, fraction = _NORMAL_QUANTILE**2, correct / answers
     center = fraction + square / (2 * answers)
     half = _NORMAL_QUANTILE * math.sqrt(fraction * (1 - fraction) / answers + square / (4 * answers**2))
@@ -114,12 +113,12 @@ def wilson_interval(correct: int, answers: int) -> tuple[float, float]:
 
 
 def perplexities(measured: dict[str, Any]) -> list[float]:
-    """`exp(ℓ_L)` at every noise level."""
+    """Return `exp(ℓ_L)` at every noise level."""
     return [math.exp(min(losses[-1], _LARGEST_EXPONENT)) for losses in measured["depth_loss"]]
 
 
 def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
-    """Accuracy a noise level, with half of its 95 % interval, and the area under it."""
+    """Return accuracy a noise level, with half of its 95 % interval, and the area under it."""
     rows = [[heading, "parameters", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma), "area under it"]]
     for run in runs:
         values = run.evaluation
@@ -129,34 +128,21 @@ def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
     return rows
 
 
-def perplexity_table(runs: Sequence[EvaluatedRun]) -> Table:
-    """Perplexity of language models a noise level."""
-    rows = [["perplexity", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma)]]
-    return rows + [[run.label, *(f"{value:.4g}" for value in run.evaluation.perplexity)] for run in runs]
-
-
-def drawings(accuracy: str) -> list[Drawing]:
-    """The pictures of both tasks; `accuracy`: what the accuracy is called."""
-    return [
-        Drawing("accuracy_over_noise.png", f"{accuracy} over γ, with its 95 % interval", _accuracy_over_noise),
-        Drawing("early_exit.png", f"{accuracy} of an early exit after each depth", _early_exit),
-    ]
-
-
-def _accuracy_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
+def draw_accuracy(runs: Sequence[EvaluatedRun]) -> Any:
+    """Draw accuracy over γ, with its interval."""
     figure, (axis,) = axes_of()
     gamma = runs[0].evaluation.gamma
     plot_runs(axis, runs, "accuracy", gamma)
     for run, color in colored(runs):
-        low, high = zip(*run.evaluation.accuracy_interval, strict=True)
-        axis.fill_between(gamma, low, high, color=color, alpha=0.12, linewidth=0)
+        axis.fill_between(gamma, *zip(*run.evaluation.accuracy_interval, strict=True), color=color, alpha=0.12, lw=0)
     mark_training(axis, runs[0].settings.noise)
     axis.set(xlabel="noise level γ", ylabel="accuracy")
     add_legend(axis)
     return figure
 
 
-def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
+def draw_early_exits(runs: Sequence[EvaluatedRun]) -> Any:
+    """Draw the accuracy of every depth."""
     figure, axes = early_exits(runs, "depth_accuracy")
     axes[0].set(ylabel="accuracy")
     add_legend(axes[0], middle=1.1)

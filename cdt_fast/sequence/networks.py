@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
-from cdt_fast.files import read_json, shown, write_json
+from cdt_fast.files import read_json, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
 from cdt_fast.ops.common import explain
@@ -36,15 +36,14 @@ class Network(ABC):
     Attributes:
         model: the module whose weights train.
         tokenizer: a tokenizer of transformers.
-        depths: those that are read, in layers.
         layers: L, the depths that are read less one.
         padding_id: the id that fills up.
     """
 
     part: str  # of a step, that runs on the kernels
 
-    def __init__(self, model: nn.Module, tokenizer: Any, depths: Sequence[int]) -> None:
-        self.model, self.tokenizer, self.depths, self.layers = model, tokenizer, depths, len(depths) - 1
+    def __init__(self, model: nn.Module, tokenizer: Any, layers: int) -> None:
+        self.model, self.tokenizer, self.layers = model, tokenizer, layers
         # Some tokenizers fill up with an id that the model has no embedding of: any other does, it is masked.
         ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.padding_id: int = next(index for index in ids if index is not None and index < self.vocabulary)
@@ -57,11 +56,11 @@ class Network(ABC):
 
     @abstractmethod
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        """`(total, per_depth)`: the losses of the depths `[L+1]`, means over what counts, and their weighted sum."""
+        """Return `(total, per_depth)`: the mean losses of the depths `[L+1]`, and their weighted sum."""
 
     @abstractmethod
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
-        """The logits of every depth, `[B, classes]` or `[B, T, vocabulary]`."""
+        """Return the logits of every depth, `[B, classes]` or `[B, T, vocabulary]`."""
 
     @abstractmethod
     def save_model(self, folder: Path) -> None:
@@ -70,19 +69,18 @@ class Network(ABC):
     def perturbed(
         self, settings: SequenceSettings, gamma: float | None = None, **options: Any
     ) -> AbstractContextManager[Perturbation]:
-        """`perturbed` at `gamma`, or at the training noise of the settings, with the seed of the evaluation unless
-        `options` have another."""
-        level = settings.noise if gamma is None else gamma
+        """Perturb at `gamma`, or at the training noise of the settings, with the seed of the evaluation by default."""
+        level = settings.data.gamma if gamma is None else gamma
         return perturbed(self.model, level, padding_id=self.padding_id, **{"seed": EVALUATION_SEED, **options})
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer to `folder`, in place of what is there."""
-        with replaced_folder(folder) as temporary:
+        with _replaced_folder(folder) as temporary:
             self.save_model(temporary)
             self.tokenizer.save_pretrained(temporary)
 
     def kernels(self, device: torch.device) -> str:
-        """Which kernels a step runs on `device`, in words."""
+        """Say which kernels a step runs on `device`."""
         return f"{self.part} on {explain() if device.type == 'cuda' else 'torch'}"
 
 
@@ -93,7 +91,7 @@ class UnrolledNetwork(Network):
     model: TextUT
 
     def __init__(self, model: TextUT, tokenizer: Any) -> None:
-        super().__init__(model, tokenizer, range(model.layers + 1))
+        super().__init__(model, tokenizer, model.layers)
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         return self.model.layer_losses(inputs[0], targets, weights, lengths=inputs[1].sum(-1))[:2]
@@ -128,19 +126,20 @@ class PretrainedNetwork(Network):
                 f"{type(self.base).__name__}: takes the label of a token as its own target, and the labels of "
                 "instructions are those of the next; choose a causal language model that shifts them"
             )
-        super().__init__(model, tokenizer, self.handle.taps)
-        if self.depths[-1] != self.handle.layers or self.layers < 1:
+        depths = self.handle.taps
+        super().__init__(model, tokenizer, len(depths) - 1)
+        if depths[-1] != self.handle.layers or self.layers < 1:
             raise InputError(
                 f"[model] taps must be at least two depths that end with the last, {self.handle.layers}, got {taps}"
             )
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         self.handle.weights = weights
-        output = self.model(**self.named(inputs), labels=targets)
+        output = self.model(**self._named(inputs), labels=targets)
         return output.loss, output.layer_losses
 
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
-        return self.handle.depth_logits(**self.named(inputs))
+        return self.handle.depth_logits(**self._named(inputs))
 
     def save_model(self, folder: Path) -> None:
         # One file, so that it is replaced in one move.
@@ -152,8 +151,8 @@ class PretrainedNetwork(Network):
         config.pop("keys_to_ignore_at_inference", None)
         write_json(folder / "config.json", config)
 
-    def named(self, inputs: Tensor) -> dict[str, Any]:
-        """The arguments of the model's own forward."""
+    def _named(self, inputs: Tensor) -> dict[str, Any]:
+        """Return the arguments of the model's own forward."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         named: dict[str, Any] = dict(zip(names, inputs.unbind(), strict=False))
         return {**named, "use_cache": False} if self.handle.reads_tokens else named
@@ -163,43 +162,29 @@ class PretrainedNetwork(Network):
 def check_rows(network: Network, parts: Sequence[EncodedSamples], settings: SequenceSettings) -> None:
     """Require that the network, which is on the CPU, takes every row of the data.
 
-    Configurations do not say that of all models: a pretrained model reads the longest row and the one of the largest
-    token type.
-
-    Raises:
-        InputError: it does not; the message names the row and the setting.
+    Configurations do not say all limits of a model: it reads the longest row, and those of the largest id and type.
     """
-    rows = [row for part in parts for row in part.rows]
-    largest, remedy = max(int(row[0].max()) for row in rows), "give a folder whose tokenizer belongs to its model"
-    if largest >= network.vocabulary:
-        raise InputError(
-            f"the tokenizer gives ids up to {largest}, but the model has {network.vocabulary} word embeddings: {remedy}"
-        )
-    if not isinstance(network, PretrainedNetwork):
-        return
-    longest, typed = max(rows, key=lambda row: row.shape[1]).clone(), max(rows, key=lambda row: int(row[2:].sum()))
-    longest[2:] = 0
-    training = network.model.training
-    network.model.eval()
-    for row, what, else_ in (
-        (longest, f"a row of {longest.shape[1]} tokens", "give a smaller --max-tokens"),
-        (typed, "the token types of its tokenizer", remedy),
-    ):
+    samples = [(part, index) for part in parts for index in range(len(part))]
+    sizes = [[row.shape[1], int(row[0].max()), int(row[2:].sum())] for part in parts for row in part.rows]
+    for column in range(3):
+        part, index = samples[max(range(len(samples)), key=lambda sample: sizes[sample][column])]
+        row = part.rows[index]
         try:
             with torch.random.fork_rng(devices=[]):
-                network.model(**network.named(row.unsqueeze(1)))
+                inputs, targets = part.batch([index], network.padding_id, torch.device("cpu"))
+                network.losses(inputs, targets, None)
         except Exception as error:  # any: the code is not ours
             if isinstance(error, MemoryError) or "memory" in str(error):
                 raise
-            known = getattr(network.base.config, "max_position_embeddings", None)
-            positions = f"; its configuration says {known} positions" if known and row is longest else ""
-            reason = f"{type(error).__name__}: {shown(str(error))}{positions}"
-            raise InputError(f"{settings.model.model}: cannot read {what} ({reason}): {else_}") from error
-    network.model.train(training)
+            raise InputError(
+                f"{settings.model.model}: cannot read a row of {row.shape[1]} tokens, ids up to {int(row[0].max())}: "
+                "give a smaller --max-tokens, or a folder whose tokenizer belongs to its model, which has "
+                f"{network.vocabulary} word embeddings ({type(error).__name__}: {error})"
+            ) from error
 
 
 def unknown_words(tokenizer: Any, held_out: Sequence[EncodedSamples], remedy: str) -> str | None:
-    """A note where the tokenizer knows too few of the words of held-out samples; else None."""
+    """Return a note where the tokenizer knows too few of the words of held-out samples, else None."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         return None
@@ -213,8 +198,8 @@ def unknown_words(tokenizer: Any, held_out: Sequence[EncodedSamples], remedy: st
 
 
 @contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that is moved to `folder` once the block has ended as it should."""
+def _replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is moved to `folder` once the block has ended as it should."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".model-", suffix=".tmp", dir=folder.parent) as name:
         (new := Path(name) / "new").mkdir()

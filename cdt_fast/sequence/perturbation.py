@@ -32,11 +32,6 @@ def hashed(key: Tensor, index: Tensor) -> Tensor:
     return bits ^ _shifted(bits, 31)
 
 
-def unit_interval(bits: Tensor) -> Tensor:
-    """Return float32 in [0, 1), from the upper 24 of 64 random bits."""
-    return _shifted(bits, 40).to(torch.float32) * 2.0**-24
-
-
 def unit_gaussian(bits: Tensor) -> Tensor:
     """Return float32 of mean 0 and variance 1, from 64 random bits each."""
     centered = (_shifted(bits, 40) * 2 - (2**24 - 1)).to(torch.float32) * 2.0**-24  # never zero nor an end, and exact
@@ -52,18 +47,11 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
 class Perturbation:
     """The noise that `perturbed` puts on the word embeddings of the texts that pass.
 
-    Texts are numbered as they pass, and the draw for a text is a function of the seed, its number, the token's place
-    in the text and the component.
-
-    Attributes:
-        seed, padding_id: as in `perturbed`.
-        gamma: γ, its least and its greatest value; between them it is drawn for each text.
-        std: the standard deviation of the embeddings, a tensor `[]`.
-        samples: the numbers of the texts that pass next, int64 `[texts]`; None: they are counted.
-        next_sample: the number of the next text; set it to draw again, or to go on where a training stopped.
+    The attributes are the arguments of `perturbed`, and `next_sample`: the number of the next text, where they are
+    counted. Set it to draw again, or to go on where a training stopped.
     """
 
-    gamma: tuple[float, float]
+    gamma: float
     seed: int
     padding_id: int | None
     std: Tensor
@@ -71,35 +59,29 @@ class Perturbation:
     next_sample: int = 0
 
     def __call__(self, ids: Tensor, embedded: Tensor) -> Tensor:
-        """The perturbed word embeddings `[..., T, width]` of the texts `ids` `[..., T]`; the numbering goes on."""
-        tokens = ids.reshape(-1, ids.shape[-1])
-        samples = self.samples
+        """Return the perturbed word embeddings `[..., T, width]` of the texts `ids` `[..., T]`, and count these."""
+        tokens, samples = ids.reshape(-1, ids.shape[-1]), self.samples
         if samples is None:
             samples = torch.arange(self.next_sample, self.next_sample + len(tokens), device=ids.device)
             self.next_sample += len(tokens)
-        least, greatest = self.gamma
-        if greatest == 0.0:
+        if self.gamma == 0.0:
             return embedded
-        samples = samples.unsqueeze(-1)
-        start = torch.full_like(samples, self.seed)
-        # `seed` is below 2⁶²: what is drawn for a whole text is a stream of its own.
-        gamma = least + (greatest - least) * unit_interval(hashed(start + 2**62, samples))  # `[texts, 1]`
         places = torch.arange(tokens.shape[-1], device=ids.device).expand_as(tokens)
         if self.padding_id is not None:  # padding on the left moves nothing
             leading = ((tokens != self.padding_id).cumsum(-1) == 0).sum(-1, keepdim=True)
             places = (places - leading).clamp(min=0)
-        keys = hashed(hashed(start, samples), places)  # a stream a token
+        samples = samples.unsqueeze(-1)
+        keys = hashed(hashed(torch.full_like(samples, self.seed), samples), places)  # a stream a token
         components = torch.arange(embedded.shape[-1], device=ids.device)
         noise = unit_gaussian(hashed(keys.unsqueeze(-1), components)).view(embedded.shape)
         std = self.std.to(embedded.device, torch.promote_types(embedded.dtype, torch.float32))
-        amount = (gamma.to(std.dtype) * std).view(*ids.shape[:-1], 1, 1)
-        return embedded + (amount * noise).to(embedded.dtype)
+        return embedded + (self.gamma * std * noise).to(embedded.dtype)
 
 
 @contextmanager
 def perturbed(
     model: nn.Module,
-    gamma: float | tuple[float, float] = 1.0,
+    gamma: float = 1.0,
     *,
     seed: int = 0,
     std: float | Tensor | None = None,
@@ -115,26 +97,17 @@ def perturbed(
 
     Args:
         model: a transformers model, a `TextUT`, or an `nn.Embedding`.
-        gamma: γ ≥ 0 of `e + γ std(e) ε`, ε ~ N(0, 1), on all tokens; 0 changes nothing. Two numbers: the range that it
-            is drawn from, evenly, for each text.
+        gamma: γ ≥ 0 of `e + γ std(e) ε`, ε ~ N(0, 1), on all tokens; 0 changes nothing.
         seed: of the draws.
         std: std(e), one number; None: that of the whole embedding table, taken once, at the start of the block. Give
             it where the table is sharded, and where the model scales its embeddings.
         padding_id: the id of padding; None: the model's, if its config or embeddings have one.
-        samples: as in `Perturbation`.
-
-    Yields:
-        The `Perturbation`.
+        samples: the numbers of the texts that pass next, int64 `[texts]`; None: they are counted.
 
     Raises:
         InputError: an argument out of its range, or a model without word embeddings.
     """
     embedding = word_embeddings(model)
-    levels = gamma if isinstance(gamma, tuple) and len(gamma) == 2 else (gamma, gamma)
-    least, greatest = (check_non_negative("gamma", level) for level in levels)
-    if least > greatest:
-        raise InputError(f"gamma must be one level, or the least and the greatest of a range, got {gamma}")
-    check_integer("seed", seed, 0)
     if padding_id is not None:
         check_integer("padding_id", padding_id, 0)
     else:
@@ -145,7 +118,8 @@ def perturbed(
         std = embedding_std(embedding.weight)
     elif not isinstance(std, Tensor):
         std = torch.tensor(check_non_negative("std", std), dtype=torch.float64)
-    perturbation = Perturbation((least, greatest), seed % 2**62, padding_id, std.detach(), samples)
+    seed = check_integer("seed", seed, 0) % 2**62
+    perturbation = Perturbation(check_non_negative("gamma", gamma), seed, padding_id, std.detach(), samples)
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Tensor) -> Tensor:
         return perturbation(arguments[0] if arguments else keywords["input"], output)
@@ -158,16 +132,14 @@ def perturbed(
 
 
 def word_embeddings(model: nn.Module) -> nn.Module:
-    """The module that turns ids into word embeddings; InputError: `model` has none."""
-    if isinstance(model, nn.Embedding):
-        return model
+    """Return the module that turns ids into word embeddings, or InputError: `model` has none."""
     find = getattr(model, "get_input_embeddings", None)
-    found = find() if callable(find) else None
+    found = model if isinstance(model, nn.Embedding) else find() if callable(find) else None
     if not isinstance(found, nn.Module) or not isinstance(getattr(found, "weight", None), Tensor):
         raise InputError(f"model must have word embeddings (get_input_embeddings()), got a {type(model).__name__}")
     return found
 
 
 def embedding_std(table: Any) -> Tensor:
-    """The standard deviation over all entries of word embeddings `[vocabulary, width]`, `[]` in at least float32."""
+    """Return the standard deviation over all entries of word embeddings, `[]` in at least float32."""
     return table.detach().to(torch.promote_types(table.dtype, torch.float32)).std(correction=0)

@@ -10,7 +10,6 @@ from cdt_fast.checks import InputError
 from cdt_fast.constraints.presets import PRESETS
 from cdt_fast.training.settings import (
     ConstraintSettings,
-    NoiseLevels,
     NonNegative,
     Positive,
     RunSettings,
@@ -19,9 +18,9 @@ from cdt_fast.training.settings import (
     setting,
 )
 
-UNROLLED, SMALL = "text-ut", "llama-small"  # the networks of this package; any other name is a pretrained model's
+UNROLLED = "text-ut"  # the network of this package; any other name is a pretrained model's
 _MAX_GAMMA = 10.0  # standard deviations of the embeddings
-_GAMMA = "training noise as a multiple of the standard deviation of the embeddings: one level, or LOW,HIGH of a range"
+_GAMMA = "training noise as a multiple of the standard deviation of the embeddings"
 _DOWNLOAD = "a model that is not here may be fetched from the hub"
 
 Depths = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -31,14 +30,12 @@ class TextDataSettings(Section):
     """[data] of labeled texts."""
 
     source: str | None = setting(None, "a file, a folder with train, dev and test files, or the folder of IMDb or MNLI")
-    gamma: NoiseLevels = setting(1.0, _GAMMA)
+    gamma: NonNegative = setting(1.0, _GAMMA)
     text_column: str | None = setting(None, "column of the text (default: that of MNLI where it is there, else text)")
     second_column: str | None = setting(None, "column of the second text of pairs (default: as above, else none)")
     label_column: str | None = setting(
         None, "column of the class (default: as above, else label); US and us are two classes"
     )
-    quoting: bool | None = setting(None, "double quotes enclose fields (default: except in MNLI's files)")
-    header: bool = setting(True, "the first line names the columns; without, columns are numbers from 0")
     validation: float = setting(0.1, "share of the training texts for the choice of the model, if no file has it")
     test: float = setting(0.1, "share of the texts for the evaluation, if no file has it")
     max_tokens: Annotated[int, Field(ge=3)] = setting(256, "longer texts are cut")
@@ -52,20 +49,12 @@ class TextModelSettings(Section):
         None, "text-ut: folder or hub name of a model to take words and embeddings from (default: learned)"
     )
     download: bool = setting(False, _DOWNLOAD)
-    taps: Depths | None = setting(None, "encoders: depths that are read, 0 the input of layer 1 (default: all)")
     inner_pooling: Literal["own", "mean"] = setting(
         "mean", "encoders: what the depths before the last are read by, the encoder's own token or the mean of all"
     )
     layers: Positive = setting(3, "text-ut: L")
     width: Positive | None = setting(None, "text-ut: d (default: 128, or that of the pretrained embeddings)")
-    residual: Literal["layer", "input", "bias"] = setting("layer", "text-ut: the residual of a layer")
-    tied: bool = setting(False, "text-ut: one set of weights for all layers")
-    scale: float = setting(1.0, "text-ut: beta, factor of the attention scores")
-    frozen_embedding: bool = setting(False, "text-ut: the embeddings do not train")
     least_count: Positive = setting(2, "text-ut: how often a word must occur to be in the vocabulary")
-    vocabulary_size: Annotated[int, Field(ge=4)] | None = setting(
-        None, "text-ut: most words of the vocabulary (default: all)"
-    )
 
 
 class TextTrainingSettings(TrainingSettings):
@@ -83,7 +72,7 @@ class LanguageDataSettings(Section):
     """[data] of instructions with answers."""
 
     source: str | None = setting(None, "a JSON or JSONL file of rows in Alpaca's form: instruction, input, output")
-    gamma: NoiseLevels = setting(0.0, _GAMMA)
+    gamma: NonNegative = setting(0.0, _GAMMA)
     validation: float = setting(0.05, "share of the instructions for the choice of the model")
     test: float = setting(0.05, "share of the instructions for the evaluation")
     max_tokens: Annotated[int, Field(ge=2)] = setting(512, "longer sequences (prompt and answer) are cut")
@@ -92,28 +81,19 @@ class LanguageDataSettings(Section):
 class LanguageModelSettings(Section):
     """[model] of instructions with answers."""
 
-    model: str = setting(SMALL, "llama-small (random weights), or folder or hub name of a causal language model")
+    model: str | None = setting(None, "folder or hub name of a causal language model")
     download: bool = setting(False, _DOWNLOAD)
     taps: Depths | None = setting(None, "depths that are read, 0 the input of layer 1 (default: all)")
     inner_fraction: Annotated[float, Field(gt=0, le=1)] = setting(
         1.0, "share of the tokens that the inner depths are read at in training"
     )
-    lora_rank: Positive | None = setting(None, "train low-rank adapters of this rank alone (default: all weights)")
-    vocabulary_size: Annotated[int, Field(ge=258)] = setting(
-        4096, "llama-small: most tokens, byte pairs learned from the training texts (258: bytes alone)"
-    )
-    layers: Positive = setting(4, "llama-small: L")
-    width: Annotated[int, Field(ge=2)] = setting(256, "llama-small: d")
-    heads: Positive = setting(4, "llama-small: attention heads")
 
 
 class LanguageTrainingSettings(TextTrainingSettings):
     """[training] of language models."""
 
     batch: Positive = setting(8, "sequences per micro-batch")
-    lr: NonNegative | None = setting(
-        None, "learning rate of Adam (default: 0.001 for llama-small, 0.0002 with lora, else 2e-05)"
-    )
+    lr: NonNegative | None = setting(None, "learning rate of Adam (default: 2e-05)")
 
 
 class SequenceSettings(RunSettings):
@@ -148,10 +128,9 @@ class TextSettings(SequenceSettings):
         own = self.model.model == UNROLLED
         return [
             *super().needs(),
-            (not own, f"model is other than {UNROLLED}", "taps inner_pooling"),
-            (self.model.embedding is None, "embedding is none", "least_count vocabulary_size"),
-            (own, f"model is {UNROLLED}", "embedding layers width residual tied scale frozen_embedding"),
-            (own, f"model is {UNROLLED}", "least_count vocabulary_size"),
+            (not own, f"model is other than {UNROLLED}", "inner_pooling"),
+            (self.model.embedding is None, "embedding is none", "least_count"),
+            (own, f"model is {UNROLLED}", "embedding layers width least_count"),
         ]
 
 
@@ -159,19 +138,8 @@ class LanguageSettings(SequenceSettings):
     """All settings of a run on instructions with answers."""
 
     task: ClassVar[str] = "lm"
-    networks: ClassVar[tuple[str, ...]] = (SMALL,)
+    networks: ClassVar[tuple[str, ...]] = ()
     data: LanguageDataSettings = Field(default_factory=LanguageDataSettings)
     model: LanguageModelSettings = Field(default_factory=LanguageModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**PRESETS["lm"]))
     training: LanguageTrainingSettings = Field(default_factory=LanguageTrainingSettings)
-
-    def needs(self) -> list[tuple[bool, str, str]]:
-        """As `RunSettings.needs`."""
-        own = self.model.model == SMALL
-        return [*super().needs(), (own, f"model is {SMALL}", "vocabulary_size layers width heads")]
-
-    @property
-    def untrained_depth(self) -> str:
-        """As `RunSettings.untrained_depth`; of taps without depth 0 the first is another."""
-        reads_words = self.model.taps is None or 0 in self.model.taps
-        return "whose embeddings and head lora_rank leaves as they are" if self.model.lora_rank and reads_words else ""

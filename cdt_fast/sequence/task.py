@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.sequence.data import Splits, digest
-from cdt_fast.sequence.evaluation import SequenceEvaluation, drawings, measure
+from cdt_fast.sequence.evaluation import SequenceEvaluation, draw_accuracy, draw_early_exits, measure
 from cdt_fast.sequence.networks import Network, Weights, check_rows
-from cdt_fast.sequence.perturbation import embedding_std, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.execution import to_device
-from cdt_fast.training.factory import check_trained_depths, steps_per_epoch
+from cdt_fast.training.factory import steps_per_epoch
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
 
@@ -34,25 +33,18 @@ class SequenceLosses(nn.Module):
         super().__init__()
         self.model = network.model  # registered, so that a distributed wrapper sees its weights
         self._network, self._settings, self._autocast = network, settings, autocast
-        self._std: Tensor | None = None  # of embeddings that do not train
 
     def forward(self, inputs: Tensor, targets: Tensor, seeds: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        """See `Network.losses`; `seeds` `[B]` are those of the samples' noise."""
-        with autocast_to(self._autocast, inputs.device), self._perturbed(seeds):
-            return self._network.losses(inputs, targets, weights)
-
-    def _perturbed(self, seeds: Tensor) -> AbstractContextManager[Any]:
-        if self._settings.noise == (0, 0):
-            return nullcontext()
-        table: Any = word_embeddings(self.model).weight
-        if self._std is None and not table.requires_grad:
-            self._std = embedding_std(table)
-        # One seed for all: the numbers of the samples, which no two steps share, hold the run's.
-        return self._network.perturbed(self._settings, seed=0, std=self._std, samples=seeds)
+        """Return `Network.losses`; `seeds` `[B]` are those of the samples' noise, and hold that of the run."""
+        with autocast_to(self._autocast, inputs.device):
+            if self._settings.data.gamma == 0:
+                return self._network.losses(inputs, targets, weights)
+            with self._network.perturbed(self._settings, seed=0, samples=seeds):
+                return self._network.losses(inputs, targets, weights)
 
 
 def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast to `dtype` on `device`; None: none."""
+    """Return autocast to `dtype` on `device`; None: none."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -68,7 +60,7 @@ class SequenceWorkload:
         settings: SequenceSettings,
         network: Network,
         samples: Sequence[EncodedSamples],
-        data: Splits[Any],
+        data: Splits,
         *,
         choices: int,
         lr: float,
@@ -83,7 +75,7 @@ class SequenceWorkload:
         self.steps: int = training.steps or training.epochs * steps_per_epoch(settings, len(self.train))
         self.lr: float = lr if training.lr is None else training.lr
         self._settings = settings
-        self._identity: dict[str, Any] = {part: digest(getattr(data, part)) for part in ("train", "validation", "test")}
+        self._identity = dict(zip(Splits._fields, map(digest, data[:3]), strict=False))
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         return SequenceLosses(self.network, self._settings, autocast)
@@ -92,7 +84,7 @@ class SequenceWorkload:
         return self.train.counts[sample]
 
     def batch(self, chosen: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, targets and the seeds of the samples' noise `[B]`."""
+        """Return inputs, targets and the seeds of the samples' noise `[B]`."""
         samples, seeds = zip(*chosen, strict=True)
         inputs, targets = self.train.batch(samples, self.network.padding_id, device)
         return inputs, targets, to_device(torch.tensor(seeds), device)
@@ -133,21 +125,16 @@ class SequenceTask(Task):
         if any(first >= second for first, second in pairwise(gammas)):
             raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
         settings.check_noise()
-        check_trained_depths(settings)
 
-    def described(self, settings: SequenceSettings, data: Splits[Any], kind: str, also: str = "") -> str:
-        """How much data of a kind there are, in words."""
-        parts = ", ".join(f"{len(getattr(data, part)):,} {part}" for part in ("train", "validation", "test"))
+    def described(self, settings: SequenceSettings, data: Splits, kind: str, also: str = "") -> str:
+        """Say how much data of a kind there are."""
+        parts = ", ".join(f"{len(part):,} {name}" for part, name in zip(data[:3], Splits._fields, strict=False))
         note = f"; {data.num_dropped:,} {self.dropped} dropped" if data.num_dropped else ""
         return f"{settings.data.source}: {kind}: {parts}{also}{note}"
 
     @abstractmethod
     def kept(self, folder: Path, settings: Any, data: Any) -> tuple[Network, EncodedSamples, dict[str, Any]]:
-        """The network that a run kept, its test samples, and entries of the task's own in an evaluation.
-
-        Raises:
-            InputError: a file of the model is missing or not whole.
-        """
+        """Return the network that a run kept, its test samples, and entries of the task's own in an evaluation."""
 
     def evaluate(
         self,
@@ -180,7 +167,11 @@ class SequenceTask(Task):
         ]
 
     def drawings(self) -> list[Drawing]:
-        return drawings(self.accuracy)
+        over, exits = f"{self.accuracy} over γ, with its 95 % interval", f"{self.accuracy} of an exit after each depth"
+        return [
+            Drawing("accuracy_over_noise.png", over, draw_accuracy),
+            Drawing("early_exit.png", exits, draw_early_exits),
+        ]
 
     def conditions(self, run: EvaluatedRun) -> str:
         values = run.evaluation

@@ -1,4 +1,4 @@
-"""Texts as rows of token ids, by words, byte pairs or a pretrained model's tokenizer, and batches of such rows.
+"""Texts as rows of token ids, by words or by a pretrained model's tokenizer, and what is loaded of transformers.
 
 A row is int64 `[fields, T]`: ids, ones, and for some models the token types.
 """
@@ -16,20 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError, require
+from cdt_fast.models.transformers_weights import load_complete
 from cdt_fast.sequence.data import Instruction, TextData
 from cdt_fast.training.execution import to_device
 
 IGNORED = -100  # the label of what does not count
 _NO_LIMIT = 10**6  # tokenizers say "no limit" by an absurdly large number
 # Scripts written without blanks between words: each of their characters is a word, with the marks on it.
-_UNSPACED = "".join(
-    rf"\p{{{script}}}"
-    for script in (
-        *("Han", "Hiragana", "Katakana", "Bopomofo", "Yi", "Thai", "Lao", "Khmer", "Myanmar", "Tai_Le", "New_Tai_Lue"),
-        *("Tai_Tham", "Tai_Viet", "Ahom", "Javanese", "Balinese", "Cham"),
-    )
-)
-_UNSPACED += "ー々〆"
+_SCRIPTS = "Han Hiragana Katakana Bopomofo Yi Thai Lao Khmer Myanmar Tai_Le New_Tai_Lue"
+_SCRIPTS += " Tai_Tham Tai_Viet Ahom Javanese Balinese Cham"
+_UNSPACED = "".join(rf"\p{{{script}}}" for script in _SCRIPTS.split()) + "ー々〆"
 _SPACED = rf"[\w&&[^{_UNSPACED}]]"
 _WORD = rf"[\w&&[{_UNSPACED}]]\p{{M}}*|{_SPACED}+(?:['’]{_SPACED}+)*|(?!\s)\X"  # \X: a whole emoji
 _INVISIBLE = r"[\p{Cf}&&[^\x{200c}\x{200d}]]"  # but what joins characters
@@ -47,13 +43,12 @@ class EncodedSamples:
         return len(self.rows)
 
     def batch(self, chosen: Sequence[int], padding_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Inputs `[fields, B, T]`, filled up with `padding_id` and zeros, and targets `[B]` or `[B, T]`, with −100."""
-        rows = [self.rows[index] for index in chosen]
+        """Return inputs `[fields, B, T]`, filled up with `padding_id` and zeros, and targets `[B]` or `[B, T]`."""
+        rows, targets = ([column[index] for index in chosen] for column in (self.rows, self.targets))
         inputs = rows[0].new_zeros(rows[0].shape[0], len(rows), max(row.shape[1] for row in rows))
         inputs[0] = padding_id
         for number, row in enumerate(rows):
             inputs[:, number, : row.shape[1]] = row
-        targets = [self.targets[index] for index in chosen]
         if targets[0].dim():
             labels = nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=IGNORED)
         else:
@@ -61,14 +56,14 @@ class EncodedSamples:
         return to_device(inputs, device), to_device(labels, device)
 
     def batches(self, size: int, padding_id: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Inputs, targets and how many of these count, `size` samples at a time, in order."""
+        """Yield inputs, targets and how many of these count, `size` samples at a time, in order."""
         for start in range(0, len(self), size):
             chosen = range(start, min(start + size, len(self)))
             yield *self.batch(chosen, padding_id, device), sum(self.counts[index] for index in chosen)
 
 
 def encoded_texts(data: TextData, tokenizer: Any, max_length: int) -> EncodedSamples:
-    """A row a text, or a pair of texts, of at most `max_length` tokens, each with its class; InputError: no token."""
+    """Return a row of at most `max_length` tokens for each text or pair; InputError: one holds no token."""
     if tokenizer.model_max_length < _NO_LIMIT:
         max_length = min(max_length, tokenizer.model_max_length)
     encoded = tokenizer(data.texts, data.text_pair, truncation=True, max_length=max_length)
@@ -83,14 +78,14 @@ def encoded_texts(data: TextData, tokenizer: Any, max_length: int) -> EncodedSam
 def encoded_instructions(
     instructions: Sequence[Instruction], tokenizer: Any, max_length: int, part: str
 ) -> EncodedSamples:
-    """Prompt, answer and end token as one row of at most `max_length` tokens; the prompt's labels are −100.
+    """Return prompt, answer and end token as one row of at most `max_length` tokens; the prompt's labels are −100.
 
     Instructions with no answer left are not there; a whole `part` without any is refused with an InputError.
     """
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no end token to put behind an answer")
-    rows, targets, counts = [], [], []
+    samples = []
     for entry in instructions:
         prompt = tokenizer(entry.prompt)["input_ids"]
         if prompt and prompt[-1] == end:
@@ -99,27 +94,24 @@ def encoded_instructions(
         ids = torch.tensor((prompt + answer)[:max_length], dtype=torch.int64)
         labels = ids.clone()
         labels[: len(prompt)] = IGNORED
-        count = int((labels[1:] != IGNORED).sum())  # the first token of a sequence is not predicted
-        if count:
-            rows.append(torch.stack([ids, torch.ones_like(ids)]))
-            targets.append(labels)
-            counts.append(count)
-    if not rows:
+        if count := int((labels[1:] != IGNORED).sum()):  # the first token of a sequence is not predicted
+            samples.append((torch.stack([ids, torch.ones_like(ids)]), labels, count))
+    if not samples:
         raise InputError(
             f"[data] max_tokens is {max_length}: the prompts of all {len(instructions):,} {part} instructions are as "
             "long as that, so that all tokens are masked; raise --max-tokens"
         )
-    return EncodedSamples(rows, targets, counts)
+    return EncodedSamples(*map(list, zip(*samples, strict=True)))
 
 
-def word_tokenizer(texts: Iterable[str], *, least: int = 1, size: int | None = None) -> Any:
-    """A tokenizer of transformers by lower-case words, with their inner apostrophes, and punctuation marks, in NFKC.
+def word_tokenizer(texts: Iterable[str], least: int = 1) -> Any:
+    """Return a tokenizer of transformers by lower-case words, with inner apostrophes, and punctuation marks, in NFKC.
 
     A character of a script without blanks (Chinese, Japanese, Thai and others) is a word. Ids are 0 for padding, 1 for
     unknown words, 2 between the texts of a pair, then the words that occur `least` times in `texts`, most frequent
-    first; at most `size` of all.
+    first.
     """
-    transformers = transformers_library()
+    transformers = _transformers()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
     tokenizer: Any = Tokenizer(models.WordLevel(unk_token="<unk>"))
@@ -127,41 +119,21 @@ def word_tokenizer(texts: Iterable[str], *, least: int = 1, size: int | None = N
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), *steps])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "removed", invert=True)
     special = {"pad_token": "<pad>", "unk_token": "<unk>", "sep_token": "<sep>"}
-    options = {"vocab_size": size or 2**31, "min_frequency": least, "special_tokens": list(special.values())}
+    options = {"vocab_size": 2**31, "min_frequency": least, "special_tokens": list(special.values())}
     tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(show_progress=False, **options))
     tokenizer.post_processor = processors.TemplateProcessing("$A", "$A <sep> $B", [("<sep>", 2)])
     fields = ["input_ids", "attention_mask"]
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=fields, **special)
 
 
-def byte_pair_tokenizer(texts: Iterable[str], size: int) -> Any:
-    """A tokenizer of transformers by byte pairs: the end, padding, the 256 bytes, and the most frequent pairs of texts.
-
-    The same texts give the same tokens, whatever their order, and no text is beyond them. There are at most `size` of
-    them, ≥ 258, where every byte of UTF-8 is a token of its own.
-    """
-    transformers = transformers_library()
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer: Any = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {"eos_token": "<|end|>", "pad_token": "<|padding|>"}
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"vocab_size": size, "special_tokens": list(special.values()), "initial_alphabet": alphabet}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(show_progress=False, **options))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
 def load_tokenizer(name: str | Path, download: bool = False) -> Any:
-    """The tokenizer in a folder or on the hub, with a padding token.
+    """Load the tokenizer in a folder or on the hub, with a padding token.
 
     Raises:
         InputError: there is none, it knows no words, or has no token to fill up with.
         MissingExtra: transformers is not installed.
     """
-    transformers = transformers_library()
-    with from_hub(name, download) as where:
+    with from_hub(name, download) as (transformers, where):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
     # Of a folder without a tokenizer's files transformers makes one that reads every word as unknown.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
@@ -173,15 +145,22 @@ def load_tokenizer(name: str | Path, download: bool = False) -> Any:
     return tokenizer
 
 
+def load_model(kind: str, name: str | Path, download: bool = False, **options: Any) -> Any:
+    """Load a model by one of transformers' Auto classes in float32, complete; options and errors: `load_complete`."""
+    with from_hub(name, download) as (transformers, where):
+        return load_complete(getattr(transformers, kind), name, dtype=torch.float32, **where, **options)
+
+
 @contextlib.contextmanager
-def from_hub(name: str | Path, download: bool = False) -> Iterator[dict[str, Any]]:
-    """Arguments of `from_pretrained` for the model `name`; messages of the block say how to give a folder instead.
+def from_hub(name: str | Path, download: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield transformers and arguments of its `from_pretrained`; errors of the block say how to give a folder.
 
     Raises:
         InputError: the model is not there, cannot be fetched, or cannot be read.
     """
+    transformers = _transformers()
     try:
-        yield {"local_files_only": not download, "trust_remote_code": False}  # no code of a folder runs
+        yield transformers, {"local_files_only": not download, "trust_remote_code": False}  # no code of a folder runs
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -194,8 +173,8 @@ def from_hub(name: str | Path, download: bool = False) -> Iterator[dict[str, Any
         raise InputError(f"{name}: cannot be loaded as a transformers model ({reason})") from error
 
 
-def transformers_library() -> Any:
-    """The package transformers, without its own reports and bars on stderr."""
+def _transformers() -> Any:
+    """Return the package transformers, without its own reports and bars on stderr."""
     transformers = require("transformers", "transformers", "training on texts")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

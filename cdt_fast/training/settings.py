@@ -32,14 +32,15 @@ NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
 
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
-# The settings that only earlier versions have.
+# The settings that only earlier versions have, some of them of one task alone.
 GONE = (
     "adaptive agreement attention_width barrier_width checkpoint_every clip code_noise coefficients cuda_graph "
-    "depth_rotation depth_schedule dual dual_every exit_agreements exit_scale feedforward_width format gain_growth "
-    "gain_limit generated initial_codes inner_kl jacobian layer_dropout log_every overlap perturbation "
-    "perturbation_rate positions preset prompts proportional_gain rank_timeout ratio readout reference_losses "
-    "sequence setup slack_lr smoothing spectral_bound split step stride tail tensorboard tighten_steps unit "
-    "warmup_steps weight_decay"
+    "depth_rotation depth_schedule dual dual_every exit_agreements exit_scale feedforward_width format "
+    "frozen_embedding gain_growth gain_limit generated header heads initial_codes inner_kl jacobian layer_dropout "
+    "layers log_every lora_rank overlap perturbation perturbation_rate positions preset prompts proportional_gain "
+    "quoting rank_timeout ratio readout reference_losses residual scale sequence setup slack_lr smoothing "
+    "spectral_bound split step stride tail taps tensorboard tied tighten_steps unit vocabulary_size warmup_steps "
+    "weight_decay width"
 )
 
 

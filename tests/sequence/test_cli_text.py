@@ -16,13 +16,19 @@ from cdt_fast.cli.parser import build_parser
 from cdt_fast.files import read_json
 from cdt_fast.training import figures
 from cdt_fast.training.loop import Trainer
-from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
+from tests.tiny_text import (
+    TINY_LANGUAGE,
+    TINY_TEXT,
+    words_of_command,
+    write_instructions,
+    write_language_model,
+    write_table,
+)
 from tests.training.training_cases import signal_after
 
 Call = Callable[..., Any]
 
 TEXT = words_of_command(TINY_TEXT)
-LANGUAGE = words_of_command(TINY_LANGUAGE)
 _OF_CONSTRAINTS = tuple(f"--{name.replace('_', '-')}=" for name in TINY_TEXT["constraints"])
 
 
@@ -34,6 +40,13 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_instructions(tmp_path_factory.mktemp("instructions") / "alpaca.json")
+
+
+@pytest.fixture(scope="session")
+def language(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words of a command that trains a tiny language model."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    return words_of_command(TINY_LANGUAGE, model=write_language_model(folder))
 
 
 @pytest.fixture
@@ -52,10 +65,10 @@ def train_two(call: Call, task: str, source: Path, words: list[str], folder: Pat
 
 
 @pytest.mark.parametrize("task", ["text", "lm"])
-def test_train_evaluate_and_compare(call: Call, task: str, table: Path, instructions: Path, tmp_path: Path) -> None:
-    source, words = (table, TEXT) if task == "text" else (instructions, LANGUAGE)
-    if task == "lm":
-        pytest.importorskip("transformers")
+def test_train_evaluate_and_compare(
+    call: Call, task: str, table: Path, instructions: Path, language: list[str], tmp_path: Path
+) -> None:
+    source, words = (table, TEXT) if task == "text" else (instructions, language)
     runs = train_two(call, task, source, words, tmp_path)
     for run in runs:
         for name in ("config.toml", "metrics.jsonl", "model/config.json", "checkpoint/state.safetensors"):
@@ -73,7 +86,7 @@ def test_train_evaluate_and_compare(call: Call, task: str, table: Path, instruct
 
     answer = call("compare", *runs, "--out", tmp_path / "out", "--json", tmp_path / "both.json")
     assert answer.status == 0, answer
-    label = "text-ut" if task == "text" else "llama-small"
+    label = "text-ut" if task == "text" else "llama"
     assert set(read_json(tmp_path / "both.json")) == {
         f"constrained (constrained, {label})",
         f"plain (unconstrained, {label})",
@@ -102,7 +115,7 @@ def test_help_shows_an_example_that_parses_and_the_settings(call: Call, task: st
     assert answer.status == 0
     example = next(line for line in answer.out.splitlines() if f"cdt-fast train {task} " in line and "[" not in line)
     build_parser().parse_args(example.split("cdt-fast ")[1].split())
-    for option in ("--max-tokens", "--gamma", "--epochs", "--steps", "--lr", "--taps", "--rate"):
+    for option in ("--max-tokens", "--gamma", "--epochs", "--steps", "--lr", "--model", "--rate"):
         assert option in answer.out
     assert "--window" not in answer.out
 
@@ -116,10 +129,6 @@ def test_named_columns_of_any_file(call: Call, tmp_path: Path, quick_figures: No
     assert answer.status == 0, answer
     assert read_json(tmp_path / "run" / "evaluation.json")["classes"] == ["0", "1"]
     assert "pairs: 32 train, 4 validation, 4 test; classes: 0, 1" in answer.err
-    source = tmp_path / "plain.tsv"
-    source.write_text("\n".join(f"{n % 2}\ta {'good' if n % 2 else 'bad'} film" for n in range(40)))
-    columns = ["--no-header", "--text-column=1", "--label-column=0"]
-    assert call("train", "text", source, *TEXT, *columns, "--out", tmp_path / "other").status == 0
 
 
 BAD = [
@@ -130,20 +139,18 @@ BAD = [
     ("text", ["TABLE", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
     ("text", ["TABLE", "--embedding", "no-such-folder"], ["no-such-folder", "local folder"]),
     ("text", ["TABLE", "--gammas", "1,0"], ["[evaluation] gammas must be ascending"]),
-    ("text", ["TABLE", "--model", "bert", "--taps=-1,2"], ["[model] taps must be"]),
-    ("text", ["TABLE", "--gamma", "1,0"], ["[data] gamma must be one level, or LOW,HIGH with LOW below HIGH"]),
+    ("text", ["TABLE", "--gamma", "0,1"], ["[data] gamma must be a valid number"]),
     ("text", ["TABLE", "--exit-agreements", "0.9"], ["--exit-agreements is gone: the git tag full"]),
     ("text", ["TABLE", "--perturbation", "drop"], ["--perturbation is gone", "the git tag full"]),
-    ("text", ["TABLE", "--no-header"], ["no column 'label'; there are '0', '1'"]),
+    ("text", ["TABLE", "--no-header"], ["--no-header is gone: the git tag full"]),
     ("text", ["TABLE", "--validation", "0.6", "--test", "0.6"], ["must leave a share for training"]),
     ("text", ["TABLE", "--rate", "0.1,0.2,0.3"], ["3", "2"]),
     ("text", ["TABLE", "--stpes", "3"], ["did you mean --steps?"]),
     ("text", ["TABLE", "--cuda-graph"], ["--cuda-graph is gone"]),
-    ("text", ["TABLE", "--taps", "0,2"], ["[model] taps has no effect unless model is other than text-ut"]),
     (
         "text",
-        ["TABLE", "--model", "no/such-model", "--tied"],
-        ["[model] tied has no effect unless model is text-ut"],
+        ["TABLE", "--model", "no/such-model", "--width", "3"],
+        ["[model] width has no effect unless model is text-ut"],
     ),
     ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
     ("text", ["CAPITALS"], ["no column 'label'; there are 'Text', 'Label'", "--label-column"]),
@@ -158,7 +165,7 @@ BAD = [
     ("lm", ["INSTRUCTIONS", "--max-tokens", "20"], ["all tokens are masked", "--max-tokens"]),
     ("lm", ["INSTRUCTIONS", "--taps", "0,9"], ["taps must be a list of increasing depths between 0 and 2"]),
     ("lm", ["INSTRUCTIONS", "--inner-fraction", "0"], ["inner_fraction", "greater than 0"]),
-    ("lm", ["INSTRUCTIONS", "--width", "18", "--heads", "4"], ["width must be a multiple"]),
+    ("lm", ["INSTRUCTIONS", "--width", "18"], ["--width is gone: the git tag full"]),
     ("lm", ["INSTRUCTIONS", "--model", "no/such-model"], ["no/such-model", "local folder", "--download"]),
 ]
 
@@ -189,14 +196,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     call: Call,
     table: Path,
     instructions: Path,
+    language: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     task: str,
     words: list[str],
     facts: list[str],
 ) -> None:
-    if task == "lm" or "--model" in words or "--embedding" in words:
-        pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     source = tmp_path / "sources"
     (source / "folder").mkdir(parents=True)
@@ -218,9 +224,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     for name, build in (("WORDLESS", save_without_tokenizer), ("PICTURES", save_for_pictures)):
         if name in words:
             places[name] = build(source / name.lower())
-    settings = TEXT if task == "text" else LANGUAGE
+    settings = TEXT if task == "text" else language
     if {"--model", "--embedding"} & {*words}:  # those of networks and vocabularies of one's own are refused beside it
-        own = ("--layers", "--width", "--least-count", "--heads", "--vocabulary-size")
+        own = ("--layers", "--width", "--least-count")
         own = own if "--model" in words else ("--least-count",)
         settings = [word for word in settings if word.partition("=")[0] not in own]
     monkeypatch.chdir(tmp_path)

@@ -45,11 +45,11 @@ def load(task: str, source: Path, **shares: float) -> Any:
 # Files
 
 
-def test_reviews_in_a_tsv_with_quotes_and_line_breaks(tmp_path: Path) -> None:
-    content = 'Sentiment\tText\nNegative\tBad.<br /><br />Really  bad.\nNegative\t"The ""best"" film\tof <BR>2001\nis.'
-    path = write(tmp_path / "train.tsv", content + "\"\nPositive\tIt's 8½ minutes too short!\n")
+def test_reviews_in_a_csv_with_quotes_and_line_breaks(tmp_path: Path) -> None:
+    content = 'Sentiment,Text\nNegative,Bad.<br /><br />Really  bad.\nNegative,"The ""best"" film,of <BR>2001\nis.'
+    path = write(tmp_path / "train.csv", content + "\"\nPositive,It's 8½ minutes too short!\n")
     data = read(path, text_column="Text", label_column="Sentiment")
-    assert data.texts == ["Bad. Really  bad.", 'The "best" film\tof 2001\nis.', "It's 8½ minutes too short!"]
+    assert data.texts == ["Bad. Really  bad.", 'The "best" film,of 2001\nis.', "It's 8½ minutes too short!"]
     assert (data.labels, data.names, data.text_pair) == ([0, 0, 1], ["Negative", "Positive"], None)
 
 
@@ -62,15 +62,11 @@ def test_mnli_as_glue_lays_it_out(tmp_path: Path) -> None:
         '2\t12\tphone\tuh-\rhuh\tYes "no".\tneutral\tcontradiction',
     ]
     path = write(tmp_path / "MNLI" / "dev_matched.tsv", "\r\n".join(rows) + "\r\n")
-    data = read(path, quoting=False)
+    data = read(path)
     assert data.texts == ['"He left\u2028early.', "uh-\rhuh"]
     assert data.text_pair == ["He left.", 'Yes "no".']
     assert (data.labels, data.names, data.num_dropped) == ([0, 2], list(NLI_LABELS), 1)
     assert data.with_names(["contradiction", "entailment", "neutral"]).labels == [1, 0]
-    path = write(tmp_path / "plain.tsv", 'neutral\tIn "A , b .\tc .\nentailment\td\te\n')
-    columns = {"text_column": "1", "label_column": "0", "second_column": "2", "header": False, "quoting": False}
-    data = read(path, NLI_LABELS, **columns)
-    assert (data.texts, data.text_pair, data.labels) == (['In "A , b .', "d"], ["c .", "e"], [1, 0])
 
 
 def test_imdb_s_tree(tmp_path: Path) -> None:
@@ -81,33 +77,30 @@ def test_imdb_s_tree(tmp_path: Path) -> None:
                 write(tmp_path / "aclImdb" / split / name / f"{number}_5.txt", review)
         write(tmp_path / "aclImdb" / split / "labeledBow.feat", "1 0:2")
     write(tmp_path / "aclImdb" / "train" / "neg" / "._0_2.txt", b"\xff\xfe")
-    data = read_imdb(tmp_path)
+    data = read_imdb(tmp_path / "aclImdb" / "train")
     assert (data.labels, data.names) == ([0] * 12 + [1] * 12, ["neg", "pos"])
     assert data.texts[10] == "train neg 10. End."  # in natural order
-    assert read_imdb(tmp_path / "aclImdb") == data
-    assert data.shuffled(0) == data.shuffled(0) != data.shuffled(1)
-    assert sorted(data.shuffled(0).texts) == sorted(data.texts)
-    assert all(text.startswith("test") for text in read_imdb(tmp_path, "test").texts)
+    assert all(text.startswith("test") for text in read_imdb(tmp_path / "aclImdb" / "test").texts)
     last = tmp_path / "aclImdb" / "test" / "pos" / "99_9.txt"
     for content, fact in ((" <br />\n", r"99_9\.txt: 'text' is empty"), (b"\xe9", r"99_9\.txt: cannot be read as UTF")):
         write(last, content)
         with pytest.raises(InputError, match=fact):
-            read_imdb(tmp_path, "test")
+            read_imdb(tmp_path / "aclImdb" / "test")
     with pytest.raises(InputError, match="validation"):
-        read_imdb(tmp_path, "validation")
+        read_imdb(tmp_path / "validation")
 
 
 ROWS = [{"body": "one, two", "kind": 10}, {"body": 'say "three"\nfour', "kind": 9}, {"body": "é", "kind": 10}]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".CSV"])
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".jsonl", ".ndjson", ".CSV"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_any_format_with_named_columns_gives_the_same(tmp_path: Path, suffix: str, mark: str) -> None:
     path = tmp_path / f"texts{suffix}"
-    if suffix.lower() in (".csv", ".tsv"):
+    if suffix.lower() == ".csv":
         with path.open("w", encoding="utf-8", newline="") as file:
             file.write(mark)
-            writer = csv.DictWriter(file, ["kind", "body"], delimiter="\t" if suffix == ".tsv" else ",")
+            writer = csv.DictWriter(file, ["kind", "body"])
             writer.writeheader()
             writer.writerows(ROWS)
     else:
@@ -118,20 +111,20 @@ def test_any_format_with_named_columns_gives_the_same(tmp_path: Path, suffix: st
 
 
 BROKEN: list[tuple[str, str | bytes, dict[str, Any], str]] = [
-    ("a.csv", "text,kind\na,b\n", {}, r"a\.csv, row 2: no column 'label'; there are 'text', 'kind'; .*--label-column"),
+    ("a.csv", "text,kind\na,b\n", {}, r"a\.csv, line 2: no column 'label'; there are 'text', 'kind'; .*--label-column"),
     ("a.csv", "body,label\na,b\n", {}, r"no column 'text'; there are 'body', 'label'"),
     ("a.csv", "text,label\na,b\n", {"second_column": "other"}, r"no column 'other'"),
-    ("a.csv", "text,label\na,b\n<br />,c\n", {}, r"row 3: 'text' is empty"),
-    ("a.csv", "text,label\na,b\na,\n", {}, r"row 3: 'label' is empty"),
+    ("a.csv", "text,label\na,b\n<br />,c\n", {}, r"line 3: 'text' is empty"),
+    ("a.csv", "text,label\na,b\na,\n", {}, r"line 3: 'label' is empty"),
     ("a.csv", "text,label\na,b\na,c\n", {"names": ["b", "d"]}, r"label 'c' is not among .*: 'b', 'd'"),
     ("a.csv", "text,label\na,b,c\n", {}, r"3 fields, expected 2"),
     ("a.csv", "text,text\na,b\n", {}, r"two columns have the same name"),
     ("a.csv", "text,label\n", {}, r"a\.csv: holds no rows"),
     ("a.csv", "", {}, r"a\.csv: holds no rows"),
     ("a.tsv", "sentence1\tsentence2\tgold_label\na\tb\t-\n", {}, r"holds no labeled text"),
-    ("a.tsv", 'text\tlabel\n"a" b\tc\n', {}, r"after the start: .*--no-quoting"),
-    ("a.tsv", 'text\tlabel\na\tb\n"open\tc\nd\te\n', {}, r"after row 2: .*--no-quoting"),
-    ("a.tsv", 'text\tlabel\n"a\tb"\tc\n', {"quoting": False}, r"3 fields, expected 2.*--quoting"),
+    ("a.csv", 'text,label\n"a" b,c\n', {}, r"a\.csv, line 2: .* expected"),
+    ("a.csv", 'text,label\na,b\n"open,c\nd,e\n', {}, r"a\.csv, line 4: unexpected end of data"),
+    ("a.tsv", 'text\tlabel\n"a\tb"\tc\n', {}, r"line 2: 3 fields, expected 2; a CSV may quote fields, a TSV not"),
     ("a.jsonl", '{"text": "a", "label": 0}\n\n{"text": \n', {}, r"line 3: cannot be read as JSON"),
     ("a.jsonl", '{"text": "a", "label": 0}\n[1]\n', {}, r"line 2: must be an object, got a list"),
     ("a.jsonl", '{"text": null, "label": 0}\n', {}, r"line 1: 'text' must be a text, got None"),
@@ -143,7 +136,7 @@ BROKEN: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a.json", '{"text": "a"}', {}, r"a\.json: .*list"),
     ("a.json", "[]", {}, r"holds no rows"),
     ("a.json", '[{"text": "a", "label": 1}, 3]', {}, r"entry 2: must be an object, got a int"),
-    ("a.xlsx", "text", {}, r"unknown format; give a file whose suffix is one of tsv, csv, json, jsonl"),
+    ("a.xlsx", "text", {}, r"unknown format; give a file whose suffix is one of \.tsv, \.csv, \.json, \.jsonl"),
     *((f"a.{form}", b"text,label\ncaf\xe9,1\n", {}, "cannot be read as UTF-8 text") for form in ("csv", "json")),
 ]
 
@@ -257,7 +250,7 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     ("entry", "message"),
     [
         ({"input": "", "output": "x"}, r"entry 1: no column 'instruction'; there are 'input', 'output'"),
-        ({"instruction": "a"}, r"no column 'output'; there are 'instruction'$"),
+        ({"instruction": "a"}, r"no column 'output'; there are 'instruction', 'input'$"),
         ({"instruction": " ", "output": "x"}, r"'instruction' is empty"),
         ({"instruction": "a", "output": [3]}, r"'output' must be a text, got \[3\]"),
         ({"instruction": "a", "output": ""}, r"no instruction with an answer"),
@@ -295,10 +288,9 @@ def test_words_of_any_script(text: str, words: str) -> None:
 
 
 def test_words_have_ids_by_how_often_they_occur_and_come_back(tmp_path: Path) -> None:
-    made = word_tokenizer(["b a a", "C c a d", "d"], least=2)
+    made = word_tokenizer(["b a a", "C c a d", "d"], 2)
     assert made.convert_ids_to_tokens(range(len(made))) == ["<pad>", "<unk>", "<sep>", "a", "c", "d"]
-    assert word_tokenizer(["d", "a C", "c b a d a"], least=2).get_vocab() == made.get_vocab()
-    assert sorted(word_tokenizer(["b a a", "c c a d", "d"], size=4).get_vocab()) == ["<pad>", "<sep>", "<unk>", "a"]
+    assert word_tokenizer(["d", "a C", "c b a d a"], 2).get_vocab() == made.get_vocab()
     made.save_pretrained(tmp_path)
     data = TextData(["a x D", "c"], [0, 1], ["no", "yes"], ["c a c d a", "d"])
     for tokenizer in (made, load_tokenizer(tmp_path)):

@@ -17,7 +17,7 @@ from cdt_fast import models
 from cdt_fast.checks import InputError
 from cdt_fast.sequence.evaluation import measure, wilson_interval
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork
-from cdt_fast.sequence.perturbation import embedding_std, hashed, perturbed, unit_gaussian, unit_interval
+from cdt_fast.sequence.perturbation import embedding_std, hashed, perturbed, unit_gaussian
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.results import HISTOGRAM_EDGES, mean_margin, per_sample_statistics
@@ -72,7 +72,6 @@ def test_the_hash_is_splitmix64() -> None:
 
 def test_noise_is_gaussian_with_finite_ends_and_that_of_neighbors_is_independent() -> None:
     bits = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
-    assert unit_interval(bits).tolist() == [0.0, 1 - 2.0**-24, 0.5 - 2.0**-24, 0.5]
     ends = unit_gaussian(bits)
     assert ends.isfinite().all()
     assert (ends[0], ends[2]) == (-ends[1], -ends[3])
@@ -155,23 +154,6 @@ def test_texts_are_numbered_on_and_can_be_drawn_again() -> None:
     assert perturbation.next_sample == 6
 
 
-def test_of_a_range_each_text_draws_its_level() -> None:
-    embedding, ids = words(64), torch.randint(4, 20, (400, 3))
-    clean = embedding(ids)
-    with perturbed(embedding, gamma=1.0, std=1.0, seed=5):
-        unit = embedding(ids) - clean
-    with perturbed(embedding, gamma=(0.5, 2.0), std=1.0, seed=5) as perturbation:
-        found = embedding(ids) - clean
-        perturbation.next_sample = 7
-        again = embedding(ids[7:9]) - clean[7:9]
-    levels = (found / unit).flatten(1).median(1).values
-    torch.testing.assert_close(found, levels.view(-1, 1, 1) * unit, rtol=1e-4, atol=1e-5)
-    drawn = [0.5 + 1.5 * (written_hash(5 + 2**62, text) >> 40) / 2**24 for text in range(400)]
-    assert levels.tolist() == pytest.approx(drawn, rel=1e-5)
-    assert 0.5 <= levels.min() < 0.55 < 1.95 < levels.max() < 2.0
-    torch.testing.assert_close(again, found[7:9])  # the level is the text's, not the batch's
-
-
 def test_the_gradient_passes_to_the_words_and_the_hook_goes_also_after_an_error() -> None:
     embedding, ids = words(3), torch.tensor([[4, 5, 4]])
     with perturbed(embedding, 1.0):
@@ -186,7 +168,7 @@ def test_the_gradient_passes_to_the_words_and_the_hook_goes_also_after_an_error(
     ("arguments", "options", "word"),
     [
         ((nn.Linear(2, 2),), {}, "Linear"),
-        *(((words(), gamma), {}, "gamma") for gamma in (-0.1, float("nan"), (1.0, 0.5), (0.0, 0.5, 1.0))),
+        *(((words(), gamma), {}, "gamma") for gamma in (-0.1, float("nan"))),
         *(((words(),), {name: -1}, name) for name in ("seed", "std", "padding_id")),
     ],
 )

@@ -18,7 +18,14 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.ranks import in_ranks
 from tests.runs import new_trainer, settings_of
-from tests.tiny_text import TINY_LANGUAGE, TINY_TEXT, words_of_command, write_instructions, write_table
+from tests.tiny_text import (
+    TINY_LANGUAGE,
+    TINY_TEXT,
+    words_of_command,
+    write_instructions,
+    write_language_model,
+    write_table,
+)
 
 # Shares with unequal counts, and a last micro-batch of one sample, in which one rank has nothing to do.
 UNEQUAL: dict[str, Any] = {"batch": 5, "gamma": 0.5, "warmup_epochs": 0, "validate_every": 8}
@@ -37,7 +44,8 @@ def test_the_losses_of_the_shares_are_those_of_the_batch(task: str, tmp_path: Pa
     if task == "text":
         config = settings_of(task, TINY_TEXT, write_table(tmp_path / "reviews.tsv", 52), **UNEQUAL)
     else:
-        config = settings_of(task, TINY_LANGUAGE, write_instructions(tmp_path / "alpaca.json", 52), **UNEQUAL)
+        source, model = write_instructions(tmp_path / "alpaca.json", 52), write_language_model(tmp_path / "model")
+        config = settings_of(task, TINY_LANGUAGE, source, model=model, **UNEQUAL)
     trainer = new_trainer(RunFolder.create(tmp_path / "run", config), config)
     trainer.model.double()
     weights = torch.ones(trainer.workload.num_constraints + 1, dtype=torch.float64)
@@ -87,7 +95,8 @@ def test_two_ranks_train_as_one(tiny_config: Any, tmp_path: Path, in_float64: No
 @pytest.mark.slow
 def test_torchrun_starts_the_command_line_on_two_ranks(call: Any, tmp_path: Path) -> None:
     """One of them makes the folder, evaluates and speaks; a folder that is taken ends both at once."""
-    source, words = write_instructions(tmp_path / "alpaca.json", 52), words_of_command(TINY_LANGUAGE, **UNEQUAL)
+    source, model = write_instructions(tmp_path / "alpaca.json", 52), write_language_model(tmp_path / "model")
+    words = words_of_command(TINY_LANGUAGE, model=model, **UNEQUAL)
     assert call("train", "lm", source, *words, "--out", tmp_path / "alone").status == 0
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "cdt_fast"]
     command = [*launch, "train", "lm", str(source), *words, "--out", str(tmp_path / "together")]

@@ -13,7 +13,7 @@ from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS, options_of
 from cdt_fast.tasks import TASKS
 from cdt_fast.training.factory import build_constraints
-from cdt_fast.training.settings import GONE, SECTIONS
+from cdt_fast.training.settings import SECTIONS
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import task_of
 
@@ -134,7 +134,6 @@ def test_a_preset_is_what_a_file_and_options_go_before(tmp_path: Path) -> None:
 IDLE = "has no effect unless"
 NO_CONSTRAINTS = {"constraints": {"constrained": False}}
 DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap: nothing trains there"
-ADAPTER = {"model": "folder", "lora_rank": 4}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,8 @@ ADAPTER = {"model": "folder", "lora_rank": 4}
         ("video", None, {"model": {"width": 64}}, [f"width {IDLE} model is vit"]),
         ("video", None, {"model": {"model": "vit", "code_size": 64}}, [f"code_size {IDLE} model is dust or ut"]),
         ("video", None, {"model": {"model": "vit", "pretrained": "x", "layers": 3}}, [f"layers {IDLE} pretrained"]),
-        ("text", None, {"model": {"taps": "0,3"}}, [f"taps {IDLE} model is other than text-ut"]),
+        ("text", None, {"model": {"inner_pooling": "own"}}, [f"inner_pooling {IDLE} model is other than text-ut"]),
+        ("text", None, {"model": {"taps": "0,3"}}, ["[model] taps is gone: the git tag full"]),
         ("text", None, {"model": {"model": "x", "width": 3}}, [f"width {IDLE} model is text-ut"]),
         ("text", None, {"training": {"epochs": 3, "steps": 20}}, [f"[training] epochs {IDLE} steps is none"]),
         # A unit that changes under a number.
@@ -170,7 +170,6 @@ ADAPTER = {"model": "folder", "lora_rank": 4}
         # A bound where nothing trains.
         ("video", None, {"constraints": {"reference": 6.5, "reference_mode": "constraint"}}, [f"constraint {DEPTH_0}"]),
         ("video", None, {"constraints": {"bounds": "0=5"}}, [f"[constraints] bounds {DEPTH_0}"]),
-        ("lm", None, {"model": ADAPTER, "constraints": {"bounds": "0=5"}}, ["depth 0, whose embeddings and head lora"]),
         # What does not fit the network or the data.
         ("video", "paper-dust", {"data": {"size": 30}}, ["multiple of patch"]),
         ("video", None, {"constraints": {"rate": [0.1]}}, ["expected a number, or a sequence of 3"]),
@@ -215,7 +214,6 @@ def test_every_setting_has_one_name_and_every_condition_is_on_one(entry: Any) ->
     assert len(set(names)) == len(names) == len(settings.values())
     conditional = {name for _, _, part in settings.needs() for name in part.split()}
     assert {*conditional, *settings.units, *sum(settings.units.values(), ())} <= {*names}
-    assert {*GONE.split()}.isdisjoint(names)
 
 
 def test_what_others_set_for_runs_of_both_kinds_is_not_refused(tmp_path: Path) -> None:
