@@ -135,6 +135,10 @@ class LayerLosses:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in the place of the model's forward."""
         kwargs.update(zip(self._wrapped.names, args, strict=False))
+        if "depth_weights" in kwargs:  # transformers' **kwargs would swallow it
+            raise InputError(
+                "a forward takes no depth_weights: set weights on the handle of attach_layer_losses before it"
+            )
         reads_logits = kwargs.pop(_READS_LOGITS, False)
         if not reads_logits and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             return self._wrapped.original(**kwargs)

@@ -73,15 +73,12 @@ def _compare(layout: Layout, depth: int, logits: Tensor, loss: Tensor | None, ou
     own, own_loss, layers = output.get("logits"), output.get("loss"), len(layout.layers)
     if not isinstance(own, Tensor) or not isinstance(own_loss, Tensor) or own_loss.dim():
         raise unsupported(layout.model, "its forward with labels returns no loss and logits")
+    rounding, largest, problem = _rounding(logits), own.abs().max().item(), ""
     if own.shape != logits.shape:
         problem = f"have the shapes {tuple(logits.shape)} and {tuple(own.shape)}"
-    else:
-        largest, difference = own.abs().max().item(), (own - logits).abs().max().item()
-        rounding = _rounding(logits)
+    # Where a model diverged, NaN is not the fault of its structure.
+    elif (difference := (own - logits).abs().max().item()) > 4 * rounding * largest:
         problem = f"differ by {difference:.3g} where the largest is {largest:.3g}"
-        # Not (a > b) rather than a <= b: where a model diverged, NaN is not the fault of its structure.
-        if not difference > 4 * rounding * largest:
-            problem = ""
     if problem:
         without = f" without its last {layers - depth} of {layers} layers" if depth < layers else ""
         raise unsupported(

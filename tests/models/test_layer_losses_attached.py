@@ -212,8 +212,9 @@ def test_what_is_not_the_models_own_loss_is_refused_with_both_numbers(taps: Any)
 
 
 def test_unknown_models() -> None:
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 20}
-    config, labels = transformers.BertConfig(**small), {"num_labels": 1, "problem_type": "regression"}
+    small: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 20}
+    labels: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
+    config = transformers.BertConfig(**small)
     models = {
         "for a BertModel: it has no loss of labels": transformers.BertModel(config),
         "for a BertForMaskedLM: it has no loss of labels": transformers.BertForMaskedLM(config),
@@ -269,6 +270,8 @@ def test_labels_and_weights_that_cannot_be_used(name: str) -> None:
         handle.weights = weights
         with pytest.raises(InputError, match="depth_weights"):
             model(**inputs, labels=labels)
+    with pytest.raises(InputError, match="takes no depth_weights: set weights on the handle"):
+        model(**inputs, labels=labels, depth_weights=WEIGHTS)
 
 
 def test_a_layer_that_is_skipped() -> None:
