@@ -27,7 +27,9 @@ _BY_VOCABULARY = {
     },
     2**62: {"COLUMNS": 4096, "num_warps": 8, "num_stages": 2},
 }
-BLOCKS = dict.fromkeys(("consumer", "ampere", "hopper", "float32"), _BY_VOCABULARY)
+BLOCKS: dict[str, dict[int, dict[str, int]]] = dict.fromkeys(
+    ("consumer", "ampere", "hopper", "float32"), _BY_VOCABULARY
+)
 
 
 @triton.jit

@@ -511,13 +511,12 @@ class _Head:
                 )
                 return
             self._backend = "torch"
-        tensors = logits, targets, log_sums, losses, scales
         count = max(1, common.budget(SWEEP_BYTES, logits) // (4 * logits.shape[1]))
-        if logits.shape[0] <= count:
-            _sweep(*tensors, gradient, options)
-            return
-        for part in zip(*(itertools.repeat(None) if t is None else t.split(count) for t in tensors), strict=False):
-            _sweep(*part, gradient, options)
+        for start in range(0, logits.shape[0], count):
+            rows = slice(start, start + count)
+            some_losses = None if losses is None else losses[rows]
+            some_scales = None if scales is None else scales[rows]
+            _sweep(logits[rows], targets[rows], log_sums[rows], some_losses, some_scales, gradient, options)
 
 
 def _sweep(
@@ -838,8 +837,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """`_forward` with the shapes of `_forward_fake`, which knows of no ignored tokens."""
-    (weight, _, targets, sample, _), options = others[:5], _Options(*others[5:])
-    total, per_depth, factor, *found = _forward(*others[:5], options, *hidden)
+    weight, bias, targets, sample, depth_weights, *flat = others
+    options = _Options(*flat)
+    total, per_depth, factor, *found = _forward(weight, bias, targets, sample, depth_weights, options, *hidden)
     for number, size in enumerate(_kept_sizes(len(hidden), weight, targets, sample, options), 1):
         kept = weight.new_zeros((size, weight.shape[0]), dtype=options.dtype)
         for part in found[number : number + 1]:
