@@ -1,4 +1,4 @@
-"""Measurements of a trained network on held-out texts, their tables and their pictures."""
+"""Measurements of a trained network on held-out texts, their table and their picture."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
-from cdt_fast.training.figures import add_legend, axes_of, colored, early_exits, mark_training, plot_runs
+from cdt_fast.training.figures import add_legend, axes_of, mark_training, plot_runs
 from cdt_fast.training.report import formatted
 from cdt_fast.training.results import Evaluation, mean_margin, per_sample_statistics
 from cdt_fast.training.task import EvaluatedRun, Table
 
-_LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
 _NORMAL_QUANTILE = 1.959963984540054  # of 97.5 %
 
 
@@ -27,7 +26,7 @@ class SequenceEvaluation(Evaluation):
     """The `evaluation.json` of a run on texts or instructions, see `measure`."""
 
     accuracy: list[float]
-    accuracy_interval: list[tuple[float, float]]
+    accuracy_margin: list[float]  # half of its 95 % interval
     auc: float | None
     depth_accuracy: list[list[float]]
     depth_loss: list[list[float]]
@@ -40,7 +39,7 @@ class SequenceEvaluation(Evaluation):
     perplexity: list[float] | None = None
 
     def sizes(self) -> dict[str, int]:
-        names = ("accuracy", "accuracy_interval", "depth_accuracy", "depth_loss")
+        names = ("accuracy", "accuracy_margin", "depth_accuracy", "depth_loss")
         return dict.fromkeys((*names, *(["perplexity"] if self.perplexity is not None else [])), len(self.gamma))
 
 
@@ -51,8 +50,8 @@ def measure(
     """Measure accuracy over γ, and the losses of every depth, of a network on `device` with perturbed word embeddings.
 
     Returns:
-        Entries of `SequenceEvaluation`: `answers`, how many counted; the 95 % interval of the last depth's accuracy
-        (Wilson, for independent answers: of tokens it is too narrow); `auc`, the trapezoid of accuracy over γ.
+        Entries of `SequenceEvaluation`: `answers`, how many counted; the margin of the last depth's accuracy
+        (Wilson's, for independent answers: of tokens it is too narrow); `auc`, the trapezoid of accuracy over γ.
     """
     levels, training_gamma = [float(gamma) for gamma in settings.evaluation.gammas], settings.typical_noise
     network.model.eval()
@@ -82,7 +81,7 @@ def measure(
         "answers": answers,
         "gamma": levels,
         "accuracy": accuracy,
-        "accuracy_interval": [wilson_interval(correct[gamma][-1], answers) for gamma in levels],
+        "accuracy_margin": [_margin(fraction, answers) for fraction in accuracy],
         "auc": area if len(levels) > 1 else None,
         "depth_accuracy": [[right / answers for right in correct[gamma]] for gamma in levels],
         "depth_loss": [losses[gamma] for gamma in levels],
@@ -102,19 +101,9 @@ def _read(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tor
     return losses.view(labels.shape).sum(1, dtype=torch.float64), right.sum(1)
 
 
-def wilson_interval(correct: int, answers: int) -> tuple[float, float]:
-    """Return the 95 % interval of Wilson for a fraction of `correct` in `answers` ≥ 1 independent answers."""
-    square, fraction = _NORMAL_QUANTILE**2, correct / answers
-    center = fraction + square / (2 * answers)
-    half = _NORMAL_QUANTILE * math.sqrt(fraction * (1 - fraction) / answers + square / (4 * answers**2))
-    low, high = ((center + sign * half) / (1 + square / answers) for sign in (-1, 1))
-    # At the ends rounding would leave [0, 1] by a unit in the last place.
-    return (0.0 if correct == 0 else low), (1.0 if correct == answers else high)
-
-
-def perplexities(measured: dict[str, Any]) -> list[float]:
-    """Return `exp(ℓ_L)` at every noise level."""
-    return [math.exp(min(losses[-1], _LARGEST_EXPONENT)) for losses in measured["depth_loss"]]
+def _margin(fraction: float, answers: int) -> float:
+    square = _NORMAL_QUANTILE**2 / answers
+    return math.sqrt(square * (fraction * (1 - fraction) + square / 4)) / (1 + square)
 
 
 def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
@@ -122,28 +111,17 @@ def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
     rows = [[heading, "parameters", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma), "area under it"]]
     for run in runs:
         values = run.evaluation
-        pairs = zip(values.accuracy, values.accuracy_interval, strict=True)
-        numbers = [f"{accuracy:.3f} ±{(high - low) / 2:.3f}" for accuracy, (low, high) in pairs]
+        pairs = zip(values.accuracy, values.accuracy_margin, strict=True)
+        numbers = [f"{accuracy:.3f} ±{margin:.3f}" for accuracy, margin in pairs]
         rows.append([run.label, f"{values.parameters:,}", *numbers, formatted(values.auc, ".3f")])
     return rows
 
 
 def draw_accuracy(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw accuracy over γ, with its interval."""
+    """Draw accuracy over γ."""
     figure, (axis,) = axes_of()
-    gamma = runs[0].evaluation.gamma
-    plot_runs(axis, runs, "accuracy", gamma)
-    for run, color in colored(runs):
-        axis.fill_between(gamma, *zip(*run.evaluation.accuracy_interval, strict=True), color=color, alpha=0.12, lw=0)
+    plot_runs(axis, runs, "accuracy", runs[0].evaluation.gamma)
     mark_training(axis, runs[0].settings.noise)
     axis.set(xlabel="noise level γ", ylabel="accuracy")
     add_legend(axis)
-    return figure
-
-
-def draw_early_exits(runs: Sequence[EvaluatedRun]) -> Any:
-    """Draw the accuracy of every depth."""
-    figure, axes = early_exits(runs, "depth_accuracy")
-    axes[0].set(ylabel="accuracy")
-    add_legend(axes[0], middle=1.1)
     return figure

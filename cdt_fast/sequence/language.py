@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 
 from cdt_fast.checks import InputError
 from cdt_fast.sequence.data import Splits, load_instructions
-from cdt_fast.sequence.evaluation import accuracy_table, perplexities
-from cdt_fast.sequence.networks import Network, PretrainedNetwork, unknown_words
+from cdt_fast.sequence.evaluation import accuracy_table
+from cdt_fast.sequence.networks import Network, PretrainedNetwork
 from cdt_fast.sequence.settings import LanguageModelSettings, LanguageSettings
 from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import EncodedSamples, encoded_instructions, load_model, load_tokenizer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Table
+
+_LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
 
 
 class LanguageTask(SequenceTask):
@@ -44,14 +47,8 @@ class LanguageTask(SequenceTask):
             for part, name in zip(data[:3], Splits._fields, strict=False)
         ]
         given, kept = len(data.train), len(samples[0])
-        short = sum(int(row[0, -1]) not in network.tokenizer.all_special_ids for row in samples[0].rows)
-        notes = [
-            f"left out, as nothing of their answers is within --max-tokens: {given - kept:,} of {given:,}"
-            * (given > kept),
-            f"answers cut short by --max-tokens: {short:,} of {given:,}" * (short > 0),
-            unknown_words(network.tokenizer, samples[1:], "take another --model"),
-        ]
-        note = "\n".join(filter(None, notes)) or None
+        left_out = f"left out, as nothing of their answers is within --max-tokens: {given - kept:,} of {given:,}"
+        note = left_out if given > kept else None
         return SequenceWorkload(settings, network, samples, data, choices=network.vocabulary, lr=2e-5, note=note)
 
     def kept(
@@ -63,7 +60,8 @@ class LanguageTask(SequenceTask):
 
     def evaluate(self, folder: RunFolder, *given: Any, **options: Any) -> dict[str, Any]:
         measured = super().evaluate(folder, *given, **options)
-        return {**measured, "perplexity": perplexities(measured)}
+        losses = [min(depths[-1], _LARGEST_EXPONENT) for depths in measured["depth_loss"]]
+        return {**measured, "perplexity": [math.exp(loss) for loss in losses]}
 
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         rows = [["perplexity", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma)]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,22 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
-from cdt_fast.files import read_json, write_json
 from cdt_fast.models import TextUT
 from cdt_fast.models.layer_losses import attach_layer_losses
-from cdt_fast.ops.common import explain
 from cdt_fast.sequence.perturbation import Perturbation, perturbed, word_embeddings
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 
 EVALUATION_SEED = 20_260_117  # noise of the evaluation: the same for every run, and apart from that of any training
-_MAX_UNKNOWN = 1 / 3
 
 Weights = Tensor | Sequence[float] | None  # of the depths
 
 
-class Network(ABC):
-    """A model, how it reads its batches, and how it is kept.
+class _Network:
+    """A model that reads batches of a tokenizer; the subclasses say how.
 
     Inputs are `[fields, B, T]`, see `tokenizers`; targets are int64, `[B]` classes or `[B, T]` labels of tokens, where
     −100 does not count.
@@ -39,8 +35,6 @@ class Network(ABC):
         layers: L, the depths that are read less one.
         padding_id: the id that fills up.
     """
-
-    part: str  # of a step, that runs on the kernels
 
     def __init__(self, model: nn.Module, tokenizer: Any, layers: int) -> None:
         self.model, self.tokenizer, self.layers = model, tokenizer, layers
@@ -54,18 +48,6 @@ class Network(ABC):
         table: Any = word_embeddings(self.model).weight
         return table.shape[0]
 
-    @abstractmethod
-    def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-        """Return `(total, per_depth)`: the mean losses of the depths `[L+1]`, and their weighted sum."""
-
-    @abstractmethod
-    def depth_logits(self, inputs: Tensor) -> list[Tensor]:
-        """Return the logits of every depth, `[B, classes]` or `[B, T, vocabulary]`."""
-
-    @abstractmethod
-    def save_model(self, folder: Path) -> None:
-        """Write the model alone to an empty `folder`."""
-
     def perturbed(
         self, settings: SequenceSettings, gamma: float | None = None, **options: Any
     ) -> AbstractContextManager[Perturbation]:
@@ -75,17 +57,14 @@ class Network(ABC):
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer to `folder`, in place of what is there."""
+        model: Any = self.model
         with _replaced_folder(folder) as temporary:
-            self.save_model(temporary)
+            model.save_pretrained(temporary)
             self.tokenizer.save_pretrained(temporary)
 
-    def kernels(self, device: torch.device) -> str:
-        """Say which kernels a step runs on `device`."""
-        return f"{self.part} on {explain() if device.type == 'cuda' else 'torch'}"
 
-
-class UnrolledNetwork(Network):
-    """A `TextUT`; see `Network`."""
+class UnrolledNetwork(_Network):
+    """A `TextUT` and its tokenizer."""
 
     part = "ops"
     model: TextUT
@@ -94,20 +73,19 @@ class UnrolledNetwork(Network):
         super().__init__(model, tokenizer, model.layers)
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+        """Return `(total, per_depth)`: the mean losses of the depths `[L+1]`, and their weighted sum."""
         return self.model.layer_losses(inputs[0], targets, weights, lengths=inputs[1].sum(-1))[:2]
 
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
+        """Return the logits of every depth, `[B, classes]`."""
         return self.model.depth_logits(inputs[0], lengths=inputs[1].sum(-1))
 
-    def save_model(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
 
-
-class PretrainedNetwork(Network):
-    """A classifier or causal language model of transformers with layer losses attached; see `Network`.
+class PretrainedNetwork(_Network):
+    """A classifier or causal language model of transformers, with layer losses attached, and its tokenizer.
 
     Args:
-        model: the model, maybe with a low-rank adapter around it.
+        model: the model.
         tokenizer: its tokenizer.
         taps, options: as in `attach_layer_losses`; the last depth is among the taps.
 
@@ -120,10 +98,9 @@ class PretrainedNetwork(Network):
 
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[int] | None = None, **options: Any) -> None:
         self.handle = attach_layer_losses(model, taps, **options)
-        self.base: Any = self.handle.model  # without an adapter's wrapper around it
         if self.handle.reads_tokens and not self.handle.shifts_labels:
             raise InputError(
-                f"{type(self.base).__name__}: takes the label of a token as its own target, and the labels of "
+                f"{type(model).__name__}: takes the label of a token as its own target, and the labels of "
                 "instructions are those of the next; choose a causal language model that shifts them"
             )
         depths = self.handle.taps
@@ -134,22 +111,14 @@ class PretrainedNetwork(Network):
             )
 
     def losses(self, inputs: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+        """Return `(total, per_depth)`: the mean losses of the depths `[L+1]`, and their weighted sum."""
         self.handle.weights = weights
         output = self.model(**self._named(inputs), labels=targets)
         return output.loss, output.layer_losses
 
     def depth_logits(self, inputs: Tensor) -> list[Tensor]:
+        """Return the logits of every depth, `[B, classes]` or `[B, T, vocabulary]`."""
         return self.handle.depth_logits(**self._named(inputs))
-
-    def save_model(self, folder: Path) -> None:
-        # One file, so that it is replaced in one move.
-        self.model.save_pretrained(folder, max_shard_size="1000TB")  # pyright: ignore[reportCallIssue]
-        if not (folder / "config.json").exists():  # of an adapter
-            self.base.config.save_pretrained(folder)
-        # Layer losses that are attached write this into the config; the saved model has none attached.
-        config = read_json(folder / "config.json")
-        config.pop("keys_to_ignore_at_inference", None)
-        write_json(folder / "config.json", config)
 
     def _named(self, inputs: Tensor) -> dict[str, Any]:
         """Return the arguments of the model's own forward."""
@@ -158,43 +127,34 @@ class PretrainedNetwork(Network):
         return {**named, "use_cache": False} if self.handle.reads_tokens else named
 
 
+Network = UnrolledNetwork | PretrainedNetwork
+
+
 @torch.no_grad()
 def check_rows(network: Network, parts: Sequence[EncodedSamples], settings: SequenceSettings) -> None:
     """Require that the network, which is on the CPU, takes every row of the data.
 
     Configurations do not say all limits of a model: it reads the longest row, and those of the largest id and type.
     """
-    samples = [(part, index) for part in parts for index in range(len(part))]
-    sizes = [[row.shape[1], int(row[0].max()), int(row[2:].sum())] for part in parts for row in part.rows]
-    for column in range(3):
-        part, index = samples[max(range(len(samples)), key=lambda sample: sizes[sample][column])]
-        row = part.rows[index]
-        try:
-            with torch.random.fork_rng(devices=[]):
-                inputs, targets = part.batch([index], network.padding_id, torch.device("cpu"))
-                network.losses(inputs, targets, None)
-        except Exception as error:  # any: the code is not ours
-            if isinstance(error, MemoryError) or "memory" in str(error):
-                raise
-            raise InputError(
-                f"{settings.model.model}: cannot read a row of {row.shape[1]} tokens, ids up to {int(row[0].max())}: "
-                "give a smaller --max-tokens, or a folder whose tokenizer belongs to its model, which has "
-                f"{network.vocabulary} word embeddings ({type(error).__name__}: {error})"
-            ) from error
-
-
-def unknown_words(tokenizer: Any, held_out: Sequence[EncodedSamples], remedy: str) -> str | None:
-    """Return a note where the tokenizer knows too few of the words of held-out samples, else None."""
-    unknown = tokenizer.unk_token_id
-    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
-        return None
-    ids = torch.cat([row[0] for part in held_out for row in part.rows])
-    special = torch.tensor([index for index in tokenizer.all_special_ids if index != unknown])
-    words = ids[~torch.isin(ids, special)]
-    share = (words == unknown).double().mean().item() if len(words) else 0.0
-    if share <= _MAX_UNKNOWN:
-        return None
-    return f"note: {share:.0%} of the words of the validation and test texts are unknown to the vocabulary ({remedy})"
+    rows = [row for part in parts for row in part.rows]
+    targets = [target for part in parts for target in part.targets]
+    sizes = [(row.shape[1], int(row[0].max()), int(row[2:].sum())) for row in rows]
+    chosen = {max(range(len(rows)), key=lambda index: sizes[index][column]) for column in range(3)}
+    batch = EncodedSamples(rows, targets, []).batch(sorted(chosen), network.padding_id, torch.device("cpu"))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            network.losses(*batch, None)
+    except Exception as error:  # any: the code is not ours
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            raise
+        if isinstance(error, InputError) and error.__cause__ is None:  # of its structure, whatever the rows
+            raise InputError(f"{settings.model.model}: {error}") from error
+        longest, largest, _ = map(max, zip(*sizes, strict=True))
+        raise InputError(
+            f"{settings.model.model}: cannot read rows of up to {longest} tokens, ids up to {largest} "
+            f"({type(error).__name__}: {error}); if it has fewer positions, give a smaller --max-tokens; if its "
+            f"{network.vocabulary} word embeddings are not those of its tokenizer, another folder"
+        ) from error
 
 
 @contextmanager

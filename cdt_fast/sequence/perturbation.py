@@ -115,7 +115,8 @@ def perturbed(
         found = getattr(embedding, "padding_idx", None) if configured is None else configured
         padding_id = found if isinstance(found, int) and found >= 0 else None
     if std is None:
-        std = embedding_std(embedding.weight)
+        table: Any = embedding.weight
+        std = torch.std(table.detach().to(torch.promote_types(table.dtype, torch.float32)), correction=0)
     elif not isinstance(std, Tensor):
         std = torch.tensor(check_non_negative("std", std), dtype=torch.float64)
     seed = check_integer("seed", seed, 0) % 2**62
@@ -138,8 +139,3 @@ def word_embeddings(model: nn.Module) -> nn.Module:
     if not isinstance(found, nn.Module) or not isinstance(getattr(found, "weight", None), Tensor):
         raise InputError(f"model must have word embeddings (get_input_embeddings()), got a {type(model).__name__}")
     return found
-
-
-def embedding_std(table: Any) -> Tensor:
-    """Return the standard deviation over all entries of word embeddings, `[]` in at least float32."""
-    return table.detach().to(torch.promote_types(table.dtype, torch.float32)).std(correction=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
+from cdt_fast.ops.common import explain
 from cdt_fast.sequence.data import Splits, digest
-from cdt_fast.sequence.evaluation import SequenceEvaluation, draw_accuracy, draw_early_exits, measure
+from cdt_fast.sequence.evaluation import SequenceEvaluation, draw_accuracy, measure
 from cdt_fast.sequence.networks import Network, Weights, check_rows
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
@@ -36,16 +36,11 @@ class SequenceLosses(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor, seeds: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         """Return `Network.losses`; `seeds` `[B]` are those of the samples' noise, and hold that of the run."""
-        with autocast_to(self._autocast, inputs.device):
+        with torch.autocast(inputs.device.type, self._autocast, enabled=self._autocast is not None):
             if self._settings.data.gamma == 0:
                 return self._network.losses(inputs, targets, weights)
             with self._network.perturbed(self._settings, seed=0, samples=seeds):
                 return self._network.losses(inputs, targets, weights)
-
-
-def autocast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Return autocast to `dtype` on `device`; None: none."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 class SequenceWorkload:
@@ -93,7 +88,8 @@ class SequenceWorkload:
     def validation_losses(self, autocast: torch.dtype | None) -> list[float]:
         device = next(self.model.parameters()).device
         sums, counted = torch.zeros(self.num_constraints + 1, dtype=torch.float64, device=device), 0
-        with autocast_to(autocast, device), self.network.perturbed(self._settings):
+        precision = torch.autocast(device.type, autocast, enabled=autocast is not None)
+        with precision, self.network.perturbed(self._settings):
             batches = self.validation.batches(self._settings.training.batch, self.network.padding_id, device)
             for inputs, targets, count in batches:
                 sums += self.network.losses(inputs, targets, None)[1].to(torch.float64) * count
@@ -107,7 +103,7 @@ class SequenceWorkload:
         self.network.save(folder)
 
     def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
-        return self.network.kernels(device)
+        return f"{self.network.part} on {explain() if device.type == 'cuda' else 'torch'}"
 
 
 class SequenceTask(Task):
@@ -167,11 +163,7 @@ class SequenceTask(Task):
         ]
 
     def drawings(self) -> list[Drawing]:
-        over, exits = f"{self.accuracy} over γ, with its 95 % interval", f"{self.accuracy} of an exit after each depth"
-        return [
-            Drawing("accuracy_over_noise.png", over, draw_accuracy),
-            Drawing("early_exit.png", exits, draw_early_exits),
-        ]
+        return [Drawing("accuracy_over_noise.png", f"{self.accuracy} over γ", draw_accuracy)]
 
     def conditions(self, run: EvaluatedRun) -> str:
         values = run.evaluation

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from cdt_fast import models
 from cdt_fast.checks import InputError
-from cdt_fast.sequence.evaluation import measure, wilson_interval
+from cdt_fast.sequence.evaluation import measure
 from cdt_fast.sequence.networks import EVALUATION_SEED, UnrolledNetwork
-from cdt_fast.sequence.perturbation import embedding_std, hashed, perturbed, unit_gaussian
+from cdt_fast.sequence.perturbation import hashed, perturbed, unit_gaussian
 from cdt_fast.sequence.settings import TextSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.results import HISTOGRAM_EDGES, mean_margin, per_sample_statistics
@@ -102,7 +102,6 @@ def test_the_noise_is_gamma_times_the_table_s_deviation() -> None:
         other = embedding(ids) - clean
     torch.testing.assert_close(other / (1.5 * 3.0), noise / (0.5 * std), rtol=1e-6, atol=1e-7)
     assert torch.equal(embedding(ids), clean)  # the hook is gone
-    assert embedding_std(table.bfloat16()).dtype == torch.float32
     narrow = words().to(torch.bfloat16)
     with perturbed(narrow, std=torch.tensor(0.5)):
         assert narrow(ids).dtype == torch.bfloat16
@@ -212,7 +211,7 @@ def test_a_text_ut_given_ids_is_perturbed_and_given_embeddings_is_not() -> None:
 
 def text_ut() -> models.TextUT:
     torch.manual_seed(4)
-    return models.TextUT((40, 6), 3, 2, residual="input").double()
+    return models.TextUT((40, 6), 3, 2).double()
 
 
 def labeled(texts: int = 30) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,6 +262,10 @@ def test_the_evaluation_of_a_text_ut_is_that_of_a_loop_over_texts() -> None:
     assert found["per_sample"]["median_ratio"] == pytest.approx(ratios[29], rel=1e-6)
     assert found["per_sample"]["descending_fraction"] == sum(ratio < 1 for ratio in ratios) / 60
     accuracy = found["accuracy"]
+    for fraction, margin in zip(accuracy, found["accuracy_margin"], strict=True):
+        square = 1.959963984540054**2 / 30  # Wilson: the ends are fractions that are so many deviations away
+        ends = ((fraction + square / 2) / (1 + square) + sign * margin for sign in (-1, 1))
+        assert all((fraction - end) ** 2 == pytest.approx(square * end * (1 - end)) for end in ends)
     assert found["auc"] == pytest.approx(0.25 * (accuracy[0] + accuracy[1]) + 0.75 * (accuracy[1] + accuracy[2]))
     assert (found["layers"], found["answers"], found["training_gamma"]) == (2, 30, 0.75)
     json.dumps(found, allow_nan=False)
@@ -295,16 +298,6 @@ def test_an_answer_a_token_with_ignored_ones() -> None:
     assert found["layer_loss"] == pytest.approx([math.log(4), (2 * right + wrong) / 3])
     expected = [(right + wrong) / 2 / math.log(4), right / math.log(4)]
     assert found["per_sample"]["mean_ratio"] == pytest.approx(sum(expected) / 2)
-
-
-def test_wilson_s_interval() -> None:
-    # Solved from its definition: the fractions whose test statistic is exactly the quantile.
-    for correct, answers in ((0, 10), (10, 10), (1, 7), (270, 488)):
-        low, high = wilson_interval(correct, answers)
-        assert 0 <= low <= correct / answers <= high <= 1
-        for end in (low, high):
-            if distance := abs(correct / answers - end):
-                assert distance / math.sqrt(end * (1 - end) / answers) == pytest.approx(1.959963984540054, rel=1e-9)
 
 
 def test_statistics_leave_out_the_ratio_to_a_loss_of_zero() -> None:
