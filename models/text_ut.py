@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast import ops
-from cdt_fast.checks import InputError, check_choice, check_integer
+from cdt_fast.checks import InputError, check_integer
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
 from cdt_fast.ops.common import (
     LayerwiseLosses,
@@ -24,16 +24,16 @@ from cdt_fast.ops.common import (
     without_padding,
 )
 
-RESIDUALS = ("layer", "input", "bias")
+_NAMES = ("classes", "layers", "width", "tied", "scale")
 
 
 class TextUT(PretrainedModel):
     """A classifier of texts whose every layer refines the tokens, and whose every depth is read by one linear layer.
 
-        Z = Y Wᵀ,   A = softmax_rows(β Z Zᵀ),   Y⁺ = A Y,   Y_next = ReLU(Y⁺ W_f + R),   W_f = −½(V + Vᵀ)
+        Z = Y Wᵀ,   A = softmax_rows(β Z Zᵀ),   Y⁺ = A Y,   Y_next = ReLU(Y⁺ W_f + Y),   W_f = −½(V + Vᵀ)
 
     The readout of a depth is `mean over the tokens of Y_l`, through the head that all depths share. Padding takes part
-    neither in the attention nor in the mean. Without positions the order of the tokens does not matter.
+    neither in the attention nor in the mean. There are no positions: the order of the tokens does not matter.
 
     Args:
         embedding: `(vocabulary, width)` of new word embeddings, which start as N(0, 1/width); or a tensor
@@ -42,22 +42,14 @@ class TextUT(PretrainedModel):
         layers: L ≥ 1.
         width: d, the width of the tokens; where it is not that of the embeddings a linear map (without a bias) brings
             them to it. None: the width of the embeddings.
-        attention_width: k, the width of Z; None: d.
-        residual: R of a layer: its own input ("layer", as in the paper's equation 2), the input of layer 1 ("input"),
-            or a learned vector ("bias").
-        tied: one W, V and bias for all layers, else one a layer.
+        tied: one W and V for all layers, else one a layer.
         scale: β of the attention.
-        positions: the longest text, in tokens, for learned positions that are added to the tokens (they start at
-            zero); None: no positions, and texts of any length.
-        frozen_embedding: the word embeddings do not train.
 
     Attributes:
         embedding: `nn.Embedding`, `[vocabulary, width of the embeddings]`; `get_input_embeddings()` is the same.
         projection: `nn.Linear` to d, or None.
-        attention_weight: W, parameter `[k, d]` if tied, else `[layers, k, d]`; Xavier initialization.
+        attention_weight: W, parameter `[d, d]` if tied, else `[layers, d, d]`; Xavier initialization.
         feedforward_weight: V, parameter `[d, d]` if tied, else `[layers, d, d]`; Xavier initialization.
-        residual_bias: R of "bias", parameter `[d]` if tied, else `[layers, d]`, else None; starts at zero.
-        position_embedding: parameter `[positions, d]`, or None.
         head: `nn.Linear` from d to the classes; Xavier initialization, no bias at the start.
 
     Raises:
@@ -71,36 +63,23 @@ class TextUT(PretrainedModel):
         layers: int,
         *,
         width: int | None = None,
-        attention_width: int | None = None,
-        residual: str = "layer",
         tied: bool = False,
         scale: float = 1.0,
-        positions: int | None = None,
-        frozen_embedding: bool = False,
     ) -> None:
         super().__init__()
         self.classes = check_integer("classes", classes, 1)
         self.layers = check_integer("layers", layers, 1)
         self.embedding = _embedding(embedding)
-        self.embedding.weight.requires_grad_(not frozen_embedding)
-        self.frozen_embedding, self.tied = bool(frozen_embedding), bool(tied)
+        self.tied = bool(tied)
         self.width = self.embedding.embedding_dim if width is None else check_integer("width", width, 1)
-        self.attention_width = (
-            self.width if attention_width is None else check_integer("attention_width", attention_width, 1)
-        )
-        self.residual = check_choice("residual", residual, RESIDUALS)
         self.scale = check_factor("scale", scale)
-        self.positions = None if positions is None else check_integer("positions", positions, 1)
         # Everything that is new has the dtype of the embeddings, so that bfloat16 ones of a pretrained model fit.
         dtype = self.embedding.weight.dtype
         source = self.embedding.embedding_dim
         self.projection = None if self.width == source else nn.Linear(source, self.width, bias=False, dtype=dtype)
-        copies = () if tied else (self.layers,)
-        new: Any = functools.partial(torch.zeros, dtype=dtype)
-        self.attention_weight = nn.Parameter(new(*copies, self.attention_width, self.width))
-        self.feedforward_weight = nn.Parameter(new(*copies, self.width, self.width))
-        self.residual_bias = nn.Parameter(new(*copies, self.width)) if residual == "bias" else None
-        self.position_embedding = None if positions is None else nn.Parameter(new(self.positions, self.width))
+        shape = (self.width, self.width) if tied else (self.layers, self.width, self.width)
+        self.attention_weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        self.feedforward_weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
         self.head = nn.Linear(self.width, self.classes, dtype=dtype)
         matrices = [self.head.weight, *([] if self.projection is None else [self.projection.weight])]
         for weight in (self.attention_weight, self.feedforward_weight):
@@ -114,9 +93,8 @@ class TextUT(PretrainedModel):
     @property
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, with the size of the embeddings, whose values are among the weights."""
-        names = ("classes", "layers", "width", "attention_width", "residual", "tied", "scale", "positions")
         size = [self.embedding.num_embeddings, self.embedding.embedding_dim]
-        return {"embedding": size, **{name: getattr(self, name) for name in (*names, "frozen_embedding")}}
+        return {"embedding": size, **{name: getattr(self, name) for name in _NAMES}}
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the word embeddings, under the name that transformers' models have for them."""
@@ -133,7 +111,7 @@ class TextUT(PretrainedModel):
 
         Raises:
             InputError: a wrong shape, dtype or device; on the CPU an id outside the vocabulary or a text without
-                tokens; more tokens than positions; `depth` not in 0..layers.
+                tokens; `depth` not in 0..layers.
         """
         depth = self.layers if depth is None else check_depth("depth", depth, 0, self.layers)
         (states,) = deque(self._depths(tokens, depth, lengths), maxlen=1)
@@ -177,19 +155,15 @@ class TextUT(PretrainedModel):
         """Yield the states of every depth, pooled only when called."""
         states = self._embed(tokens, lengths)
         pooling = _pooling(states, lengths)
-        first = states
-        attention, feedforward, biases = (
-            [parameter] * self.layers if self.tied or parameter is None else list(parameter.unbind())
-            for parameter in (self.attention_weight, self.feedforward_weight, self.residual_bias)
+        attention, feedforward = (
+            [parameter] * self.layers if self.tied else parameter.unbind()
+            for parameter in (self.attention_weight, self.feedforward_weight)
         )
         yield functools.partial(_pooled, states, pooling)
-        for w, v, bias in list(zip(attention, feedforward, biases, strict=True))[:depth]:
-            assert w is not None  # only the bias may be missing
-            assert v is not None
+        for w, v in zip(attention[:depth], feedforward[:depth], strict=True):
             mixed = ops.symmetric_attention(states @ w.mT, states, scale=self.scale, lengths=lengths)
-            residual = bias if bias is not None else first if self.residual == "input" else states
             # Under autocast the attention's output has its dtype, and so has all that follows.
-            states = ops.residual_linear(mixed, -0.5 * (v + v.mT), residual, nonlinearity="relu")
+            states = ops.residual_linear(mixed, -0.5 * (v + v.mT), states, nonlinearity="relu")
             yield functools.partial(_pooled, states, pooling)
 
     def _embed(self, tokens: Tensor, lengths: Tensor | None) -> Tensor:
@@ -202,11 +176,6 @@ class TextUT(PretrainedModel):
         shape = tokens.shape if is_ids else tokens.shape[:-1]
         if shape[-1] == 0:
             raise InputError(f"tokens must hold at least one token a text, got shape {tuple(tokens.shape)}")
-        if self.positions is not None and shape[-1] > self.positions:
-            raise InputError(
-                f"tokens holds {shape[-1]} tokens a text, more than the {self.positions} positions of the model: "
-                "truncate the texts"
-            )
         if not is_ids:
             check_shape("tokens", tokens, (*shape, self.embedding.embedding_dim), "tokens by the embeddings' width")
             check_together(tokens=tokens, embedding=self.embedding.weight)
@@ -216,11 +185,7 @@ class TextUT(PretrainedModel):
             _check_range(lengths, 1, shape[-1], f"lengths must be from 1 to the {shape[-1]} tokens of a text, got {{}}")
         # Before the projections: what stands at padding (NaN too) would reach their weights' gradients.
         states = without_padding(states, padding_mask(lengths, states))
-        if self.projection is not None:
-            states = self.projection(states)
-        if self.position_embedding is not None:
-            states = states + self.position_embedding[: shape[-1]]
-        return states
+        return states if self.projection is None else self.projection(states)
 
     def _look_up(self, ids: Tensor) -> Tensor:
         words = self.embedding.num_embeddings

@@ -16,12 +16,9 @@ from cdt_fast.checks import InputError
 
 CASES: list[dict[str, Any]] = [
     {},
-    {"residual": "input"},
-    {"residual": "bias"},
-    {"residual": "bias", "tied": True},
-    {"tied": True, "scale": 0.3, "attention_width": 3},
-    {"width": 4, "attention_width": 7, "positions": 9},
-    {"width": 9, "positions": 7, "residual": "input"},
+    {"tied": True, "scale": 0.3},
+    {"width": 4},
+    {"width": 9, "tied": True},
 ]
 LENGTHS = torch.tensor([7, 1, 4])
 LABELS = torch.tensor([2, 0, 1])
@@ -49,9 +46,7 @@ def written_logits(model: models.TextUT, vectors: Tensor) -> list[Tensor]:
     """The logits of all depths of one text `[T, width of the embeddings]` without padding, in loops over tokens."""
     if model.projection is not None:
         vectors = torch.stack([model.projection.weight @ vector for vector in vectors])
-    if model.position_embedding is not None:
-        vectors = torch.stack([vector + model.position_embedding[place] for place, vector in enumerate(vectors)])
-    first, tokens = vectors, vectors
+    tokens = vectors
     logits = [model.head.weight @ tokens.mean(0) + model.head.bias]
     for layer in range(model.layers):
         w, v = (
@@ -59,17 +54,13 @@ def written_logits(model: models.TextUT, vectors: Tensor) -> list[Tensor]:
             for parameter in (model.attention_weight, model.feedforward_weight)
         )
         following = []
-        for index, token in enumerate(tokens):
+        for token in tokens:
             scores = torch.stack([model.scale * (w @ token) @ (w @ other) for other in tokens])
             weights = torch.exp(scores - scores.max().detach())
             mixed = torch.zeros_like(token)
             for weight, other in zip(weights / weights.sum(), tokens, strict=True):
                 mixed = mixed + weight * other
-            if model.residual_bias is not None:
-                residual = model.residual_bias if model.tied else model.residual_bias[layer]
-            else:
-                residual = first[index] if model.residual == "input" else token
-            update = -0.5 * (mixed @ v + mixed @ v.T) + residual
+            update = -0.5 * (mixed @ v + mixed @ v.T) + token
             following.append(torch.where(update > 0, update, torch.zeros_like(update)))
         tokens = torch.stack(following)
         logits.append(model.head.weight @ tokens.mean(0) + model.head.bias)
@@ -115,7 +106,7 @@ def test_losses_and_gradients_are_those_of_the_formula(options: dict[str, Any], 
 
 
 def test_what_stands_at_padding_reaches_neither_a_logit_nor_a_gradient() -> None:
-    model = made(width=4, positions=7)
+    model = made(width=4)
     vectors = torch.randn(3, 7, 6, generator=generator(5), dtype=torch.float64)
     poisoned = vectors.clone()
     for row, length in enumerate(LENGTHS.tolist()):
@@ -142,35 +133,30 @@ def test_embeddings_in_place_of_ids_and_any_leading_dimensions() -> None:
 
 def test_new_weights_start_as_xavier_says() -> None:
     torch.manual_seed(0)
-    model = models.TextUT((300, 32), 4, 2, width=48, attention_width=16, residual="bias", positions=5)
+    model = models.TextUT((300, 32), 4, 2, width=48)
     assert model.projection is not None
-    assert model.residual_bias is not None
-    assert model.position_embedding is not None
     for stack in (model.attention_weight, model.feedforward_weight, [model.projection.weight], [model.head.weight]):
         for matrix in stack:
             bound = math.sqrt(6 / sum(matrix.shape))
             assert 0.9 * bound < matrix.abs().max() <= bound
     assert not model.attention_weight[0].equal(model.attention_weight[1])
-    for zero in (model.head.bias, model.residual_bias, model.position_embedding):
-        assert not zero.any()
+    assert not model.head.bias.any()
     assert model.embedding.weight.std().item() == pytest.approx(32**-0.5, rel=0.05)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_embeddings_are_copied_from_a_pretrained_model(frozen: bool) -> None:
+def test_embeddings_are_copied_from_a_pretrained_model() -> None:
     table = torch.randn(11, 6, generator=generator(2))
-    model = models.TextUT(table, 3, 2, width=5, frozen_embedding=frozen)
+    model = models.TextUT(table, 3, 2, width=5)
     total, _ = model.layer_losses(ids(), LABELS, [1.0, 1.0, 1.0])
     total.backward()
-    assert (model.embedding.weight.grad is None) == frozen
-    assert model.embedding.weight.requires_grad != frozen
+    assert model.embedding.weight.grad is not None
     with torch.no_grad():
         model.embedding.weight.zero_()
     assert table.any()
     assert model.get_input_embeddings() is model.embedding
 
 
-@pytest.mark.parametrize("options", [*CASES, {"frozen_embedding": True}])
+@pytest.mark.parametrize("options", CASES)
 def test_a_round_trip_is_bit_for_bit_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
     model = made(**options)
     model.save_pretrained(tmp_path)
@@ -180,7 +166,6 @@ def test_a_round_trip_is_bit_for_bit_the_same(tmp_path: Path, options: dict[str,
         assert isinstance(loaded, models.TextUT)
         assert loaded.config == model.config
         assert torch.equal(loaded(ids(), lengths=LENGTHS), model(ids(), lengths=LENGTHS))
-        assert loaded.embedding.weight.requires_grad == model.embedding.weight.requires_grad
 
 
 NAN = float("nan")
@@ -198,10 +183,7 @@ NAN = float("nan")
         ((torch.zeros(3, 2, dtype=torch.int64), 2, 1), {}, "embedding"),
         (("bert", 2, 1), {}, "embedding"),
         (((11, 6), 2, 1), {"width": 0}, "width"),
-        (((11, 6), 2, 1), {"attention_width": -1}, "attention_width"),
-        (((11, 6), 2, 1), {"residual": "none"}, "residual"),
         (((11, 6), 2, 1), {"scale": NAN}, "scale"),
-        (((11, 6), 2, 1), {"positions": 0}, "positions"),
     ],
 )
 def test_a_bad_argument_of_the_model_is_named(arguments: Any, options: dict[str, Any], word: str) -> None:
@@ -218,7 +200,6 @@ def test_a_bad_argument_of_the_model_is_named(arguments: Any, options: dict[str,
         (torch.zeros(2, 3, dtype=torch.bool), {}, "tokens"),
         (torch.zeros(3, 5, dtype=torch.float64), {}, "width"),
         (torch.zeros(1, 3, 6), {}, "float32"),
-        (torch.zeros(1, 8, dtype=torch.int64), {}, "7 positions"),
         (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3, 0])}, "from 1 to the 3.*got 0"),
         (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3, 4])}, "got 4"),
         (torch.zeros(2, 3, dtype=torch.int64), {"lengths": torch.tensor([3])}, "lengths"),
@@ -229,4 +210,4 @@ def test_a_bad_argument_of_the_model_is_named(arguments: Any, options: dict[str,
 )
 def test_a_bad_input_is_named(tokens: Tensor, options: dict[str, Any], word: str) -> None:
     with pytest.raises(InputError, match=word):
-        made(positions=7)(tokens, **options)
+        made()(tokens, **options)
