@@ -31,7 +31,6 @@ from cdt_fast.video.noise import noisy_batches
 from cdt_fast.video.quality import dct3d_shifted_denoise, mean_psnr
 from cdt_fast.video.settings import VideoSettings
 
-_STYLES = {"identity": ":", "blur": (0, (1, 3)), "dct": "--", "dct3d": "-.", "dct3d_shifted": (0, (3, 1, 1, 1))}
 _SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
 
 
@@ -47,14 +46,8 @@ def drawings() -> list[Drawing]:
 def baseline_label(run: EvaluatedRun, name: str) -> str:
     """Name a baseline without weights that a run was measured beside."""
     data = run.settings.data
-    patch = f"{data.patch}x{data.patch}"
-    return {
-        "identity": "identity (the noisy frames)",
-        "blur": "mean of 3x3 pixels",
-        "dct": f"DCT {patch}, hard threshold",
-        "dct3d": f"3-D DCT {patch}x{data.window}, hard threshold",
-        "dct3d_shifted": f"3-D DCT {patch}x{data.window}, shifted grids",
-    }[name]
+    shifted = f"3-D DCT {data.patch}x{data.patch}x{data.window}, shifted grids"
+    return {"identity": "identity (the noisy frames)", "dct3d_shifted": shifted}.get(name, name)
 
 
 def level_sign(run: EvaluatedRun) -> str:
@@ -85,7 +78,8 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     figure, (axis,) = axes_of()
     reference = runs[0].evaluation
     for name, values in reference.baseline_rmse.items():
-        axis.plot(reference.gamma, values, linestyle=_STYLES[name], color=GRAY, label=baseline_label(runs[0], name))
+        style = ":" if name == "identity" else "--"
+        axis.plot(reference.gamma, values, linestyle=style, color=GRAY, label=baseline_label(runs[0], name))
     plot_runs(axis, runs, "rmse", reference.gamma)
     mark_training(axis, runs[0].settings.noise)
     axis.set(xlabel=f"noise level {level_sign(runs[0])}", ylabel="RMSE (0..255)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,18 +61,16 @@ def orthonormal_dct(size: int) -> Tensor:
     return matrix.to(torch.float32)
 
 
-def dct_denoise(frames: Tensor, noise_deviation: float, patch: int, over_time: bool = False) -> Tensor:
-    """Threshold the DCT of every patch of every frame.
+def dct3d_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
+    """Threshold the three-dimensional DCT of every patch position over the window.
 
     Args:
         frames: `[b, T, h, w]`, h and w multiples of `patch`.
         noise_deviation: standard deviation of the noise, in the units of `frames`.
         patch: side of a patch in pixels.
-        over_time: of the three-dimensional DCT of every patch position over the window.
     """
     batch, time, height, width = frames.shape
-    space = orthonormal_dct(patch).to(frames)
-    transform = (orthonormal_dct(time) if over_time else torch.eye(time)).to(frames)
+    space, transform = orthonormal_dct(patch).to(frames), orthonormal_dct(time).to(frames)
     blocks = frames.view(batch, time, height // patch, patch, width // patch, patch)
     coefficients = torch.einsum("fi,btrick,gk->btrfcg", space, blocks, space)
     coefficients = torch.einsum("st,btrfcg->bsrfcg", transform, coefficients)
@@ -82,9 +79,6 @@ def dct_denoise(frames: Tensor, noise_deviation: float, patch: int, over_time: b
     kept[:, :, :, 0, :, 0] = True
     coefficients = torch.einsum("st,bsrfcg->btrfcg", transform, coefficients * kept)
     return torch.einsum("fi,btrfcg,gk->btrick", space, coefficients, space).reshape(frames.shape)
-
-
-dct3d_denoise = partial(dct_denoise, over_time=True)
 
 
 def dct3d_shifted_denoise(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
@@ -99,17 +93,8 @@ def dct3d_shifted_denoise(frames: Tensor, noise_deviation: float, patch: int) ->
     return total / len(places) ** 2
 
 
-def blur(frames: Tensor, noise_deviation: float, patch: int) -> Tensor:
-    """Return the mean of 3 x 3 pixels, whatever the noise; arguments as above."""
-    mirrored = torch.nn.functional.pad(frames, (1, 1, 1, 1), mode="reflect")
-    return torch.nn.functional.avg_pool2d(mirrored, 3, stride=1)
-
-
 BASELINES: dict[str, Callable[[Tensor, float, int], Tensor]] = {
     "identity": lambda frames, noise_deviation, patch: frames,
-    "blur": blur,
-    "dct": dct_denoise,
-    "dct3d": dct3d_denoise,
     "dct3d_shifted": dct3d_shifted_denoise,
 }
 

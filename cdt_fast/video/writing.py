@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
+from heapq import merge
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from cdt_fast.video.data.source import DEFAULT_FRAME_RATE
 from cdt_fast.video.data.video_file import LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix
 
 # Containers that take H.264 and state the frame rate. Others that FFmpeg knows by their suffix (.gif, .webm, .png) take
-# other codecs; .ts and .flv do not keep every rate.
-CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".avi")
-_ONE_RATE = ".avi"  # holds frames at one rate alone
+# other codecs; .ts and .flv do not keep every rate, and .avi holds one rate alone.
+CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv")
 _TICKS = 90_000  # a second, at least, of a video's frame times
 _TIME_TOLERANCE = Fraction(2, 1000)  # containers round times to milliseconds or coarser ticks
 _TRIED_PACKETS = 3
@@ -70,45 +69,25 @@ def write_video(
         OSError: the disk is full.
     """
     av = require("av", "video", "writing video")
-    rate = source.frame_rate or DEFAULT_FRAME_RATE
-    number, last, even, notes, lost = -1, -1, True, [], []
+    rate, count = source.frame_rate or DEFAULT_FRAME_RATE, 0
+    lost: list[str] = []
+    notes: list[str] = []
     try:
         first = next(frames)
         height, width = first.shape[:2]
-        own_times = bool(source.times) and target.suffix.lower() != _ONE_RATE
-        tick = Fraction(1, rate.numerator * -(-_TICKS // rate.numerator)) if own_times else 1 / rate
         tags = {"colorspace": yuv_matrix(UNSPECIFIED, height, width), "color_range": LIMITED_RANGE, **source.tags}
-        with av.open(str(path), "w") as container, ExitStack() as stack:
+        with av.open(str(path), "w") as container:
             stream = container.add_stream("libx264", rate=rate, options=_ENCODING)
+            stream.width, stream.height = width, height
             # 4:2:0 is what every player takes; it needs even sides.
-            stream.width, stream.height, stream.pix_fmt = (
-                width,
-                height,
-                "yuv444p" if width % 2 or height % 2 else "yuv420p",
-            )
-            stream.codec_context.time_base = stream.time_base = tick
+            stream.pix_fmt = "yuv444p" if width % 2 or height % 2 else "yuv420p"
             for name, value in tags.items():
                 setattr(stream.codec_context, name, value)
-            carry_until = (
-                _carrier(stack, source, container, lost, notes) if isinstance(source, VideoFile) else lambda _: None
-            )
-            for number, frame in enumerate(chain([first], frames)):
-                picture = av.VideoFrame.from_ndarray(
-                    np.ascontiguousarray(np.broadcast_to(frame, (height, width, 3))), format="rgb24"
-                )
-                picture.colorspace = yuv_matrix(tags["colorspace"], height, width)
-                picture = picture.reformat(format=stream.pix_fmt, dst_color_range=tags["color_range"] or LIMITED_RANGE)
-                # Frames are at the steady rate until one departs from it, then at their own times.
-                shown = source.times[number] - source.times[0] if source.times else number / rate
-                even = even and abs(shown - number / rate) <= _TIME_TOLERANCE
-                last = max(last + 1, round((shown if own_times and not even else number / rate) / tick))
-                picture.time_base, picture.pts = tick, last
-                for packet in stream.encode(picture):
-                    container.mux(packet)
-                    if packet.dts is not None:
-                        carry_until(packet.dts * packet.time_base)
-            container.mux(stream.encode(None))
-            carry_until(None)
+            pictures = _encoded(stream, chain([first], frames), source, rate, tags)
+            sound = _carried(source, container, lost, notes) if isinstance(source, VideoFile) else iter(())
+            for packet in merge(pictures, sound, key=lambda packet: packet.dts * packet.time_base):
+                count += packet.stream.type == "video"
+                container.mux(packet)
         if isinstance(source, VideoFile):
             with source.opened() as opened, av.open(str(path)) as written:
                 names = _tags(opened, source.stream(opened)) - _tags(written, written.streams.video[0])
@@ -119,55 +98,55 @@ def write_video(
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(error.errno, error.strerror) from error
         raise InputError(f"{target}: cannot be written as video ({error})") from error
-    if not even and not own_times:
-        notes.append(f"uneven frame times do not come through in {target.suffix}; .mp4 and .mkv hold them")
     if lost := [*source.lost, *lost]:
         notes.append(f"does not come through: {', '.join(dict.fromkeys(lost))}")
-    return {"frames": number + 1, "width": width, "height": height, "frame_rate": float(rate)}, notes
+    return {"frames": count, "width": width, "height": height, "frame_rate": float(rate)}, notes
 
 
-def _carrier(
-    stack: ExitStack, source: VideoFile, container: Any, lost: list[str], notes: list[str]
-) -> Callable[[Fraction | None], None]:
-    """Copy tags and chapters of `source`, and return what copies the packets of its sound up to a time in seconds
-    (None: all that are left). What the container does not take is added to `lost` and `notes`.
+def _encoded(
+    stream: Any, frames: Iterable[np.ndarray], source: FrameSource, rate: Fraction, tags: dict[str, Any]
+) -> Iterator[Any]:
+    """Yield the packets of frames, at the steady rate until one departs from it, then at their own times."""
+    av = require("av", "video", "writing video")
+    tick = Fraction(1, rate.numerator * -(-_TICKS // rate.numerator)) if source.times else 1 / rate
+    stream.codec_context.time_base = stream.time_base = tick
+    last, even = -1, True
+    for number, frame in enumerate(frames):
+        colored = np.ascontiguousarray(np.broadcast_to(frame, (stream.height, stream.width, 3)))
+        picture = av.VideoFrame.from_ndarray(colored, format="rgb24")
+        picture.colorspace = yuv_matrix(tags["colorspace"], stream.height, stream.width)
+        picture = picture.reformat(format=stream.pix_fmt, dst_color_range=tags["color_range"] or LIMITED_RANGE)
+        shown = source.times[number] - source.times[0] if source.times else number / rate
+        even = even and abs(shown - number / rate) <= _TIME_TOLERANCE
+        last = max(last + 1, round((number / rate if even else shown) / tick))
+        picture.time_base, picture.pts = tick, last
+        yield from stream.encode(picture)
+    yield from stream.encode(None)
+
+
+def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str]) -> Iterator[Any]:
+    """Copy tags and chapters of `source`, then yield the packets of its sound. What the container does not take is
+    added to `lost` and `notes`.
     """
-    reading = source.opened()
-    opened = reading.__enter__()
-    stack.callback(
-        reading.__exit__, None, None, None
-    )  # what fails meanwhile is the writing, which has its own messages
-    start, form = source.times[0], container.format.name
-    chapters = opened.chapters()
-    if chapters and form == "avi":
-        lost.append("chapters")
-    else:
+    start, carried = source.times[0], {}
+    with source.opened() as opened:
+        chapters, video = opened.chapters(), source.stream(opened)
         container.set_chapters(list(_moved(chapters, start)))
-    container.metadata.update(_texts(opened, {name for name in opened.metadata if name.lower() not in _FILE_TAGS}))
-    video, carried = source.stream(opened), {}
-    container.streams.video[0].metadata.update(_texts(video, _STREAM_TAGS))
-    for stream in opened.streams:
-        if stream.type == "audio" and stream.codec_context is not None:
-            if _takes(form, source, stream.index):
-                there = carried[stream.index] = container.add_stream_from_template(stream)
-                there.disposition = stream.disposition.value
-                there.metadata.update(_texts(stream, _STREAM_TAGS))
-            else:
-                name = stream.codec_context.name
-                notes.append(f"sound in {name} does not come through in this container; .mkv takes most")
-        elif stream is not video and not (chapters and stream.type == "data" and stream.name == _CHAPTER_TRACK):
-            lost.append(_named(stream))
-    streams = [opened.streams[index] for index in carried]
-    packets = _assigned(opened.demux(streams), carried, start, lost) if streams else iter(())
-    waiting = next(packets, None)
-
-    def carry_until(time: Fraction | None) -> None:
-        nonlocal waiting
-        while waiting is not None and (time is None or waiting.dts * waiting.time_base <= time):
-            container.mux(waiting)
-            waiting = next(packets, None)
-
-    return carry_until
+        container.metadata.update(_texts(opened, {name for name in opened.metadata if name.lower() not in _FILE_TAGS}))
+        container.streams.video[0].metadata.update(_texts(video, _STREAM_TAGS))
+        for stream in opened.streams:
+            if stream.type == "audio" and stream.codec_context is not None:
+                if _takes(container.format.name, source, stream.index):
+                    there = carried[stream.index] = container.add_stream_from_template(stream)
+                    there.disposition = stream.disposition.value
+                    there.metadata.update(_texts(stream, _STREAM_TAGS))
+                else:
+                    name = stream.codec_context.name
+                    notes.append(f"sound in {name} does not come through in this container; .mkv takes most")
+            elif stream is not video and not (chapters and stream.type == "data" and stream.name == _CHAPTER_TRACK):
+                lost.append(_named(stream))
+        if carried:
+            yield from _assigned(opened.demux([opened.streams[index] for index in carried]), carried, start, lost)
 
 
 def _moved(chapters: list[Any], start: Fraction) -> Iterator[Any]:

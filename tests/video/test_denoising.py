@@ -235,7 +235,7 @@ def test_bad_targets_are_one_line_and_change_nothing(
         (existing, ["exists already", "--overwrite"]),
         ("out", ["has no suffix", ".mp4"]),
         ("out.xyz", ["ends in .xyz", ".mp4"]),
-        ("out.gif", ["ends in .gif", ".mp4"]),
+        ("out.avi", ["ends in .avi", ".mp4"]),
         ("nowhere/out.mp4", ["there is no folder nowhere"]),
         ("folder.mp4", ["is a folder"]),
     ]:
