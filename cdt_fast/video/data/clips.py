@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from cdt_fast.checks import InputError
 from cdt_fast.listing import ARRAY_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, entries, images, other_images
-from cdt_fast.video.data.pictures import Pictures, holds_pictures
+from cdt_fast.video.data.pictures import Pictures
 from cdt_fast.video.data.source import FrameArray, FrameSource
 from cdt_fast.video.data.video_file import VideoFile
 
@@ -56,7 +56,7 @@ def open_source(path: str | os.PathLike[str]) -> FrameSource:
         raise InputError(f"{place}: {missing}")
     if place.suffix.lower() in ARRAY_SUFFIXES:
         return FrameArray(place)
-    return Pictures(place) if holds_pictures(place) else VideoFile(place)
+    return Pictures(place) if place.suffix.lower() in IMAGE_SUFFIXES else VideoFile(place)
 
 
 def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
@@ -71,7 +71,7 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
     root = Path(path)
     if not root.exists():
         raise InputError(f"{root}: no such file or folder")
-    clips = _clips_below(root, 0, {root.resolve()}) if root.is_dir() else [(root, None)]
+    clips = _clips_below(root, 0) if root.is_dir() else [(root, None)]
     if not clips:
         others = "".join(f"; {other.name} is not supported" for other in other_images(root)[:1])
         raise InputError(
@@ -84,8 +84,8 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
     ]
 
 
-def _clips_below(folder: Path, depth: int, seen: set[Path]) -> list[tuple[Path, Split | None]]:
-    """Find the clips of `folder`; `seen` are the folders that were opened so far, which a link may lead to again."""
+def _clips_below(folder: Path, depth: int) -> list[tuple[Path, Split | None]]:
+    """Find the clips of `folder`. Links to folders are not opened in search of a tree: they may lead back."""
     subfolders = [path for path in entries(folder) if path.is_dir()]
     marked: list[tuple[Path, Split | None]] = [
         (source, split)
@@ -105,11 +105,8 @@ def _clips_below(folder: Path, depth: int, seen: set[Path]) -> list[tuple[Path, 
         return [(folder, None)]
     if sources or depth == _MAX_WRAPPERS:
         return [(source, None) for source in sources]
-    # A folder goes before a link to it.
-    unseen = {part.resolve(): part for part in sorted(subfolders, key=Path.is_symlink, reverse=True)}
-    unseen = {place: part for place, part in unseen.items() if place not in seen}
-    seen |= unseen.keys()
-    data_sets = [(part, found) for part in unseen.values() if (found := _clips_below(part, depth + 1, seen))]
+    wrappers = [part for part in subfolders if not part.is_symlink()]
+    data_sets = [(part, found) for part in wrappers if (found := _clips_below(part, depth + 1))]
     if len(data_sets) > 1:
         choices = ", ".join(sorted(str(part) for part, _ in data_sets))
         raise InputError(f"{folder}: holds {len(data_sets)} data sets; give one of them: {choices}")

@@ -6,9 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import datetime, timedelta
-from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,10 @@ from cdt_fast.video.data.source import FrameSource, require_frames
 
 _GRAY_MODES = frozenset({"1", "L", "LA"})
 _COLOR_MODES = frozenset({"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
-# FFmpeg decodes one picture of these or none, however many they hold.
-_CLIP_FORMATS = ("TIFF", "WEBP", "AVIF")
 _SUBFILE_TYPE, _DESCRIPTION, _SAMPLE_FORMAT = 254, 270, 339  # tags of TIFF
 _SMALLER_COPY, _MASK, _SIGNED = 1, 4, 2  # bits of the first, a value of the last
 _SRGB_GAMMA = 1 / 2.2
-# Dates and times of day by their number of digits.
-_TIMES = {20: "%Y%m%d%H%M%S%f", 17: "%Y%m%d%H%M%S%f", 14: "%Y%m%d%H%M%S", 12: "%H%M%S%f", 9: "%H%M%S%f"}
-_TIMES |= {8: "%Y%m%d", 6: "%H%M%S"}
+_MOST_DIGITS = 11  # of a file's number; of more it is a date and a time, whose steps are not even
 
 
 class Pictures(FrameSource):
@@ -42,7 +36,6 @@ class Pictures(FrameSource):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._seen: dict[str, list[str]] = {}  # notes and the files that they are about
-        self._durations: list[Fraction] = []
         if path.is_dir():
             self.files = images(path)
         if not self.files:
@@ -50,16 +43,12 @@ class Pictures(FrameSource):
             suffixes = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
             raise InputError(f"{path}: the folder holds no frames; expected {suffixes} files{others}")
         if len(self.files) == 1:
-            self._durations = [duration for _, duration in self._each(self.files[0], _duration)]
-            require_frames(path, len(self._durations))
-        if self._durations and all(self._durations):
-            self.frame_rate = len(self._durations) / sum(self._durations, Fraction(0))
+            require_frames(path, sum(1 for _ in self._each(self.files[0], lambda _: None)))
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         colored = any(self._has_color(file) for file in self.files)
         self._seen.clear()
         count = 0
-        self.times = [] if self.frame_rate is None else list(accumulate(self._durations, initial=Fraction(0)))[:-1]
         for file in self.files:
             for frame in self._each(file, lambda image, file=file: self._pixels(image, file, colored)):
                 yield frame
@@ -84,11 +73,8 @@ class Pictures(FrameSource):
                 count, frames = getattr(image, "n_frames", 1), 0
                 if image.format == "TIFF":
                     _require_one_sequence(image, file, count, alone=len(self.files) == 1)
-                elif count > 1 and image.format != "MPO" and self.path.is_dir():
-                    raise InputError(
-                        f"{file}: is an animation of {count} pictures among the frames of a folder; give it by itself, "
-                        "or save its pictures as files"
-                    )
+                elif count > 1 and image.format != "MPO":
+                    raise InputError(f"{file}: is an animation of {count} pictures; convert it to a video, or to files")
                 # Phones add previews and maps of depth to a photo, which is then an MPO.
                 for index in range(1 if image.format == "MPO" else count):
                     image.seek(index)
@@ -131,27 +117,6 @@ class Pictures(FrameSource):
         self._seen.setdefault(what, []).append(file.name)
 
 
-def holds_pictures(path: Path) -> bool:
-    """Tell whether a file has a format whose clips Pillow reads and FFmpeg does not."""
-    pillow = require("PIL.Image", "video", "reading pictures")
-    if path.suffix.lower() in (".tif", ".tiff", ".webp"):
-        return True  # though it cannot be read: Pillow's message is then the better one
-    pillow.init()
-    try:
-        with pillow.open(path, formats=[form for form in _CLIP_FORMATS if form in pillow.OPEN]):
-            return True
-    except Exception:  # not one of these formats, or broken: FFmpeg tries it next
-        return False
-
-
-def _duration(image: Any) -> Fraction:
-    """Return the seconds for which an animation shows its picture, 0 where the file does not say."""
-    if image.format == "TIFF":
-        return Fraction(0)
-    image.load()
-    return Fraction(round(image.info.get("duration", 0)), 1000)
-
-
 def _require_one_sequence(image: Any, file: Path, count: int, alone: bool) -> None:
     """Refuse a TIFF of ImageJ or of OME whose pages are not one frame after the other."""
     text = str(image.tag_v2.get(_DESCRIPTION, ""))
@@ -191,14 +156,9 @@ def naming_signs(files: list[Path]) -> list[str]:
     mixed = [group[0] for group in by_pattern.values()] if len(by_pattern) > 1 else []  # files of two sequences
     missing: dict[int, int] = {}
     if used is not None:
-        numbers = ["".join(row[:used]) for row in rows]
-        missing = _missing([int(number) for number in numbers])
-        times = _as_times(numbers) if missing else None
-        if times is not None and len(by_time := _missing(times)) < len(missing):
-            missing = by_time  # seconds go from 59 to 0
-        else:
-            restarts = [files[at : at + 2] for at in missing if rows[at][: used - 1] != rows[at + 1][: used - 1]]
-            missing, mixed = ({}, mixed or restarts[0]) if restarts else (missing, mixed)
+        missing = _missing(["".join(row[:used]) for row in rows])
+        restarts = [files[at : at + 2] for at in missing if rows[at][: used - 1] != rows[at + 1][: used - 1]]
+        missing, mixed = ({}, mixed or restarts[0]) if restarts else (missing, mixed)
     elif len(files) > 1 and not mixed:
         mixed = next(files[at : at + 2] for at in range(len(files) - 1) if rows[at] == rows[at + 1])
     signs = []
@@ -216,20 +176,10 @@ def naming_signs(files: list[Path]) -> list[str]:
     return signs
 
 
-def _missing(numbers: list[int]) -> dict[int, int]:
+def _missing(numbers: list[str]) -> dict[int, int]:
     """Count the numbers that are missing after each index, if most numbers are the same step apart."""
-    steps = [later - earlier for earlier, later in pairwise(numbers)]
+    steps = [int(later) - int(earlier) for earlier, later in pairwise(numbers)]
     usual, times = max(Counter(steps).items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
-    if 2 * times <= len(steps):
+    if 2 * times <= len(steps) or len(numbers[0]) > _MOST_DIGITS:
         return {}
     return {at: round(step / usual) - 1 for at, step in enumerate(steps) if round(step / usual) > 1}
-
-
-def _as_times(numbers: list[str]) -> list[int] | None:
-    """Convert numbers whose last digits are all dates or times of day to microseconds; None if they are not."""
-    for length, form in _TIMES.items():
-        if len(numbers[0]) >= length and len({number[:-length] for number in numbers}) == 1:
-            with suppress(ValueError):
-                moments = [datetime.strptime(number[-length:], form) for number in numbers]
-                return [(moment - datetime.min) // timedelta(microseconds=1) for moment in moments]
-    return None
