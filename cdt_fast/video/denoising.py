@@ -133,20 +133,16 @@ def denoise_video(
     """
     depth = model.layers if depth is None else depth
     most = settings.data.patch if isinstance(model, DUST) else 1
-    for refused, words in (
-        (not 0 <= depth <= model.layers, f"--depth must be from 0 to {model.layers}, got {depth}"),
-        (grids is not None and not 1 <= grids <= most, f"--grids must be from 1 to {most}, got {grids}"),
-        (
-            sigma is not None and not is_adaptive(model),
-            f"--sigma is {sigma}, and the model is not noise-adaptive: it takes the noise as it comes",
-        ),
-        (
-            sigma is not None and not 0 < sigma < float("inf"),
-            f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma}",
-        ),
-    ):
-        if refused:
-            raise InputError(words)
+    if not 0 <= depth <= model.layers:
+        raise InputError(f"--depth must be from 0 to {model.layers}, got {depth}")
+    if grids is not None and not 1 <= grids <= most:
+        raise InputError(f"--grids must be from 1 to {most}, got {grids}")
+    if sigma is not None and not is_adaptive(model):
+        raise InputError(f"--sigma is {sigma}, and the model is not noise-adaptive: it takes the noise as it comes")
+    if sigma is not None and not 0 < sigma < float("inf"):
+        raise InputError(
+            f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma}"
+        )
     frames, target = open_source(source), Path(target)
     check_target(target, Path(source), overwrite)
     if caution:

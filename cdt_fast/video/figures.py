@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from cdt_fast.checks import InputError
 from cdt_fast.files import replaced_atomically
 from cdt_fast.training.figures import (
     GRAY,
@@ -101,13 +98,13 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
     """Draw a row a noise level; None where a run has kept no frames."""
     if not all(run.folder.frames.exists() for run in runs):
         return None
-    kept = [read_frames(run.folder.frames) for run in runs]
-    gammas, frames = kept[0]
+    kept = [load_file(run.folder.frames) for run in runs]  # of `keep_frames`
+    gammas, frames = kept[0]["gammas"], kept[0]["frames"]
     titles = ["clean", "noisy", baseline_label(runs[0], "dct3d_shifted"), *(run.label for run in runs)]
     size = (2.6 * len(titles), 2.8 * len(gammas))
     figure, axes = pyplot().subplots(len(gammas), len(titles), figsize=size, squeeze=False, layout="constrained")
     for number, (row, gamma) in enumerate(zip(axes, gammas.tolist(), strict=True)):
-        shown = [*frames[number, :3], *(others[number, 3] for _, others in kept)]
+        shown = [*frames[number, :3], *(others["frames"][number, 3] for others in kept)]
         for axis, title, frame in zip(row, titles, shown, strict=True):
             level = f", {level_sign(runs[0])} = {gamma:g}" if title == "noisy" else ""
             error = 255 * (frame - shown[0]).square().mean().sqrt().item()
@@ -119,7 +116,9 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
 
 @torch.no_grad()
 def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSettings) -> None:
-    """Write the frames that a report shows: the middle of the test window with the most detail, noisy at two levels."""
+    """Write what a report shows of the test window with the most detail: noise levels, and frames `[levels, 4, h, w]`
+    of its middle in [0, 1], clean, noisy, by the DCT and denoised.
+    """
     nearest = min(settings.evaluation.gammas, key=lambda gamma: abs(gamma - _SHOWN_GAMMA))
     gammas = sorted({settings.typical_noise, nearest})
     number = max(range(len(data.test)), key=lambda index: data.test.batch([index]).float().diff().var().item())
@@ -132,16 +131,3 @@ def keep_frames(path: Path, model: Denoiser, data: VideoData, settings: VideoSet
         shown.append(torch.cat([clean, given, transformed, denoised])[:, data.test.window // 2].float().cpu())
     with replaced_atomically(path) as temporary:
         save_file({"gammas": torch.tensor(gammas, dtype=torch.float64), "frames": torch.stack(shown)}, temporary)
-
-
-def read_frames(path: Path) -> tuple[Tensor, Tensor]:
-    """Return the noise levels, and frames in [0, 1] `[levels, 4, h, w]`: clean, noisy, by the DCT, denoised.
-
-    Raises:
-        InputError: the file is not whole.
-    """
-    try:
-        kept = load_file(path)
-        return kept["gammas"], kept["frames"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise InputError(f"{path}: cannot be read, or is cut short ({error}); evaluate the run again") from error

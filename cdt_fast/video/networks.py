@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -136,72 +137,57 @@ def reconstructed(
         only_last: the result of the last of these depths is enough.
     """
     stop = 1 + (model.layers if depth is None else depth)
-    cut, results = _Grids(settings, settings.grid_places(grids), noisy), [noisy]
-    whole = cut.continued(noisy)
+    places, shape, patch = settings.grid_places(grids), noisy.shape[-2:], settings.data.patch
+    # A sequence over places would see what grids of one size hold beyond the frame's border.
+    together = max(1, _PIXELS_AT_ONCE // noisy.numel()) if settings.sequence == "time" else 1
+    groups = [places[first : first + together] for first in range(0, len(places), together)]
+    top, left = _furthest(places)
+
+    def filled(some: Places) -> list[int]:  # the least size that holds the moved frames, and that patches fill
+        return [-(-(side + by) // patch) * patch for side, by in zip(shape, _furthest(some), strict=True)]
+
+    def whole(frames: Tensor) -> Tensor:
+        height, width = filled(places)
+        return continued(frames, (left, width - shape[1], top, height - shape[0]))
+
+    def cut(frames: Tensor, some: Places) -> Tensor:  # those of small frames as so many windows
+        parts = [_part(frames, top - row, left - column, *filled(some)) for row, column in some]
+        return tokens_of(torch.stack(parts, 1).flatten(0, 1), settings)
+
+    def shown(tokens: Tensor, some: Places) -> Tensor:
+        size = (-1, noisy.shape[1], *filled(some))
+        frames = from_patches(tokens, size, patch, settings.sequence, settings.data.patch_frames)
+        moved = frames.unflatten(0, (-1, len(some))).unbind(1)
+        return torch.stack([_part(part, *at, *shape) for part, at in zip(moved, some, strict=True)]).sum(0)
+
+    def means(tokens_at: Callable[[Places], list[Tensor]]) -> list[Tensor]:
+        sums = ([shown(tokens, some) for tokens in tokens_at(some)] for some in groups)
+        totals = reduce(lambda before, more: [a + b for a, b in zip(before, more, strict=True)], sums)
+        return [total / len(places) for total in totals]
 
     def alone(some: Places) -> list[Tensor]:
-        tokens = cut.tokens(whole, some)
+        tokens = cut(first, some)
         known = known_deviation(model, deviation, len(tokens))
         return [model(tokens, depth=depth, **known)] if only_last else model.reconstructions(tokens, **known)[:stop]
 
-    if not settings.crops:
-        return cut.means(alone)
-    assert isinstance(model, DUST)
-
     def prepared(some: Places) -> tuple[Tensor, Callable[[int, Tensor], Tensor]]:
-        tokens = cut.tokens(whole, some)
+        assert isinstance(model, DUST)
+        tokens = cut(first, some)
         return tokens, model.refinement(tokens, **known_deviation(model, deviation, len(tokens)))
 
-    of_all = prepared(cut.places) if len(cut.groups) == 1 else None
+    first, results = whole(noisy), [noisy]
+    if not settings.crops:
+        return means(alone)
+    of_all = prepared(places) if len(groups) == 1 else None
     for level in range(1, stop):
-        given = whole if level == 1 else cut.continued(results[-1])
+        given = first if level == 1 else whole(results[-1])
 
         def refined(some: Places, level: int = level, given: Tensor = given) -> list[Tensor]:
             tokens, refine = of_all or prepared(some)
-            return [refine(level, tokens if given is whole else cut.tokens(given, some))]
+            return [refine(level, tokens if given is first else cut(given, some))]
 
-        results += cut.means(refined)
+        results += means(refined)
     return results
-
-
-class _Grids:
-    """Grids of patches over frames `[b, T, h, w]`, moved to these places: those of small frames as so many windows."""
-
-    def __init__(self, settings: VideoSettings, places: Places, frames: Tensor) -> None:
-        self._settings, (_, self._times, *self._shape), self.places = settings, frames.shape, places
-        # A sequence over places would see what grids of one size hold beyond the frame's border.
-        together = max(1, _PIXELS_AT_ONCE // frames.numel()) if settings.sequence == "time" else 1
-        self.groups = [places[first : first + together] for first in range(0, len(places), together)]
-
-    def continued(self, frames: Tensor) -> Tensor:
-        """Return frames as far as the grids reach beyond them."""
-        (top, left), (height, width) = _furthest(self.places), self._filled(self.places)
-        return continued(frames, (left, width - self._shape[1], top, height - self._shape[0]))
-
-    def tokens(self, whole: Tensor, some: Places) -> Tensor:
-        """Return the tokens of these grids, from what `continued` gave."""
-        (top, left), size = _furthest(self.places), self._filled(some)
-        parts = [_part(whole, top - row, left - column, *size) for row, column in some]
-        return tokens_of(torch.stack(parts, 1).flatten(0, 1), self._settings)
-
-    def means(self, tokens_at: Callable[[Places], list[Tensor]]) -> list[Tensor]:
-        """Return the frames of several results, from the tokens of each for some of the grids."""
-        totals: list[Tensor] = []
-        for some in self.groups:
-            found = [self._sum(tokens, some) for tokens in tokens_at(some)]
-            totals = [total + more for total, more in zip(totals, found, strict=True)] if totals else found
-        return [total / len(self.places) for total in totals]
-
-    def _sum(self, tokens: Tensor, some: Places) -> Tensor:
-        data, shape = self._settings.data, (-1, self._times, *self._filled(some))
-        frames = from_patches(tokens, shape, data.patch, self._settings.sequence, data.patch_frames)
-        moved = frames.unflatten(0, (-1, len(some))).unbind(1)
-        return torch.stack([_part(part, *at, *self._shape) for part, at in zip(moved, some, strict=True)]).sum(0)
-
-    def _filled(self, some: Places) -> list[int]:
-        """Return the least size that holds the frames as these grids move them, and that patches fill."""
-        patch = self._settings.data.patch
-        return [-(-(side + by) // patch) * patch for side, by in zip(self._shape, _furthest(some), strict=True)]
 
 
 def _part(frames: Tensor, top: int, left: int, height: int, width: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from cdt_fast.files import read_json
@@ -17,7 +18,7 @@ from cdt_fast.training.factory import build_constraints
 from cdt_fast.video.data import VideoData, Windows, from_patches, to_patches
 from cdt_fast.video.data.windows import DecodedClip, Part
 from cdt_fast.video.evaluation import evaluate, mean_depth_losses
-from cdt_fast.video.figures import keep_frames, read_frames
+from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network, reconstructed
 from cdt_fast.video.noise import noisy_batches
 from cdt_fast.video.quality import (
@@ -83,7 +84,7 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
     data = VideoData(windows, windows, windows, 1 / 255, ("clip",), "time", (), "gray levels")
     model = build_network(config)
     keep_frames(tmp_path / "frames", model, data, config)
-    gammas, frames = read_frames(tmp_path / "frames")
+    gammas, frames = load_file(tmp_path / "frames").values()
     assert gammas.tolist() == [5.0, 25.5]
     for number, gamma in enumerate(gammas.tolist()):
         noisy, clean, deviation = list(noisy_batches(windows, gamma, data.sigma, torch.device("cpu"), batch=1))[1]
@@ -260,7 +261,7 @@ def test_windows_are_those_held_out(trained: Any) -> None:
     data = load_data(config)
 
     def frames(windows: Windows) -> set[int]:
-        starts = [windows.name(index).first_frame for index in range(len(windows))]
+        starts = [windows.name(index)[1] for index in range(len(windows))]
         return {frame for start in starts for frame in range(start, start + 5)}
 
     assert not frames(data.train) & frames(data.test)

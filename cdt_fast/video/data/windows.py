@@ -78,13 +78,6 @@ class Part(NamedTuple):
     stop: int
 
 
-class WindowName(NamedTuple):
-    """Which window this is, the same in every run: its clip, and its first frame counted from the clip's start."""
-
-    clip: str
-    first_frame: int
-
-
 class Splits(NamedTuple):
     """The parts of each split, how they were made, and what was left out."""
 
@@ -111,15 +104,15 @@ def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
     for index, clip in enumerate(clips):
         if clip.frames >= window:
             groups[clip.split == "test"].append(Part(index, 0, clip.frames))
-    for is_test, kind in enumerate(("training", "test")[: 1 + marked]):
-        if not groups[is_test]:
-            of_kind = [clip for clip in clips if (clip.split == "test") == is_test]
-            longest = max(of_kind, key=lambda clip: clip.frames, default=ClipLength("the data set", 0))
-            raise InputError(
-                f"{longest.name}: the longest {kind} clip has {longest.frames} frames, less than one window of "
-                f"{window} frames; choose a shorter window"
-            )
     train, test = groups
+    if not train or (marked and not test):
+        kind = "training" if not train else "test"
+        lengths = {clip.name: clip.frames for clip in clips if (clip.split == "test") == bool(train)}
+        longest = max(lengths, key=lambda name: lengths[name], default="the data set")
+        raise InputError(
+            f"{longest}: the longest {kind} clip has {lengths.get(longest, 0)} frames, less than one window of {window} "
+            "frames; choose a shorter window"
+        )
     number = 1 if marked else 2  # of parts that are held out: validation, and test where no clip is marked
     by_clip = len(train) > number
     if by_clip:
@@ -177,11 +170,11 @@ class Windows:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def name(self, index: int) -> WindowName:
-        """Return the identity of a window: its clip, with the number of a crop, and its first frame."""
+    def name(self, index: int) -> tuple[str, int]:
+        """Return the identity of a window in every run: its clip, with the number of a crop, and its first frame."""
         clip, first, crop, _ = self._samples[index]
         name = self._clips[clip].name
-        return WindowName(f"{name}, crop {crop}" if self._cropped else name, first)
+        return f"{name}, crop {crop}" if self._cropped else name, first
 
     def batch(self, indices: Sequence[int] | Tensor) -> Tensor:
         """Return a copy of windows `[b, T, size, size]` in 0..255: uint8, or float32 of crops, whose differences of
@@ -221,7 +214,6 @@ class VideoData:
         clips: names of all clips, in order.
         method: "clip" when the splits are of whole clips, "time" when each clip is divided.
         notes: what was left out, and what may be damaged, a line each.
-        unit: what `sigma` is, in words.
     """
 
     train: Windows
@@ -231,7 +223,7 @@ class VideoData:
     clips: tuple[str, ...]
     method: str
     notes: tuple[str, ...]
-    unit: str
+    unit: str  # what `sigma` is
 
     def describe(self) -> str:
         """Say what was loaded, in a few lines."""
@@ -293,10 +285,8 @@ def load_video(
 
 def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part], rows: int) -> float:
     # A count of each gray level makes the sums whole numbers: exact, and the same whatever the order of frames.
-    counts = np.zeros(_MAX_LEVEL + 1, dtype=np.int64)
-    for part in parts:
-        for row in clips[part.clip].frames[part.start // rows : part.stop // rows]:
-            counts += np.bincount(row.reshape(-1), minlength=len(counts))
+    frames = (row for part in parts for row in clips[part.clip].frames[part.start // rows : part.stop // rows])
+    counts = np.sum([np.bincount(frame.reshape(-1), minlength=_MAX_LEVEL + 1) for frame in frames], axis=0)
     number, total, squares = (
         sum(level**power * int(count) for level, count in enumerate(counts)) for power in range(3)
     )

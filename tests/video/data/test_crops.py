@@ -83,7 +83,7 @@ def test_no_frame_is_in_two_parts_and_levels_are_gray_levels(tmp_path) -> None:
     np.save(tmp_path / "1.npy", colored(60, 40, 40))
     data = load_video(tmp_path, window=4, size=16, crops=True, progress=False)
     assert data.sigma == 1 / 255
-    starts = [{part.name(index).first_frame for index in range(len(part))} for part in (data.train, data.test)]
+    starts = [{part.name(index)[1] for index in range(len(part))} for part in (data.train, data.test)]
     assert not starts[0] & starts[1]
     assert data.train.batch([0]).shape == (1, 4, 16, 16)
 
