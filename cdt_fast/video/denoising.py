@@ -140,9 +140,7 @@ def denoise_video(
     if sigma is not None and not is_adaptive(model):
         raise InputError(f"--sigma is {sigma}, and the model is not noise-adaptive: it takes the noise as it comes")
     if sigma is not None and not 0 < sigma < float("inf"):
-        raise InputError(
-            f"--sigma must be the noise's standard deviation in gray levels, above 0, or auto, got {sigma}"
-        )
+        raise InputError(f"--sigma must be the noise's standard deviation in gray levels, above 0, got {sigma}")
     frames, target = open_source(source), Path(target)
     check_target(target, Path(source), overwrite)
     if caution:

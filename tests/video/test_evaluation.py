@@ -84,7 +84,8 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
     data = VideoData(windows, windows, windows, 1 / 255, ("clip",), "time", (), "gray levels")
     model = build_network(config)
     keep_frames(tmp_path / "frames", model, data, config)
-    gammas, frames = load_file(tmp_path / "frames").values()
+    kept = load_file(tmp_path / "frames")
+    gammas, frames = kept["gammas"], kept["frames"]
     assert gammas.tolist() == [5.0, 25.5]
     for number, gamma in enumerate(gammas.tolist()):
         noisy, clean, deviation = list(noisy_batches(windows, gamma, data.sigma, torch.device("cpu"), batch=1))[1]

@@ -110,8 +110,8 @@ def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
         lengths = {clip.name: clip.frames for clip in clips if (clip.split == "test") == bool(train)}
         longest = max(lengths, key=lambda name: lengths[name], default="the data set")
         raise InputError(
-            f"{longest}: the longest {kind} clip has {lengths.get(longest, 0)} frames, less than one window of {window} "
-            "frames; choose a shorter window"
+            f"{longest}: the longest {kind} clip has {lengths.get(longest, 0)} frames, less than one window of "
+            f"{window} frames; choose a shorter window"
         )
     number = 1 if marked else 2  # of parts that are held out: validation, and test where no clip is marked
     by_clip = len(train) > number
