@@ -683,18 +683,18 @@ def product_over_rows(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor
     return torch.mm(left.mT, right).to(dtype)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
-    """`total += factor · leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least float32."""
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += leftᵀ right`, `[n, m]` from `[rows, n]` and `[rows, m]`; a total of at least float32."""
     if total.dtype == right.dtype or _adds_in_float32(right.device, right.dtype):
         wider: dict[str, Any] = {} if total.dtype == right.dtype else {"out_dtype": total.dtype}
-        torch.addmm(total, left.mT, right, alpha=factor, out=total, **wider)
+        torch.addmm(total, left.mT, right, out=total, **wider)
         return
     size = max(1, budget(PRODUCT_BYTES, right) // max(1, right.shape[1] * total.dtype.itemsize))
     for part, columns in zip(total.split(size), left.split(size, 1), strict=True):
         # A CPU has no product of narrow factors with a float32 result: there it is rounded once.
         on_cpu = right.device.type == "cpu"
         found = torch.mm(columns.mT, right) if on_cpu else torch.mm(columns.mT, right, out_dtype=total.dtype)
-        part.add_(found, alpha=factor)
+        part.add_(found)
 
 
 @functools.cache

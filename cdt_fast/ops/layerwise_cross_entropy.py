@@ -6,10 +6,9 @@ A chunk costs one product for its losses and two more for its gradients, with on
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -25,11 +24,9 @@ __all__ = ["layerwise_cross_entropy", "layerwise_cross_entropy_reference"]
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # Depths of at most so many rows share a chunk, or of at most as many as the vocabulary has entries.
 FEW_ROWS = 512
-# Bytes of the gradients of logits that are kept for the backward if the weights of the depths are not known in the
-# forward, so that they are not computed twice. Memory grows by no more, however many depths and rows there are.
-KEPT_BYTES = 128 * 2**20
-# Bytes of the gradients of the hidden states up to which scaling them is faster than a second pass of small steps.
-SCALED_BYTES = 8 * 2**20
+# Bytes of the gradients of all logits up to which they are kept for the backward, if the weights of the depths are not
+# known in the forward. A CPU's allocator would take more from its system anew, at the cost of a product.
+KEPT_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 # Bytes, in float32, of the rows that plain torch sweeps together: its dozen steps stay in a CPU's cache.
 SWEEP_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 # Rows of fewer columns are swept with the classes first: torch's loops over so few take several times longer.
@@ -59,8 +56,8 @@ def layerwise_cross_entropy(
 
     With weights, one pass computes losses and gradients together, in three matrix products a chunk, and the backward
     only scales what that pass has found. Without weights, unless the head is frozen, the forward keeps a log-sum-exp a
-    row, and the backward computes the logits again, a fourth product; but not those whose gradients fit a second budget
-    of bytes and are kept, as a classifier's are in either case.
+    row, and the backward computes the logits again, a fourth product, unless the gradients of all logits fit a second
+    budget of bytes, as a classifier's do: then they are kept.
 
     Args:
         hidden_states: L+1 tensors h_l, each `[..., d]`, depth 0 first. They are never stacked.
@@ -114,7 +111,7 @@ def layerwise_cross_entropy(
         dtype=dtype,
         backend=common.choose_backend("layerwise_cross_entropy", weight.new_empty(0, dtype=dtype)),
         fused=False,
-        kept_rows=0,
+        keeps=False,
         needs_hidden=[_needs_gradient(depth) for depth in hidden],
         needs_weight=_needs_gradient(weight),
         needs_bias=_needs_gradient(bias),
@@ -128,8 +125,8 @@ def layerwise_cross_entropy(
     )
     call = common.caller(_CrossEntropy, None, weight, bias, sample, weights, *per_depth_targets, *hidden)
     rows = _number_of_rows(len(hidden), per_depth_targets, sample)
-    fused, kept_rows = _strategy(options, len(hidden), rows, weight, weights is not None)
-    options = options._replace(fused=fused, kept_rows=kept_rows)
+    fused, keeps = _strategy(options, len(hidden), rows, weight, weights is not None)
+    options = options._replace(fused=fused, keeps=keeps)
     results = _operator(hidden, *tensors, *options) if call is None else call(*tensors, options, *hidden)
     total, per_depth = results[:2]
     if weights is not None:
@@ -183,7 +180,7 @@ class _Options(NamedTuple):
     dtype: torch.dtype  # of the products: their factors are cast chunk by chunk, and gradients are rounded once
     backend: str  # of the sweep over the logits of a chunk
     fused: bool  # whether the forward computes the gradients too, up to factors
-    kept_rows: int  # if not fused: the gradients of the logits of up to so many rows are kept for the backward
+    keeps: bool  # if not fused: whether the gradients of all logits are kept for the backward
     needs_hidden: list[bool]
     needs_weight: bool
     needs_bias: bool
@@ -257,21 +254,15 @@ def _sample(targets: Tensor, fraction: float, generator: torch.Generator | None)
     return torch.randperm(tokens, generator=generator, device=device)[:count].to(targets.device)
 
 
-def _strategy(options: _Options, depths: int, rows: int, weight: Tensor, weighted: bool) -> tuple[bool, int]:
-    """The fastest `fused` and `kept_rows` within the budget of bytes."""
+def _strategy(options: _Options, depths: int, rows: int, weight: Tensor, weighted: bool) -> tuple[bool, bool]:
+    """Decide on `fused` and `keeps`."""
     # Whether each gradient is a factor of what the forward can find: of all depths together, or of one alone.
     scalable = weighted or depths == 1 or not (options.needs_weight or options.needs_bias)
     # The compiler may not know the sizes yet.
-    if not options.needs_any or torch.compiler.is_compiling():
-        return options.needs_any and scalable, 0
-    vocabulary, width = weight.shape
-    most = options.chunk_tokens or KEPT_BYTES // (vocabulary * options.dtype.itemsize)
-    # The gradients of a classifier's logits are smaller than those of its hidden states; few of these cost little.
-    small = rows * width * options.dtype.itemsize <= SCALED_BYTES
-    if scalable and (vocabulary > width or rows > most or small):
-        return True, 0
-    # A GPU keeps all or none: the few of a language model that fit would save little there.
-    return False, min(rows, most) if rows <= most or weight.device.type == "cpu" else 0
+    if scalable or not options.needs_any or torch.compiler.is_compiling():
+        return options.needs_any and scalable, False
+    row = weight.shape[0] * options.dtype.itemsize
+    return False, rows <= (options.chunk_tokens or common.budget(KEPT_BYTES, weight) // row)
 
 
 # Rows and chunks
@@ -332,16 +323,10 @@ class _Chunk:
         parts = [depth[rows] if index is None else depth.index_select(0, index) for depth in own]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
 
-    def own(self, per_depth: Tensor) -> Tensor:
-        """The values of its depths, from one for each depth."""
-        return per_depth[self.depths.start : self.depths.stop]
-
     def per_row(self, per_depth: Tensor) -> Tensor:
         """One value for each row, from one for each depth."""
-        return self.own(per_depth).unsqueeze(1).expand(-1, self.stop - self.start).contiguous().view(-1)
-
-    def split_by_depth(self) -> list[_Chunk]:
-        return [replace(self, depths=range(depth, depth + 1)) for depth in self.depths]
+        own = per_depth[self.depths.start : self.depths.stop]
+        return own.unsqueeze(1).expand(-1, self.stop - self.start).contiguous().view(-1)
 
 
 def _number_of_rows(depths: int, targets: Sequence[Tensor], sample: Tensor | None) -> int:
@@ -436,20 +421,6 @@ def _chunks(rows: Sequence[_Rows], weight: Tensor, options: _Options, kinds: Seq
             for start in range(0, count, size):
                 yield _Chunk(some, together[:same], start, min(start + size, count))
             depths = depths[same:]
-
-
-def _kept_sizes(
-    depths: int, weight: Tensor, targets: Sequence[Tensor], sample: Tensor | None, options: _Options
-) -> list[int]:
-    """The rows of the first chunks if every token counts, up to `kept_rows` in all: those that fit are kept."""
-    if not options.kept_rows:
-        return []
-    whole = targets[0].reshape(-1)
-    inner = whole if sample is None else sample
-    groups = _groups(depths, targets, sample)
-    rows = [_Rows(some, None, whole if some.stop == depths else inner, 1.0, 0) for some in groups]
-    sizes = [len(chunk) for chunk in _chunks(rows, weight, options, [False] * depths)]
-    return [n for n, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= options.kept_rows]
 
 
 def _rows_per_chunk(weight: Tensor, options: _Options) -> int:
@@ -597,32 +568,21 @@ class _Gradients:
         summed = self._wide if weight.device.type == "mps" else torch.float64  # which mps does not have
         self._of_bias = weight.new_zeros(weight.shape[0], dtype=summed) if options.needs_bias else None
 
-    def add(self, chunk: _Chunk, gradient: Tensor, x: Tensor, factors: Tensor | None = None) -> None:
-        """Add a chunk: the gradient of its logits `[rows, V]`, its states `[rows, d]`, and a factor for each depth."""
-        rows, factor, column = slice(chunk.start, chunk.stop), 1.0, None
-        if factors is not None and factors.shape[0] == 1 and factors.device.type == "cpu":
-            factor = factors.item()
-        elif factors is not None:
-            column = factors.unsqueeze(1).expand(-1, rows.stop - rows.start).reshape(-1, 1)
-            x = torch.mul(x, column, out=torch.empty_like(x))  # rounded once
+    def add(self, chunk: _Chunk, gradient: Tensor, x: Tensor) -> None:
+        """Add a chunk: the gradient of its logits `[rows, V]`, and its states `[rows, d]`."""
         if self._of_weight is not None:
-            common.add_product(self._of_weight, gradient, x, factor)
-        if self._of_bias is not None and (factors is None or column is None):
-            self._of_bias.add_(gradient.sum(0, dtype=self._wide), alpha=factor)
-        elif self._of_bias is not None and factors is not None:
-            sums = gradient.view(len(chunk.depths), -1, gradient.shape[1]).sum(1, dtype=self._wide)
-            self._of_bias.add_(sums.mT @ factors)
+            common.add_product(self._of_weight, gradient, x)
+        if self._of_bias is not None:
+            self._of_bias.add_(gradient.sum(0, dtype=self._wide))
         outputs, index = [self._of_hidden[depth] for depth in chunk.depths], chunk.index
         if all(output is None for output in outputs):
             return
-        first = outputs[0] if len(outputs) == 1 and index is None and column is None else None
-        if first is not None and first.dtype == gradient.dtype:
-            _product(gradient, self._weight, first[rows], factor)
+        rows, first = slice(chunk.start, chunk.stop), outputs[0]
+        if len(outputs) == 1 and index is None and first is not None and first.dtype == gradient.dtype:
+            torch.mm(gradient, self._weight, out=first[rows])
             return
         # One product for all depths, which reads the weight once.
-        product = _product(gradient, self._weight, None, factor)
-        if column is not None:
-            product.mul_(column)
+        product = torch.mm(gradient, self._weight)
         for output, own in zip(outputs, product.split(rows.stop - rows.start), strict=True):
             if output is not None and index is None:
                 output[rows] = own
@@ -633,14 +593,6 @@ class _Gradients:
         """The gradients that are needed: of the hidden states, in `shape`, then of the head, in `dtype`."""
         of_hidden = [gradient.view(shape) for gradient in self._of_hidden if gradient is not None]
         return of_hidden + [gradient.to(dtype) for gradient in (self._of_weight, self._of_bias) if gradient is not None]
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor | None, factor: float) -> Tensor:
-    """`factor · left right`, rounded once."""
-    if factor == 1.0:
-        return torch.mm(left, right, out=out)
-    # What is added is not read: its factor is 0.
-    return torch.addmm(right[:1] if out is None else out, left, right, beta=0, alpha=factor, out=out)
 
 
 # The op
@@ -659,7 +611,7 @@ def _forward(
     """The total `[]`, the losses `[depths]`, a factor `[]`, and what the backward starts from.
 
     If it is fused, that is the gradients that are needed, of sums over the tokens; else the log-sum-exp of every row,
-    and the gradients of the logits of the first chunks.
+    and the gradients of the logits, `[rows, V]`, or `[0, V]` if they are not kept.
 
     The factor, one over the number of tokens or one, waits for the backward so that a loss scale meets it: in float16
     the quotients alone would underflow.
@@ -667,28 +619,23 @@ def _forward(
     device, wide, depths = weight.device, options.wide, len(hidden)
     number, rows = _select_rows(depths, weight, targets, sample, options)
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
-    losses = torch.empty(_number_of_rows(depths, targets, sample), dtype=wide, device=device)
+    count = _number_of_rows(depths, targets, sample)
+    losses = torch.empty(count, dtype=wide, device=device)
     log_sums = torch.empty_like(losses)
     weights = torch.ones(depths, dtype=wide) if depth_weights is None else depth_weights
     on = [options.fused and not zero for zero in common.zero_weight_mask(weights)]
     weights = weights.to(device, wide, non_blocking=True)
     scales = _times_factors(weights, rows)
     gradients = _Gradients(matrices, head.weight, rows, on, options) if options.fused else None
-    kept: list[Tensor] = []
-    kept_sizes = iter(_kept_sizes(depths, weight, targets, sample, options))
+    kept = head.weight.new_empty(count if options.keeps else 0, weight.shape[0])
     for chunk in _chunks(rows, head.weight, options, on):
         place, x = chunk.place, chunk.states(matrices, options.dtype)
-        size = next(kept_sizes, None)
-        keeps = size is not None and len(chunk) <= size
-        if size is not None:
-            # A tensor a chunk: a CPU would take memory for all of them anew from its system, at the cost of a product.
-            kept.append(head.weight.new_empty(len(chunk) if keeps else 0, weight.shape[0]))
-        logits = head.logits(x, kept[-1] if keeps else None)
+        logits = head.logits(x, kept[place] if options.keeps else None)
         if gradients is not None and on[chunk.depths.start]:
             head.sweep(logits, chunk.targets, log_sums[place], losses[place], chunk.per_row(scales))
             gradients.add(chunk, logits, x)
         else:
-            head.sweep(logits, chunk.targets, log_sums[place], losses[place], gradient=keeps)
+            head.sweep(logits, chunk.targets, log_sums[place], losses[place], gradient=options.keeps)
     per_depth = _times_factors(torch.cat([some.per_depth(losses).sum(1) for some in rows]), rows)
     factor = torch.ones((), dtype=wide, device=device)
     if options.mean:
@@ -700,8 +647,9 @@ def _forward(
         return total, per_depth, factor, *gradients.found(hidden[0].shape, wide)
     if not options.needs_any:
         return total, per_depth, factor
-    log_sums[rows[-1].stop :] = 0.0  # the room for ignored rows
-    return total, per_depth, factor, log_sums, *kept
+    for memory in (log_sums, kept):
+        memory[rows[-1].stop :] = 0.0  # for ignored rows
+    return total, per_depth, factor, log_sums, kept
 
 
 def _forward_fake(
@@ -713,17 +661,17 @@ def _forward_fake(
     if options.fused:
         found = _empty_gradients(hidden, weight, options, options.wide)
     elif options.needs_any:
-        found = [losses.new_empty(_number_of_rows(len(hidden), targets, sample))]
-        sizes = _kept_sizes(len(hidden), weight, targets, sample, options)
-        found += [weight.new_empty((size, weight.shape[0]), dtype=options.dtype) for size in sizes]
+        rows = _number_of_rows(len(hidden), targets, sample)
+        kept = weight.new_empty((rows if options.keeps else 0, weight.shape[0]), dtype=options.dtype)
+        found = [losses.new_empty(rows), kept]
     return losses.new_empty(()), losses, losses.new_empty(()), found
 
 
 @common.outside_autocast
 def _gradients(
     factors: Tensor,  # [depths]; one that is known to be zero gives zeros even where the gradients are NaN
-    log_sums: Tensor,  # from the forward, as are those kept
-    kept: list[Tensor],
+    log_sums: Tensor,  # from the forward, as is `kept`
+    kept: Tensor,
     hidden: list[Tensor],
     weight: Tensor,
     bias: Tensor | None,
@@ -737,19 +685,16 @@ def _gradients(
     head, matrices = _Head(weight, bias, options), [common.rows_of(depth) for depth in hidden]
     scales, off = _times_factors(factors, rows), common.zero_weight_mask(factors)
     gradients = _Gradients(matrices, head.weight, rows, [not zero for zero in off], options)
-    chunks = _chunks(rows, head.weight, options, [False] * len(off))
-    for whole, of_logits in zip(chunks, itertools.chain(kept, itertools.repeat(None)), strict=False):
-        for chunk in whole.split_by_depth() if any(off[depth] for depth in whole.depths) else [whole]:
-            if off[chunk.depths.start]:
-                continue
-            place, x = chunk.place, chunk.states(matrices, options.dtype)
-            if of_logits is not None and len(whole) <= of_logits.shape[0]:
-                start = place.start - whole.place.start
-                gradients.add(chunk, of_logits[start : start + len(chunk)], x, chunk.own(scales))
-            else:
-                logits = head.logits(x)
-                head.sweep(logits, chunk.targets, log_sums[place], scales=chunk.per_row(scales))
-                gradients.add(chunk, logits, x)
+    for chunk in _chunks(rows, head.weight, options, off):
+        if off[chunk.depths.start]:
+            continue
+        place, x, factor = chunk.place, chunk.states(matrices, options.dtype), chunk.per_row(scales)
+        if options.keeps:
+            logits = (kept[place] * factor.unsqueeze(1)).to(options.dtype)
+        else:
+            logits = head.logits(x)
+            head.sweep(logits, chunk.targets, log_sums[place], scales=factor)
+        gradients.add(chunk, logits, x)
     return gradients.found(hidden[0].shape, weight.dtype)
 
 
@@ -812,7 +757,7 @@ def _find(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tensor | None) ->
     else:
         weight, bias, sample, *saved = saved
         targets, saved = saved[: ctx.own_targets], saved[ctx.own_targets :]
-        hidden, log_sums, kept = saved[:depths], saved[depths], saved[depths + 1 :]
+        hidden, (log_sums, kept) = saved[:depths], saved[depths:]
         differentiate = _gradients if plain else _gradients_operator
         found = differentiate(factors, log_sums, kept, hidden, weight, bias, targets, sample, *options)
     *of_hidden, of_weight, of_bias = common.scatter(
@@ -836,16 +781,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _run(hidden: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """`_forward` with the shapes of `_forward_fake`, which knows of no ignored tokens."""
     weight, bias, targets, sample, depth_weights, *flat = others
-    options = _Options(*flat)
-    total, per_depth, factor, *found = _forward(weight, bias, targets, sample, depth_weights, options, *hidden)
-    for number, size in enumerate(_kept_sizes(len(hidden), weight, targets, sample, options), 1):
-        kept = weight.new_zeros((size, weight.shape[0]), dtype=options.dtype)
-        for part in found[number : number + 1]:
-            kept[: part.shape[0]] = part
-        found[number : number + 1] = [kept]
-    return total, per_depth, factor, found
+    results = _forward(weight, bias, targets, sample, depth_weights, _Options(*flat), *hidden)
+    return results[0], results[1], results[2], list(results[3:])
 
 
 @common.once_differentiable("layerwise_cross_entropy")
@@ -858,7 +796,7 @@ def _operator_backward(ctx: Any, grad_total: Tensor | None, grad_per_depth: Tens
 _HEAD = "Tensor weight, Tensor? bias, Tensor[] targets, Tensor? sample"
 _OPTIONS = (
     "int ignore_index, float label_smoothing, float? softcap, SymInt? chunk_tokens, bool mean, ScalarType dtype, "
-    "str backend, bool fused, SymInt kept_rows, bool[] needs_hidden, bool needs_weight, bool needs_bias"
+    "str backend, bool fused, bool keeps, bool[] needs_hidden, bool needs_weight, bool needs_bias"
 )
 _operator = common.define(
     "layerwise_cross_entropy",
@@ -874,7 +812,7 @@ _operator.register_autograd(
 )
 _gradients_operator = common.define(
     "layerwise_cross_entropy_backward",
-    f"(Tensor factors, Tensor log_sums, Tensor[] kept, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
+    f"(Tensor factors, Tensor log_sums, Tensor kept, Tensor[] hidden, {_HEAD}, {_OPTIONS}) -> Tensor[]",
     _gradients,
     lambda factors, log_sums, kept, hidden, weight, bias, targets, sample, *flat: _empty_gradients(
         hidden, weight, _Options(*flat), weight.dtype

@@ -33,32 +33,27 @@ strategy = module._strategy
 ALL = ("bias", "weights", "targets of depths")
 
 
-def recompute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no gradients of logits kept."""
-    monkeypatch.setattr(module, "_strategy", lambda *arguments: (strategy(*arguments)[0], 0))
-
-
-def keep(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Have the gradients of the logits of so many rows kept."""
-    monkeypatch.setattr(module, "_strategy", lambda *_: (False, rows))
+def keep(monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    """Have the gradients of the logits kept, or computed again."""
+    monkeypatch.setattr(module, "_strategy", lambda *_: (False, keeps))
 
 
 # The gradients of logits that are kept for the backward
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 5, 7])
-@pytest.mark.parametrize("rows", [0, 1, 6, 17, 100])
+@pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("extras", [("bias",), ALL])
-def test_kept_logits(monkeypatch: pytest.MonkeyPatch, extras: tuple[str, ...], rows: int, chunk_tokens: int) -> None:
-    keep(monkeypatch, rows)
+def test_kept_logits(monkeypatch: pytest.MonkeyPatch, extras: tuple[str, ...], keeps: bool, chunk_tokens: int) -> None:
+    keep(monkeypatch, keeps)
     for options in ({"label_smoothing": 0.1, "softcap": 2.0}, {"reduction": "sum"}):
         case = build("layerwise_cross_entropy", *extras, tokens=9, chunk_tokens=chunk_tokens, **options)
         assert_close(results(case), by_formula(case))
 
 
-@pytest.mark.parametrize("rows", [0, 6, 100])
-def test_an_upstream_gradient_of_zero_keeps_a_nan_out(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    keep(monkeypatch, rows)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_upstream_gradient_of_zero_keeps_a_nan_out(monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    keep(monkeypatch, keeps)
     case, factors = build("layerwise_cross_entropy", "bias"), torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64)
     leaves = leaves_of(case)
     right = torch.autograd.grad(formula(case, leaves)[1], list(leaves.values()), factors)
@@ -67,9 +62,9 @@ def test_an_upstream_gradient_of_zero_keeps_a_nan_out(monkeypatch: pytest.Monkey
     assert_close(torch.autograd.grad(call(case, leaves)[1], list(leaves.values()), factors), right)
 
 
-@pytest.mark.parametrize("rows", [0, 6, 100])
-def test_a_backward_inside_autocast_is_the_one_outside(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    keep(monkeypatch, rows)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_backward_inside_autocast_is_the_one_outside(monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+    keep(monkeypatch, keeps)
     case = build("layerwise_cross_entropy", "bias", chunk_tokens=13).to(torch.float32)
     leaves = leaves_of(case)
     outputs = call(case, leaves)
@@ -79,9 +74,9 @@ def test_a_backward_inside_autocast_is_the_one_outside(monkeypatch: pytest.Monke
 
 
 def test_a_second_backward_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for extras, rows in itertools.product(((), ("weights",)), (None, 0, 6)):
-        if rows is not None:
-            keep(monkeypatch, rows)
+    for extras, keeps in itertools.product(((), ("weights",)), (None, True, False)):
+        if keeps is not None:
+            keep(monkeypatch, keeps)
         case = build("layerwise_cross_entropy", *extras)
         leaves = leaves_of(case)
         outputs = call(case, leaves)
@@ -91,10 +86,10 @@ def test_a_second_backward_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         assert_equal(first, kept)
 
 
-@pytest.mark.parametrize("rows", [0, 6, 100])
-def test_opcheck_of_what_is_kept(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+@pytest.mark.parametrize("keeps", [True, False])
+def test_opcheck_of_what_is_kept(monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
     """The room of ignored tokens holds zeros."""
-    keep(monkeypatch, rows)
+    keep(monkeypatch, keeps)
     case = build("layerwise_cross_entropy", *ALL, chunk_tokens=4)
     leaves = leaves_of(case)
     with Noted() as noted:
@@ -105,20 +100,18 @@ def test_opcheck_of_what_is_kept(monkeypatch: pytest.MonkeyPatch, rows: int) -> 
 
 
 def test_the_strategy() -> None:
-    def chosen(rows: int, known: bool = False, given: int | None = None, width: int = 1, device: str = "cpu") -> object:
-        needs = {"needs_hidden": [True] * 2, "needs_weight": True, "needs_bias": False, "fused": False, "kept_rows": 0}
+    def chosen(rows: int, known: bool = False, given: int | None = None, device: str = "cpu") -> object:
+        needs = {"needs_hidden": [True] * 2, "needs_weight": True, "needs_bias": False, "fused": False, "keeps": False}
         options = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "chunk_tokens": given, "mean": True}
         chosen = module._Options(**options, **needs, dtype=torch.float32, backend="torch")
-        return strategy(chosen, 2, 2 * rows, torch.empty(1024, width, device=device), known)
+        return module._strategy(chosen, 2, 2 * rows, torch.empty(1024, 1, device=device), known)
 
     # A row of two depths takes 8 KiB.
-    assert [chosen(rows) for rows in (1, 2**14, 2**14 + 1)] == [(False, 2), (False, 2**15), (False, 2**15)]
-    assert [chosen(rows, given=16) for rows in (8, 9)] == [(False, 16), (False, 16)]
-    assert [chosen(rows, known=True) for rows in (1, 2**15)] == [(True, 0), (True, 0)]
-    found = [chosen(rows, known=True, width=1024) for rows in (1, 2**10, 2**10 + 1, 2**15)]
-    assert found == [(True, 0), (True, 0), (False, 2**11 + 2), (True, 0)]
-    # On a GPU, which a meta tensor stands for, all or none.
-    assert [chosen(rows, device="meta") for rows in (2**14, 2**14 + 1)] == [(False, 2**15), (False, 0)]
+    assert [chosen(rows) for rows in (1, 2**11, 2**11 + 1)] == [(False, True), (False, True), (False, False)]
+    assert [chosen(rows, given=16) for rows in (8, 9)] == [(False, True), (False, False)]
+    assert [chosen(rows, known=True) for rows in (1, 2**15)] == [(True, False)] * 2
+    # On a GPU, which a meta tensor stands for.
+    assert [chosen(rows, device="meta") for rows in (2**14, 2**14 + 1)] == [(False, True), (False, False)]
 
 
 # Products that are not needed are not computed
@@ -152,10 +145,6 @@ def products(monkeypatch: pytest.MonkeyPatch, *frozen: str, **options: Any) -> i
 def test_what_is_not_needed_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     weighted = {"depth_weights": [1.0, 1.0, 1.0]}
     assert products(monkeypatch, **weighted) == 9
-    keep(monkeypatch, 100)
-    assert products(monkeypatch) == 9
-    recompute(monkeypatch)
-    assert products(monkeypatch) == 12
     assert products(monkeypatch, depth_weights=[1.0, 0.0, 1.0]) == 7
     assert products(monkeypatch, depth_weights=[0.0, 0.0, 0.0]) == 3
     assert products(monkeypatch, "h1", **weighted) == 8
@@ -163,6 +152,10 @@ def test_what_is_not_needed_costs_no_product(monkeypatch: pytest.MonkeyPatch) ->
     assert products(monkeypatch, "weight", "bias", "h0", **weighted) == 5
     assert products(monkeypatch, "weight", "bias", "h0") == 5
     assert products(monkeypatch, "h0", "h1", "h2", "weight", "bias", **weighted) == 3
+    keep(monkeypatch, True)
+    assert products(monkeypatch) == 9
+    keep(monkeypatch, False)
+    assert products(monkeypatch) == 12
 
 
 @pytest.mark.parametrize("weights", [None, [0.5, -0.25, 2.0], [1.0, 0.0, 0.0]])
