@@ -22,7 +22,8 @@ __all__ = ["layerwise_cross_entropy", "layerwise_cross_entropy_reference"]
 # Bytes of a chunk's logits: enough rows for the products to run at full speed (on a GPU thousands, also for a
 # vocabulary of 128,256), and little beside the gradients.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-# Depths of at most so many rows share a chunk, or of at most as many as the vocabulary has entries.
+# Depths of at most so many rows share a chunk, or of at most as many as the vocabulary has entries. Scaling the gradients
+# of so few hidden states is faster than a second pass of small steps.
 FEW_ROWS = 512
 # Bytes of the gradients of all logits up to which they are kept for the backward, if the weights of the depths are not
 # known in the forward. A CPU's allocator would take more from its system anew, at the cost of a product.
@@ -259,10 +260,13 @@ def _strategy(options: _Options, depths: int, rows: int, weight: Tensor, weighte
     # Whether each gradient is a factor of what the forward can find: of all depths together, or of one alone.
     scalable = weighted or depths == 1 or not (options.needs_weight or options.needs_bias)
     # The compiler may not know the sizes yet.
-    if scalable or not options.needs_any or torch.compiler.is_compiling():
+    if not options.needs_any or torch.compiler.is_compiling():
         return options.needs_any and scalable, False
-    row = weight.shape[0] * options.dtype.itemsize
-    return False, rows <= (options.chunk_tokens or common.budget(KEPT_BYTES, weight) // row)
+    vocabulary, width = weight.shape
+    fits = rows <= (options.chunk_tokens or common.budget(KEPT_BYTES, weight) // (vocabulary * options.dtype.itemsize))
+    # The gradients of a classifier's logits are smaller than those of its hidden states; few of these cost little.
+    fused = scalable and (vocabulary > width or rows <= FEW_ROWS or not fits)
+    return fused, fits and not fused
 
 
 # Rows and chunks
@@ -719,9 +723,10 @@ def _scale(
     for number, gradient in enumerate(gradients):
         of_hidden = number < len(depths)
         depth, dtype = (depths[number], gradient.dtype) if of_hidden else (0, dtype_of_head)
-        found.append(torch.zeros_like(gradient, dtype=dtype))
-        if not off[depth]:  # else zero, also if the gradient is NaN
-            # With a dimension the factor takes part in the promotion: the products are rounded once.
+        found.append(torch.empty_like(gradient, dtype=dtype))
+        if off[depth]:  # also if the gradient is NaN
+            found[-1].zero_()
+        else:  # with a dimension the factor takes part in the promotion: the products are rounded once
             torch.mul(gradient, factors[depth : depth + 1], out=found[-1])
     return found
 

@@ -100,16 +100,18 @@ def test_opcheck_of_what_is_kept(monkeypatch: pytest.MonkeyPatch, keeps: bool) -
 
 
 def test_the_strategy() -> None:
-    def chosen(rows: int, known: bool = False, given: int | None = None, device: str = "cpu") -> object:
+    def chosen(rows: int, known: bool = False, given: int | None = None, width: int = 1, device: str = "cpu") -> object:
         needs = {"needs_hidden": [True] * 2, "needs_weight": True, "needs_bias": False, "fused": False, "keeps": False}
         options = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": None, "chunk_tokens": given, "mean": True}
         chosen = module._Options(**options, **needs, dtype=torch.float32, backend="torch")
-        return module._strategy(chosen, 2, 2 * rows, torch.empty(1024, 1, device=device), known)
+        return module._strategy(chosen, 2, 2 * rows, torch.empty(1024, width, device=device), known)
 
     # A row of two depths takes 8 KiB.
     assert [chosen(rows) for rows in (1, 2**11, 2**11 + 1)] == [(False, True), (False, True), (False, False)]
     assert [chosen(rows, given=16) for rows in (8, 9)] == [(False, True), (False, False)]
-    assert [chosen(rows, known=True) for rows in (1, 2**15)] == [(True, False)] * 2
+    assert [chosen(rows, known=True) for rows in (1, 2**11)] == [(True, False)] * 2
+    found = [chosen(rows, known=True, width=1024) for rows in (2**8, 2**8 + 1, 2**11 + 1)]
+    assert found == [(True, False), (False, True), (True, False)]
     # On a GPU, which a meta tensor stands for.
     assert [chosen(rows, device="meta") for rows in (2**14, 2**14 + 1)] == [(False, True), (False, False)]
 
