@@ -22,8 +22,8 @@ __all__ = ["layerwise_cross_entropy", "layerwise_cross_entropy_reference"]
 # Bytes of a chunk's logits: enough rows for the products to run at full speed (on a GPU thousands, also for a
 # vocabulary of 128,256), and little beside the gradients.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-# Depths of at most so many rows share a chunk, or of at most as many as the vocabulary has entries. Scaling the gradients
-# of so few hidden states is faster than a second pass of small steps.
+# Depths of at most so many rows share a chunk, or of at most as many as the vocabulary has entries. It is faster
+# to scale the gradients of so few hidden states than to take a second pass of small steps.
 FEW_ROWS = 512
 # Bytes of the gradients of all logits up to which they are kept for the backward, if the weights of the depths are not
 # known in the forward. A CPU's allocator would take more from its system anew, at the cost of a product.
