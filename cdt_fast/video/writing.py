@@ -131,7 +131,7 @@ def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str
     start, carried = source.times[0], {}
     with source.opened() as opened:
         chapters, video = opened.chapters(), source.stream(opened)
-        container.set_chapters(list(_moved(chapters, start)))
+        lost += ["chapters"] * bool(chapters)
         container.metadata.update(_texts(opened, {name for name in opened.metadata if name.lower() not in _FILE_TAGS}))
         container.streams.video[0].metadata.update(_texts(video, _STREAM_TAGS))
         for stream in opened.streams:
@@ -147,15 +147,6 @@ def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str
                 lost.append(_named(stream))
         if carried:
             yield from _assigned(opened.demux([opened.streams[index] for index in carried]), carried, start, lost)
-
-
-def _moved(chapters: list[Any], start: Fraction) -> Iterator[Any]:
-    """Yield chapters counted from the video's first frame, without those that end before it."""
-    for chapter in chapters:
-        shift = round(start / chapter["time_base"])
-        if chapter["end"] > shift:
-            times = {"start": max(0, chapter["start"] - shift), "end": chapter["end"] - shift}
-            yield {**chapter, **times, "metadata": {name: _text(tag) for name, tag in chapter["metadata"].items()}}
 
 
 def _texts(tagged: Any, names: Any) -> dict[str, str]:
