@@ -146,7 +146,7 @@ def videos(folder: Path) -> Iterator[tuple[str, Path, str]]:
         return folder / name
 
     (folder / "empty.mp4").touch()
-    yield "empty", folder / "empty.mp4", "the file is empty"
+    yield "empty", folder / "empty.mp4", "cannot be read as a video"
     (folder / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     yield "unreadable", folder / "noise.mp4", "cannot be read as a video"
     yield "one frame", write("one.mp4", 1), "only one frame"

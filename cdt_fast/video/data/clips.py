@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cdt_fast.checks import InputError
-from cdt_fast.listing import ARRAY_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, entries, images, other_images
+from cdt_fast.listing import ARRAY_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, entries, images
 from cdt_fast.video.data.pictures import Pictures
 from cdt_fast.video.data.source import FrameArray, FrameSource
 from cdt_fast.video.data.video_file import VideoFile
@@ -73,10 +73,9 @@ def find_clips(path: str | os.PathLike[str]) -> list[Clip]:
         raise InputError(f"{root}: no such file or folder")
     clips = _clips_below(root, 0) if root.is_dir() else [(root, None)]
     if not clips:
-        others = "".join(f"; {other.name} is not supported" for other in other_images(root)[:1])
         raise InputError(
             f"{root}: no clips found; expected videos, .npy arrays, folders of frames "
-            f"({', '.join(sorted(IMAGE_SUFFIXES))}), or a tree of Avenue, UCSD or ShanghaiTech{others}"
+            f"({', '.join(sorted(IMAGE_SUFFIXES))}), or a tree of Avenue, UCSD or ShanghaiTech"
         )
     return [
         Clip(root.resolve().name if clip == root else clip.relative_to(root).as_posix(), clip, split)

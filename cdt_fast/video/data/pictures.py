@@ -39,9 +39,8 @@ class Pictures(FrameSource):
         if path.is_dir():
             self.files = images(path)
         if not self.files:
-            others = "".join(f"; {other.name} is not supported" for other in other_images(path)[:1])
             suffixes = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
-            raise InputError(f"{path}: the folder holds no frames; expected {suffixes} files{others}")
+            raise InputError(f"{path}: the folder holds no frames; expected {suffixes} files")
         if len(self.files) == 1:
             require_frames(path, sum(1 for _ in self._each(self.files[0], lambda _: None)))
 

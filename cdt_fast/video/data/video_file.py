@@ -54,15 +54,10 @@ class VideoFile(FrameSource):
         """Open the file as FFmpeg's container."""
         av = require("av", "video", "reading a video file")
         try:
-            with self.path.open("rb") as file:
-                if not file.peek(1):
-                    raise InputError(f"{self.path}: the file is empty; {_EXPECTED}")
-                # Without a protocol to open others by, a playlist reads neither a neighboring file nor an address.
-                options = {"protocol_whitelist": "none"}
-                with av.open(
-                    file, options=options, metadata_errors="surrogateescape", buffer_size=1 << 18
-                ) as container:
-                    yield container
+            # Without a protocol to open others by, a playlist reads neither a neighboring file nor an address.
+            how = {"options": {"protocol_whitelist": "none"}, "metadata_errors": "surrogateescape"}
+            with self.path.open("rb") as file, av.open(file, buffer_size=1 << 18, **how) as container:
+                yield container
         except InputError:
             raise
         except (av.error.FFmpegError, OSError, ValueError) as error:
@@ -76,10 +71,7 @@ class VideoFile(FrameSource):
         """
         if container.format.name == "tty":  # FFmpeg shows text files as the video of a terminal that types them
             raise InputError(f"{self.path}: is a text file, not a video; {_EXPECTED}")
-        videos = [stream for stream in container.streams.video if not is_cover(stream)]
-        if not videos and container.streams.video:
-            raise InputError(f"{self.path}: has no video; only a cover picture; {_EXPECTED}")
-        decodable = [stream for stream in videos if stream.codec_context is not None]
+        decodable = [s for s in container.streams.video if s.codec_context is not None and not is_cover(s)]
         if not decodable:
             raise InputError(f"{self.path}: has no video stream that can be decoded; {_EXPECTED}")
         # Posters and previews, which FFmpeg may rate higher.
@@ -121,10 +113,8 @@ class VideoFile(FrameSource):
             signs += self._missing(container, stream, due, others_end)
         self.notes = [f"{self.path}: may be damaged or cut short: {sign}" for sign in signs]
         if interlaced:
-            where = "" if interlaced == count else f" in {interlaced} of {count} frames"
-            self.notes.append(
-                f"{self.path}: is interlaced{where}: deinterlace it first, for example with ffmpeg -vf bwdif"
-            )
+            where = f"in {interlaced} of {count} frames"
+            self.notes.append(f"{self.path}: is interlaced {where}: deinterlace it first, as with ffmpeg -vf bwdif")
 
     def _time(self, frame: Any, stream: Any) -> Fraction:
         stamp = frame.dts if frame.pts is None else frame.pts
@@ -185,10 +175,8 @@ class VideoFile(FrameSource):
             tags["color_range"] = frame.color_range
             frame.colorspace = yuv_matrix(frame.colorspace, frame.height, frame.width)
             if frame.colorspace not in _CONVERTIBLE:
-                raise InputError(
-                    f"{self.path}: its colors have matrix {frame.colorspace} of ITU-T H.273, which FFmpeg does not "
-                    "convert to RGB; expected BT.601, BT.709, BT.2020 with non-constant luminance, or RGB"
-                )
+                unknown = f"matrix {frame.colorspace} of ITU-T H.273"
+                raise InputError(f"{self.path}: its colors have {unknown}, which FFmpeg does not convert to RGB")
         bits = max(component.bits for component in components)
         if bits > 8:
             self.lost[f"{bits} bits a color (8 are written{_HDR.get(frame.color_trc, '')})"] = None
