@@ -8,6 +8,7 @@ import io
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,12 +63,22 @@ class TextData:
         return replace(self, texts=texts, labels=labels, text_pair=pair)
 
     def with_names(self, names: Sequence[str]) -> TextData:
-        """Return the same texts with classes numbered in the order of `names`, or InputError: one is not among them."""
-        if missing := [name for name in self.names if name not in names]:
-            known = ", ".join(map(repr, names))
-            raise InputError(f"the label {shown(missing[0])} is not among those of the training or the model: {known}")
-        numbers = [names.index(name) for name in self.names]
-        return replace(self, names=list(names), labels=[numbers[label] for label in self.labels])
+        """Return the same texts with classes numbered in the order of `names`, those of a checkpoint for example.
+
+        A class that is not among `names` as it is written is the one that differs from it in case alone.
+
+        Raises:
+            InputError: a class is not among `names`, or in case alone differs from two of them.
+        """
+        exact = {_composed(name): number for number, name in enumerate(names)}
+        renumbered = []
+        for name in map(_composed, self.names):
+            alike = [name] if name in exact else [other for other in exact if other.casefold() == name.casefold()]
+            if len(alike) != 1:
+                known = ", ".join(map(repr, names))
+                raise InputError(f"the label {shown(name)} is not among those of the training or the model: {known}")
+            renumbered.append(exact[alike[0]])
+        return replace(self, names=list(names), labels=[renumbered[label] for label in self.labels])
 
 
 class Instruction(NamedTuple):
@@ -225,7 +236,8 @@ def _labeled(
 ) -> TextData:
     """Return texts, with `<br />` as a space, and classes from the columns of text, class and second text.
 
-    Without `names` the classes are in order of their numbers, or else of their characters.
+    Without `names` the classes are in order of numbers or the alphabet, and names that differ in case are different
+    classes, but for true and false.
     """
     text, label, second = columns
     advice = "; `cdt-fast train text` takes others by --text-column, --label-column and --second-column"
@@ -233,7 +245,7 @@ def _labeled(
     values: list[str] = []
     num_dropped = 0
     for row in rows:
-        value = _text(row, label, advice)
+        value = _composed(_text(row, label, advice))
         if value == _HIDDEN and columns == _NLI_COLUMNS:
             num_dropped += 1
             continue
@@ -244,12 +256,12 @@ def _labeled(
                 raise InputError(f"{row[0]}: {column if value else label!r} is empty")
     if not values:
         raise InputError(f"{source}: holds no labeled text")
-    own = sorted(set(values))
-    if all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in own):  # Python does not turn any digits into a number
-        own.sort(key=int)
-    numbers = {name: number for number, name in enumerate(own)}
+    own = list({_class_of(value): value for value in sorted(values, reverse=True)}.values())
+    numeric = all(re.fullmatch(r"-?[0-9]{1,18}", name) for name in own)  # Python does not turn any digits into a number
+    own.sort(key=int if numeric else lambda name: (name.casefold(), name))
+    numbers = {_class_of(name): number for number, name in enumerate(own)}
     first, *pair = texts.values()
-    data = TextData(first, [numbers[value] for value in values], own, *pair, num_dropped=num_dropped)
+    data = TextData(first, [numbers[_class_of(value)] for value in values], own, *pair, num_dropped=num_dropped)
     return data if names is None else data.with_names(names)
 
 
@@ -315,3 +327,13 @@ def _shuffled(values: Iterable[Any], seed: int) -> list[Any]:
     values = list(values)
     random.Random(seed).shuffle(values)
     return values
+
+
+def _composed(name: str) -> str:
+    """Return the name in Unicode's form NFC: an é of two characters looks like that of one."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _class_of(value: str) -> str:
+    """Return the same for values of one class: tools write true and false in several ways."""
+    return value.casefold() if value.casefold() in ("true", "false") else value

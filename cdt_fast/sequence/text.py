@@ -12,7 +12,7 @@ from cdt_fast.checks import InputError
 from cdt_fast.models import TextUT
 from cdt_fast.sequence.data import Splits, TextData, load_texts
 from cdt_fast.sequence.evaluation import accuracy_table
-from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork
+from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, unknown_words
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
 from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import (
@@ -56,7 +56,10 @@ class TextTask(SequenceTask):
             encoded_texts(part.with_names(names), network.tokenizer, settings.data.max_tokens) for part in data[:3]
         ]
         lr = 1e-3 if unrolled else 5e-5
-        return SequenceWorkload(settings, network, samples, data, choices=len(names), lr=lr)
+        own_words = unrolled and model.embedding is None
+        remedy = "--least-count 1 takes the rare ones in" if own_words else "take another --model"
+        note = unknown_words(network.tokenizer, samples[1:], remedy)
+        return SequenceWorkload(settings, network, samples, data, choices=len(names), lr=lr, note=note)
 
     def kept(
         self, folder: Path, settings: TextSettings, data: Splits
@@ -85,7 +88,7 @@ def _build_encoder(settings: TextModelSettings, names: list[str]) -> tuple[Pretr
     with from_hub(name, download) as (transformers, where):
         own = transformers.AutoConfig.from_pretrained(name, **where)
     classes = _own_classes(own) or []
-    if sorted(classes) == sorted(names):
+    if sorted(map(str.casefold, classes)) == sorted(map(str.casefold, names)):
         names = classes
     head = {
         "num_labels": len(names),

@@ -22,7 +22,12 @@ from cdt_fast.training.execution import to_device
 
 IGNORED = -100  # the label of what does not count
 _NO_LIMIT = 10**6  # tokenizers say "no limit" by an absurdly large number
-_WORD = r"\w+(?:['’]\w+)*|(?!\s)\X"  # \X: a whole emoji
+# Scripts written without blanks between words: each of their characters is a word, with the marks on it.
+_SCRIPTS = "Han Hiragana Katakana Bopomofo Yi Thai Lao Khmer Myanmar Tai_Le New_Tai_Lue"
+_SCRIPTS += " Tai_Tham Tai_Viet Ahom Javanese Balinese Cham"
+_UNSPACED = "".join(rf"\p{{{script}}}" for script in _SCRIPTS.split()) + "ー々〆"
+_SPACED = rf"[\w&&[^{_UNSPACED}]]"
+_WORD = rf"[\w&&[{_UNSPACED}]]\p{{M}}*|{_SPACED}+(?:['’]{_SPACED}+)*|(?!\s)\X"  # \X: a whole emoji
 _INVISIBLE = r"[\p{Cf}&&[^\x{200c}\x{200d}]]"  # but what joins characters
 
 
@@ -102,8 +107,9 @@ def encoded_instructions(
 def word_tokenizer(texts: Iterable[str], least: int = 1) -> Any:
     """Return a tokenizer of transformers by lower-case words, with inner apostrophes, and punctuation marks, in NFKC.
 
-    Ids are 0 for padding, 1 for unknown words, 2 between the texts of a pair, then the words that occur `least` times
-    in `texts`, most frequent first. Scripts without blanks between words need a pretrained model's tokenizer.
+    A character of a script without blanks (Chinese, Japanese, Thai and others) is a word. Ids are 0 for padding, 1 for
+    unknown words, 2 between the texts of a pair, then the words that occur `least` times in `texts`, most frequent
+    first.
     """
     transformers = _transformers()
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers

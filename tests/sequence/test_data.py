@@ -152,12 +152,37 @@ def test_a_broken_file_gives_one_clear_error(
 # Classes
 
 
-def test_classes_are_labels_as_they_are_written_and_follow_the_names_given(tmp_path: Path) -> None:
-    data = read(write(tmp_path / "a.csv", "text,label\na,us\nb,US\nc,us\n"))
-    assert (data.labels, data.names) == ([1, 0, 1], ["US", "us"])
-    assert data.with_names(["us", "it", "US"]).labels == [0, 2, 0]
-    with pytest.raises(InputError, match=r"label 'US' is not among .*: 'us', 'it'"):
-        data.with_names(["us", "it"])
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["us", "US", "IT", "us"], ["IT", "US", "us"]),
+        (["b", "B", "a", "A"], ["A", "a", "B", "b"]),
+        (["True", "false", "true", "FALSE"], ["FALSE", "True"]),
+        (["1", "1.0", "0", "0.0"], ["0", "0.0", "1", "1.0"]),
+        ([" caf\u00e9 ", "cafe\u0301"], ["caf\u00e9"]),
+    ],
+    ids=lambda values: values[0],
+)
+def test_within_a_file_labels_are_one_class_only_where_they_mean_the_same(
+    labels: list[str], names: list[str], tmp_path: Path
+) -> None:
+    data = read(write(tmp_path / "a.csv", "text,label\n" + "".join(f"a,{label}\n" for label in labels)))
+    assert data.names == names
+    assert data.with_names(names) == data
+
+
+def test_classes_follow_the_names_given_where_only_one_of_them_is_meant(tmp_path: Path) -> None:
+    data = read(write(tmp_path / "a.csv", "text,label\na,Pos\nb,neg\nc,pos\nd,NEG\n"), ["POS", "NEG", "MIXED"])
+    assert (data.labels, data.names) == ([0, 1, 0, 1], ["POS", "NEG", "MIXED"])
+    assert data.with_names(["neg", "mixed", "pos"]).labels == [2, 0, 2, 0]
+    with pytest.raises(InputError, match=r"label 'MIXED' is not among .*: 'neg', 'pos'"):
+        data.with_names(["neg", "pos"])
+    data = read(write(tmp_path / "b.csv", "text,label\na,US\nb,us\n"))
+    assert data.with_names(["us", "it", "US"]).labels == [2, 0]
+    other = read(write(tmp_path / "c.csv", "text,label\na,Us\n"))
+    assert other.with_names(["it", "US"]).labels == [1]
+    with pytest.raises(InputError, match=r"label 'Us' is not among .*: 'US', 'us'"):
+        other.with_names(data.names)
 
 
 # Parts
@@ -244,6 +269,13 @@ def test_broken_instructions_are_named(tmp_path: Path, entry: dict[str, Any], me
     ("text", "words"),
     [
         ("It's GOOD, isn’t it?", "it's good , isn’t it ?"),
+        ("这部iPhone很好。", "这 部 iphone 很 好 。"),
+        ("この映画スマホ、ｶﾞｲﾄﾞ", "こ の 映 画 ス マ ホ 、 ガ イ ド"),
+        ("หนังดี", "ห นั ง ดี"),
+        ("ຮູບດີ", "ຮູ ບ ດີ"),
+        ("រឿងនេះ", "រឿ ង នេះ"),
+        ("ကောင်း", "ကော င်း"),
+        ("이 영화는 大韓民國", "이 영화는 大 韓 民 國"),
         ("अच्छी फिल्म है", "अच्छी फिल्म है"),
         ("فِيلْمٌ جَيِّدٌ\u200f", "فِيلْمٌ جَيِّدٌ"),
         ("cafe\u0301 CAF\u00c9", "caf\u00e9 caf\u00e9"),

@@ -206,6 +206,15 @@ def test_a_decoder_finds_the_end_of_a_text_whose_padding_it_has_no_embedding_of(
     torch.testing.assert_close(alone, together)
 
 
+@pytest.mark.parametrize(("least", "told"), [(1, False), (3, True)])
+def test_words_that_are_unknown_are_told(tmp_path: Path, least: int, told: bool) -> None:
+    source = tmp_path / "texts.tsv"
+    rows = [f"word{number // 2} thing{number // 2} film\t{number % 2}" for number in range(80)]
+    source.write_text("text\tlabel\n" + "\n".join(rows))
+    note = new_trainer(RunFolder(tmp_path / "run"), settings_for(source, least_count=least)).workload.note
+    assert (note is not None and "67% of the words of the validation and test texts are unknown" in note) == told
+
+
 def test_words_and_embeddings_are_taken_from_a_pretrained_model(tmp_path: Path, encoder: Path) -> None:
     table = write_table(tmp_path / "reviews.tsv")
     config = settings_for(table, embedding=str(encoder), width=12, steps=4, lr=0.0)
@@ -234,7 +243,7 @@ def test_pairs_of_mnli_train_too(tmp_path: Path) -> None:
 def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     made = tmp_path / "classifier"
-    names = {0: "pos", 1: "neg"}
+    names = {0: "POS", 1: "NEG"}
     model = transformers.AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2, id2label=names)
     model.save_pretrained(made)
     transformers.AutoTokenizer.from_pretrained(encoder).save_pretrained(made)
@@ -245,7 +254,7 @@ def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: P
     config = settings_for(table, model=str(made), steps=1, lr=0.0, gamma=0.0)
     run = trained(config, tmp_path / "run")
     evaluation = evaluated(run, config)
-    assert evaluation["classes"] == ["pos", "neg"]
+    assert evaluation["classes"] == ["POS", "NEG"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(made)
     data = load_data(config)
     logits, targets = {}, {}
