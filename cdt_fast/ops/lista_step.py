@@ -137,12 +137,13 @@ def _gradients(
     if needs_dictionary:
         assert codes is not None
         assert residual is not None
+        assert grad_update is not None
         # dD = step · Rᵀ dU − dRᵀ H, each product in float32 where the card can write it.
         wide = torch.promote_types(dictionary.dtype, torch.float32)
         grad_dictionary = common.product_over_rows(residual, grad_update, wide).mul_(step)
         grad_dictionary.sub_(common.product_over_rows(grad_residual, codes, wide))
         grad_dictionary = grad_dictionary.to(dictionary.dtype)
-    if needs_codes and grad_codes is None:
+    if needs_codes and grad_codes is None and grad_update is not None:
         # In place of dU: on a CPU a fresh tensor of that size can cost as much as the product.
         grad_codes = grad_update.addmm_(grad_residual, atoms, alpha=-1)
     return common.compress((grad_codes, grad_residual, grad_dictionary), (needs_codes, needs_signal, needs_dictionary))

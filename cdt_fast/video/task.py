@@ -112,7 +112,7 @@ class VideoTask(Task):
         return load_video(**chosen, crops=settings.crops, progress=progress)
 
     def describe(self, settings: VideoSettings, data: VideoData) -> str:
-        return data.describe()
+        return data.description
 
     def build(self, settings: VideoSettings, data: VideoData, device: torch.device) -> VideoWorkload:
         return VideoWorkload(settings, data, device)

@@ -36,6 +36,16 @@ class DecodedClip(NamedTuple):
     split: Split | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def frames_per_row(self) -> int:
+        """Return how many frames of the clip a row of `frames` is of."""
+        return self.frames.shape[3] if self.frames.ndim > 3 else 1
+
+    @property
+    def length(self) -> int:
+        """Return how many frames of the clip there are."""
+        return self.frames_per_row * len(self.frames)
+
 
 def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None = None) -> DecodedClip:
     """Decode a clip into a temporary file, which is mapped: what is longer than memory can be trained on too.
@@ -62,14 +72,6 @@ def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None
     return DecodedClip(clip.name, frames, clip.split, tuple(source.notes))
 
 
-class ClipLength(NamedTuple):
-    """What a split needs to know of a clip: its name, its number of frames, and the split its tree gives it."""
-
-    name: str
-    frames: int
-    split: Split | None = None
-
-
 class Part(NamedTuple):
     """Frames `start` up to (not including) `stop` of the clip with this index."""
 
@@ -88,7 +90,7 @@ class Splits(NamedTuple):
     notes: list[str]
 
 
-def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
+def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
     """Divide clips into training, validation and test parts for windows of `window` frames.
 
     Clips marked "test" are the test set, and the last tenth of the others (at least one) validates. Without marks the
@@ -102,12 +104,12 @@ def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
     marked = any(clip.split == "test" for clip in clips)
     groups: list[list[Part]] = [[], []]  # whole clips: for training, and for the test alone
     for index, clip in enumerate(clips):
-        if clip.frames >= window:
-            groups[clip.split == "test"].append(Part(index, 0, clip.frames))
+        if clip.length >= window:
+            groups[clip.split == "test"].append(Part(index, 0, clip.length))
     train, test = groups
     if not train or (marked and not test):
         kind = "training" if not train else "test"
-        lengths = {clip.name: clip.frames for clip in clips if (clip.split == "test") == bool(train)}
+        lengths = {clip.name: clip.length for clip in clips if (clip.split == "test") == bool(train)}
         longest = max(lengths, key=lambda name: lengths[name], default="the data set")
         raise InputError(
             f"{longest}: the longest {kind} clip has {lengths.get(longest, 0)} frames, less than one window of "
@@ -123,17 +125,17 @@ def split_clips(clips: Sequence[ClipLength], window: int) -> Splits:
         divided = [_divided(clips[part.clip], part.clip, window, number) for part in train]
         train, *held_out = map(list, zip(*divided, strict=True))
     short = f"frames are less than a window of {window}"
-    notes = [f"{clip.name}: left out, its {clip.frames} {short}" for clip in clips if clip.frames < window]
+    notes = [f"{clip.name}: left out, its {clip.length} {short}" for clip in clips if clip.length < window]
     return Splits(train, held_out[0], test if marked else held_out[1], "clip" if by_clip else "time", notes)
 
 
-def _divided(clip: ClipLength, index: int, window: int, held_out: int) -> list[Part]:
+def _divided(clip: DecodedClip, index: int, window: int, held_out: int) -> list[Part]:
     """Divide a clip by time into a part for training and so many that are held out."""
-    windows, needed = clip.frames // window, 1 + 2 * held_out
+    windows, needed = clip.length // window, 1 + 2 * held_out
     if windows < needed:
         raise InputError(
-            f"{clip.name}: has {clip.frames} frames, and dividing it by time needs {needed} windows of {window}, "
-            f"{needed * window} frames; choose a window of at most {clip.frames // needed}"
+            f"{clip.name}: has {clip.length} frames, and dividing it by time needs {needed} windows of {window}, "
+            f"{needed * window} frames; choose a window of at most {clip.length // needed}"
         )
     tenth = max(1, windows // 10)
     end = windows - held_out * (tenth + 1)
@@ -212,8 +214,7 @@ class VideoData:
         train, validation, test: windows; no frame is in two of them.
         sigma: the unit of noise levels, in [0, 1]: a gray level for crops, else the training frames' deviation.
         clips: names of all clips, in order.
-        method: "clip" when the splits are of whole clips, "time" when each clip is divided.
-        notes: what was left out, and what may be damaged, a line each.
+        description: what was loaded, left out, and may be damaged, in a few lines.
     """
 
     train: Windows
@@ -221,23 +222,7 @@ class VideoData:
     test: Windows
     sigma: float
     clips: tuple[str, ...]
-    method: str
-    notes: tuple[str, ...]
-    unit: str  # what `sigma` is
-
-    def describe(self) -> str:
-        """Say what was loaded, in a few lines."""
-        lines = [
-            f"{len(self.clips)} clip{'' if len(self.clips) == 1 else 's'}, split by {self.method}; frames "
-            f"{self.train.size}x{self.train.size}",
-            f"windows of {self.train.window} frames: {len(self.train)} training, {len(self.validation)} validation, "
-            f"{len(self.test)} test",
-            f"noise in units of {self.sigma:.6f} ({self.unit}, frames in [0, 1])",
-            *self.notes[:_NOTES_SHOWN],
-        ]
-        if len(self.notes) > _NOTES_SHOWN:
-            lines.append(f"and {len(self.notes) - _NOTES_SHOWN} more notes")
-        return printable("\n".join(lines))
+    description: str
 
 
 def load_video(
@@ -268,25 +253,32 @@ def load_video(
         clips = [DecodedClip("demo", np.stack(list(cut_crops(frames, window, side))) if crops else frames)]
     else:
         clips = [load_clip(clip, side, progress, window if crops else None) for clip in find_clips(source)]
-    rows = window if crops else 1  # frames of a clip in a row of its array
-    splits = split_clips([ClipLength(clip.name, rows * len(clip.frames), clip.split) for clip in clips], window)
-    deviation = _standard_deviation(clips, splits.train, rows)
-    return VideoData(
-        train=Windows(clips, splits.train, window, size, True),
-        validation=Windows(clips, splits.validation, window, size),
-        test=Windows(clips, splits.test, window, size),
-        sigma=1 / _MAX_LEVEL if crops else deviation,
-        clips=tuple(clip.name for clip in clips),
-        method=splits.method,
-        notes=(*splits.notes, *(note for clip in clips for note in clip.notes)),
-        unit="a gray level" if crops else "standard deviation of the training frames",
+    splits = split_clips(clips, window)
+    train = Windows(clips, splits.train, window, size, True)
+    validation, test = (Windows(clips, parts, window, size) for parts in (splits.validation, splits.test))
+    deviation = _standard_deviation(clips, splits.train)
+    sigma, unit = (
+        (1 / _MAX_LEVEL, "a gray level") if crops else (deviation, "standard deviation of the training frames")
     )
+    notes = [*splits.notes, *(note for clip in clips for note in clip.notes)]
+    more = [f"and {len(notes) - _NOTES_SHOWN} more notes"] if len(notes) > _NOTES_SHOWN else []
+    lines = [
+        f"{len(clips)} clip{'' if len(clips) == 1 else 's'}, split by {splits.method}; frames {size}x{size}",
+        f"windows of {window} frames: {len(train)} training, {len(validation)} validation, {len(test)} test",
+        f"noise in units of {sigma:.6f} ({unit}, frames in [0, 1])",
+        *notes[:_NOTES_SHOWN],
+        *more,
+    ]
+    return VideoData(train, validation, test, sigma, tuple(clip.name for clip in clips), printable("\n".join(lines)))
 
 
-def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part], rows: int) -> float:
+def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part]) -> float:
     # A count of each gray level makes the sums whole numbers: exact, and the same whatever the order of frames.
-    frames = (row for part in parts for row in clips[part.clip].frames[part.start // rows : part.stop // rows])
-    counts = np.sum([np.bincount(frame.reshape(-1), minlength=_MAX_LEVEL + 1) for frame in frames], axis=0)
+    counts = np.zeros(_MAX_LEVEL + 1, dtype=np.int64)
+    for part in parts:
+        clip = clips[part.clip]
+        for row in clip.frames[part.start // clip.frames_per_row : part.stop // clip.frames_per_row]:
+            counts += np.bincount(row.reshape(-1), minlength=len(counts))
     number, total, squares = (
         sum(level**power * int(count) for level, count in enumerate(counts)) for power in range(3)
     )

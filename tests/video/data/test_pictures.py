@@ -340,7 +340,7 @@ def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
     (folder / "40.png").unlink()
     (folder / "41.png").unlink()
     note = f"{folder}: 2 frames are missing between the 78 that it holds, by the numbers in their names: "
-    assert note in load_video(folder, window=8, size=16, progress=False).describe()
+    assert note in load_video(folder, window=8, size=16, progress=False).description
     assert any(said.startswith(note) for said in denoise_notes(folder, tmp_path / "out.mp4"))
 
 

@@ -15,11 +15,11 @@ from cdt_fast.checks import InputError
 from cdt_fast.video.data.clips import Clip, open_source
 from cdt_fast.video.data.crops import preprocess
 from cdt_fast.video.data.scenes import demo_clip
-from cdt_fast.video.data.windows import ClipLength, VideoData, load_clip, load_video, split_clips
+from cdt_fast.video.data.windows import DecodedClip, VideoData, load_clip, load_video, split_clips
 
 
-def lengths(*frames: int, split: str | None = None) -> list[ClipLength]:
-    return [ClipLength(f"clip{index}", number, split) for index, number in enumerate(frames)]  # type: ignore[arg-type]
+def lengths(*frames: int, split: Any = None) -> list[DecodedClip]:
+    return [DecodedClip(f"clip{index}", np.empty((number, 1, 1)), split) for index, number in enumerate(frames)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -28,7 +28,7 @@ def lengths(*frames: int, split: str | None = None) -> list[ClipLength]:
     window=st.integers(1, 60),
 )
 def test_splits_never_share_frames(clips, window):
-    described = [ClipLength(f"clip{index}", *clip) for index, clip in enumerate(clips)]
+    described = [clip for number, split in clips for clip in lengths(number, split=split)]
     try:
         splits = split_clips(described, window)
     except InputError:
@@ -37,7 +37,7 @@ def test_splits_never_share_frames(clips, window):
     for parts in (splits.train, splits.validation, splits.test):
         assert parts
         assert all(part.stop - part.start >= window for part in parts)
-        assert all(0 <= part.start < part.stop <= described[part.clip].frames for part in parts)
+        assert all(0 <= part.start < part.stop <= described[part.clip].length for part in parts)
     assert all(described[part.clip].split != "test" for part in splits.train + splits.validation)
     if "test" in {split for _, split in clips}:
         assert all(described[part.clip].split == "test" for part in splits.test)
@@ -46,7 +46,7 @@ def test_splits_never_share_frames(clips, window):
         if first.clip == second.clip:
             assert splits.method == "time"
             assert second.start - first.stop == window
-    short = {index for index, clip in enumerate(described) if clip.frames < window}
+    short = {index for index, clip in enumerate(described) if clip.length < window}
     assert {part.clip for part in ordered} == set(range(len(described))) - short
     assert len(splits.notes) == len(short)
 
@@ -188,7 +188,7 @@ def test_the_word_demo_is_the_generated_clip(tmp_path, monkeypatch, refused):
 def test_describe_counts_the_notes_of_many_clips_and_spells_out_control_characters(tmp_path, load):
     save_clips(tmp_path / "set", *[20] * 3, *[3] * 15)
     (tmp_path / "set" / "3.npy").rename(tmp_path / "set" / "\x1b[2J.npy")
-    text = load(tmp_path / "set", window=5, size=16).describe()
+    text = load(tmp_path / "set", window=5, size=16).description
     assert "18 clips, split by clip; frames 16x16\n" in text
     assert "windows of 5 frames: 4 training, 4 validation, 4 test" in text
     assert "left out, its 3 frames are less than a window of 5" in text
