@@ -12,7 +12,7 @@ from cdt_fast.checks import InputError
 
 
 def overcomplete_dct(patch_size: int, code_size: int) -> Tensor:
-    """The overcomplete discrete cosine dictionary `[patch_size, code_size]` in float64, atoms of unit norm.
+    """Return the overcomplete discrete cosine dictionary `[patch_size, code_size]` in float64, atoms of unit norm.
 
     For square patches (`patch_size = p²`) it is separable: products of the cosines `cos(π i k / K)`, `k < K`, along
     both axes, with the mean taken off all but the constant one, as in K-SVD. Where `code_size` is no square, the
@@ -36,7 +36,7 @@ def overcomplete_dct(patch_size: int, code_size: int) -> Tensor:
 
 
 def tight_cosines(patch_size: int, code_size: int, frames: int = 1) -> Tensor:
-    """The cosine dictionary `[patch_size, code_size]` in float64 with `D Dᵀ = I` on what its atoms span.
+    """Return the cosine dictionary `[patch_size, code_size]` in float64 with `D Dᵀ = I` on what its atoms span.
 
     Patches are `frames` squares of side p, `patch_size = frames p²`. The atoms are products of one orthonormal DCT-II
     along time, rows and columns. Up to `code_size = patch_size` they are orthonormal: all of them, or those of lowest
@@ -77,7 +77,7 @@ def tight_cosines(patch_size: int, code_size: int, frames: int = 1) -> Tensor:
 
 
 def _frequencies(lengths: tuple[int, int, int], atoms: int) -> tuple[int, int, int] | None:
-    """Points of the DCT along each axis, at least its length, with `atoms` as their product: the most even growth."""
+    """Return the points of the DCT along each axis, at least its length, of product `atoms`: the most even growth."""
     found = [
         (time, rows, atoms // (time * rows))
         for time in range(lengths[0], atoms + 1)
@@ -103,7 +103,7 @@ def _cosines(size: int, frequencies: int) -> Tensor:
 
 
 def squared_spectral_norm(dictionary: Tensor) -> Tensor:
-    """`‖D‖₂²` of each dictionary `[..., n, m]`, in float64.
+    """Return `‖D‖₂²` of each dictionary `[..., n, m]`, in float64.
 
     It is the largest eigenvalue of the smaller Gram matrix. Power iteration would come from below, and a step from
     too small a norm is no descent step.

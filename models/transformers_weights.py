@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from cdt_fast.checks import InputError
 def load_complete(
     kind: Any, name: Any, *, new_head: bool = False, trust_remote_code: bool = False, **options: Any
 ) -> Any:
-    """`kind.from_pretrained(name, **options)`, with every weight from the files, finite, and no code of the folder run.
+    """Return `kind.from_pretrained(name, **options)` with every weight from the files, finite; no code of theirs runs.
 
     transformers itself fills weights that are missing, or of another shape, with random numbers and logs a warning.
 
@@ -43,6 +46,19 @@ def load_complete(
     return model
 
 
+@contextlib.contextmanager
+def named_errors(name: Any, remedy: str) -> Iterator[None]:
+    """Turn what transformers raises in this block, where files cannot be read, into one InputError of a line."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        # The beginning of the reason: transformers likes to list all the models it has.
+        reason = textwrap.shorten(str(error), 240, placeholder=" …") or type(error).__name__
+        raise InputError(f"{name}: cannot be loaded as a transformers model ({reason}){remedy}") from error
+
+
 def check_finite(model: nn.Module, where: str) -> None:
     """Require weights without NaN and infinity; the InputError begins with `where`."""
     numbers = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -52,6 +68,6 @@ def check_finite(model: nn.Module, where: str) -> None:
 
 
 def _is_new(model: Any, key: str) -> bool:
-    """Whether a weight lies outside of the base model, or in its pooler."""
+    """Return whether a weight lies outside of the base model, or in its pooler."""
     prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     return not key.startswith(prefix) or key.removeprefix(prefix).startswith("pooler.")

@@ -17,7 +17,7 @@ from cdt_fast import ops
 from cdt_fast.checks import InputError, check_choice, check_integer, check_number, check_positive, require
 from cdt_fast.files import read_json
 from cdt_fast.models.pretrained import PretrainedModel, check_depth
-from cdt_fast.models.transformers_weights import load_complete
+from cdt_fast.models.transformers_weights import load_complete, named_errors
 from cdt_fast.ops.common import LayerwiseLosses, check_shape, check_tensor, check_together
 
 ACTIVATIONS = ("gelu", "gelu_new", "relu", "silu")
@@ -116,7 +116,7 @@ class DenoisingViT(PretrainedModel):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Return the constructor's arguments."""
         names = ("patch_size", "layers", "width", "heads", "feedforward_width", "activation", "bias", "epsilon")
         return {"grid": list(self.grid), **{name: getattr(self, name) for name in names}}
 
@@ -183,7 +183,7 @@ class DenoisingViT(PretrainedModel):
         return model
 
     def forward(self, noisy: Tensor, depth: int | None = None) -> Tensor:
-        """The image `[..., T, n]` of `noisy` `[..., T, n]` after `depth` blocks (None: all of them).
+        """Return the image `[..., T, n]` of `noisy` `[..., T, n]` after `depth` blocks (None: all of them).
 
         An earlier exit costs the blocks up to it and nothing else; depth 0 reads the embeddings.
 
@@ -196,14 +196,14 @@ class DenoisingViT(PretrainedModel):
         return self._read(states, noisy)
 
     def reconstructions(self, noisy: Tensor) -> list[Tensor]:
-        """The images of all depths 0..L, L+1 tensors of the shape of `noisy` `[..., T, n]`."""
+        """Return the images of all depths 0..L, L+1 tensors of the shape of `noisy` `[..., T, n]`."""
         self._check(noisy)
         return [self._read(states, noisy) for states in self._states(noisy, self.layers)]
 
     def layer_losses(
         self, noisy: Tensor, clean: Tensor, depth_weights: Tensor | Sequence[float] | None = None
     ) -> LayerwiseLosses:
-        """The losses of all depths against `clean` `[..., T, n]`, each a mean over the pixels, and their weighted sum.
+        """Return the losses of all depths against `clean` `[..., T, n]`, means over the pixels, and their weighted sum.
 
         See `ops.layerwise_reconstruction_loss` for what is differentiable; its losses are sums over a patch, n times
         those here. Used as `total, per_depth = model.layer_losses(noisy, clean, constraints.weights())`.
@@ -224,7 +224,7 @@ class DenoisingViT(PretrainedModel):
         check_together(noisy=noisy, readout=self.readout.weight)
 
     def _states(self, noisy: Tensor, depth: int) -> Iterator[Tensor]:
-        """The states `[B, 1 + T, d]` of the depths 0..depth, not normed."""
+        """Yield the states `[B, 1 + T, d]` of the depths 0..depth, not normed."""
         embeddings = self.vit.embeddings
         convolution = embeddings.patch_embeddings.projection
         # A convolution whose stride is its kernel is a linear map of each patch.
@@ -262,18 +262,12 @@ def _rename_weights(module: nn.Module, weights: dict[str, Any], prefix: str, *_:
 def _load_vit(folder: str) -> tuple[Any, int, tuple[int, int]]:
     """Return the `transformers.ViTModel` of `folder` in float32, the side of its patches, and its grid."""
     transformers = require("transformers", "transformers", "loading a ViT")
-    try:
+    with named_errors(folder, "; give a folder with the config.json and model.safetensors of a ViT"):
         configuration = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         if configuration.model_type != "vit":
             raise InputError(f"{folder}: holds a model of type {configuration.model_type!r}, expected 'vit'")
         options = {"config": configuration, "add_pooling_layer": False, "local_files_only": True}
         model = load_complete(transformers.ViTModel, folder, **options)
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        remedy = "give a folder with the config.json and model.safetensors of a ViT"
-        raise InputError(f"{folder}: no ViT can be loaded from there ({reason}); {remedy}") from error
     sizes = (configuration.image_size, configuration.patch_size)
     (height, width), (side, other) = ((size, size) if isinstance(size, int) else size for size in sizes)
     if side != other:

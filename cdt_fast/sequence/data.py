@@ -300,18 +300,15 @@ def _parts_of(source: Path, data: TextDataSettings) -> list[Any]:
         return [read_table(source, data), None, None]
     if not source.exists():
         raise InputError(f"{source}: no such file or folder")
-    folder = next((source / name for name in ("aclImdb", "MNLI") if (source / name).is_dir()), source)
-    if (folder / "train" / "pos").is_dir():
-        return [read_imdb(folder / "train"), None, read_imdb(folder / "test")]
+    if (source / "train" / "pos").is_dir():
+        return [read_imdb(source / "train"), None, read_imdb(source / "test")]
     parts: list[TextData | None] = []
     for names in _PARTS:
-        there = [path for name in names for suffix in _SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
+        there = [path for name in names for suffix in _SUFFIXES if (path := source / f"{name}{suffix}").is_file()]
         if len(there) > 1:
-            raise InputError(f"{folder}: holds both {there[0].name} and {there[1].name}; leave one of them there")
+            raise InputError(f"{source}: holds both {there[0].name} and {there[1].name}; leave one of them there")
         if not (parts or there):
-            raise InputError(
-                f"{source}: holds neither train.tsv (or .csv, .json, .jsonl) nor the folders of IMDb or MNLI"
-            )
+            raise InputError(f"{source}: holds neither train.tsv (or .csv, .json, .jsonl) nor the folders of IMDb")
         known = parts[0].names if parts and parts[0] else None
         parts.append(read_table(there[0], data, known) if there else None)
     return parts

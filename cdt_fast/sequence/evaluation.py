@@ -19,8 +19,6 @@ from cdt_fast.training.report import formatted
 from cdt_fast.training.results import Evaluation, mean_margin, per_sample_statistics
 from cdt_fast.training.task import EvaluatedRun, Table
 
-_NORMAL_QUANTILE = 1.959963984540054  # of 97.5 %
-
 
 class SequenceEvaluation(Evaluation):
     """The `evaluation.json` of a run on texts or instructions, see `measure`."""
@@ -35,12 +33,11 @@ class SequenceEvaluation(Evaluation):
     test_texts: int
     test_digest: str
     classes: list[str] | None = None  # of labeled texts
-    vocabulary: int | None = None  # of a language model, as its perplexity, whose accuracy is that of its tokens
-    perplexity: list[float] | None = None
+    vocabulary: int | None = None  # of a language model, whose accuracy is that of its tokens
 
     def sizes(self) -> dict[str, int]:
         names = ("accuracy", "accuracy_margin", "depth_accuracy", "depth_loss")
-        return dict.fromkeys((*names, *(["perplexity"] if self.perplexity is not None else [])), len(self.gamma))
+        return dict.fromkeys(names, len(self.gamma))
 
 
 @torch.no_grad()
@@ -102,7 +99,7 @@ def _read(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _margin(fraction: float, answers: int) -> float:
-    square = _NORMAL_QUANTILE**2 / answers
+    square = 1.959963984540054**2 / answers  # the normal quantile of 97.5 %
     return math.sqrt(square * (fraction * (1 - fraction) + square / 4)) / (1 + square)
 
 

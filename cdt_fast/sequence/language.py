@@ -9,35 +9,23 @@ from typing import Any
 
 import torch
 
-from cdt_fast.checks import InputError
 from cdt_fast.sequence.data import Splits, load_instructions
 from cdt_fast.sequence.evaluation import accuracy_table
 from cdt_fast.sequence.networks import Network, PretrainedNetwork
 from cdt_fast.sequence.settings import LanguageModelSettings, LanguageSettings
 from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
 from cdt_fast.sequence.tokenizers import EncodedSamples, encoded_instructions, load_model, load_tokenizer
-from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.task import EvaluatedRun, Table
-
-_LARGEST_EXPONENT = 700.0  # above it a perplexity is no float
 
 
 class LanguageTask(SequenceTask):
     """See `training.task.Task`."""
 
     name, samples, subject, sample = "lm", "sequences", "instructions", "sequence"
-    accuracy, dropped = "Accuracy of the tokens", "without an answer"
-
-    def check(self, settings: LanguageSettings) -> None:
-        super().check(settings)
-        if settings.model.model is None:
-            raise InputError("--model is missing: give the folder or hub name of a causal language model")
+    dropped = "without an answer"
 
     def load(self, settings: LanguageSettings, progress: bool = True) -> Splits:
         return load_instructions(settings)
-
-    def describe(self, settings: LanguageSettings, data: Splits) -> str:
-        return self.described(settings, data, "instructions")
 
     def build(self, settings: LanguageSettings, data: Splits, device: torch.device) -> SequenceWorkload:
         chosen, max_tokens = settings.model, settings.data.max_tokens
@@ -58,14 +46,11 @@ class LanguageTask(SequenceTask):
         test = encoded_instructions(data.test, network.tokenizer, settings.data.max_tokens, "test")
         return network, test, {"vocabulary": network.vocabulary}
 
-    def evaluate(self, folder: RunFolder, *given: Any, **options: Any) -> dict[str, Any]:
-        measured = super().evaluate(folder, *given, **options)
-        losses = [min(depths[-1], _LARGEST_EXPONENT) for depths in measured["depth_loss"]]
-        return {**measured, "perplexity": [math.exp(loss) for loss in losses]}
-
     def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
         rows = [["perplexity", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma)]]
-        rows += [[run.label, *(f"{value:.4g}" for value in run.evaluation.perplexity)] for run in runs]
+        for run in runs:
+            losses = [depths[-1] for depths in run.evaluation.depth_loss]
+            rows.append([run.label, *(f"{math.exp(min(loss, 700.0)):.4g}" for loss in losses)])
         return [rows, accuracy_table(runs, "accuracy of tokens")]
 
 

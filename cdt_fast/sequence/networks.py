@@ -67,7 +67,6 @@ class _Network:
 class UnrolledNetwork(_Network):
     """A `TextUT` and its tokenizer."""
 
-    part = "ops"
     model: TextUT
 
     def __init__(self, model: TextUT, tokenizer: Any) -> None:
@@ -94,8 +93,6 @@ class PretrainedNetwork(_Network):
         InputError: as `attach_layer_losses`, the last depth is not among the taps, or a language model does not shift
             its labels.
     """
-
-    part = "the losses of all depths"
 
     def __init__(self, model: Any, tokenizer: Any, taps: Sequence[int] | None = None, **options: Any) -> None:
         self.handle = attach_layer_losses(model, taps, **options)

@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from cdt_fast.checks import InputError
 from cdt_fast.constraints.presets import PRESETS
 from cdt_fast.training.settings import (
     ConstraintSettings,
@@ -19,7 +18,6 @@ from cdt_fast.training.settings import (
 )
 
 UNROLLED = "text-ut"  # the network of this package; any other name is a pretrained model's
-_MAX_GAMMA = 10.0  # standard deviations of the embeddings
 _GAMMA = "training noise as a multiple of the standard deviation of the embeddings"
 _DOWNLOAD = "a model that is not here may be fetched from the hub"
 
@@ -33,9 +31,7 @@ class TextDataSettings(Section):
     gamma: NonNegative = setting(1.0, _GAMMA)
     text_column: str | None = setting(None, "column of the text (default: that of MNLI where it is there, else text)")
     second_column: str | None = setting(None, "column of the second text of pairs (default: as above, else none)")
-    label_column: str | None = setting(
-        None, "column of the class (default: as above, else label); US and us are two classes"
-    )
+    label_column: str | None = setting(None, "column of the class (default: as above, else label)")
     validation: float = setting(0.1, "share of the training texts for the choice of the model, if no file has it")
     test: float = setting(0.1, "share of the texts for the evaluation, if no file has it")
     max_tokens: Annotated[int, Field(ge=3)] = setting(256, "longer texts are cut")
@@ -102,15 +98,6 @@ class SequenceSettings(RunSettings):
     def needs(self) -> list[tuple[bool, str, str]]:
         """As `RunSettings.needs`."""
         return [*super().needs(), (self.training.steps is None, "steps is none", "epochs")]
-
-    def check_noise(self) -> None:
-        """As `RunSettings.check_noise`."""
-        for name, levels in (("[data] gamma", self.noise), ("[evaluation] gammas", self.evaluation.gammas)):
-            if max(levels) > _MAX_GAMMA:
-                raise InputError(
-                    f"{name} reaches {max(levels):g} standard deviations of the word embeddings, and must be at most "
-                    f"{_MAX_GAMMA:g}"
-                )
 
 
 class TextSettings(SequenceSettings):

@@ -103,7 +103,7 @@ class SequenceWorkload:
         self.network.save(folder)
 
     def kernels(self, device: torch.device, dtype: torch.dtype) -> str:
-        return f"{self.network.part} on {explain() if device.type == 'cuda' else 'torch'}"
+        return f"ops on {explain() if device.type == 'cuda' else 'torch'}"
 
 
 class SequenceTask(Task):
@@ -111,22 +111,20 @@ class SequenceTask(Task):
 
     fixed_shapes = False
     evaluation = SequenceEvaluation
-    accuracy: str  # what its accuracy is called
     dropped: str  # what dropped rows lack
 
     def check(self, settings: SequenceSettings) -> None:
-        if settings.data.source is None:
-            raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
+        for name, value in (("SOURCE", settings.data.source), ("--model", settings.model.model)):
+            if value is None:
+                raise InputError(f"{name} is missing: cdt-fast train {settings.task} SOURCE --model FOLDER")
         gammas = settings.evaluation.gammas
         if any(first >= second for first, second in pairwise(gammas)):
             raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
-        settings.check_noise()
 
-    def described(self, settings: SequenceSettings, data: Splits, kind: str, also: str = "") -> str:
-        """Say how much data of a kind there are."""
+    def describe(self, settings: SequenceSettings, data: Splits) -> str:
         parts = ", ".join(f"{len(part):,} {name}" for part, name in zip(data[:3], Splits._fields, strict=False))
         note = f"; {data.num_dropped:,} {self.dropped} dropped" if data.num_dropped else ""
-        return f"{settings.data.source}: {kind}: {parts}{also}{note}"
+        return f"{settings.data.source}: {self.subject}: {parts}{note}"
 
     @abstractmethod
     def kept(self, folder: Path, settings: Any, data: Any) -> tuple[Network, EncodedSamples, dict[str, Any]]:
@@ -163,7 +161,7 @@ class SequenceTask(Task):
         ]
 
     def drawings(self) -> list[Drawing]:
-        return [Drawing("accuracy_over_noise.png", f"{self.accuracy} over γ", draw_accuracy)]
+        return [Drawing("accuracy_over_noise.png", "accuracy over γ", draw_accuracy)]
 
     def conditions(self, run: EvaluatedRun) -> str:
         values = run.evaluation

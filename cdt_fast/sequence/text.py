@@ -32,21 +32,20 @@ _CLASSIFIER = "AutoModelForSequenceClassification"
 class TextTask(SequenceTask):
     """See `training.task.Task`."""
 
-    name, samples, subject, sample, accuracy = "text", "texts", "texts", "text", "Accuracy"
+    name, samples, subject, sample = "text", "texts", "texts", "text"
     dropped = "rows without a class"
 
     def load(self, settings: TextSettings, progress: bool = True) -> Splits:
         return load_texts(settings)
 
     def describe(self, settings: TextSettings, data: Splits) -> str:
-        kind = "texts" if data.train.text_pair is None else "pairs"
-        return self.described(settings, data, kind, f"; classes: {', '.join(data.train.names)}")
+        return f"{super().describe(settings, data)}; classes: {', '.join(data.train.names)}"
 
     def build(self, settings: TextSettings, data: Splits, device: torch.device) -> SequenceWorkload:
         model, names = settings.model, data.train.names
-        present = {names[label] for label in data.train.labels}
-        if len(present) < 2:
-            raise InputError(f"{settings.data.source}: all the training texts are of one class, {present.pop()!r}")
+        if len(set(data.train.labels)) < 2:
+            only = names[data.train.labels[0]]
+            raise InputError(f"{settings.data.source}: all the training texts are of one class, {only!r}")
         unrolled = model.model == UNROLLED
         if unrolled:
             network: Network = _build_unrolled(model, data.train)

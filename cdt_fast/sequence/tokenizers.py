@@ -6,7 +6,6 @@ A row is int64 `[fields, T]`: ids, ones, and for some models the token types.
 from __future__ import annotations
 
 import contextlib
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError, require
-from cdt_fast.models.transformers_weights import load_complete
+from cdt_fast.models.transformers_weights import load_complete, named_errors
 from cdt_fast.sequence.data import Instruction, TextData
 from cdt_fast.training.execution import to_device
 
 IGNORED = -100  # the label of what does not count
-_NO_LIMIT = 10**6  # tokenizers say "no limit" by an absurdly large number
 # Scripts written without blanks between words: each of their characters is a word, with the marks on it.
 _SCRIPTS = "Han Hiragana Katakana Bopomofo Yi Thai Lao Khmer Myanmar Tai_Le New_Tai_Lue"
 _SCRIPTS += " Tai_Tham Tai_Viet Ahom Javanese Balinese Cham"
@@ -64,9 +62,8 @@ class EncodedSamples:
 
 def encoded_texts(data: TextData, tokenizer: Any, max_length: int) -> EncodedSamples:
     """Return a row of at most `max_length` tokens for each text or pair; InputError: one holds no token."""
-    if tokenizer.model_max_length < _NO_LIMIT:
-        max_length = min(max_length, tokenizer.model_max_length)
-    encoded = tokenizer(data.texts, data.text_pair, truncation=True, max_length=max_length)
+    longest = min(max_length, tokenizer.model_max_length)
+    encoded = tokenizer(data.texts, data.text_pair, truncation=True, max_length=longest)
     names = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in encoded]
     rows = [torch.tensor(row, dtype=torch.int64) for row in zip(*(encoded[name] for name in names), strict=True)]
     for row, text in zip(rows, data.texts, strict=True):
@@ -159,18 +156,9 @@ def from_hub(name: str | Path, download: bool = False) -> Iterator[tuple[Any, di
         InputError: the model is not there, cannot be fetched, or cannot be read.
     """
     transformers = _transformers()
-    try:
+    other = "" if Path(name).is_dir() else "; give the path of a local folder" + ("" if download else ", or --download")
+    with named_errors(name, other):
         yield transformers, {"local_files_only": not download, "trust_remote_code": False}  # no code of a folder runs
-    except InputError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-            raise InputError(f"{name}: holds no config.json; expected a folder that save_pretrained wrote") from error
-        # The beginning of the reason: transformers likes to list all the models it has.
-        reason = textwrap.shorten(str(error), 240, placeholder=" …")
-        if not Path(name).is_dir():
-            reason += "; give the path of a local folder" + ("" if download else ", or --download")
-        raise InputError(f"{name}: cannot be loaded as a transformers model ({reason})") from error
 
 
 def _transformers() -> Any:

@@ -128,7 +128,7 @@ def test_named_columns_of_any_file(call: Call, tmp_path: Path, quick_figures: No
     answer = call("train", "text", source, *TEXT, *columns, "--out", tmp_path / "run")
     assert answer.status == 0, answer
     assert read_json(tmp_path / "run" / "evaluation.json")["classes"] == ["0", "1"]
-    assert "pairs: 32 train, 4 validation, 4 test; classes: 0, 1" in answer.err
+    assert "texts: 32 train, 4 validation, 4 test; classes: 0, 1" in answer.err
 
 
 BAD = [
@@ -155,7 +155,7 @@ BAD = [
     ("text", ["ONE CLASS"], ["all the training texts are of one class, 'pos'"]),
     ("text", ["CAPITALS"], ["no column 'label'; there are 'Text', 'Label'", "--label-column"]),
     ("text", ["TABLE", "--model", "WORDLESS"], ["wordless: holds no tokenizer"]),
-    ("text", ["TABLE", "--model", "FOLDER"], ["folder: holds no config.json"]),
+    ("text", ["TABLE", "--model", "FOLDER"], ["folder: cannot be loaded as a transformers model"]),
     ("text", ["TABLE", "--model", "PICTURES"], ["cannot be loaded as a transformers model", "CLIPConfig", "…)"]),
     ("text", ["FOLDER"], ["holds neither train.tsv"]),
     ("text", ["LABELS"], ["label", "'maybe'", "'neg', 'pos'"]),

@@ -231,7 +231,7 @@ def test_pairs_of_mnli_train_too(tmp_path: Path) -> None:
     (tmp_path / "MNLI").mkdir()
     for name in ("train", "dev_matched"):
         (tmp_path / "MNLI" / f"{name}.tsv").write_text("\n".join(rows) + "\n")
-    config = settings_for(tmp_path, steps=40, gamma=0.0)
+    config = settings_for(tmp_path / "MNLI", steps=40, gamma=0.0)
     run = trained(config, tmp_path / "run")
     evaluation = evaluated(run, config)
     alone = load_data(settings_for(tmp_path / "MNLI" / "train.tsv"))

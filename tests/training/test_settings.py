@@ -166,7 +166,6 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
         ("video", None, {"data": {"gamma": 300}}, ["must be 0.5 to 255; with frames resized it counts in"]),
         ("video", None, {"evaluation": {"gammas": "0.05,0.15"}}, ["[evaluation] gammas reaches 0.15 gray levels"]),
         ("video", None, {"data": {"gamma": 0}}, ["gamma is 0, and a network for crops works in units of the noise"]),
-        ("text", None, {"evaluation": {"gammas": "0,25"}}, ["[evaluation] gammas reaches 25 standard deviations"]),
         # A bound where nothing trains.
         ("video", None, {"constraints": {"reference": 6.5, "reference_mode": "constraint"}}, [f"constraint {DEPTH_0}"]),
         ("video", None, {"constraints": {"bounds": "0=5"}}, [f"[constraints] bounds {DEPTH_0}"]),
