@@ -77,8 +77,10 @@ def fetch(name: str, folder: str | os.PathLike[str], *, progress: bool = True) -
         archive, unpacked = Path(temporary) / Path(dataset.url).name, Path(temporary) / name
         try:
             download_url_to_file(dataset.url, str(archive), dataset.sha256, progress)
-            # A zip file is always unpacked below its folder.
-            shutil.unpack_archive(archive, unpacked, **({} if archive.suffix == ".zip" else {"filter": "data"}))
+            if archive.suffix == ".zip":  # always unpacked below its folder; takes no filter
+                shutil.unpack_archive(archive, unpacked)
+            else:
+                shutil.unpack_archive(archive, unpacked, filter="data")
             unpacked.rename(place)
         except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: another checksum
             raise InputError(f"{dataset.url}: cannot be fetched ({error})") from error
