@@ -309,12 +309,8 @@ def test_a_wrong_formulation_is_one_line_and_makes_no_run(
         (["--no-adaptive"], "--no-adaptive is gone: the git tag full"),
         (["--preset", "paper"], "preset must be one of video, text, lm, safe, paper-dust, "),
         (["--preset", "paper-vit"], "--preset paper-vit needs --pretrained, the folder of a pretrained network"),
-        (["--preset", "safe", "--no-constrained"], "--preset safe is of constraints, and --no-constrained is to train"),
         (["--preset", "paper-dust", "--gamma", "25"], "[data] gamma reaches 25 standard deviations of the training"),
-        (
-            ["--frames", "resized"],
-            "frames is resized, and these are numbers for frames crops: gamma [1.0, 50.0], ",
-        ),
+        (["--frames", "resized"], "[data] gamma reaches 50 standard deviations"),
     ],
 )
 def test_a_preset_or_a_setting_that_cannot_be_meant_is_one_line(

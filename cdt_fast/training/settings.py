@@ -165,8 +165,6 @@ class RunSettings(BaseModel):
 
     task: ClassVar[str]
     networks: ClassVar[tuple[str, ...]]  # values of [model] model that are networks of this package, and no folders
-    # By the settings that choose a unit, the settings that are numbers in that unit.
-    units: ClassVar[dict[str, tuple[str, ...]]] = {}
     preset: str | None = None
     data: Any = Field(default_factory=Section)
     model: Any = Field(default_factory=Section)
@@ -285,62 +283,31 @@ class RunSettings(BaseModel):
     def chosen(cls, given: Sections, preset: str | None = None, file: str | os.PathLike[str] | None = None) -> Self:
         """Return the settings of a new run: the defaults, over them a preset, over that a file, then what is given.
 
-        A file may be that of a run, which names all settings: only what differs from the defaults and the preset counts
-        as given. It may be for runs with and without constraints: a setting in it need only have an effect in the file,
-        or with the options that are given.
-
         Args:
-            given: values by section.
+            given: values by section; each has to have an effect.
             preset: a preset instead of the file's.
-            file: settings as TOML.
+            file: settings as TOML; it may be for runs of several kinds.
 
         Raises:
-            InputError: as `load` and `set`; a preset or a setting has no effect, or a number that is not given would
-                keep its value in another unit.
+            InputError: as `load` and `set`; a given setting has no effect.
         """
         in_file, sections = (None, {}) if file is None else cls._read(file)
-        start = cls()
+        settings = cls()
         with _naming(file if preset is None else None):
-            start.use_preset(in_file if preset is None else preset)
-        settings = start.model_copy(deep=True)
-        with _naming(file):
-            settings._overlay(sections)
-        if preset is not None and file is not None and settings == cls.load(file).model_copy(update={"preset": preset}):
-            raise InputError(f"--preset {preset} has no effect: {file} names all that it sets")
-        before, after = start.values(), settings.values()
-        idle_in_file = {name for name in settings.idle() if before[name] != after[name]}
-        named = {name: f"{file}: [{part}]" for part in sections for name in sections[part] if name in idle_in_file}
-        named |= {name: f"[{part}]" for part in given for name in given[part]}
-        settings._overlay(given)
-        if preset not in (None, *PAPER_ROWS) and not settings.constrained:
-            raise InputError(f"--preset {preset} is of constraints, and --no-constrained is to train without")
+            settings.use_preset(in_file if preset is None else preset)
+        for origin, parts in ((file, sections), (None, given)):
+            with _naming(origin):
+                for section, values in parts.items():
+                    settings.update(section, values)
         needed = PAPER_ROWS[settings.preset].pretrained if settings.preset in PAPER_ROWS else ""
         if needed and needed not in {*sections.get("model", ()), *given.get("model", ())}:
             raise InputError(f"--preset {settings.preset} needs --{needed}, the folder of a pretrained network")
-        idle, values = settings.idle(), settings.values()
-        for name, where in named.items():
-            if name in idle and values[name] is not None:
-                raise InputError(f"{where} {name} has no effect unless {idle[name]}")
+        idle = settings.idle()
+        for section, names in given.items():
+            for name in names:
+                if name in idle and getattr(getattr(settings, section), name) is not None:
+                    raise InputError(f"[{section}] {name} has no effect unless {idle[name]}")
         return settings
-
-    def _overlay(self, sections: Sections) -> None:
-        """Set values by section; InputError: one of them changes the unit of a number that is not among them."""
-        was = self.values()
-        for section, values in sections.items():
-            self.update(section, values)
-        now, idle = self.values(), self.idle()
-        given = {name for values in sections.values() for name in values}
-        for unit, numbers in self.units.items():
-            stale = [
-                f"{name} {shown(was[name])}"
-                for name in numbers
-                if name not in given and name not in idle and isinstance(was[name], float | list)
-            ]
-            if was[unit] != now[unit] and stale:
-                raise InputError(
-                    f"{unit} is {now[unit]}, and these are numbers for {unit} {was[unit]}: {', '.join(stale)}; give "
-                    "others beside it"
-                )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings as TOML, None as the word "none"."""
@@ -359,12 +326,7 @@ class RunSettings(BaseModel):
         Raises:
             InputError: the file cannot be read, or a name or a value in it is unknown or of the wrong kind.
         """
-        preset, sections = cls._read(path)
-        settings = cls()
-        with _naming(path):
-            settings.use_preset(preset)
-            settings._overlay(sections)
-        return settings
+        return cls.chosen({}, file=path)
 
     @classmethod
     def _read(cls, path: str | os.PathLike[str]) -> tuple[str | None, dict[str, dict[str, Any]]]:

@@ -79,7 +79,6 @@ class VideoSettings(RunSettings):
 
     task: ClassVar[str] = "video"
     networks: ClassVar[tuple[str, ...]] = ("dust", "ut", "vit")
-    units: ClassVar[dict[str, tuple[str, ...]]] = {"frames": ("gamma", "gammas", "sparsity", "reference")}
     data: VideoDataSettings = Field(default_factory=VideoDataSettings)
     model: VideoModelSettings = Field(default_factory=VideoModelSettings)
     constraints: ConstraintSettings = Field(default_factory=lambda: ConstraintSettings(**_DENOISER))

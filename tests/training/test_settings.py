@@ -150,15 +150,6 @@ DEPTH_0 = "must not be of depth 0, which is the noisy input where grids overlap:
         ("text", None, {"model": {"taps": "0,3"}}, ["[model] taps is gone: the git tag full"]),
         ("text", None, {"model": {"model": "x", "width": 3}}, [f"width {IDLE} model is text-ut"]),
         ("text", None, {"training": {"epochs": 3, "steps": 20}}, [f"[training] epochs {IDLE} steps is none"]),
-        # A unit that changes under a number.
-        (
-            "video",
-            None,
-            {"data": {"frames": "resized"}},
-            ["frames is resized", "for frames crops", "gamma [1.0, 50.0]"],
-        ),
-        ("video", None, {"data": {"frames": "resized", "gamma": 0.1}}, ["numbers for frames crops: gammas [5.0"]),
-        ("video", "paper-dust", {"data": {"frames": "crops", "gamma": 25}}, ["gammas [0.05", "0.2, reference 6.5"]),
         # Noise that nobody means.
         ("video", "paper-dust", {"data": {"gamma": 25}}, ["[data] gamma reaches 25 standard deviations"]),
         ("video", "paper-ut", {"data": {"gamma": "1,50"}}, ["frames crops it counts in gray levels of 0..255"]),
@@ -192,27 +183,13 @@ def test_settings_that_do_not_fit_are_refused_before_any_data_are_read(
     assert all(fact in str(caught.value) for fact in facts), caught.value
 
 
-def test_a_setting_without_effect_is_refused_in_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("[model]\nwidth = 64\n")
-    with pytest.raises(InputError, match=rf"^{re.escape(str(path))}: \[model\] width {IDLE} model is vit"):
-        VideoSettings.chosen({}, file=path)
-    config = VideoSettings.chosen(NO_CONSTRAINTS)
-    config.save(path)  # names all: what differs from the defaults counts as given
-    assert VideoSettings.chosen({}, file=path) == config
-    config.constraints.dual_lr = 0.1
-    config.save(path)
-    with pytest.raises(InputError, match=f"dual_lr {IDLE} constrained is true"):
-        VideoSettings.chosen({}, file=path)
-
-
 @pytest.mark.parametrize("entry", TASKS.values(), ids=TASKS)
 def test_every_setting_has_one_name_and_every_condition_is_on_one(entry: Any) -> None:
     settings = entry.settings()
     names = [name for section in SECTIONS for name in type(getattr(settings, section)).model_fields]
     assert len(set(names)) == len(names) == len(settings.values())
     conditional = {name for _, _, part in settings.needs() for name in part.split()}
-    assert {*conditional, *settings.units, *sum(settings.units.values(), ())} <= {*names}
+    assert conditional <= {*names}
 
 
 def test_what_others_set_for_runs_of_both_kinds_is_not_refused(tmp_path: Path) -> None:
