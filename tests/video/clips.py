@@ -10,6 +10,8 @@ from typing import Any
 import av
 import numpy as np
 
+from tests.tiny import scrolling_clip
+
 
 def encode(
     path: Path,
@@ -49,6 +51,11 @@ def encode(
         if finish is not None:
             finish()
     return path
+
+
+def colored(count: int, height: int, width: int) -> np.ndarray:
+    gray = scrolling_clip(count, height, width)
+    return np.stack([gray, gray[:, ::-1], 255 - gray], axis=-1)
 
 
 def plain(level: int, height: int = 32, width: int = 48) -> np.ndarray:

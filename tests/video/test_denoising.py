@@ -26,7 +26,7 @@ from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import CONTAINERS
 from tests.runs import open_run
 from tests.tiny import scrolling_clip
-from tests.video.clips import encode
+from tests.video.clips import colored, encode
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,6 @@ def decoded(path: Path) -> tuple[np.ndarray, Fraction]:
         stream = container.streams.video[0]
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
         return np.stack(frames), stream.average_rate
-
-
-def colored(count: int, height: int, width: int) -> np.ndarray:
-    gray = scrolling_clip(count, height, width)
-    return np.stack([gray, gray[:, ::-1], 255 - gray], axis=-1)
 
 
 @pytest.mark.parametrize("suffix", CONTAINERS)
@@ -143,11 +138,7 @@ def test_the_noise_of_color_is_found_and_removed_at_half_its_resolution_too(tmp_
         assert (after <= before / 4).all()  # in brightness and in both differences of colors
 
 
-def test_gray_sources_and_folders_are_denoised(
-    call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path
-) -> None:
-    from PIL import Image
-
+def test_gray_sources_are_denoised(call: Callable[..., Any], trained: Any, clip: Path, tmp_path: Path) -> None:
     answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4", "--json", tmp_path / "told.json")
     assert answer.status == 0
     assert answer.err.startswith(f"cdt-fast: note: {trained.constrained}: is no success: ")  # of six steps
@@ -157,11 +148,6 @@ def test_gray_sources_and_folders_are_denoised(
     assert frames.shape == (60, 32, 32, 3)
     assert rate == 25
     assert np.abs(frames.astype(int) - frames[..., :1].astype(int)).max() <= 3  # gray stays gray
-    (tmp_path / "frames").mkdir()
-    for index, frame in enumerate(scrolling_clip(6, 20, 30)):
-        Image.fromarray(frame).save(tmp_path / "frames" / f"{index}.png")
-    assert call("denoise", trained.constrained, tmp_path / "frames", tmp_path / "folder.mkv").status == 0
-    assert decoded(tmp_path / "folder.mkv")[0].shape == (6, 20, 30, 3)
 
 
 @pytest.mark.parametrize(
@@ -260,12 +246,7 @@ def test_a_source_that_breaks_off_leaves_no_output(call: Callable[..., Any], tra
     assert "frame 9" in line
     assert target.read_bytes() == b"precious"
     assert sorted(os.listdir(tmp_path)) == ["nan.npy", "out.mp4"]
-    for name in ("missing.mp4", "empty.mp4", "text.mp4"):
-        if name == "empty.mp4":
-            (tmp_path / name).touch()
-        if name == "text.mp4":
-            (tmp_path / name).write_text("no video\n")
-        assert name in call("denoise", trained.constrained, tmp_path / name, tmp_path / "none.mp4").line()
+    assert "missing.mp4" in call("denoise", trained.constrained, "missing.mp4", tmp_path / "none.mp4").line()
     assert not (tmp_path / "none.mp4").exists()
 
 

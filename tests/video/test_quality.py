@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from cdt_fast.checks import InputError
+from cdt_fast.models import DUST
 from cdt_fast.video.comparison import as_table, compare_denoisers, peers
 from cdt_fast.video.quality import SHIFTS, dct3d_denoise, dct3d_shifted_denoise, mean_psnr, psnr_of, ssim
+from cdt_fast.video.settings import VideoSettings
 from tests.tiny import scrolling_clip
 
 
@@ -55,11 +58,6 @@ def test_the_shifted_transform_is_the_mean_over_moved_grids_and_beats_one() -> N
 
 
 def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Path) -> None:
-    import numpy as np
-
-    from cdt_fast.models import DUST
-    from cdt_fast.video.settings import VideoSettings
-
     np.save(tmp_path / "clip.npy", scrolling_clip(20, 40, 50))
     np.save(tmp_path / "short.npy", scrolling_clip(3, 40, 50))
     settings = VideoSettings()

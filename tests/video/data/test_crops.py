@@ -9,12 +9,7 @@ from cdt_fast.video.data import Windows, from_opponent, load_video, to_opponent
 from cdt_fast.video.data.crops import cut_crops, preprocess
 from cdt_fast.video.data.scenes import demo_clip, moving_leaves
 from cdt_fast.video.data.windows import DecodedClip, Part
-from tests.tiny import scrolling_clip
-
-
-def colored(count: int, height: int, width: int) -> np.ndarray:
-    gray = scrolling_clip(count, height, width)
-    return np.stack([gray, gray[:, ::-1], 255 - gray], axis=-1)
+from tests.video.clips import colored
 
 
 def cropped(frames: np.ndarray, name: str = "clip") -> DecodedClip:

@@ -7,15 +7,12 @@ import zlib
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from cdt_fast.cli import commands
 from cdt_fast.listing import natural_key
 from cdt_fast.models import DUST
 from cdt_fast.video.data import find_clips, load_video, open_source
@@ -342,13 +339,3 @@ def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
     note = f"{folder}: 2 frames are missing between the 78 that it holds, by the numbers in their names: "
     assert note in load_video(folder, window=8, size=16, progress=False).description
     assert any(said.startswith(note) for said in denoise_notes(folder, tmp_path / "out.mp4"))
-
-
-def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(monkeypatch, capsys):
-    written = {"notes": ["\x1b[2J.png"], "sigma": None, "frame_rate": 25.0, "depth": 1, "layers": 1}
-    entry = SimpleNamespace(
-        load=lambda: SimpleNamespace(denoise=lambda *_, **__: {**written, "frames": 2, "width": 8, "height": 8})
-    )
-    monkeypatch.setattr(commands.tasks, "open_run", lambda _: (None, None, entry))
-    commands.denoise(MagicMock(target="out.mp4", json=None))
-    assert capsys.readouterr().err == "cdt-fast: note: \\x1b[2J.png\n"

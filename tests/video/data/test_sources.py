@@ -4,8 +4,6 @@ import contextlib
 import io
 import os
 import struct
-import subprocess
-import sys
 import wave
 from collections.abc import Callable
 from fractions import Fraction
@@ -242,12 +240,6 @@ def test_a_cut_array_is_refused(tmp_path, refused):
     np.save(tmp_path / "clip.npy", np.ones((9, 30, 30), np.uint8))
     short = cut(tmp_path / "clip.npy", 0.6)
     refused(short, "cannot be read", "expected uint8", by=lambda: open_source(short))
-
-
-def test_nothing_heavy_is_imported_before_it_is_needed():
-    heavy = ("av", "PIL", "matplotlib", "accelerate")
-    code = f"import sys, cdt_fast.video.data; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 def test_reading_damaged_video_prints_nothing(tmp_path, write_video: Callable[..., Path], capfd):
