@@ -123,19 +123,15 @@ def _require_one_sequence(image: Any, file: Path, count: int, alone: bool) -> No
         return
     pattern = r'\b(images|channels|slices|frames|Size[CZT])="?([0-9]+)'
     stated = {name: int(number) for name, number in re.findall(pattern, text)}
-    if stated.get("images", 0) > count:  # ImageJ writes the pages of more than 4 GiB without an entry for each
-        raise InputError(
-            f"{file}: states {stated['images']} pictures, of which {count} can be read; save them as a sequence of "
-            "files, or in several TIFFs"
-        )
     channels = stated.get("channels", 1 if image.mode not in _GRAY_MODES else stated.get("SizeC", 1))
     slices, frames = stated.get("slices", stated.get("SizeZ", 1)), stated.get("frames", stated.get("SizeT", 1))
     axes = sum(length > 1 for length in (channels, slices, frames))
-    # A file by itself may call its frames channels; of several files each has its own.
-    if count > 1 and (axes > 1 or (channels > 1 and not alone)):
+    # ImageJ writes the pages of more than 4 GiB without an entry for each. A file by itself may call its frames
+    # channels; of several files each has its own.
+    if stated.get("images", 0) > count or (count > 1 and (axes > 1 or (channels > 1 and not alone))):
         raise InputError(
-            f"{file}: its {count} pages are {channels} channels, {slices} slices and {frames} frames; save the frames "
-            "of one channel and one slice as a file of their own"
+            f"{file}: its {count} pages are of {stated.get('images', count)} pictures, {channels} channels, {slices} "
+            f"slices and {frames} frames; save the frames of one channel and one slice as files of their own"
         )
 
 

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
+from cdt_fast.cli import commands
 from cdt_fast.listing import natural_key
 from cdt_fast.models import DUST
 from cdt_fast.video.data import find_clips, load_video, open_source
@@ -88,7 +90,7 @@ def test_a_stack_that_is_cut_short_is_refused(tmp_path, refused, share):
     [
         ("ImageJ=1.53t\nimages=8\nchannels=2\nframes=4\nhyperstack=true\n", ("8 pages", "2 channels")),
         ("ImageJ=1.53t\nimages=8\nslices=2\nframes=4\nhyperstack=true\n", ("2 slices", "4 frames")),
-        ("ImageJ=1.53t\nimages=900\nslices=900\n", ("states 900 pictures, of which 8",)),
+        ("ImageJ=1.53t\nimages=900\nslices=900\n", ("8 pages are of 900 pictures",)),
         ('<OME><Pixels SizeC="2" SizeT="4" SizeX="24" SizeY="16" SizeZ="1"/></OME>', ("2 channels",)),
         ("ImageJ=1.53t\nimages=8\nslices=8\nloop=false\n", ()),
         ("ImageJ=1.11a\nimages=8\nchannels=8\nhyperstack=true\n", ()),
@@ -339,3 +341,12 @@ def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
     note = f"{folder}: 2 frames are missing between the 78 that it holds, by the numbers in their names: "
     assert note in load_video(folder, window=8, size=16, progress=False).description
     assert any(said.startswith(note) for said in denoise_notes(folder, tmp_path / "out.mp4"))
+
+
+def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(monkeypatch, capsys):
+    written = {"notes": ["\x1b[2J.png"], "sigma": None, "frame_rate": 25.0, "depth": 1, "layers": 1}
+    written |= {"frames": 2, "width": 8, "height": 8}
+    entry = MagicMock(**{"load.return_value.denoise.return_value": written})
+    monkeypatch.setattr(commands.tasks, "open_run", lambda _: (None, None, entry))
+    commands.denoise(MagicMock(target="out.mp4", json=None))
+    assert capsys.readouterr().err == "cdt-fast: note: \\x1b[2J.png\n"
