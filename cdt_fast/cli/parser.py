@@ -138,7 +138,7 @@ def build_parser() -> Parser:
     add = _command(shown, "denoise", commands.denoise, text, "denoise runs/mine noisy.mp4 clean.mp4").add_argument
     add("folder", metavar="RUN", help="run folder")
     add("source", metavar="IN", help="video file, frame folder or .npy")
-    text = "video file to write, same size, times and sound: .mp4, .m4v, .mov, .mkv or .avi"
+    text = "video file to write, same size, times and sound: .mp4, .m4v, .mov or .mkv"
     add("target", metavar="OUT", help=text)
     add("--depth", type=int, metavar="K", help="leave after K layers (default: all)")
     text = "the noise's standard deviation in gray levels of 0..255; auto: estimated from the frames (auto)"

@@ -125,7 +125,7 @@ def _encoded(
 
 
 def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str]) -> Iterator[Any]:
-    """Copy tags and chapters of `source`, then yield the packets of its sound. What the container does not take is
+    """Copy the tags of `source`, then yield the packets of its sound. What the container does not take is
     added to `lost` and `notes`.
     """
     start, carried = source.times[0], {}
