@@ -80,6 +80,11 @@ def with_bounds(losses: Tensor) -> Tensor:
     return torch.cat([chain(losses), torch.stack([losses[1] - 0.7, losses[3] - 1.01 * 0.5])])
 
 
+def scales(losses: Tensor) -> Tensor:
+    """What the dual steps on relative violations of the chain divide by."""
+    return torch.cat([torch.full((1,), REFERENCE, dtype=torch.float64), losses[:-1]])
+
+
 class Formulation(NamedTuple):
     objective: Callable[[Tensor, Tensor], Tensor]
     violations: Callable[[Tensor], Tensor]
@@ -87,10 +92,11 @@ class Formulation(NamedTuple):
     places: list[int]  # where its constraints are among our multipliers
 
 
-ALL, DECAY = list(range(LAYERS + 1)), {"resilience": "decay"}
+ALL, DECAY, RELATIVE = list(range(LAYERS + 1)), {"resilience": "decay"}, {"normalize": True}
 BOUNDS = {"bounds": {1: 0.7, 3: "1.01x"}, "reference_losses": [1.0, 0.8, 0.6, 0.5]}
 FORMULATIONS = {
     "chain": Formulation(last, chain, {}, ALL),
+    "normalize": Formulation(last, chain, RELATIVE, ALL),
     "margin": Formulation(last, with_margin, {"margin": 0.1}, ALL),
     "decay": Formulation(last, chain, DECAY, ALL),
     "slack": Formulation(last, chain, {"resilience": "slack"}, ALL),
@@ -122,7 +128,8 @@ class Written(cooper.ConstrainedMinimizationProblem):
             self.average += (losses - self.average) / min(self.steps, 10)
         violation = self.formulation.violations(losses) - self.slacks
         decay = self.multiplier.weight.detach() / SLACK_COST if self.formulation.options == DECAY else 0.0
-        state = cooper.ConstraintState(violation=violation, strict_violation=violation.detach() - decay)
+        scale = scales(losses.detach()) if self.formulation.options == RELATIVE else 1.0
+        state = cooper.ConstraintState(violation=violation, strict_violation=violation.detach() / scale - decay)
         return cooper.CMPState(objective + SLACK_COST / 2 * self.slacks.square().sum(), {self.constraint: state})
 
 
