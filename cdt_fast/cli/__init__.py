@@ -16,19 +16,10 @@ from cdt_fast.training.interruption import Interrupted, on_signals
 
 BAD_INPUT = 2
 
-_GONE = "another process of this training has ended, or cannot be reached; what it said is the reason"
-_SILENT = (
-    "another process of this training has not answered for ten minutes: it hangs, or is behind by more "
-    "than that. End it, and resume the run"
-)
 _NO_MEMORY = "out of memory; a smaller --batch needs less, with a larger --accumulate for the same steps"
 
-# What libraries, gloo and NCCL say of what is not the program's fault, and what is said in its place.
-_EXPLAINED = {
-    **dict.fromkeys(("can't allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED"), _NO_MEMORY),
-    **dict.fromkeys(("Connection closed", "Connection reset", "Broken pipe", "Read error", "process exited"), _GONE),
-    **dict.fromkeys(("Timed out waiting", "Timed out after", "timed out"), _SILENT),
-}
+# What libraries say when memory is short.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "ALLOC_FAILED")
 
 
 class _Terminated(BaseException):
@@ -56,13 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _say(where + ("the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)))
-    except MemoryError:
-        _say(_NO_MEMORY)
-    except RuntimeError as error:
-        explained = next((said for words, said in _EXPLAINED.items() if words in str(error)), None)
-        if explained is None or (explained != _NO_MEMORY and "WORLD_SIZE" not in os.environ):
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in _OUT_OF_MEMORY):
             raise
-        _say(explained)
+        _say(_NO_MEMORY)
     except Interrupted as stop:
         _say(f"{stop}; continue with: {options.again}")
         return 128 + stop.signal_number

@@ -35,10 +35,6 @@ class SequenceEvaluation(Evaluation):
     classes: list[str] | None = None  # of labeled texts
     vocabulary: int | None = None  # of a language model, whose accuracy is that of its tokens
 
-    def sizes(self) -> dict[str, int]:
-        names = ("accuracy", "accuracy_margin", "depth_accuracy", "depth_loss")
-        return dict.fromkeys(names, len(self.gamma))
-
 
 @torch.no_grad()
 def measure(

@@ -20,15 +20,12 @@ _STYLES = ("-", "--", ":", "-.")
 def write_figures(folder: Path, runs: Sequence[EvaluatedRun]) -> list[tuple[str, str]]:
     """Draw every picture into `folder` and return names and captions, or MissingExtra: matplotlib is not installed."""
     plots = pyplot()
-    task = runs[0].task
-    ratios = f"Ratio of the losses of neighboring depths, for every {task.sample} and layer"
-    first, *others = task.drawings()
+    first, *others = runs[0].task.drawings()
     drawings = [
         Drawing("loss_over_depth.png", "Held-out loss at every depth, at the training noise", _loss_over_depth),
         first,
         Drawing("multipliers.png", "Multipliers during the training", _multipliers),
         *others,
-        Drawing("sample_ratios.png", ratios, _ratios),
     ]
     drawn = []
     for name, caption, draw in drawings:
@@ -130,20 +127,6 @@ def _loss_over_depth(runs: Sequence[EvaluatedRun]) -> Any:
     axis.set(xlabel="depth")
     set_log_scale(axis, "loss")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    add_legend(axis)
-    return figure
-
-
-def _ratios(runs: Sequence[EvaluatedRun]) -> Any:
-    figure, (axis,) = axes_of()
-    for run, color in colored(runs):
-        histogram = run.evaluation.per_sample.histogram
-        total = max(sum(histogram.counts), 1)
-        shares = [count / total for count in histogram.counts]
-        axis.stairs(shares, histogram.edges, color=color, label=run.label, linewidth=1.6)
-    axis.axvline(1.0, color=GRAY, linewidth=0.8)
-    sample = runs[0].task.sample
-    axis.set(xlabel=rf"$\ell_l\,/\,\ell_{{l-1}}$ of one {sample} (the last bin holds all above)", ylabel="share")
     add_legend(axis)
     return figure
 

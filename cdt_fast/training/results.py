@@ -6,10 +6,8 @@ import math
 from typing import Annotated, Any
 
 import numpy as np
-import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from typing_extensions import Self
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -20,20 +18,12 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=False, protected_namespaces=())
 
 
-class Histogram(Part):
-    """Counts of the ratios of single samples; the last bin holds all above."""
-
-    edges: list[float]
-    counts: list[Count]
-
-
 class PerSample(Part):
     """Statistics of the ratios ℓ_l / ℓ_{l−1} of every single sample at every layer; None if no ratio is left."""
 
     mean_ratio: float | None
     median_ratio: float | None
     descending_fraction: float | None
-    histogram: Histogram
 
 
 class Verdict(Part):
@@ -77,26 +67,10 @@ class Evaluation(Part):
     success: bool | None = None  # see `training.evaluation.verdict`: of the run alone, with no plain one beside it
     verdict: str = ""
 
-    @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
-        depths = self.layers + 1
-        sizes = {"layer_loss": depths, "layer_ratio": depths - 1, "rate": depths - 1, "violation": depths}
-        for name, size in {**sizes, **self.sizes()}.items():
-            if len(getattr(self, name)) != size:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, expected {size}")
-        return self
-
-    def sizes(self) -> dict[str, int]:
-        """Return how many entries the lists that a task adds have, by name."""
-        return {}
-
     @property
     def finished(self) -> bool:
         """Whether the training had come to its end."""
         return self.trained_steps >= self.steps
-
-
-HISTOGRAM_EDGES = [round(0.05 * index, 2) for index in range(41)]  # of the per-sample ratios, 0 to 2
 
 
 def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
@@ -104,13 +78,11 @@ def per_sample_statistics(losses: Tensor) -> dict[str, Any]:
     losses = losses.to(torch.float64)
     ratios = (losses[1:] / losses[:-1]).flatten().cpu()
     ratios = ratios[ratios.isfinite()]
-    counts = torch.histogram(ratios.clamp(max=HISTOGRAM_EDGES[-1]), torch.tensor(HISTOGRAM_EDGES).double()).hist
     known = len(ratios) > 0
     return {
         "mean_ratio": ratios.mean().item() if known else None,
         "median_ratio": ratios.median().item() if known else None,
         "descending_fraction": (ratios < 1).double().mean().item() if known else None,
-        "histogram": {"edges": HISTOGRAM_EDGES, "counts": [int(count) for count in counts]},
     }
 
 

@@ -45,9 +45,6 @@ class VideoEvaluation(Evaluation):
     baseline_ssim: dict[str, list[float]]
     depth_rmse: list[list[float]]
 
-    def sizes(self) -> dict[str, int]:
-        return dict.fromkeys(("rmse", "psnr", "ssim", "depth_rmse"), len(self.gamma))
-
 
 @torch.no_grad()
 def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float) -> list[float]:

@@ -102,7 +102,7 @@ def test_train_evaluate_and_compare(
     report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", report)
     assert set(pictures) == {
-        *("loss_over_depth.png", "accuracy_over_noise.png", "sample_ratios.png", "multipliers.png"),
+        *("loss_over_depth.png", "accuracy_over_noise.png", "multipliers.png"),
     }
     for picture in pictures:
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")

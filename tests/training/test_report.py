@@ -43,7 +43,7 @@ def test_compare_prints_one_table_of_all_and_writes_a_report(call: Call, trained
     text = (out / "report.md").read_text(encoding="utf-8")
     assert f"cdt-fast compare {trained.constrained} {trained.plain} --out '{out}'" in text
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    known = {"loss_over_depth.png", "rmse_over_noise.png", "multipliers.png", "sample_ratios.png", "frames.png"}
+    known = {"loss_over_depth.png", "rmse_over_noise.png", "multipliers.png", "frames.png"}
     assert known < set(pictures)
     assert all((out / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
     assert {path.name for path in out.iterdir()} == {"report.md", *pictures}

@@ -110,7 +110,6 @@ def test_every_number_is_that_of_its_definition(tiny_config: Callable[..., Video
     assert found["per_sample"]["mean_ratio"] == pytest.approx(every.mean().item(), rel=1e-5)
     assert found["per_sample"]["median_ratio"] == pytest.approx(every.median().item(), rel=1e-5)
     assert found["per_sample"]["descending_fraction"] == (every < 1).double().mean().item()
-    assert sum(found["per_sample"]["histogram"]["counts"]) == len(every)
     assert found["mean_rmse"] == sum(found["rmse"]) / 2
     assert found["psnr"] == pytest.approx([20 * math.log10(255 / value) for value in found["rmse"]])
     assert found["parameters"] == 2 * 64 * 64
@@ -172,7 +171,6 @@ def test_flat_patches_without_noise_do_not_spoil_the_statistics(
     found = evaluated(DUST(64, 64, 2), config)
     assert found["baseline_rmse"]["identity"][0] == 0.0
     assert 0 < found["per_sample"]["mean_ratio"] < 2
-    assert sum(found["per_sample"]["histogram"]["counts"]) == 12 * 2
     json.dumps(found, allow_nan=False)
 
 
