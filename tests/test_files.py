@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import stat
 import subprocess
@@ -13,12 +11,9 @@ from typing import Annotated
 
 import annotated_types
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cdt_fast.checks import InputError, printable
 from cdt_fast.files import (
-    parsed_json,
     read_json,
     read_toml,
     remove_leftovers,
@@ -196,15 +191,6 @@ def test_a_value_of_another_kind_is_named_with_its_place(tmp_path: Path, value: 
         read_json(path, Entry)
     assert str(caught.value).startswith(f"{path}: {message}")
     assert len(str(caught.value)) < 250 + len(str(path))
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    content=st.binary(max_size=40) | st.text(alphabet='[]{}",:0123456789.eE+-\\u d8tfn', max_size=40).map(str.encode)
-)
-def test_any_bytes_are_refused_or_can_be_written_again(content: bytes) -> None:
-    with contextlib.suppress(InputError):
-        json.dumps(parsed_json(content, "line 1"), ensure_ascii=False).encode()
 
 
 def test_control_characters_are_spelled_out() -> None:

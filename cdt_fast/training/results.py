@@ -6,6 +6,7 @@ import math
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Checkpoints: any state comes back."""
+"""Checkpoints: a state comes back, and nothing else is read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import Tensor
 
@@ -31,31 +29,19 @@ def same(left: Any, right: Any) -> bool:
 
 
 SHARED = torch.arange(6.0)
-LEAVES = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text()
-LEAVES |= st.sampled_from(
-    [
-        *(SHARED, SHARED[:2], SHARED.view(2, 3).t()),  # of one memory, and not contiguous
-        *(torch.tensor(1.5, dtype=torch.float64), torch.zeros(0), torch.tensor([1, 2], dtype=torch.uint8)),
-        torch.ones(2, 2, dtype=torch.bfloat16),
-    ]
-)
-STATES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-        | st.dictionaries(st.integers(0, 9), inner, max_size=3)
-    ),
-    max_leaves=12,
-)
+STATE = {
+    "shared": [SHARED, SHARED[:2], SHARED.view(2, 3).t()],  # of one memory, and not contiguous
+    "dtypes": (torch.tensor(1.5, dtype=torch.float64), torch.zeros(0), torch.ones(2, 2, dtype=torch.bfloat16)),
+    "keys": {0: {"exp_avg": torch.tensor([1, 2], dtype=torch.uint8)}, "": {}},
+    "values": [None, True, 2**60, -0.1, "é γ 漢\n", [], [[1]]],
+}
 
 
-@settings(max_examples=60, deadline=None)
-@given(state=st.dictionaries(st.text(min_size=1, max_size=5), STATES, max_size=4))
-def test_any_state_comes_back(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("checkpoint") / "state.safetensors"
-    save_checkpoint(path, state)
-    assert same(load_checkpoint(path), state)
+def test_a_state_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    save_checkpoint(path, STATE)
+    assert same(load_checkpoint(path), STATE)
+    assert os.listdir(tmp_path) == ["state.safetensors"]
 
 
 def test_what_cannot_be_stored_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
@@ -94,13 +80,9 @@ def test_another_safetensors_file_is_refused(tmp_path: Path, content: bytes, mes
     assert "\n" not in str(caught.value)
 
 
-STATE = {"weights": torch.arange(50, dtype=torch.float32), "moment": torch.ones(7, dtype=torch.bfloat16), "step": 3}
-
-
-def test_a_checkpoint_cut_short_is_refused_(tmp_path: Path) -> None:
+def test_a_checkpoint_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     save_checkpoint(path, STATE)
-    assert os.listdir(tmp_path) == ["state.safetensors"]
     whole = path.read_bytes()
     for size in (0, 7, 100, len(whole) - 5):
         path.write_bytes(whole[:size])
