@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,20 +24,17 @@ def replaced_atomically(path: str | os.PathLike[str], *, mode: int = 0o666) -> I
 
     The temporary file keeps the suffix of `path` (writers of video and pictures choose the format by it). The data
     is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or a full
-    disk, nothing is left behind and an existing `path` is as it was. What a killed process left of the same file is
-    removed first. Folders above `path` are made; `mode` are its permissions, less those that the umask takes.
+    disk, nothing is left behind and an existing `path` is as it was. Folders above `path` are made; `mode` are its
+    permissions, less those that the umask takes.
 
     Raises:
         OSError: the file cannot be written; it names `path`, not the temporary file.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target.parent, f".{glob.escape(target.stem)}-*.tmp{glob.escape(target.suffix)}")
+    temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}.tmp{target.suffix}")
     try:
-        temporary, lock = _locked_temporary(target, mode)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(target)) from error
-    try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
@@ -49,20 +45,8 @@ def replaced_atomically(path: str | os.PathLike[str], *, mode: int = 0o666) -> I
             raise
         raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
-        temporary.unlink(missing_ok=True)
-        lock.close()
-
-
-def _locked_temporary(target: Path, mode: int) -> tuple[Path, IO[bytes]]:
-    """Make a file beside `target`, locked while it is open, so that `remove_leftovers` knows it is in use."""
-    while True:
-        temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}.tmp{target.suffix}")
-        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-        lock = os.fdopen(handle, "rb+")
-        try_lock(lock)
-        if temporary.exists():  # else another process took it for a leftover before the lock was there
-            return temporary, lock
-        lock.close()
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def try_lock(file: IO[Any]) -> bool:
@@ -75,17 +59,6 @@ def try_lock(file: IO[Any]) -> bool:
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True
-
-
-def remove_leftovers(folder: str | os.PathLike[str], pattern: str = ".*.tmp*") -> None:
-    """Remove the temporary files that a killed process left in `folder`; those that another one is writing stay."""
-    for leftover in filter(Path.is_file, Path(folder).glob(pattern)):
-        try:
-            with leftover.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                leftover.unlink(missing_ok=True)
-        except OSError:  # in use, or no longer there
-            continue
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -3,8 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +14,6 @@ from cdt_fast.checks import InputError, printable
 from cdt_fast.files import (
     read_json,
     read_toml,
-    remove_leftovers,
     replaced_atomically,
     write_json,
     write_text,
@@ -68,35 +65,6 @@ def test_permissions_are_those_asked_for_and_the_umask_is_never_changed(
     with replaced_atomically(tmp_path / "clip.npy", mode=0o600) as temporary:
         temporary.write_bytes(b"private")
     assert stat.S_IMODE((tmp_path / "clip.npy").stat().st_mode) == 0o600
-
-
-_WRITE = """
-import sys
-from cdt_fast.files import replaced_atomically
-with replaced_atomically(sys.argv[1]) as temporary:
-    temporary.write_text("half")
-    print(temporary, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_what_a_killed_process_left_is_removed_by_the_next_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "clip[1].mp4"
-    for end in ("close", "kill"):
-        command = [sys.executable, "-c", _WRITE, str(path)]
-        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert other.stdin is not None
-        assert other.stdout is not None
-        temporary = Path(other.stdout.readline().rstrip())
-        write_text(path, "mine")
-        remove_leftovers(tmp_path)
-        assert temporary.read_text() == "half"
-        other.stdin.close() if end == "close" else other.kill()
-        other.wait()
-        other.stdout.close()
-        assert temporary.exists() == (end == "kill")
-    write_text(path, "mine")
-    assert os.listdir(tmp_path) == [path.name]
 
 
 def test_json_is_read_back_and_numbers_it_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -196,11 +164,3 @@ def test_a_value_of_another_kind_is_named_with_its_place(tmp_path: Path, value: 
 def test_control_characters_are_spelled_out() -> None:
     assert printable("é γ 漢\t\n") == "é γ 漢\t\n"
     assert printable("\x1b[2J\x07\r\u202e\udc80") == r"\x1b[2J\x07\r\u202e\udc80"
-
-
-def test_only_leftovers_are_removed(tmp_path: Path) -> None:
-    for name in (".state-abc.tmp.safetensors", ".note-x.tmp", "state.safetensors", ".hidden"):
-        (tmp_path / name).touch()
-    remove_leftovers(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".hidden", "state.safetensors"]
-    remove_leftovers(tmp_path / "nowhere")

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cdt_fast.checks import InputError
-
 # Calls of a kind that run eagerly before it is captured: they load and compile its kernels, allocate the workspaces of
 # the libraries and the state of the optimizer, none of which may happen while a stream is being captured.
 EAGER_CALLS = 3
@@ -26,15 +24,13 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs of one device (None: the current one), or InputError: there is no CUDA GPU.
+    """CUDA graphs of one device.
 
     They share one pool of memory, as they are never replayed side by side.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
-            raise InputError(f"a CUDA graph needs a CUDA GPU, got {'none' if device is None else device}")
-        self._device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -73,12 +69,12 @@ class CapturedStep:
 
     Args:
         function: takes tensors by position and choices by name.
-        graphs: where it is captured; None: CUDA graphs of the current device.
+        graphs: where it is captured.
     """
 
-    def __init__(self, function: Callable[..., Any], graphs: Graphs | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], graphs: Graphs) -> None:
         self._function = function
-        self._graphs = CudaGraphs() if graphs is None else graphs
+        self._graphs = graphs
         self._buffers: dict[Hashable, tuple[Tensor, ...]] = {}
         self._eager_calls: Counter[Hashable] = Counter()
         self._replays: dict[Hashable, Callable[[], Any]] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cdt_fast.checks import InputError
-from cdt_fast.files import remove_leftovers, try_lock, write_text
+from cdt_fast.files import try_lock, write_text
 from cdt_fast.training.settings import RunSettings
 
 
@@ -98,11 +98,10 @@ class RunFolder:
                 folder.rmdir()
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files that a killed training left."""
+        """Remove the temporary files that a killed training left; only under the lock."""
         for folder in (self.path, self.model, self.checkpoint.parent):
-            remove_leftovers(folder)
-        for folder in self.path.glob(".model-*.tmp"):
-            shutil.rmtree(folder, ignore_errors=True)
+            for leftover in folder.glob(".*.tmp*"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl` without a last one that a killed run did not finish.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cdt_fast import models
 from cdt_fast.constraints.constraints import DescentConstraints
-from cdt_fast.training.cuda_graph import CapturedStep
+from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs
 from cdt_fast.training.optimizer import TrainingStep, build_optimizer
 from cdt_fast.video.networks import ReconstructionLosses
 
@@ -68,7 +68,7 @@ class Steps:
             logged_sums=self.logged_sums,
             constraints=self.duals,
         )
-        self.replays = CapturedStep(self._on_buffers) if self.captured else None
+        self.replays = CapturedStep(self._on_buffers, CudaGraphs(torch.device("cuda", 0))) if self.captured else None
         self.generator = torch.Generator(device).manual_seed(0)
         self.taken = 0
 

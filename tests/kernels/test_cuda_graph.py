@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cdt_fast import models, ops
-from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep
+from cdt_fast.training.cuda_graph import EAGER_CALLS, CapturedStep, CudaGraphs
 from tests.kernels.step_cases import ACCUMULATED, CODES, CONSTRAINTS, EPOCH, MODELS, PATCH, TIME, Steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -86,7 +86,7 @@ def test_losses_and_gradients_of_a_replay_are_those_of_the_call() -> None:
         assert network.dictionary.grad is not None
         return [losses, network.dictionary.grad]
 
-    captured = CapturedStep(step)
+    captured = CapturedStep(step, CudaGraphs(torch.device("cuda", 0)))
     for number in range(EAGER_CALLS + 4):
         found = [entry.clone() for entry in captured(noisy * number)]
         expected = [entry.clone() for entry in step(noisy * number)]

@@ -46,6 +46,16 @@ def test_only_a_run_without_results_is_removed(tmp_path: Path) -> None:
         assert not run.path.exists()
 
 
+def test_only_leftovers_are_removed(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", VideoSettings())
+    before = sorted(run.path.rglob("*"))
+    for name in (".note-x.tmp", ".model-x.tmp/config.json", "model/.model-x.tmp.safetensors"):
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).touch()
+    run.remove_leftovers()
+    assert sorted(run.path.rglob("*")) == sorted([*before, run.model])
+
+
 @pytest.mark.parametrize("rest", ['{"step": 4, "lo', "\0\0\0\0", '{"step": 4}', "", "4"])
 def test_a_last_line_that_was_not_finished_is_left_out(tmp_path: Path, rest: str) -> None:
     run = RunFolder(tmp_path)
