@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 
@@ -131,52 +130,25 @@ def test_a_wrong_call_is_one_line_and_leaves_nothing(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def videos(folder: Path) -> Iterator[tuple[str, Path, str]]:
-    """What cannot be trained on: what it is, the path, and what the message must say."""
-    frames = scrolling_clip()
-
-    def write(name: str, count: int) -> Path:
-        with av.open(str(folder / name), "w") as container:
-            stream = container.add_stream("mpeg4", rate=25)
-            stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-            for frame in frames[:count]:
-                picture = av.VideoFrame.from_ndarray(np.repeat(frame[..., None], 3, axis=2), format="rgb24")
-                container.mux(stream.encode(picture))
-            container.mux(stream.encode(None))
-        return folder / name
-
+def videos(folder: Path) -> Iterator[tuple[Path, str]]:
+    """What cannot be trained on, and what the message must say."""
     (folder / "empty.mp4").touch()
-    yield "empty", folder / "empty.mp4", "cannot be read as a video"
-    (folder / "noise.mp4").write_bytes(bytes(range(256)) * 40)
-    yield "unreadable", folder / "noise.mp4", "cannot be read as a video"
-    yield "one frame", write("one.mp4", 1), "only one frame"
-    whole = write("whole.mp4", 60).read_bytes()
-    (folder / "cut.mp4").write_bytes(whole[: len(whole) // 2])
-    yield "truncated", folder / "cut.mp4", "cut.mp4"
+    yield folder / "empty.mp4", "cannot be read as a video"
     (folder / "no images").mkdir()
-    (folder / "no images" / "notes.txt").write_text("nothing to see")
-    yield "no images", folder / "no images", "no clips found"
-    np.save(folder / "nan.npy", np.where(frames == frames.max(), np.nan, frames / 255.0))
-    yield "NaN", folder / "nan.npy", "[nan, nan]"
-    np.save(folder / "short.npy", frames[:12])
-    yield "short", folder / "short.npy", "has 12 frames"
-    (folder / "mixed").mkdir()
-    from PIL import Image
-
-    for index in range(30):
-        Image.fromarray(frames[index, : 32 - index // 20]).save(folder / "mixed" / f"{index:02}.png")
-    yield "mixed sizes", folder / "mixed", "one size"
+    yield folder / "no images", "no clips found"
+    np.save(folder / "short.npy", scrolling_clip()[:12])
+    yield folder / "short.npy", "has 12 frames"
     np.save(folder / "flat.npy", np.full((60, 32, 32), 7, dtype=np.uint8))
-    yield "flat", folder / "flat.npy", "flat gray"
+    yield folder / "flat.npy", "flat gray"
 
 
 def test_unusable_frames_are_one_line_and_leave_no_run(call: Call, tmp_path: Path) -> None:
     (tmp_path / "clips").mkdir()
-    for what, path, fact in videos(tmp_path / "clips"):
+    for path, fact in videos(tmp_path / "clips"):
         line = call("train", "video", path, "--out", tmp_path / "run", *tiny_arguments()).line()
-        assert fact in line, what
-        assert path.name in line, what
-        assert not (tmp_path / "run").exists(), what
+        assert fact in line
+        assert path.name in line
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,6 @@ from cdt_fast.training.settings import SECTIONS, RunSettings
 
 # What computes is imported in the commands: torch takes seconds, for which help and a refusal need not wait. `train`
 # and `reproduce` import it before there is a folder: a signal meanwhile must leave no empty run behind.
-
-_WAIT = 5.0  # seconds between two looks at what other processes train
 
 
 def train(options: argparse.Namespace) -> None:
@@ -70,25 +67,14 @@ def reproduce(options: argparse.Namespace) -> None:
     _check_single_process("reproduce")
     experiment = experiments.Experiment.load(options.name).narrowed(options.runs, options.steps, options.seeds)
     out = Path(options.out or Path("runs") / f"{experiment.name}-{Path(options.source[0]).stem}")
-    while True:
-        planned = experiments.plan(experiment, options.source, options.model, out)
-        states = [run.state() for run in planned]  # all, so that a folder of another run is refused first
-        if all(state == "done" for state in states):
-            break
-        worked = False
-        for number, run in enumerate(planned, 1):
-            state = run.state()  # once more: other processes train as well
-            if state == "done":
-                continue
-            print(f"run {number} of {len(planned)}: {run.path}", file=sys.stderr)
-            try:
-                folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
-                _train_and_evaluate(folder, run.settings, TASKS[experiment.task], resumed=state == "begun")
-                worked = True
-            except RunInUse as error:
-                print(f"cdt-fast: {error}; the next one first", file=sys.stderr)
-        if not worked:
-            time.sleep(_WAIT)
+    planned = experiments.plan(experiment, options.source, options.model, out)
+    states = [run.state() for run in planned]  # all, so that a folder of another run is refused first
+    for number, (run, state) in enumerate(zip(planned, states, strict=True), 1):
+        if state == "done":
+            continue
+        print(f"run {number} of {len(planned)}: {run.path}", file=sys.stderr)
+        folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
+        _train_and_evaluate(folder, run.settings, TASKS[experiment.task], resumed=state == "begun")
     _compare([str(run.path) for run in planned], str(out / "comparison"), options.json)
 
 

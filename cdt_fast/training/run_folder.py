@@ -84,13 +84,9 @@ class RunFolder:
 
     def remove_if_untouched(self) -> None:
         """Remove what `create` made if no step was trained: the settings, and the folder if nothing else is in it."""
-        if self.checkpoint.exists():
+        if self.checkpoint.exists() or any(entry["step"] for entry in self.read_metrics()):
             return
-        if self.metrics.exists() and [entry["step"] for entry in self.read_metrics()] == [0]:
-            self.metrics.unlink()
-            shutil.rmtree(self.model, ignore_errors=True)  # the untrained one
-        if (self.metrics.exists() and self.metrics.stat().st_size) or self.model.exists():
-            return
+        shutil.rmtree(self.model, ignore_errors=True)  # the untrained one
         for file in (self.metrics, self.config):
             file.unlink(missing_ok=True)
         for folder in (self.checkpoint.parent, self.path):

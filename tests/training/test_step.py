@@ -97,29 +97,3 @@ def test_the_optimizer_of_a_gpu_keeps_its_numbers_on_the_device() -> None:
         expected.param_groups[0]["lr"] = 0.5 / (step + 1)
         expected.step()
     torch.testing.assert_close(parameter, copy, rtol=1e-6, atol=1e-6)
-
-
-def test_frames_go_to_a_gpu_from_pinned_memory(
-    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From other memory, or without saying so, the host would wait for the copy."""
-    copied: list[tuple[Any, ...]] = []
-
-    class Frames:
-        def __init__(self, *steps: Any) -> None:
-            self.steps = steps
-
-        def pin_memory(self) -> Frames:
-            return Frames(*self.steps, "pinned")
-
-        def to(self, target: Any, **options: Any) -> Any:
-            if isinstance(target, torch.dtype):
-                copied.append(self.steps)
-                return torch.zeros((2, 5, 32, 32), dtype=target)
-            return self if "copied" in self.steps else Frames(*self.steps, options, "copied")
-
-    trainer = meta_trainer(tiny_config(), tmp_path / "run", monkeypatch)
-    trainer.device = torch.device("cuda")
-    monkeypatch.setattr(trainer.data.train, "batch", lambda windows: Frames())
-    trainer._batch([(0, 1), (1, 2)])
-    assert copied == [("pinned", {"non_blocking": True}, "copied")]
