@@ -58,11 +58,9 @@ def scrolling_clip(frames: int = 60, height: int = 32, width: int = 32) -> np.nd
     return np.clip(np.stack(moving), 0, 255).astype(np.uint8)
 
 
-def tiny_arguments(**changes: Any) -> list[str]:
-    """The tiny settings as words of a command line, some replaced or left out (None); no constraints with
-    `constrained=False`."""
-    sections = [part for name, part in TINY.items() if name != "constraints" or changes.get("constrained", True)]
-    values = {name: value for section in sections for name, value in section.items()} | changes
+def words_of_command(settings: dict[str, dict[str, Any]], **changes: Any) -> list[str]:
+    """Settings as words of a command line, some replaced or left out (None)."""
+    values = {name: value for section in settings.values() for name, value in section.items()} | changes
     words = []
     for name, value in ((name, value) for name, value in values.items() if value is not None):
         option = name.replace("_", "-")
@@ -71,3 +69,9 @@ def tiny_arguments(**changes: Any) -> list[str]:
         else:
             words.append(f"--{option}={','.join(map(str, value)) if isinstance(value, list) else value}")
     return words
+
+
+def tiny_arguments(**changes: Any) -> list[str]:
+    """The tiny settings as words; no constraints with `constrained=False`."""
+    kept = {name: part for name, part in TINY.items() if name != "constraints" or changes.get("constrained", True)}
+    return words_of_command(kept, **changes)

@@ -88,16 +88,3 @@ def write_language_model(folder: Path, layers: int = 2) -> str:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
-
-
-def words_of_command(settings: dict[str, dict[str, Any]], **changes: Any) -> list[str]:
-    """Settings as words of a command line, some replaced."""
-    values = {name: value for section in settings.values() for name, value in section.items()} | changes
-    words = []
-    for name, value in values.items():
-        shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        option = name.replace("_", "-")
-        words.append(
-            (f"--{option}" if value else f"--no-{option}") if isinstance(value, bool) else f"--{option}={shown}"
-        )
-    return words

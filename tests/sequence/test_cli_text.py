@@ -16,10 +16,10 @@ from cdt_fast.cli.parser import build_parser
 from cdt_fast.files import read_json
 from cdt_fast.training import figures
 from cdt_fast.training.loop import Trainer
+from tests.tiny import words_of_command
 from tests.tiny_text import (
     TINY_LANGUAGE,
     TINY_TEXT,
-    words_of_command,
     write_instructions,
     write_language_model,
     write_table,

@@ -17,7 +17,8 @@ from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 from cdt_fast.training.run_folder import RunFolder
 from tests.runs import evaluated, load_data, new_trainer, settings_of, task_of, trained
-from tests.tiny_text import TINY_LANGUAGE, words_of_command, write_instructions, write_language_model
+from tests.tiny import words_of_command
+from tests.tiny_text import TINY_LANGUAGE, write_instructions, write_language_model
 from tests.training.training_cases import signal_after
 
 transformers = pytest.importorskip("transformers")

@@ -18,10 +18,10 @@ from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
 from tests.ranks import in_ranks
 from tests.runs import new_trainer, settings_of
+from tests.tiny import words_of_command
 from tests.tiny_text import (
     TINY_LANGUAGE,
     TINY_TEXT,
-    words_of_command,
     write_instructions,
     write_language_model,
     write_table,
