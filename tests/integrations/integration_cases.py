@@ -13,6 +13,20 @@ from torch import Tensor, nn
 VOCABULARY, LAYERS, ROWS, LENGTH = 50, 2, 8, 6
 RATE, REFERENCE = 0.3, 3.0
 LEARNING_RATE, DUAL_LR = 0.1, 0.2
+# Of a Trainer, which is that loop then.
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": LEARNING_RATE,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
 # The chain by plain ascent on raw violations without slacks, which the loop below writes out.
 ASCENT: dict[str, Any] = {
     "coupling": "chain",
@@ -100,6 +114,28 @@ def assert_same_weights(model: nn.Module, expected: dict[str, Tensor], tolerance
     # The model's norms compute in float32, whatever its dtype.
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=tolerance)
+
+
+def in_order(kind: Any) -> Any:
+    """A class of trainers that takes the rows in their order."""
+
+    class InOrder(kind):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    return InOrder
+
+
+def logged(trainer: Any, name: str = "layer_loss") -> Tensor:
+    """What a trainer logged by depth, `[logs, 3]`."""
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return torch.tensor([[entry[f"{name}_{depth}"] for depth in range(3)] for entry in entries], dtype=torch.float64)
+
+
+def evaluated(trainer: Any) -> Tensor:
+    """The losses by depth, `[3]`, of an evaluation."""
+    metrics = trainer.evaluate()
+    return torch.tensor([metrics[f"eval_layer_loss_{depth}"] for depth in range(3)], dtype=torch.float64)
 
 
 def adapted(**options: Any) -> Any:

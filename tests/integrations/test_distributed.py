@@ -17,9 +17,13 @@ from cdt_fast import DescentConstraints, attach_layer_losses, with_descent
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
+    SETTINGS,
     assert_same_weights,
+    evaluated,
     expected_run,
+    in_order,
     language_model,
+    logged,
     rows,
     stacked,
 )
@@ -57,45 +61,24 @@ def shard_on_cpus() -> None:
 def by_trainer(rank: int, folder: str, sharded: bool = False) -> tuple[Any, Any]:
     from transformers import Trainer, TrainingArguments
 
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
-
+    class Descending(in_order(Trainer)):
         def create_optimizer(self, *args: Any) -> Any:  # with FSDP a Trainer takes none that was made before
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)  # type: ignore[union-attr]
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
             return self.optimizer
 
     model = language_model()
-    changes: dict[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, **SHARDED}}
-    arguments = TrainingArguments(
-        f"{folder}/out",
-        use_cpu=True,
-        per_device_train_batch_size=1,
-        per_device_eval_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=len(STEPS),
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no" if sharded else "steps",
-        save_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-        **(changes if sharded else {}),
-    )
+    changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    if sharded:
+        changes = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, **SHARDED}}
+    settings = {**SETTINGS, "max_steps": len(STEPS), **changes}
+    arguments = TrainingArguments(f"{folder}/out", **settings)
     data = {"train_dataset": rows(), "eval_dataset": rows()}
-    trainer = with_descent(InOrder)(model, arguments, constraints=ASCENT, **data)
+    trainer = with_descent(Descending)(model, arguments, constraints=ASCENT, **data)
     trainer.train()
     if sharded:
         return trainer.model_wrapped, {"multipliers": trainer.constraints.multipliers.clone()}
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    losses = [[entry[f"layer_loss_{depth}"] for depth in range(3)] for entry in logged]
-    metrics = trainer.evaluate()
-    found = {
-        "multipliers": trainer.constraints.multipliers.clone(),
-        "losses": torch.tensor(losses, dtype=torch.float64),
-        "evaluated": torch.tensor([metrics[f"eval_layer_loss_{depth}"] for depth in range(3)]).double(),
-    }
+    found = {"multipliers": trainer.constraints.multipliers.clone(), "losses": logged(trainer)}
+    found["evaluated"] = evaluated(trainer)
     return trainer.model, found
 
 

@@ -18,10 +18,13 @@ from tests.integrations.integration_cases import (
     LEARNING_RATE,
     RATE,
     REFERENCE,
+    SETTINGS,
     assert_same_weights,
     eager_losses,
     expected_run,
+    in_order,
     language_model,
+    logged,
     rows,
     stacked,
 )
@@ -29,42 +32,15 @@ from tests.integrations.integration_cases import (
 STATE_FILE = "descent_constraints.safetensors"
 
 
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
-
-
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    settings: dict[str, Any] = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 6,
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(str(folder), **{**settings, **changes})
-
-
-def trainer_for(folder: Path, constraints: Any = ASCENT, kind: Any = InOrder, count: int = 5, **changes: Any) -> Any:
+def trainer_for(folder: Path, constraints: Any = ASCENT, kind: Any = None, count: int = 5, **changes: Any) -> Any:
     """Plain gradient descent, as in the loop written out."""
     names = inspect.signature(TrainingArguments).parameters
     settings = {name: changes.pop(name) for name in list(changes) if name in names}
+    arguments = TrainingArguments(str(folder), **{**SETTINGS, "max_steps": 6, **settings})
     model = changes.pop("model", None) or language_model()
     optimizers = (torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), None)
     given = {"train_dataset": rows(count), "eval_dataset": rows(count), "optimizers": optimizers, **changes}
-    return with_descent(kind)(model, arguments(folder, **settings), constraints=constraints, **given)
-
-
-def logged(trainer: Any, name: str) -> torch.Tensor:
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return torch.tensor([[entry[f"{name}_{depth}"] for depth in range(3)] for entry in entries], dtype=torch.float64)
+    return with_descent(kind or in_order(Trainer))(model, arguments, constraints=constraints, **given)
 
 
 def test_it_is_the_loop_written_out(tmp_path: Path) -> None:

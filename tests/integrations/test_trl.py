@@ -12,11 +12,15 @@ from cdt_fast import InputError, with_descent
 from tests.integrations.integration_cases import (
     ASCENT,
     LEARNING_RATE,
+    SETTINGS,
     adapted,
     assert_same_weights,
     assert_trained_as_written_out,
+    evaluated,
     expected_run,
+    in_order,
     language_model,
+    logged,
     rows,
 )
 
@@ -28,32 +32,15 @@ def trainer_for(folder: Path, **changes: Any) -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    class InOrder(trl.SFTTrainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     model = changes.pop("model", None) or language_model()
     data = datasets.Dataset.from_list(
         [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in rows()]
     )
-    settings: dict[str, Any] = {
-        "use_cpu": True,
-        "bf16": False,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-    }
-    return with_descent(InOrder)(
+    settings = {**SETTINGS, "bf16": False, "max_steps": 4, "gradient_checkpointing": False}
+    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "per_device_eval_batch_size": 8}
+    return with_descent(in_order(trl.SFTTrainer))(
         model=model,
         args=trl.SFTConfig(str(folder), **{**settings, **changes}),
         processing_class=tokenizer,
@@ -69,15 +56,11 @@ def test_it_is_the_loop_written_out(checkpointing: bool, tmp_path: Path) -> None
     trainer = trainer_for(tmp_path, gradient_checkpointing=checkpointing)
     trainer.train()
     multipliers, losses, weights = expected_run([[0, 1], [2, 3], [4, 5], [6, 7]])
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found = torch.tensor([[entry[f"layer_loss_{depth}"] for depth in range(3)] for entry in logged]).double()
-    torch.testing.assert_close(found, losses, rtol=0, atol=1e-6)
+    torch.testing.assert_close(logged(trainer), losses, rtol=0, atol=1e-6)
     torch.testing.assert_close(trainer.constraints.multipliers, multipliers[-1], rtol=0, atol=1e-7)
     assert_same_weights(trainer.model, weights)
-    metrics = trainer.evaluate()
     after = expected_run([[0, 1], [2, 3], [4, 5], [6, 7], list(range(8))])[1][-1]
-    found = torch.tensor([metrics[f"eval_layer_loss_{depth}"] for depth in range(3)]).double()
-    torch.testing.assert_close(found, after, rtol=0, atol=1e-6)
+    torch.testing.assert_close(evaluated(trainer), after, rtol=0, atol=1e-6)
 
 
 def test_another_loss_is_refused(tmp_path: Path) -> None:
