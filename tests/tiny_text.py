@@ -34,7 +34,7 @@ _PLAIN = ("the", "film", "was", "and", "plot", "of", "it", "a")
 
 
 def reviews(count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """Texts whose class is in two of their words, and the class; of unequal lengths."""
+    """Return texts of unequal lengths, whose class is in two of their words, and the class."""
     generator = random.Random(seed)
     found = []
     for number in range(count):
@@ -46,7 +46,7 @@ def reviews(count: int, seed: int = 0) -> list[tuple[str, str]]:
 
 
 def write_table(path: Path, count: int = 80, names: tuple[str, str] = ("text", "label"), seed: int = 0) -> Path:
-    """A TSV file of `reviews`."""
+    """Write a TSV file of `reviews`."""
     rows = ["\t".join(names), *("\t".join(row) for row in reviews(count, seed))]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
@@ -54,7 +54,7 @@ def write_table(path: Path, count: int = 80, names: tuple[str, str] = ("text", "
 
 
 def write_instructions(path: Path, count: int = 40) -> Path:
-    """A JSON file in Alpaca's form, whose answers repeat a word of the instruction."""
+    """Write a JSON file in Alpaca's form, whose answers repeat a word of the instruction."""
     generator = random.Random(0)
     entries = []
     for _ in range(count):
@@ -64,12 +64,12 @@ def write_instructions(path: Path, count: int = 40) -> Path:
     return path
 
 
-def write_language_model(folder: Path, layers: int = 2) -> str:
-    """A Llama of random weights whose tokens are bytes, as transformers saves it; returns the folder."""
+def write_language_model(folder: Path, layers: int = 2, *, tied: bool = False) -> str:
+    """Save a Llama of random weights whose tokens are bytes, and return the folder; a tied one knows no padding."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    special = {"eos_token": "<|end|>", "pad_token": "<|padding|>"}
+    special = {"eos_token": "<|end|>", **({} if tied else {"pad_token": "<|padding|>"})}
     words = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer: Any = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -81,9 +81,10 @@ def write_language_model(folder: Path, layers: int = 2) -> str:
         num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=200,
-        pad_token_id=1,
+        pad_token_id=None if tied else 1,
         bos_token_id=None,
         eos_token_id=0,
+        tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

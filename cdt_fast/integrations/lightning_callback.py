@@ -72,14 +72,14 @@ class DescentCallback(_Callback):
 
     @property
     def constraints(self) -> DescentConstraints:
-        """The constraints; before training starts there are none, which is an InputError."""
+        """Return the constraints; before training starts there are none, which is an InputError."""
         if self._constraints is None:
             raise InputError("the constraints are made when training starts; there is no model before")
         return self._constraints
 
     @property
     def layer_losses(self) -> LayerLosses:
-        """The handle of `attach_layer_losses`; an InputError unless the trainer runs."""
+        """Return the handle of `attach_layer_losses`; it is an InputError unless the trainer runs."""
         if self._layer_losses is None:
             raise InputError("the layer losses are attached while the trainer runs, not before or after")
         return self._layer_losses

@@ -24,7 +24,7 @@ STATE_FILE = "descent_constraints.safetensors"
 
 
 def with_descent(trainer_class: Any) -> Any:
-    """A subclass of a Trainer of transformers, or of TRL's SFTTrainer, that trains under descent constraints.
+    """Return a subclass of transformers' Trainer, or of TRL's SFTTrainer, that trains under descent constraints.
 
     It takes four more keyword arguments, all others as before:
 
@@ -189,7 +189,7 @@ class _DescentTrainer(Trainer):
 
 
 def _stepper(trainer: _DescentTrainer) -> TrainerCallback:
-    """A callback that steps the multipliers after the optimizer, before the Trainer logs or saves."""
+    """Return a callback that steps the multipliers after the optimizer, before the Trainer logs or saves."""
     from transformers import TrainerCallback
 
     class DescentStepper(TrainerCallback):

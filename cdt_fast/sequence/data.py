@@ -90,7 +90,7 @@ class Instruction(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The text before the answer, in the words of Stanford Alpaca."""
+        """Return the text before the answer, in the words of Stanford Alpaca."""
         context = ", paired with an input that provides further context" if self.input else ""
         about = f"### Input:\n{self.input}\n\n" if self.input else ""
         return f"{_TASK}{context}. {_REQUEST}\n\n### Instruction:\n{self.instruction}\n\n{about}### Response:\n"

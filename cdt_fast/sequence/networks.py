@@ -45,7 +45,7 @@ class _Network:
 
     @property
     def vocabulary(self) -> int:
-        """How many word embeddings the model has."""
+        """Return how many word embeddings the model has."""
         table: Any = word_embeddings(self.model).weight
         return table.shape[0]
 

@@ -164,7 +164,7 @@ def _same_random_numbers(model: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def _handed_on(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """In this block these layers return the state that they are given."""
+    """Make these layers return the state that they are given, in this block."""
 
     def input_as_output(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         state = state_of(args, kwargs)

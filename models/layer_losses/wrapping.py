@@ -60,7 +60,7 @@ def _forward_of(name: str, signature: inspect.Signature) -> Any:
 
 @contextlib.contextmanager
 def replaced_forward(module: nn.Module, answer: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """In this block a call of `module` runs its hooks and `answer`; the module's own forward is yielded."""
+    """Make a call of `module` run its hooks and `answer` in this block; yield the module's own forward."""
     own, forward = "forward" in vars(module), module.forward
     module.forward = answer
     try:

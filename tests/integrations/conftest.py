@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """accelerate keeps it for the whole process, and transformers in the environment, for those to come too."""
+    """Reset what accelerate keeps for the whole process, and transformers in the environment."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     yield
     if "accelerate" in sys.modules:

@@ -59,7 +59,7 @@ def language_model(dtype: torch.dtype = torch.float64) -> Any:
 
 
 def rows(count: int = ROWS) -> list[dict[str, Tensor]]:
-    """Row i has i % 4 + 1 labels that count; that of the first token does not, as nothing predicts it."""
+    """Return rows; row i has i % 4 + 1 labels that count; that of the first token does not, as nothing predicts it."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for index in range(count):
@@ -75,7 +75,7 @@ def stacked(batch: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def eager_losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The mean cross-entropy of each depth, `[3]`, differentiable."""
+    """Return the mean cross-entropy of each depth, `[3]`, differentiable."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
     output = model.model(input_ids=batch["input_ids"], output_hidden_states=True)
     states = [*(model.model.norm(state) for state in output.hidden_states[:-1]), output.last_hidden_state]
@@ -117,7 +117,7 @@ def assert_same_weights(model: nn.Module, expected: dict[str, Tensor], tolerance
 
 
 def in_order(kind: Any) -> Any:
-    """A class of trainers that takes the rows in their order."""
+    """Return a class of trainers that takes the rows in their order."""
 
     class InOrder(kind):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,19 +127,19 @@ def in_order(kind: Any) -> Any:
 
 
 def logged(trainer: Any, name: str = "layer_loss") -> Tensor:
-    """What a trainer logged by depth, `[logs, 3]`."""
+    """Return what a trainer logged by depth, `[logs, 3]`."""
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     return torch.tensor([[entry[f"{name}_{depth}"] for depth in range(3)] for entry in entries], dtype=torch.float64)
 
 
 def evaluated(trainer: Any) -> Tensor:
-    """The losses by depth, `[3]`, of an evaluation."""
+    """Return the losses by depth, `[3]`, of an evaluation."""
     metrics = trainer.evaluate()
     return torch.tensor([metrics[f"eval_layer_loss_{depth}"] for depth in range(3)], dtype=torch.float64)
 
 
 def adapted(**options: Any) -> Any:
-    """The language model with adapters of peft that are not zero at first; without peft the test is left out."""
+    """Return the language model with adapters of peft that are not zero at first; skip the test without peft."""
     peft: Any = pytest.importorskip("peft", reason="the package 'peft' is not installed")
     model = language_model()
     torch.manual_seed(3)

@@ -33,7 +33,7 @@ STATE_FILE = "descent_constraints.safetensors"
 
 
 def trainer_for(folder: Path, constraints: Any = ASCENT, kind: Any = None, count: int = 5, **changes: Any) -> Any:
-    """Plain gradient descent, as in the loop written out."""
+    """Return a trainer by plain gradient descent, as in the loop written out."""
     names = inspect.signature(TrainingArguments).parameters
     settings = {name: changes.pop(name) for name in list(changes) if name in names}
     arguments = TrainingArguments(str(folder), **{**SETTINGS, "max_steps": 6, **settings})

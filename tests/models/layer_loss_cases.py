@@ -113,7 +113,7 @@ KINDS = ("llama", "bert")  # one that reads tokens, and one that reads rows
 
 
 def build(name: str, **changes: Any) -> Any:
-    """In the dtype of the family, without dropout."""
+    """Return a model in the dtype of the family, without dropout."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     family, head = FAMILIES[name], "AutoModelForCausalLM"
@@ -139,7 +139,7 @@ def inputs_of(name: str) -> dict[str, Tensor]:
 
 
 def tokens(batch: int = 3, length: int = 7) -> dict[str, Tensor]:
-    """Inputs and labels of a language model; the first row is padded on the right, and its prompt does not count."""
+    """Return a language model's inputs and labels; the first row is padded, and its prompt does not count."""
     ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
     mask, labels = torch.ones_like(ids), ids.clone()
     mask[0, -2:] = 0
@@ -148,7 +148,7 @@ def tokens(batch: int = 3, length: int = 7) -> dict[str, Tensor]:
 
 
 def rows(name: str = "bert", batch: int = 4, length: int = 7) -> dict[str, Tensor]:
-    """Inputs and labels of a classifier; the first row is padded, and the last one does not count."""
+    """Return inputs and labels of a classifier; the first row is padded, and the last one does not count."""
     generator = torch.Generator().manual_seed(2)
     labels = torch.arange(batch) % CLASSES
     labels[-1] = -100
@@ -161,7 +161,7 @@ def rows(name: str = "bert", batch: int = 4, length: int = 7) -> dict[str, Tenso
 
 
 def eager_losses(name: str, model: Any, inputs: dict[str, Tensor], read: Read | None = None) -> Tensor:
-    """The mean cross-entropy of every depth `[L+1]`, with all logits held; differentiable."""
+    """Return the mean cross-entropy of every depth `[L+1]`, with all logits held; differentiable."""
     base = model.base_model(**unlabeled(inputs), output_hidden_states=True)
     # Which of the two the last of hidden_states is, before the final norm or after it, differs between models.
     states = [*base.hidden_states[:-1], base.last_hidden_state]
@@ -188,7 +188,7 @@ def counted(name: str, inputs: dict[str, Tensor]) -> int:
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Of all parameters, by name; zeros where there is none."""
+    """Return the gradients of all parameters, by name; zeros where there is none."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     return {
@@ -216,14 +216,14 @@ def expected(
     read: Read | None = None,
     more: Tensor | float = 0.0,
 ) -> Expected:
-    """`more`: what is added to the weighted loss."""
+    """Return what the eager loop gives; `more` is added to the weighted loss."""
     losses = eager_losses(name, model, inputs, read)
     loss = torch.dot(torch.tensor(weights, dtype=losses.dtype), losses) + more
     return Expected(losses.detach(), loss.detach(), counted(name, inputs), gradients(model, loss))
 
 
 def check(model: Any, inputs: dict[str, Tensor], answer: Expected, tolerance: dict[str, Any] = EXACT) -> Any:
-    """The output of the model, whose losses and gradients are those that are expected."""
+    """Return the output of the model; its losses and gradients are those that are expected."""
     output = model(**inputs)
     assert not output.layer_losses.requires_grad
     assert output.layer_loss_count == answer.count

@@ -18,7 +18,7 @@ KINDS = (models.DUST, models.VideoUT)
 
 
 def built(kind: type[models.DUST], seed: int = 0, layers: int = LAYERS, **options: Any) -> models.DUST:
-    """A float64 model whose parameters have left their initial values, each layer's in its own direction."""
+    """Return a float64 model whose parameters have left their initial values, each layer's in its own direction."""
     model = kind(PATCH, CODES, layers, **options).double()
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -28,14 +28,14 @@ def built(kind: type[models.DUST], seed: int = 0, layers: int = LAYERS, **option
 
 
 def pictures(*leading: int, seed: int = 1, tokens: int = 5) -> tuple[Tensor, Tensor]:
-    """Noisy and clean patches."""
+    """Return noisy and clean patches."""
     source = torch.Generator().manual_seed(seed)
     clean = torch.rand(*leading, tokens, PATCH, generator=source, dtype=torch.float64)
     return clean + 0.1 * torch.randn(clean.shape, generator=source, dtype=torch.float64), clean
 
 
 def written_out_reconstructions(model: models.DUST, noisy: Tensor) -> list[Tensor]:
-    """The docstring of DUST, every code formed, every layer of four products, each depth read on its own."""
+    """Compute the docstring of DUST: every code formed, layers of four products, each depth read on its own."""
     layers = model.layers
     dictionaries = [model.dictionary] * layers if model.tied else [model.dictionary[index] for index in range(layers)]
     readouts = [dictionaries[0], *dictionaries] if model.readout == "own" else [*dictionaries, dictionaries[-1]]
@@ -67,7 +67,7 @@ def parameter_gradients(model: models.DUST, total: Tensor, *others: Tensor) -> l
 
 
 def assert_same(given: Any, expected: Any) -> None:
-    """Equal to 1e-10 of the largest value."""
+    """Require equality to 1e-10 of the largest value."""
     for one, other in zip(given, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:

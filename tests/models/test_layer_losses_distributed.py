@@ -21,7 +21,7 @@ KINDS = ("classifier", "ddp", "fsdp2", "fsdp2, head apart", "fsdp2, norm and hea
 
 
 def case(kind: str) -> tuple[Any, dict[str, Tensor], int]:
-    """A model, its batch, and how many of its labels count."""
+    """Return a model, its batch, and how many of its labels count."""
     name, batch = ("bert", rows(batch=4)) if kind == "classifier" else ("llama", tokens(batch=4))
     return build(name), batch, counted(name, batch)
 

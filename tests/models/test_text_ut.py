@@ -29,7 +29,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def made(seed: int = 3, dtype: torch.dtype = torch.float64, **options: Any) -> models.TextUT:
-    """A model of 3 layers on 11 words of 6 numbers, with every parameter away from its initial value."""
+    """Return a model of 3 layers on 11 words of 6 numbers, with every parameter away from its initial value."""
     torch.manual_seed(seed)
     model = models.TextUT((11, 6), 3, 3, **options).to(dtype)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def ids() -> Tensor:
 
 
 def written_logits(model: models.TextUT, vectors: Tensor) -> list[Tensor]:
-    """The logits of all depths of one text `[T, width of the embeddings]` without padding, in loops over tokens."""
+    """Return the logits of all depths of one text `[T, width]` without padding, in loops over tokens."""
     if model.projection is not None:
         vectors = torch.stack([model.projection.weight @ vector for vector in vectors])
     tokens = vectors
@@ -68,7 +68,7 @@ def written_logits(model: models.TextUT, vectors: Tensor) -> list[Tensor]:
 
 
 def written_batch(model: models.TextUT, vectors: list[Tensor]) -> Tensor:
-    """`[L+1, B, classes]`."""
+    """Return the logits `[L+1, B, classes]`."""
     return torch.stack([torch.stack(written_logits(model, text)) for text in vectors], 1)
 
 

@@ -41,7 +41,7 @@ def frames(rows: int = 8, columns: int = 12, count: int = 5) -> Tensor:
 
 
 def states_of(vit: Any, pictures: Tensor, **options: Any) -> list[Tensor]:
-    """The states of all depths as transformers computes them from whole pictures, not normed, the embeddings first."""
+    """Return the states of all depths as transformers computes them from pictures, not normed, embeddings first."""
     recorded: list[Tensor] = []
     blocks = vit.layers if hasattr(vit, "layers") else vit.encoder.layer
 

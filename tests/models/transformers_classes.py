@@ -1,20 +1,14 @@
 """Every class of the installed transformers that `attach_layer_losses` might take: right at all depths, or refused.
 
-    python -m tests.models.transformers_classes [NAME ...]
-
 Each class is built from a small configuration with random weights. The truth for depth l is the loss that a copy
 whose layers behind l are cut off returns itself; where the copy cannot run, the model whose layers behind l hand their
-input on. The exit status is 1 where a class is neither right nor refused.
+input on.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import sys
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -99,12 +93,12 @@ class Verdict:
 
 
 def class_names() -> list[str]:
-    """Of all classes whose names say that they have a loss that depths can be read with."""
+    """List all classes whose names say that they have a loss that depths can be read with."""
     return sorted(name for name in dir(transformers) if name.endswith(ENDINGS) and not name.startswith("Auto"))
 
 
 def small_settings(config: Any, others: tuple[str, ...], layers: int = LAYERS) -> dict[str, Any]:
-    """Arguments that make a configuration of this class small, its parts' too; `others` have fewer layers."""
+    """Return arguments that make a configuration of this class small; parts named `others` have fewer layers."""
     settings: dict[str, Any] = {}
     for name, value in config.to_dict().items():
         part = vars(config).get(name)
@@ -125,7 +119,7 @@ def small_settings(config: Any, others: tuple[str, ...], layers: int = LAYERS) -
 
 
 def build(name: str) -> Any:
-    """A model of the class with random weights, norms and biases too."""
+    """Return a model of the class with random weights, norms and biases too."""
     kind = getattr(transformers, name)
     settings = small_settings(kind.config_class(), ("text" if name.endswith(ENDINGS[-1]) else "vision", "audio"))
     settings |= next((own for start, own in _OWN.items() if name.startswith(start)), {})
@@ -142,7 +136,7 @@ def build(name: str) -> Any:
 
 
 def inputs_of(name: str, model: Any) -> dict[str, Tensor]:
-    """A batch of two, with labels; one of a language model's does not count."""
+    """Return a batch of two, with labels; one of a language model's does not count."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, VOCABULARY, (2, 12), generator=generator)
     if name.endswith(ENDINGS[:2]):
@@ -163,7 +157,7 @@ def inputs_of(name: str, model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def true_losses(model: Any, inputs: dict[str, Tensor]) -> list[float]:
-    """The loss of the model with its first 0, 1, … layers, as it computes it itself."""
+    """Return the loss of the model with its first 0, 1, … layers, as it computes it itself."""
     losses = []
     for depth in range(LAYERS + 1):
         try:
@@ -177,7 +171,7 @@ def true_losses(model: Any, inputs: dict[str, Tensor]) -> list[float]:
 
 
 def _layers(module: nn.Module) -> Any:
-    """The one list of layers, those inside of layers not counting."""
+    """Return the one list of layers, those inside of layers not counting."""
     (layers,) = (layers for layers in _lists(module) if len(layers) == LAYERS)
     return layers
 
@@ -237,21 +231,3 @@ def judge(name: str) -> Verdict:
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text[:160]}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="classes; all if none is named")
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    counts: Counter[str] = Counter()
-    for name in parser.parse_args().names or class_names():
-        verdict = judge(name)
-        counts[verdict.kind] += 1
-        print(f"{name:45s} {verdict.kind:9s} {verdict.error:.1e} {verdict.reason[:400]}", flush=True)
-    print(", ".join(f"{counts[kind]} {kind}" for kind in (RIGHT, REFUSED, WRONG, NOT_BUILT)))
-    return int(counts[WRONG] > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.tiny_text import (
     write_language_model,
     write_table,
 )
-from tests.training.training_cases import signal_after
 
 Call = Callable[..., Any]
 
@@ -44,7 +42,7 @@ def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def language(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The words of a command that trains a tiny language model."""
+    """Return the words of a command that trains a tiny language model."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     return words_of_command(TINY_LANGUAGE, model=write_language_model(folder))
 
@@ -181,7 +179,7 @@ def save_without_tokenizer(folder: Path) -> Path:
 
 
 def save_for_pictures(folder: Path) -> Path:
-    """A model of texts and pictures, which is no classifier, with a tokenizer that can be read."""
+    """Save a model of texts and pictures, which is no classifier, with a tokenizer that can be read."""
     transformers = pytest.importorskip("transformers")
 
     folder.mkdir()
@@ -261,17 +259,3 @@ def test_running_out_of_memory_names_the_settings_that_lower_the_need(
     assert answer.status == 2
     assert answer.err.splitlines()[-1].startswith("cdt-fast: out of memory; a smaller --batch needs less")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_signal_saves_and_the_resumed_training_ends_as_the_whole_one(
-    call: Call, table: Path, tmp_path: Path, quick_figures: None
-) -> None:
-    assert call("train", "text", table, *TEXT, "--out", tmp_path / "whole").status == 0
-    with signal_after(signal.SIGTERM, 5):
-        answer = call("train", "text", table, *TEXT, "--out", tmp_path / "run")
-    assert answer.status == 128 + signal.SIGTERM
-    assert f"cdt-fast train text --resume {tmp_path / 'run'}" in answer.err
-    assert "resume it with cdt-fast train text" in call("train", "video", "--resume", tmp_path / "run").line()
-    assert call("train", "text", "--resume", tmp_path / "run").status == 0
-    whole, parts = (read_json(tmp_path / name / "evaluation.json") for name in ("whole", "run"))
-    assert whole == parts

@@ -35,7 +35,7 @@ def words(width: int = 5, vocabulary: int = 40) -> nn.Embedding:
 
 
 def batch(texts: int = 6, tokens: int = 12) -> tuple[Tensor, list[int]]:
-    """Texts of several lengths, padded on the right."""
+    """Return texts of several lengths, padded on the right."""
     ids = torch.full((texts, tokens), PAD)
     lengths = [tokens - text % 6 for text in range(texts)]
     for text, length in enumerate(lengths):
@@ -117,7 +117,7 @@ def test_the_gaussian_noise_by_the_definition() -> None:
 
 
 def draws(batches: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """What the embeddings become, text by text, without what stands at padding."""
+    """Return what the embeddings become, text by text, without what stands at padding."""
     embedding, found = words(4), []
     with perturbed(embedding, 1.0, padding_id=PAD, **options):
         for ids in batches:

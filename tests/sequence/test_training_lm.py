@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,38 +24,14 @@ transformers = pytest.importorskip("transformers")
 
 
 def settings_for(source: Path, **changes: Any) -> Any:
-    model = changes.pop("model", None) or write_language_model(source.parent / "llama", changes.pop("layers", 2))
+    options = {name: changes.pop(name) for name in ("layers", "tied") if name in changes}
+    model = changes.pop("model", None) or write_language_model(source.parent / "llama", **options)
     return settings_of("lm", TINY_LANGUAGE, source, model=str(model), **changes)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_instructions(tmp_path / "alpaca.json")
-
-
-@pytest.fixture(scope="session")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny language model of random weights and tied heads, and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("qwen")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({**{c: n for n, c in enumerate(alphabet)}, "<end>": 256}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=257,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def test_training_lowers_the_loss_and_a_constrained_run_becomes_feasible(source: Path, tmp_path: Path) -> None:
@@ -96,12 +71,12 @@ def test_the_held_out_losses_are_those_of_an_eager_loop_over_answers(source: Pat
     assert evaluation["accuracy"][0] == pytest.approx(right / count)
 
 
-@pytest.mark.parametrize("changes", [{}, {"layers": 5, "taps": [0, 3, 5]}, {"model": "qwen"}])
+@pytest.mark.parametrize("changes", [{}, {"layers": 5, "taps": [0, 3, 5]}, {"tied": True}])
 def test_the_losses_of_a_step_and_their_gradient_are_those_of_an_eager_loop(
-    source: Path, tmp_path: Path, qwen: Path, changes: dict[str, Any]
+    source: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """A step as the loop takes it, against logits of every depth: in float32, and in float64 for what is true."""
-    config = settings_for(source, **({**changes, "model": str(qwen)} if "model" in changes else changes))
+    config = settings_for(source, **changes)
     run = RunFolder.create(tmp_path / "run", config)
     trainer = new_trainer(run, config)
     inputs, targets, seeds = trainer._batch(trainer._micro_batches()[0])
@@ -138,7 +113,10 @@ def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp
     )
     assert call("train", "lm", source, *words, "--out", tmp_path / "whole").status == 0
     with signal_after(signal.SIGTERM, 6):
-        assert call("train", "lm", source, *words, "--out", tmp_path / "parts").status == 128 + signal.SIGTERM
+        answer = call("train", "lm", source, *words, "--out", tmp_path / "parts")
+    assert answer.status == 128 + signal.SIGTERM
+    assert f"cdt-fast train lm --resume {tmp_path / 'parts'}" in answer.err
+    assert "resume it with cdt-fast train lm" in call("train", "video", "--resume", tmp_path / "parts").line()
     torch.manual_seed(99)  # a new process draws anew
     assert call("train", "lm", "--resume", tmp_path / "parts").status == 0
     whole, parts = (RunFolder(tmp_path / name) for name in ("whole", "parts"))
@@ -154,8 +132,8 @@ def test_a_signal_and_resume_by_the_command_line_change_no_bit(source: Path, tmp
     assert logged[0] == logged[1]
 
 
-def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: Path, qwen: Path) -> None:
-    config = settings_for(source, model=str(qwen), lr=0.01, steps=20)
+def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: Path) -> None:
+    config = settings_for(source, layers=3, tied=True, steps=20)
     run = trained(config, tmp_path / "run")
     evaluation = evaluated(run, config)
     assert evaluation["layers"] == 3
@@ -164,16 +142,16 @@ def test_a_folders_own_tokenizer_and_tied_head_are_used(source: Path, tmp_path: 
     model = transformers.AutoModelForCausalLM.from_pretrained(run.model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "keys_to_ignore_at_inference" not in read_json(run.model / "config.json")
-    assert transformers.AutoTokenizer.from_pretrained(run.model).eos_token == "<end>"
+    assert transformers.AutoTokenizer.from_pretrained(run.model).eos_token == "<|end|>"
 
 
-def test_the_limits_of_a_language_model_are_told_before_training(source: Path, tmp_path: Path, qwen: Path) -> None:
+def test_the_limits_of_a_language_model_are_told_before_training(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "gpt2"
-    shutil.copytree(qwen, folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
+    write_language_model(folder)
 
     def start(positions: int) -> Any:
-        sizes = {"vocab_size": 257, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": positions}
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=256)).save_pretrained(folder)
+        sizes = {"vocab_size": 258, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": positions}
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=0)).save_pretrained(folder)
         settings = settings_for(source, model=str(folder), max_tokens=256)
         return new_trainer(RunFolder(tmp_path / "run"), settings)
 

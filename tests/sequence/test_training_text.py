@@ -33,7 +33,7 @@ settings_for = functools.partial(settings_of, "text", TINY_TEXT)
 
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny BERT of random weights and a tokenizer of the words of `reviews`."""
+    """Return a folder with a tiny BERT of random weights and a tokenizer of the words of `reviews`."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("encoder")
     words = sorted({word for text, _ in reviews(200) for word in text.split()})
