@@ -183,5 +183,8 @@ def mean_of_tokens(state: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean of `state` `[B, T, d]` over its tokens (of `mask` `[B, T]`) in the place of each."""
     if mask is None:
         return state.mean(1, keepdim=True).expand_as(state)
+    if mask.shape != state.shape[:2]:
+        lengths = f"{mask.shape[1]} tokens to {state.shape[1]}"
+        raise InputError(f"inner_pooling must be 'own' for a model that itself pads its rows, here from {lengths}")
     counted = mask.to(state.dtype).unsqueeze(-1)
     return ((state * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)).expand_as(state)

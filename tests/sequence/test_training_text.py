@@ -152,6 +152,7 @@ def test_an_encoder_is_fine_tuned_and_comes_back(tmp_path: Path, encoder: Path) 
 
 
 LIMITS = [
+    ("Longformer", {"attention_window": 8, "max_position_embeddings": 64}, {}, "limited: inner_pooling must be 'own'"),
     ("Bert", {}, {}, r"limited: cannot read rows of up to 33 tokens.* fewer positions, give a smaller --max-tokens"),
     ("Roberta", {"pad_token_id": 1}, {}, r"cannot read rows of up to 33 tokens.* \(InputError: .*out of range in self"),
     (
