@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json
 from cdt_fast.training.run_folder import RunFolder
-from tests.runs import evaluated, load_data, new_trainer, settings_of, task_of, trained
+from tests.runs import evaluated, load_data, new_trainer, settings_of, trained
 from tests.tiny import words_of_command
 from tests.tiny_text import TINY_LANGUAGE, write_instructions, write_language_model
 from tests.training.training_cases import signal_after
@@ -193,22 +193,3 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     assert trainer.workload.count(0) == len(counted)
     with pytest.raises(InputError, match=r"train instructions.*all tokens are masked.*--max-tokens"):
         trained(settings_for(source, max_tokens=50), tmp_path / "masked")
-
-
-def test_answers_that_are_empty_are_dropped_and_counted(source: Path, tmp_path: Path) -> None:
-    entries = json.loads(source.read_text())
-    for entry in entries[:5]:
-        entry["output"] = " "
-    source.write_text(json.dumps(entries))
-    data = load_data(settings_for(source))
-    assert len(data.train) + len(data.validation) + len(data.test) == len(entries) - 5
-    config = settings_for(source)
-    assert task_of(config).describe(config, data).endswith("; 5 without an answer dropped")
-    source.write_text(json.dumps(entries[:5]))
-    with pytest.raises(InputError, match="holds no instruction with an answer"):
-        load_data(settings_for(source))
-    source.write_text(json.dumps(entries[5:6]))
-    with pytest.raises(InputError, match=r"has 1 with an answer; 1 for --validation and 1 for --test leave none"):
-        load_data(settings_for(source))
-    source.write_text(json.dumps(entries[5:8]))
-    trained(settings_for(source, steps=2), tmp_path / "least")

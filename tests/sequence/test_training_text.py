@@ -256,20 +256,16 @@ def test_the_classes_of_a_checkpoint_keep_their_order(tmp_path: Path, encoder: P
     run = trained(config, tmp_path / "run")
     evaluation = evaluated(run, config)
     assert evaluation["classes"] == ["POS", "NEG"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
-    data = load_data(config)
-    logits, targets = {}, {}
-    for name in ("validation", "test"):
-        part = getattr(data, name)
-        with torch.no_grad():
-            inputs = tokenizer(part.texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
-            logits[name] = model.eval()(**inputs).logits
-        targets[name] = torch.tensor([{"pos": 0, "neg": 1}[part.names[label]] for label in part.labels])
-    right = (logits["test"].argmax(-1) == targets["test"]).double().mean().item()
+    tokenizer, test = transformers.AutoTokenizer.from_pretrained(made), load_data(config).test
+    with torch.no_grad():
+        inputs = tokenizer(test.texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
+        logits = model.eval()(**inputs).logits
+    targets = torch.tensor([{"pos": 0, "neg": 1}[test.names[label]] for label in test.labels])
+    right = (logits.argmax(-1) == targets).double().mean().item()
     assert right != 0.5
     assert evaluation["accuracy"][0] == pytest.approx(right)
-    loss = torch.nn.functional.cross_entropy(logits["validation"], targets["validation"]).item()
-    assert run.read_metrics()[-1]["validation"]["loss"][-1] == pytest.approx(loss, rel=1e-5)
+    loss = torch.nn.functional.cross_entropy(logits, targets).item()
+    assert evaluation["layer_loss"][-1] == pytest.approx(loss, rel=1e-5)
 
 
 def test_texts_that_changed_are_not_resumed_on(tmp_path: Path) -> None:
