@@ -116,7 +116,7 @@ class SequenceTask(Task):
     def check(self, settings: SequenceSettings) -> None:
         for name, value in (("SOURCE", settings.data.source), ("--model", settings.model.model)):
             if value is None:
-                raise InputError(f"{name} is missing: cdt-fast train {settings.task} SOURCE --model FOLDER")
+                raise InputError(f"{name} is missing: `cdt-fast train {settings.task} --help` shows an example")
         gammas = settings.evaluation.gammas
         if any(first >= second for first, second in pairwise(gammas)):
             raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
