@@ -7,10 +7,12 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from cdt_fast.checks import InputError
 
@@ -19,13 +21,12 @@ MAX_JSON_BYTES = 64 << 20
 
 
 @contextmanager
-def replaced_atomically(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[Path]:
+def replaced_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; move it there once the block has ended without an error.
 
     The temporary file keeps the suffix of `path` (writers of video and pictures choose the format by it). The data
     is on the disk before the move, so that a power cut leaves the old file or the new one. After an error, or a full
-    disk, nothing is left behind and an existing `path` is as it was. Folders above `path` are made; `mode` are its
-    permissions, less those that the umask takes.
+    disk, nothing is left behind and an existing `path` is as it was. Folders above `path` are made.
 
     Raises:
         OSError: the file cannot be written; it names `path`, not the temporary file.
@@ -34,7 +35,7 @@ def replaced_atomically(path: str | os.PathLike[str], *, mode: int = 0o666) -> I
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.stem}-{secrets.token_hex(4)}.tmp{target.suffix}")
     try:
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        temporary.touch(exist_ok=False)
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
@@ -91,35 +92,32 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
         import tomli as tomllib  # pyright: ignore[reportMissingImports]  # on 3.10 alone
-    return _plain(lambda: tomllib.loads(_content(path, "TOML").decode("utf-8")), str(path), "TOML")
+    try:
+        return tomllib.loads(_content(path, "TOML").decode("utf-8"))
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as TOML ({error})") from error
 
 
 def parsed_json(text: str | bytes, where: str, kind: Any = Any) -> Any:
-    """Parse a JSON text from outside.
+    """Parse a JSON text from outside; `where` is what a message calls it: a file, or a line of one.
 
-    Refused besides what is no JSON: values nested deeper than Python's stack, whole numbers of more digits than Python
-    converts (4,300), and halves of surrogate pairs, which cannot be written or printed again.
-
-    Args:
-        text: one JSON value.
-        where: what to call it in a message: a file, or a line of one.
-        kind: a type that pydantic checks and converts to, such as `list[str]`, a dataclass or a model.
+    `kind` is a type that pydantic checks and converts to, such as `list[str]`, a dataclass or a model. What would fail
+    later is refused by its parser too: deep nesting, numbers of thousands of digits, halves of surrogate pairs.
 
     Raises:
         InputError: it is no such value; one line that says where, and what was expected.
     """
-    from pydantic import TypeAdapter, ValidationError
-
-    value = _plain(lambda: json.loads(text), where, "JSON")
-    if kind is Any:
-        return value
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
-        place = f"{where}: {'.'.join(map(str, first['loc']))}" if first["loc"] else where
-        more = f"; and {len(others)} more" if others else ""
-        raise InputError(f"{place}: {first['msg']}, got {shown(first['input'])}{more}") from error
+    if first["type"] == "json_invalid":
+        raise InputError(f"{where}: cannot be read as JSON ({first['msg'].removeprefix('Invalid JSON: ')})")
+    place = f"{where}: {'.'.join(map(str, first['loc']))}" if first["loc"] else where
+    more = f"; and {len(others)} more" if others else ""
+    raise InputError(f"{place}: {first['msg']}, got {shown(first['input'])}{more}")
 
 
 def _content(path: str | os.PathLike[str], form: str) -> bytes:
@@ -131,21 +129,6 @@ def _content(path: str | os.PathLike[str], form: str) -> bytes:
     if len(content) > MAX_JSON_BYTES:
         raise InputError(f"{path}: is larger than {MAX_JSON_BYTES >> 20} MiB, the most that is read of such a file")
     return content
-
-
-def _plain(parse: Callable[[], Any], where: str, form: str) -> Any:
-    """Return what `parse` does, which can be written again."""
-    try:
-        value = parse()
-        json.dumps(value, ensure_ascii=False, default=str).encode()  # refuses halves of pairs
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        problem = "nested deeper than Python reads" if isinstance(error, RecursionError) else str(error)
-        if isinstance(error, json.JSONDecodeError):
-            problem = f"line {error.lineno}: {error.msg}" if error.lineno > 1 else error.msg
-        raise InputError(f"{where}: cannot be read as {form} ({problem})") from error
-    return value
 
 
 def shown(value: Any) -> str:

