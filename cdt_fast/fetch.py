@@ -16,7 +16,7 @@ _NO_LICENSE = "carries no license: it is for research use as granted by its auth
 
 
 class Dataset(NamedTuple):
-    """A data set that can be fetched; its name is that of the folder that it is unpacked to."""
+    """A data set that can be fetched."""
 
     title: str
     url: str  # where its authors offer the archive
@@ -26,38 +26,30 @@ class Dataset(NamedTuple):
 
 DATASETS = {
     "avenue": Dataset(
-        title="CUHK Avenue",
-        url="http://www.cse.cuhk.edu.hk/leojia/projects/detectabnormal/Avenue_Dataset.zip",
-        sha256="fc9cb8432a11ca79c18aa180c72524011411b69d3b0ff27c8816e41c0de61531",
-        terms=_NO_LICENSE,
+        "CUHK Avenue",
+        "http://www.cse.cuhk.edu.hk/leojia/projects/detectabnormal/Avenue_Dataset.zip",
+        "fc9cb8432a11ca79c18aa180c72524011411b69d3b0ff27c8816e41c0de61531",
+        _NO_LICENSE,
     ),
     "ucsd": Dataset(
-        title="UCSD Anomaly Detection (Ped1 and Ped2)",
-        url="http://www.svcl.ucsd.edu/projects/anomaly/UCSD_Anomaly_Dataset.tar.gz",
-        sha256="2329af326951f5097fdd114c50e853957d3e569493a49d22fc082a9fd791915b",
-        terms=_NO_LICENSE,
+        "UCSD Anomaly Detection (Ped1 and Ped2)",
+        "http://www.svcl.ucsd.edu/projects/anomaly/UCSD_Anomaly_Dataset.tar.gz",
+        "2329af326951f5097fdd114c50e853957d3e569493a49d22fc082a9fd791915b",
+        _NO_LICENSE,
     ),
     "shanghaitech": Dataset(
-        title="ShanghaiTech Campus",
-        url="http://101.32.75.151:8181/dataset/shanghaitech.tar.gz",
-        sha256="c13a827043b259ccf8493c9d9130486872992153a9d714fe229e523cd4c94116",
-        terms="is offered by its authors for research; read their terms before any other use",
+        "ShanghaiTech Campus",
+        "http://101.32.75.151:8181/dataset/shanghaitech.tar.gz",
+        "c13a827043b259ccf8493c9d9130486872992153a9d714fe229e523cd4c94116",
+        "is offered by its authors for research; read their terms before any other use",
     ),
 }
 
 
 def fetch(name: str, folder: str | os.PathLike[str], *, progress: bool = True) -> Path:
-    """Download and unpack a data set to `<folder>/<name>`, unless it is there already.
+    """Download and unpack a data set of `DATASETS` to `<folder>/<name>`, unless it is there; return that folder.
 
-    The folder appears only when it is complete.
-
-    Args:
-        name: a key of `DATASETS`.
-        folder: where to put it.
-        progress: show a bar on stderr.
-
-    Returns:
-        The unpacked folder, which `train video` takes (of ucsd: one of its two subfolders).
+    The folder appears only when it is complete. `progress` shows a bar on stderr.
 
     Raises:
         InputError: no such data set, the download fails, the archive has another checksum, or the disk is full.
@@ -77,10 +69,8 @@ def fetch(name: str, folder: str | os.PathLike[str], *, progress: bool = True) -
         archive, unpacked = Path(temporary) / Path(dataset.url).name, Path(temporary) / name
         try:
             download_url_to_file(dataset.url, str(archive), dataset.sha256, progress)
-            if archive.suffix == ".zip":  # always unpacked below its folder; takes no filter
-                shutil.unpack_archive(archive, unpacked)
-            else:
-                shutil.unpack_archive(archive, unpacked, filter="data")
+            # A zip is always unpacked below its folder, and takes no filter.
+            shutil.unpack_archive(archive, unpacked, **({} if archive.suffix == ".zip" else {"filter": "data"}))
             unpacked.rename(place)
         except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: another checksum
             raise InputError(f"{dataset.url}: cannot be fetched ({error})") from error

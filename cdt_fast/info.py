@@ -11,13 +11,13 @@ import torch
 import cdt_fast
 from cdt_fast.ops.common import cpu_has_bf16_products, explain
 
-# Package and the extra that brings it.
-OPTIONAL = {"av": "video", "pillow": "video", "matplotlib": "report"}
-OPTIONAL |= {name: name for name in ("transformers", "peft", "trl", "lightning")}
+# Packages and the extra that brings each.
+_OPTIONAL = {"triton": "", "av": "video", "pillow": "video", "matplotlib": "report"}
+_OPTIONAL |= {name: name for name in ("transformers", "peft", "trl", "lightning")}
 
 
 def collect() -> dict[str, Any]:
-    """Facts by name, words and numbers only."""
+    """Return facts by name, words and numbers only."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     bf16 = gpu is not None and torch.cuda.is_bf16_supported(False)
     facts: dict[str, Any] = {
@@ -33,7 +33,7 @@ def collect() -> dict[str, Any]:
         "CPU instructions": torch.backends.cpu.get_cpu_capability(),
         "CPU bf16 products": "yes" if cpu_has_bf16_products() else "no: bf16 will be slow on this processor",
     }
-    for package, extra in {"triton": "", **OPTIONAL}.items():
+    for package, extra in _OPTIONAL.items():
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -15,8 +15,7 @@ VIDEO_SUFFIXES = frozenset(
     {".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".ts", ".m2ts", ".wmv", ".asf", ".flv", ".3gp"}
     | {".gif", ".apng"}
 )
-
-_LITTER = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
+_LITTER = ("thumbs.db", "desktop.ini", "__macosx")
 _ANNOTATION_FOLDERS = ("ground_truth", "testing_vol", "training_vol")
 
 
@@ -28,38 +27,32 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return (*key, (2, 0, name))
 
 
-def is_junk(path: Path) -> bool:
-    """Whether a data set's loader passes over `path`: hidden files, backups, thumbnails and annotations."""
+def entries(folder: Path) -> list[Path]:
+    """Return everything in `folder` but hidden files, backups, thumbnails and annotations, in natural order.
+
+    Raises:
+        InputError: the folder cannot be listed.
+    """
+    try:
+        paths = [folder / name for name in os.listdir(folder)]
+    except OSError as error:
+        raise InputError(f"{folder}: the folder cannot be listed ({error.strerror})") from error
+    return sorted((path for path in paths if not _is_junk(path)), key=lambda path: natural_key(path.name))
+
+
+def _is_junk(path: Path) -> bool:
     name = path.name.casefold()
     if name.startswith(".") or name.endswith(("~", ".mat")) or name in _LITTER:
         return True
     return (name.endswith("_gt") or name.startswith(_ANNOTATION_FOLDERS)) and path.is_dir()
 
 
-def entries(folder: Path) -> list[Path]:
-    """Everything in `folder` but junk, in natural order.
-
-    Raises:
-        InputError: the folder cannot be listed.
-    """
-    return sorted((path for path in _listed(folder) if not is_junk(path)), key=lambda path: natural_key(path.name))
-
-
 def images(folder: Path) -> list[Path]:
-    """The image files directly in `folder`, in natural order."""
+    """Return the image files directly in `folder`, in natural order."""
     return [path for path in entries(folder) if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()]
 
 
 def other_images(folder: Path) -> list[Path]:
-    """The files directly in `folder` that are pictures by their suffix, of a kind that `images` passes over."""
-    kinds = {path: mimetypes.guess_type(path.name, strict=False)[0] or "" for path in entries(folder)}
-    return [
-        path for path, kind in kinds.items() if kind.startswith("image/") and path.suffix.lower() not in IMAGE_SUFFIXES
-    ]
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return [folder / name for name in os.listdir(folder)]
-    except OSError as error:
-        raise InputError(f"{folder}: the folder cannot be listed ({error.strerror})") from error
+    """Return the files directly in `folder` that are pictures by their suffix, of a kind that `images` passes over."""
+    others = [path for path in entries(folder) if path.suffix.lower() not in IMAGE_SUFFIXES]
+    return [path for path in others if str(mimetypes.guess_type(path.name, strict=False)[0]).startswith("image/")]

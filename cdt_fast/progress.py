@@ -1,4 +1,4 @@
-"""How long things still take: a bar on stderr."""
+"""A bar on stderr that says how long things still take."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-SECONDS_BETWEEN_LINES = 30.0
-
 
 def progress_bar(iterable: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> Any:
-    """tqdm's bar (desc, unit, total … are its options); where stderr is no terminal, drawn every 30 seconds."""
-    seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-    waits = {"mininterval": seconds, "maxinterval": max(10.0, seconds), "delay": 0.0 if seconds < 1 else seconds}
-    return tqdm(iterable, disable=not shown, **waits, **options)
+    """Return tqdm's bar (desc, unit, total … are its options); where stderr is no terminal, drawn every 30 seconds."""
+    rarely = {} if sys.stderr.isatty() else {"mininterval": 30.0, "maxinterval": 30.0, "delay": 30.0}
+    return tqdm(iterable, disable=not shown, **rarely, **options)

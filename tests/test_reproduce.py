@@ -121,7 +121,7 @@ def test_some_of_the_runs_and_other_steps(call: Call, tmp_path: Path, monkeypatc
     assert trained == [("default-0", 7)]
     chosen = experiments.Experiment.load("ablation").narrowed(["rate-0_2", "default"])
     assert list(chosen.runs) == ["default", "rate-0_2"], "in the experiment's order"
-    assert chosen.settings("default", 0, "clip", None).training.steps == 300
+    assert chosen.settings("default", 0, "clip").training.steps == 300
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.7062047), (2, 4.3026527), (11, 2.2009852), (100, 1.9839715)])
@@ -145,7 +145,6 @@ def test_a_folder_with_a_run_of_other_settings_is_left_alone(
     ("words", "message"),
     [
         (["film", "clip"], "there is no experiment 'film'; known: ablation"),
-        (["video", "clip", "--model", "bert"], "--model is 'bert', and video trains a network of its own"),
         (["video", "clip", "--seeds", "0,a"], "argument --seeds: invalid _numbers value: '0,a'"),
         (["video", "clip", "--runs", "tied,deep"], "--runs must be of tied, untied, constrained, got 'deep'"),
         (["video", "clip", "--steps", "0"], "[training] steps must be greater than or equal to 1, got 0"),
@@ -163,7 +162,7 @@ def test_bad_input_is_one_line_and_makes_no_folder(
 @pytest.mark.parametrize("name", experiments.names())
 def test_the_experiments_of_the_package(call: Call, name: str) -> None:
     experiment = experiments.Experiment.load(name)
-    planned = experiments.plan(experiment, "data", "encoder" if experiment.model else None, "out")
+    planned = experiments.plan(experiment, "data", "out")
     assert len({run.path for run in planned}) == len(planned) == len(experiment.runs) * len(experiment.seeds)
     assert {run.settings.constrained for run in planned} == {True, False}
     assert all(run.settings.data.source == str(Path("data").resolve()) for run in planned)
@@ -194,4 +193,4 @@ def test_a_run_has_the_settings_of_the_documents(
     assert answer.status == 0, answer
     _, expected = open_run(tmp_path / "run", trained=False)
     experiment = experiments.Experiment.load(name)
-    assert experiment.settings(run, 2, expected.data.source, None) == expected
+    assert experiment.settings(run, 2, expected.data.source) == expected

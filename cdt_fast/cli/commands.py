@@ -67,7 +67,7 @@ def reproduce(options: argparse.Namespace) -> None:
     _check_single_process("reproduce")
     experiment = experiments.Experiment.load(options.name).narrowed(options.runs, options.steps, options.seeds)
     out = Path(options.out or Path("runs") / f"{experiment.name}-{Path(options.source).stem}")
-    planned = experiments.plan(experiment, options.source, options.model, out)
+    planned = experiments.plan(experiment, options.source, out)
     states = [run.state() for run in planned]  # all, so that a folder of another run is refused first
     for number, (run, state) in enumerate(zip(planned, states, strict=True), 1):
         if state == "done":

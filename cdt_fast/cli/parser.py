@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import typing
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import cdt_fast
@@ -17,27 +16,18 @@ from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS
 from cdt_fast.tasks import TASKS, TaskEntry
 from cdt_fast.training.settings import GONE, SECTIONS, Section, gone, kinds_of
 
-_JSON = "also write what was measured as JSON"
-
-
-# What people are used to call these options elsewhere.
+# What other tools call an option, where the nearest name is another one.
 _USUAL_NAMES = {
-    **dict.fromkeys(("--learning-rate", "--learning_rate", "--eta"), "--lr"),
-    **dict.fromkeys(("--batch-size", "--batch_size", "--bs"), "--batch"),
-    **dict.fromkeys(("--num-steps", "--max-steps", "--max_steps", "--iterations", "--iters"), "--steps"),
-    **dict.fromkeys(("--num-epochs", "--num_train_epochs", "--num-train-epochs"), "--epochs"),
-    **dict.fromkeys(("--output", "--output-dir", "--output_dir", "--save-dir", "--run", "--name"), "--out"),
-    **dict.fromkeys(("--noise", "--sigma", "--noise-level"), "--gamma"),
-    **dict.fromkeys(("--num-layers", "--n-layers", "--depth", "--num_layers"), "--layers"),
-    **dict.fromkeys(("--gradient-accumulation-steps", "--grad-accum", "--accumulation"), "--accumulate"),
-    **dict.fromkeys(("--lr-scheduler", "--scheduler"), "--schedule"),
-    **dict.fromkeys(("--patch-size", "--patch_size"), "--patch"),
-    **dict.fromkeys(("--dtype", "--amp", "--bf16", "--fp16"), "--precision"),
-    **dict.fromkeys(("--alpha", "--descent-rate"), "--rate"),
-    **dict.fromkeys(("--epsilon", "--eps0", "--epsilon-0"), "--reference"),
-    **dict.fromkeys(
-        ("--val-every", "--eval-every", "--save-every", "--eval-steps", "--save-steps"), "--validate-every"
-    ),
+    "--accumulate": "gradient-accumulation-steps grad-accum",
+    "--gamma": "noise sigma noise-level",
+    "--layers": "depth",
+    "--lr": "learning-rate eta",
+    "--out": "output output-dir save-dir run name",
+    "--precision": "dtype amp bf16 fp16",
+    "--rate": "alpha descent-rate",
+    "--reference": "epsilon eps0 epsilon-0",
+    "--steps": "max-steps iterations iters",
+    "--validate-every": "val-every eval-every save-every eval-steps save-steps",
 }
 # The settings that people change: `--help` shows these, `--help-all` the others too.
 _USUAL = {
@@ -45,12 +35,11 @@ _USUAL = {
     *("text_column", "label_column", "constrained", "rate", "objective", "steps", "epochs", "batch", "lr"),
     *("precision", "device", "seed", "gammas"),
 }
+_GONE_COMMANDS = ("search", "completion", "check")
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that keeps the layout of the examples and answers a wrong call in one line."""
-
-    ending: Callable[[], str] | None = None  # of the help, if it has to be read from files first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # No abbreviations: --warm would be one setting today and another one tomorrow.
@@ -58,22 +47,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, formatter_class=layout, allow_abbrev=False, **options)
         self.unusual: dict[argparse.Action, str] = {}  # the help of what only `--help-all` shows
 
-    def format_help(self) -> str:
-        if self.ending is not None:
-            self.epilog = self.ending()
-        return super().format_help()
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # Answered here and not by the parser above, which knows neither the command nor its options.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            option = unknown[0].partition("=")[0]
-            name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
-            if name in GONE.split():
+            option = unknown[0].partition("=")[0].replace("_", "-")
+            name = option.removeprefix("--")
+            if name.removeprefix("no-").replace("-", "_") in GONE.split():
                 self.error(gone(option))
             known = [option for option in self._option_string_actions if option.startswith("--")]
-            usual = _USUAL_NAMES.get(option)
-            close = [usual] if usual in known else difflib.get_close_matches(option, known, n=1)
+            usual = [ours for ours, others in _USUAL_NAMES.items() if name in others.split() and ours in known]
+            close = usual or difflib.get_close_matches(option, known, n=1)
             self.error(f"unknown argument: {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
         return parsed, unknown
 
@@ -82,16 +66,11 @@ class Parser(argparse.ArgumentParser):
             return
         if value in _GONE_COMMANDS:
             raise argparse.ArgumentError(None, gone(value))
-        name = action.metavar if isinstance(action.metavar, str) else action.dest
-        what = f"{action.option_strings[0]}: unknown" if action.option_strings else f"unknown {name.lower()}"
-        message = f"{what} {value!r}{suggestion(str(value), map(str, action.choices))}"
-        raise argparse.ArgumentError(None, message)
+        what = f"{action.option_strings[0]}: unknown" if action.option_strings else f"unknown {action.metavar}".lower()
+        raise argparse.ArgumentError(None, f"{what} {value!r}{suggestion(str(value), map(str, action.choices))}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-_GONE_COMMANDS = ("search", "completion", "check")
 
 
 class _HelpAll(argparse.Action):
@@ -105,7 +84,7 @@ class _HelpAll(argparse.Action):
 
 
 def build_parser() -> Parser:
-    """The parser of `cdt-fast`; `run` of what it parses is the command's function."""
+    """Return the parser of `cdt-fast`; `run` of what it parses is the command's function."""
     parser = Parser(
         prog="cdt-fast",
         description="Train transformers whose every layer lowers the loss.",
@@ -117,7 +96,7 @@ def build_parser() -> Parser:
     train = _command(shown, "train", None, "train a network", "train video clip.mp4 --out runs/mine")
     tasks = train.add_subparsers(dest="task", required=True, parser_class=Parser, metavar="TASK")
     for name, task in TASKS.items():
-        _add_settings(_command(tasks, name, commands.train, task.text, ""), name, task)
+        _add_settings(_command(tasks, name, commands.train, task.text), name, task)
 
     text = "measure a run on its held-out data, and write its report"
     add = _command(shown, "evaluate", commands.evaluate, text, "evaluate runs/mine --gammas 0.1,0.5,1.0").add_argument
@@ -126,13 +105,11 @@ def build_parser() -> Parser:
     add("--gammas", metavar="LIST", help=text)
     text = "measure a denoiser of video on these clean clips, beside other denoisers: PSNR, SSIM, time a frame"
     add("--clips", nargs="+", metavar="CLIP", help=text)
-    add("--json", metavar="FILE", help=_JSON)
 
     text = "set runs side by side: tables, and a report with pictures"
     add = _command(shown, "compare", commands.compare, text, "compare runs/constrained runs/plain").add_argument
     add("folders", nargs="+", metavar="RUN", help="run folders, evaluated on the same data")
     add("--out", default="comparison", metavar="DIR", help="folder of the report (comparison)")
-    add("--json", metavar="FILE", help=_JSON)
 
     text = "denoise a video with a trained run"
     add = _command(shown, "denoise", commands.denoise, text, "denoise runs/mine noisy.mp4 clean.mp4").add_argument
@@ -146,19 +123,16 @@ def build_parser() -> Parser:
     text = "mean over K x K shifted grids of patches (default: as in the training)"
     add("--grids", type=int, metavar="K", help=text)
     add("--overwrite", action="store_true", help="replace OUT if it exists")
-    add("--json", metavar="FILE", help=_JSON)
 
     text = "train the runs of an experiment by its name, and compare them; called again, it resumes where it stopped"
-    command = _command(shown, "reproduce", commands.reproduce, text, "")
-    command.ending, add = experiments.listing, command.add_argument
+    command = _command(shown, "reproduce", commands.reproduce, text)
+    command.epilog, add = experiments.listing(), command.add_argument
     add("name", metavar="NAME", help="which experiment")
     add("source", metavar="SOURCE", help="where its data are")
-    add("--model", metavar="MODEL", help="folder or hub name, where the experiment needs one")
     add("--seeds", type=_numbers, metavar="LIST", help="seeds of each run, as in 0,1,2 (the experiment's)")
     add("--runs", type=lambda names: names.split(","), metavar="LIST", help="some of its runs by name (all)")
     add("--steps", metavar="N", type=int, help="optimizer steps of a training (the experiment's)")
     add("--out", metavar="DIR", help="folder of the runs and of their comparison (runs/NAME)")
-    add("--json", metavar="FILE", help=_JSON)
 
     data = _command(shown, "data", None, "fetch public data sets", "data fetch ucsd")
     actions = data.add_subparsers(dest="action", required=True, parser_class=Parser, metavar="ACTION")
@@ -166,13 +140,14 @@ def build_parser() -> Parser:
     add = _command(actions, "fetch", commands.fetch, text, "data fetch ucsd --to datasets").add_argument
     add("name", metavar="NAME", help="avenue, ucsd or shanghaitech")
     add("--to", default="datasets", metavar="DIR", help="folder to unpack into (datasets)")
+
     text = "measure ops and training steps against other ways to do the same"
     add_arguments(_command(shown, "bench", commands.bench, text, "bench --suite step ops --repeats 9 --out benchmarks"))
-
     text = "say what is installed, which device is used, and why"
-    add = _command(shown, "info", commands.info, text, "info --json info.json").add_argument
-    add("--json", metavar="FILE", help="also write it as JSON")
+    _command(shown, "info", commands.info, text, "info --json info.json")
 
+    for name in ("evaluate", "compare", "denoise", "reproduce", "info"):
+        shown.choices[name].add_argument("--json", metavar="FILE", help="also write the results as JSON")
     return parser
 
 
@@ -187,7 +162,7 @@ def _level(word: str) -> float | None:
         raise argparse.ArgumentTypeError(f"must be a number of gray levels, or auto, got {word!r}") from None
 
 
-def _command(shown: Any, name: str, run: Any, text: str, example: str) -> Parser:
+def _command(shown: Any, name: str, run: Any, text: str, example: str = "") -> Parser:
     command: Parser = shown.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     command.epilog = f"example: cdt-fast {example}"
     command.set_defaults(run=run, again="the same command", hint="")
@@ -212,26 +187,24 @@ def _add_settings(command: Parser, name: str, task: TaskEntry) -> None:
     command.add_argument("--resume", metavar="RUN", help="continue a run from its last checkpoint; takes no settings")
     for section in SECTIONS:
         group = command.add_argument_group(f"[{section}]")
-        values: Section = getattr(settings, section)
-        for setting in type(values).model_fields:
+        for setting in type(getattr(settings, section)).model_fields:
             if setting != "source":
-                action, text = _add_setting(group, section, values, setting)
+                action = _add_setting(group, section, getattr(settings, section), setting)
                 if setting not in _USUAL:
-                    action.help, command.unusual[action] = argparse.SUPPRESS, text
+                    command.unusual[action], action.help = str(action.help), argparse.SUPPRESS
 
 
-def _add_setting(group: Any, section: str, values: Section, name: str) -> tuple[argparse.Action, str]:
-    """Add the option of a setting; returns it with its help."""
+def _add_setting(group: Any, section: str, values: Section, name: str) -> argparse.Action:
     option, destination = f"--{name.replace('_', '-')}", f"{section}.{name}"
     field, default = type(values).model_fields[name], getattr(values, name)
     text = str(field.description).replace("%", "%%")
     if bool in kinds_of(field.annotation):
         text += {True: " (yes)", False: " (no)"}.get(default, "")
-        return group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text), text
+        return group.add_argument(option, dest=destination, action=argparse.BooleanOptionalAction, help=text)
     if default is not None:
         text += f" ({','.join(map(str, default)) if isinstance(default, list) else default})"
     parts = typing.get_args(field.annotation)
     literals = [part for part in (field.annotation, *parts) if typing.get_origin(part) is typing.Literal]
     choices = [str(choice) for literal in literals for choice in typing.get_args(literal)]
     metavar = "{" + ",".join(dict.fromkeys(choices)) + "}" if len(choices) > 1 else "VALUE"
-    return group.add_argument(option, dest=destination, metavar=metavar, help=text), text
+    return group.add_argument(option, dest=destination, metavar=metavar, help=text)
