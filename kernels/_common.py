@@ -1,4 +1,4 @@
-"""Device functions that the attention and the unrolled layer share: tiles of sequences, masked loads, softmax."""
+"""Device functions that several kernels share: tiles of sequences, masked loads, softmax."""
 
 from __future__ import annotations
 
@@ -41,6 +41,25 @@ def load_rows(pointer, row, mask, start, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.co
     column = start + tl.arange(0, BLOCK_WIDTH)
     return tl.load(
         pointer + row[:, None] * WIDTH + column[None, :], mask=mask[:, None] & (column < WIDTH)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def load_atoms(
+    dictionary,
+    start,
+    CODE_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ATOMS: tl.constexpr,
+):
+    """`ATOMS` columns of a contiguous `[WIDTH, CODE_WIDTH]`, as `[BLOCK_WIDTH, ATOMS]`; zero elsewhere."""
+    row = tl.arange(0, BLOCK_WIDTH)
+    atom = start + tl.arange(0, ATOMS)
+    return tl.load(
+        dictionary + row[:, None] * CODE_WIDTH + atom[None, :],
+        mask=(row < WIDTH)[:, None] & (atom < CODE_WIDTH)[None, :],
+        other=0.0,
     )
 
 

@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from cdt_fast.kernels._common import load_atoms, load_rows, store_rows
 
 # In 16 bits none of them spills registers; 128 rows do, on sm_90 too.
 BLOCKS = {
@@ -41,142 +44,101 @@ def apply_nonlinearity(value, threshold, NONLINEARITY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def lista_step_forward_kernel(
-    codes,  # [rows, code_width]
-    signal,  # [rows, width]
-    dictionary,  # [width, code_width]
-    next_codes,  # [rows, code_width], contiguous
-    residual,  # [rows, width], contiguous; not touched without KEEP_RESIDUAL
+    codes,  # [rows, CODE_WIDTH]
+    signal,  # [rows, WIDTH]
+    dictionary,  # [WIDTH, CODE_WIDTH]
+    next_codes,  # [rows, CODE_WIDTH]
+    residual,  # [rows, WIDTH] or None
     rows,
-    width,
-    code_width,
-    codes_row_stride,
-    codes_column_stride,
-    signal_row_stride,
-    signal_column_stride,
-    dictionary_row_stride,
-    dictionary_column_stride,
     step,
     threshold,
+    CODE_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
     NONLINEARITY: tl.constexpr,
-    KEEP_RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
     ATOMS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, WIDTH)
-    row_exists = (row < rows)[:, None]
-    place_exists = place < width
-    place = place.to(tl.int64)
-    codes_rows = codes + row[:, None] * codes_row_stride
-    dictionary_rows = dictionary + place[:, None] * dictionary_row_stride
-
-    projection = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, code_width, ATOMS):
-        atom = start + tl.arange(0, ATOMS)
-        atom_exists = (atom < code_width)[None, :]
-        atom = atom.to(tl.int64)[None, :]
-        codes_tile = tl.load(codes_rows + atom * codes_column_stride, mask=row_exists & atom_exists, other=0.0)
-        atoms_tile = tl.load(
-            dictionary_rows + atom * dictionary_column_stride, mask=place_exists[:, None] & atom_exists, other=0.0
-        )  # [WIDTH, ATOMS]
-        projection = tl.dot(codes_tile, tl.trans(atoms_tile), projection, input_precision=PRECISION)
-
-    exists = row_exists & place_exists[None, :]
-    target = tl.load(
-        signal + row[:, None] * signal_row_stride + place[None, :] * signal_column_stride, mask=exists, other=0.0
-    )
-    correction = (target.to(tl.float32) - projection).to(target.dtype)  # [ROWS, WIDTH]
-    if KEEP_RESIDUAL:
-        tl.store(residual + row[:, None] * width + place[None, :], correction, mask=exists)
-
-    for start in range(0, code_width, ATOMS):
-        atom = start + tl.arange(0, ATOMS)
-        atom_exists = (atom < code_width)[None, :]
-        atom = atom.to(tl.int64)[None, :]
-        codes_tile = tl.load(codes_rows + atom * codes_column_stride, mask=row_exists & atom_exists, other=0.0)
-        atoms_tile = tl.load(
-            dictionary_rows + atom * dictionary_column_stride, mask=place_exists[:, None] & atom_exists, other=0.0
-        )
-        update = codes_tile.to(tl.float32) + step * tl.dot(correction, atoms_tile, input_precision=PRECISION)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    exists = row < rows - first
+    codes += first * CODE_WIDTH
+    projection = tl.zeros([ROWS, BLOCK_WIDTH], tl.float32)
+    for start in range(0, CODE_WIDTH, ATOMS):
+        chunk = load_rows(codes, row, exists, start, CODE_WIDTH, ATOMS)
+        atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
+        projection = tl.dot(chunk, tl.trans(atoms), projection, input_precision=PRECISION)
+    target = load_rows(signal + first * WIDTH, row, exists, 0, WIDTH, BLOCK_WIDTH)
+    correction = (target.to(tl.float32) - projection).to(target.dtype)
+    if residual is not None:
+        store_rows(residual + first * WIDTH, row, exists, 0, correction, WIDTH, BLOCK_WIDTH)
+    for start in range(0, CODE_WIDTH, ATOMS):
+        chunk = load_rows(codes, row, exists, start, CODE_WIDTH, ATOMS)
+        atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
+        update = chunk.to(tl.float32) + step * tl.dot(correction, atoms, input_precision=PRECISION)
         update = apply_nonlinearity(update, threshold, NONLINEARITY)
-        tl.store(next_codes + row[:, None] * code_width + atom, update.to(target.dtype), mask=row_exists & atom_exists)
+        store_rows(next_codes + first * CODE_WIDTH, row, exists, start, update, CODE_WIDTH, ATOMS)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def lista_step_backward_kernel(
-    grad_output,  # [rows, code_width]
-    output,  # [rows, code_width], contiguous
-    dictionary,  # [width, code_width]
-    grad_codes,  # [rows, code_width], contiguous; not touched without NEEDS_CODES
-    grad_residual,  # [rows, width], contiguous
-    grad_update,  # [rows, code_width], contiguous; not touched without NEEDS_UPDATE
+    grad_output,  # [rows, CODE_WIDTH]
+    output,  # [rows, CODE_WIDTH]
+    dictionary,  # [WIDTH, CODE_WIDTH]
+    grad_codes,  # [rows, CODE_WIDTH] or None
+    grad_residual,  # [rows, WIDTH]
+    grad_update,  # [rows, CODE_WIDTH] or None
     rows,
-    width,
-    code_width,
-    grad_output_row_stride,
-    grad_output_column_stride,
-    dictionary_row_stride,
-    dictionary_column_stride,
     step,
+    CODE_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
     PASSES_EVERYWHERE: tl.constexpr,
-    NEEDS_CODES: tl.constexpr,
-    NEEDS_UPDATE: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
     ATOMS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, WIDTH)
-    row_exists = (row < rows)[:, None]
-    place_exists = place < width
-    place = place.to(tl.int64)
-    grad_rows = grad_output + row[:, None] * grad_output_row_stride
-    output_rows = output + row[:, None] * code_width
-    dictionary_rows = dictionary + place[:, None] * dictionary_row_stride
-
-    total = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, code_width, ATOMS):
-        atom = start + tl.arange(0, ATOMS)
-        atom_exists = (atom < code_width)[None, :]
-        atom = atom.to(tl.int64)[None, :]
-        exists = row_exists & atom_exists
-        update = tl.load(grad_rows + atom * grad_output_column_stride, mask=exists, other=0.0)
-        if not PASSES_EVERYWHERE:
-            update = _where_not_zero(update, tl.load(output_rows + atom, mask=exists, other=0.0))
-        if NEEDS_UPDATE:
-            tl.store(grad_update + row[:, None] * code_width + atom, update, mask=exists)
-        atoms_tile = tl.load(
-            dictionary_rows + atom * dictionary_column_stride, mask=place_exists[:, None] & atom_exists, other=0.0
-        )  # [WIDTH, ATOMS]
-        total = tl.dot(update, tl.trans(atoms_tile), total, input_precision=PRECISION)
-
-    correction = (step * total).to(dictionary.dtype.element_ty)  # [ROWS, WIDTH]
-    tl.store(grad_residual + row[:, None] * width + place[None, :], correction, mask=row_exists & place_exists[None, :])
-
-    if NEEDS_CODES:
-        for start in range(0, code_width, ATOMS):
-            atom = start + tl.arange(0, ATOMS)
-            atom_exists = (atom < code_width)[None, :]
-            atom = atom.to(tl.int64)[None, :]
-            exists = row_exists & atom_exists
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    exists = row < rows - first
+    grad_output += first * CODE_WIDTH
+    output += first * CODE_WIDTH
+    total = tl.zeros([ROWS, BLOCK_WIDTH], tl.float32)
+    for start in range(0, CODE_WIDTH, ATOMS):
+        update = _load_update(grad_output, output, row, exists, start, PASSES_EVERYWHERE, CODE_WIDTH, ATOMS)
+        if grad_update is not None:
+            store_rows(grad_update + first * CODE_WIDTH, row, exists, start, update, CODE_WIDTH, ATOMS)
+        atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
+        total = tl.dot(update, tl.trans(atoms), total, input_precision=PRECISION)
+    correction = (step * total).to(dictionary.dtype.element_ty)
+    store_rows(grad_residual + first * WIDTH, row, exists, 0, correction, WIDTH, BLOCK_WIDTH)
+    if grad_codes is not None:
+        for start in range(0, CODE_WIDTH, ATOMS):
             # Masked once more rather than read back: another thread of the block may have written it.
-            update = tl.load(grad_rows + atom * grad_output_column_stride, mask=exists, other=0.0)
-            if not PASSES_EVERYWHERE:
-                update = _where_not_zero(update, tl.load(output_rows + atom, mask=exists, other=0.0))
-            atoms_tile = tl.load(
-                dictionary_rows + atom * dictionary_column_stride, mask=place_exists[:, None] & atom_exists, other=0.0
-            )
-            through = update.to(tl.float32) - tl.dot(correction, atoms_tile, input_precision=PRECISION)
-            tl.store(grad_codes + row[:, None] * code_width + atom, through.to(correction.dtype), mask=exists)
+            update = _load_update(grad_output, output, row, exists, start, PASSES_EVERYWHERE, CODE_WIDTH, ATOMS)
+            atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
+            through = update.to(tl.float32) - tl.dot(correction, atoms, input_precision=PRECISION)
+            store_rows(grad_codes + first * CODE_WIDTH, row, exists, start, through, CODE_WIDTH, ATOMS)
 
 
 @triton.jit
-def _where_not_zero(gradient, output):
-    """dU from dH⁺ and H⁺; a code that is NaN is not zero, and its gradient passes."""
-    return tl.where(output == 0, 0.0, gradient.to(tl.float32)).to(gradient.dtype)
+def _load_update(
+    grad_output,
+    output,
+    row,
+    exists,
+    start,
+    PASSES_EVERYWHERE: tl.constexpr,
+    CODE_WIDTH: tl.constexpr,
+    ATOMS: tl.constexpr,
+):
+    """Columns of dU, from dH⁺ and H⁺; a code that is NaN is not zero, and its gradient passes."""
+    update = load_rows(grad_output, row, exists, start, CODE_WIDTH, ATOMS)
+    if not PASSES_EVERYWHERE:
+        passes = load_rows(output, row, exists, start, CODE_WIDTH, ATOMS) != 0
+        update = tl.where(passes, update.to(tl.float32), 0.0).to(update.dtype)
+    return update
 
 
 def forward(
@@ -188,24 +150,20 @@ def forward(
     nonlinearity: str,
     keep_residual: bool,
     blocks: Mapping[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """The next codes `[rows, m]` and X − H Dᵀ `[rows, n]`, or `[0, n]` if it is not kept; contiguous.
+) -> tuple[Tensor, Tensor | None]:
+    """The next codes `[rows, m]` and, if it is kept, X − H Dᵀ `[rows, n]`; n is at most 256.
 
-    Codes, signal and dictionary are of one dtype and may have any strides; n is at most 256.
+    All tensors are contiguous and of one dtype.
     """
-    (rows, atoms), width = codes.shape, signal.shape[1]
-    next_codes = codes.new_empty((rows, atoms))
-    residual = codes.new_empty((rows if keep_residual else 0, width))
+    (rows, code_width), width = codes.shape, signal.shape[1]
+    next_codes, residual = torch.empty_like(codes), torch.empty_like(signal) if keep_residual else None
     if rows:
         lista_step_forward_kernel[(triton.cdiv(rows, blocks["ROWS"]),)](
-            *(codes, signal, dictionary, next_codes, residual),
-            *(rows, width, atoms),
-            *(*codes.stride(), *signal.stride(), *dictionary.stride()),
-            step,
-            threshold,
+            *(codes, signal, dictionary, next_codes, residual, rows, step, threshold),
+            CODE_WIDTH=code_width,
+            WIDTH=width,
+            BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
             NONLINEARITY=nonlinearity,
-            KEEP_RESIDUAL=keep_residual,
-            WIDTH=max(16, triton.next_power_of_2(width)),
             **blocks,
         )
     return next_codes, residual
@@ -220,25 +178,22 @@ def backward(
     needs_codes: bool,
     needs_update: bool,
     blocks: Mapping[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dH `[rows, m]`, dX `[rows, n]` and dU `[rows, m]`, contiguous; dH and dU are `[0, m]` if they are not needed.
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """dH `[rows, m]`, dX `[rows, n]` and dU `[rows, m]`; dH and dU are None if they are not needed.
 
-    The output is contiguous.
+    All tensors are contiguous and of one dtype.
     """
-    (rows, atoms), width = output.shape, dictionary.shape[0]
-    grad_codes = output.new_empty((rows if needs_codes else 0, atoms))
+    (rows, code_width), width = output.shape, dictionary.shape[0]
+    grad_codes = torch.empty_like(output) if needs_codes else None
     grad_residual = output.new_empty((rows, width))
-    grad_update = output.new_empty((rows if needs_update else 0, atoms))
+    grad_update = torch.empty_like(output) if needs_update else None
     if rows:
         lista_step_backward_kernel[(triton.cdiv(rows, blocks["ROWS"]),)](
-            *(grad_output, output, dictionary, grad_codes, grad_residual, grad_update),
-            *(rows, width, atoms),
-            *(*grad_output.stride(), *dictionary.stride()),
-            step,
+            *(grad_output, output, dictionary, grad_codes, grad_residual, grad_update, rows, step),
+            CODE_WIDTH=code_width,
+            WIDTH=width,
+            BLOCK_WIDTH=max(16, triton.next_power_of_2(width)),
             PASSES_EVERYWHERE=nonlinearity == "identity",
-            NEEDS_CODES=needs_codes,
-            NEEDS_UPDATE=needs_update,
-            WIDTH=max(16, triton.next_power_of_2(width)),
             **blocks,
         )
     return grad_codes, grad_residual, grad_update

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cdt_fast.kernels._common import (
     block_share,
+    load_atoms,
     load_rows,
     rows_of_sequences,
     softmax_tile,
@@ -75,25 +76,6 @@ class Gradients(NamedTuple):
     signal: Tensor
     projection: Tensor | None
     codes: Tensor | None
-
-
-@triton.jit
-def load_atoms(
-    dictionary,
-    start,
-    CODE_WIDTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ATOMS: tl.constexpr,
-):
-    """`ATOMS` columns of a contiguous `[WIDTH, CODE_WIDTH]`, as `[BLOCK_WIDTH, ATOMS]`; zero elsewhere."""
-    row = tl.arange(0, BLOCK_WIDTH)
-    atom = start + tl.arange(0, ATOMS)
-    return tl.load(
-        dictionary + row[:, None] * CODE_WIDTH + atom[None, :],
-        mask=(row < WIDTH)[:, None] & (atom < CODE_WIDTH)[None, :],
-        other=0.0,
-    )
 
 
 @triton.jit

@@ -121,7 +121,7 @@ def moved(launch: Launch) -> int:
         again = [given["logits"]] * (given["LOSS"] + 2 * given["GRADIENT"] - 1)
     elif name == "lista_step_forward_kernel":
         again = [given["codes"]]
-    elif name == "lista_step_backward_kernel" and given["NEEDS_CODES"]:
+    elif name == "lista_step_backward_kernel" and given["grad_codes"] is not None:
         again = [given["grad_output"], given["output"]]
     return _bytes(_tensors(dict(given))) + sum(_bytes([tensor]) for tensor in again)
 

@@ -93,7 +93,9 @@ def _forward(
 
         with common.or_plain_torch("lista_step"):
             blocks = common.blocks_for(kernels.BLOCKS, codes)
-            return kernels.forward(codes, signal, dictionary, step, threshold, nonlinearity, keep_residual, blocks)
+            tensors = codes.contiguous(), signal.contiguous(), dictionary.contiguous()
+            next_codes, kept = kernels.forward(*tensors, step, threshold, nonlinearity, keep_residual, blocks)
+            return next_codes, signal.new_empty((0, signal.shape[1])) if kept is None else kept
     residual = torch.addmm(signal, codes, dictionary.mT, alpha=-1)
     next_codes = common.shrink_(torch.addmm(codes, residual, dictionary, alpha=step), threshold, nonlinearity)
     return next_codes, residual if keep_residual else residual.new_empty((0, residual.shape[1]))
@@ -128,7 +130,8 @@ def _gradients(
         with common.or_plain_torch("lista_step"):
             blocks = common.blocks_for(kernels.BLOCKS, output)
             needs = needs_codes, needs_dictionary
-            parts = kernels.backward(grad_output, output, atoms, step, nonlinearity, *needs, blocks)
+            tensors = grad_output.contiguous(), output, atoms.contiguous()
+            parts = kernels.backward(*tensors, step, nonlinearity, *needs, blocks)
     if parts is None:
         grad_update = common.shrink_backward(grad_output, output, nonlinearity)
         grad_codes, grad_residual = None, torch.mm(grad_update, atoms.mT).mul_(step)
