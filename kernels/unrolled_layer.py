@@ -156,17 +156,14 @@ def unrolled_forward_kernel(
     attention = attention.to(next_codes.dtype.element_ty)
     result = tl.zeros((ROWS, BLOCK_NEXT_WIDTH), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
-        atom = start + tl.arange(0, ATOMS)
-        offset = row[:, None] * CODE_WIDTH + atom[None, :]
-        inside = (atom < CODE_WIDTH)[None, :]
         update = tl.zeros((ROWS, ATOMS), tl.float32)
         if codes is not None:
-            chunk = tl.load(codes + first * CODE_WIDTH + offset, mask=counts[:, None] & inside, other=0.0)
+            chunk = load_rows(codes + first * CODE_WIDTH, row, counts, start, CODE_WIDTH, ATOMS)
             update = tl.dot(attention, chunk, update, input_precision=PRECISION)
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
         update = tl.dot(whole_residual, atoms, update, input_precision=PRECISION)
         following = apply_nonlinearity(update, threshold, NONLINEARITY).to(next_codes.dtype.element_ty)
-        tl.store(h_next + offset, following, mask=exists[:, None] & inside)
+        store_rows(h_next, row, exists, start, following, CODE_WIDTH, ATOMS)
         if next_dictionary is not None:
             atoms = load_atoms(next_dictionary, start, CODE_WIDTH, NEXT_WIDTH, BLOCK_NEXT_WIDTH, ATOMS)
         result = tl.dot(following, tl.trans(atoms), result, input_precision=PRECISION)
@@ -246,10 +243,6 @@ def unrolled_backward_kernel(
 
     residual_sum = tl.zeros((ROWS, BLOCK_WIDTH), tl.float32)
     for start in range(0, CODE_WIDTH, ATOMS):
-        atom = start + tl.arange(0, ATOMS)
-        offset = row[:, None] * CODE_WIDTH + atom[None, :]
-        inside = (atom < CODE_WIDTH)[None, :]
-        mask = counts[:, None] & inside
         atoms = load_atoms(dictionary, start, CODE_WIDTH, WIDTH, BLOCK_WIDTH, ATOMS)
         update = tl.zeros((ROWS, ATOMS), tl.float32)
         if grad_next_projection is not None or target is not None:
@@ -258,12 +251,13 @@ def unrolled_backward_kernel(
                 following = load_atoms(next_dictionary, start, CODE_WIDTH, NEXT_WIDTH, BLOCK_NEXT_WIDTH, ATOMS)
             update = tl.dot(upstream, following, update, input_precision=PRECISION)
         if grad_next_codes is not None:
-            update += tl.load(grad_next_codes + first * CODE_WIDTH + offset, mask=mask, other=0.0).to(tl.float32)
+            dh_next = grad_next_codes + first * CODE_WIDTH
+            update += load_rows(dh_next, row, counts, start, CODE_WIDTH, ATOMS).to(tl.float32)
         if NONLINEARITY != "identity":
-            h_next = tl.load(next_codes + first * CODE_WIDTH + offset, mask=mask, other=0.0)
+            h_next = load_rows(next_codes + first * CODE_WIDTH, row, counts, start, CODE_WIDTH, ATOMS)
             update = tl.where(h_next != 0, update, 0.0)
         low = update.to(grad_update.dtype.element_ty)
-        tl.store(du + offset, low, mask=exists[:, None] & inside)
+        store_rows(du, row, exists, start, low, CODE_WIDTH, ATOMS)
         residual_sum = tl.dot(low, tl.trans(atoms), residual_sum, input_precision=PRECISION)
     store_rows(dr, row, exists, 0, residual_sum * step, WIDTH, BLOCK_WIDTH)
     # Asked for again, not kept: over the loop above this mask would cost up to 64 registers, and spill others.
@@ -275,11 +269,8 @@ def unrolled_backward_kernel(
         # In a loop of its own, though it reads dU again: of two products in one loop the compiler gives all warps
         # the same rows, and with 64 rows and eight warps every one is computed by two.
         for start in range(0, CODE_WIDTH, ATOMS):
-            atom = start + tl.arange(0, ATOMS)
-            offset = row[:, None] * CODE_WIDTH + atom[None, :]
-            mask = counts[:, None] & (atom < CODE_WIDTH)[None, :]
-            update = tl.load(du + offset, mask=mask, other=0.0)
-            chunk = tl.load(codes + first * CODE_WIDTH + offset, mask=mask, other=0.0)
+            update = load_rows(du, row, counts, start, CODE_WIDTH, ATOMS)
+            chunk = load_rows(codes + first * CODE_WIDTH, row, counts, start, CODE_WIDTH, ATOMS)
             grad_attention = tl.dot(update, tl.trans(chunk), grad_attention, input_precision=PRECISION)
     scores = tile_scores(z, row, counts, scale, WIDTH, ROWS, COLUMNS, False, PRECISION)
     attention, _ = softmax_tile(scores, visible)
@@ -312,16 +303,9 @@ def unrolled_backward_kernel(
             store_rows(grad_signal + first * WIDTH, row, exists, start, gradient, WIDTH, COLUMNS)
     if grad_codes is not None:
         for start in range(0, CODE_WIDTH, ATOMS):
-            atom = start + tl.arange(0, ATOMS)
-            offset = row[:, None] * CODE_WIDTH + atom[None, :]
-            inside = (atom < CODE_WIDTH)[None, :]
-            update = tl.load(du + offset, mask=counts[:, None] & inside, other=0.0)
+            update = load_rows(du, row, counts, start, CODE_WIDTH, ATOMS)
             gradient = tl.dot(transposed, update, input_precision=PRECISION)
-            tl.store(
-                grad_codes + first * CODE_WIDTH + offset,
-                gradient.to(grad_update.dtype.element_ty),
-                mask=exists[:, None] & inside,
-            )
+            store_rows(grad_codes + first * CODE_WIDTH, row, exists, start, gradient, CODE_WIDTH, ATOMS)
 
 
 def _share(sequences: int, tokens: int, processors: int, blocks: Mapping[str, Any]) -> int:
