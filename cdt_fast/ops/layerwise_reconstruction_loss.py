@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -154,15 +154,16 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 def squared_errors(reconstructions: Sequence[Tensor], target: Tensor, padding: Tensor | None) -> Tensor:
     """`Σ ‖x̂_l − s‖²` over the tokens that count, `[depths]`, in the widest dtype of the depths, at least float32."""
-
-    def squares(_: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
-        torch.ops.aten.mse_loss.out(depth, target, _NO_REDUCTION, out=out)
-
     zero = target.new_zeros((), dtype=_widest(reconstructions))
     sums = [[zero] for _ in reconstructions]
-    for _, number, block in _blocks(reconstructions, target, padding, dict.fromkeys(range(len(sums))), squares):
-        sums[number].append(block.sum(dtype=zero.dtype))
-    return torch.stack([torch.stack(parts).sum() for parts in sums])
+    for rows, hidden, parts in _blocks(reconstructions, target, padding):
+        for own, depth in zip(sums, reconstructions, strict=True):
+            goal, block = parts[_widest([depth])]
+            torch.ops.aten.mse_loss.out(_cast(common.rows_of(depth)[rows], block), goal, _NO_REDUCTION, out=block)
+            if hidden is not None:
+                block.masked_fill_(hidden, 0.0)
+            own.append(block.sum(dtype=zero.dtype))
+    return torch.stack([torch.stack(some).sum() for some in sums])
 
 
 def _gradients_in_torch(
@@ -193,48 +194,41 @@ def _gradients_in_torch(
             halves[number] = factor.to(torch.promote_types(depth.dtype, torch.float32)) * 0.5
             outputs[number] = common.rows_of(gradients[-1]) if needed else None
 
-    def gradient(number: int, depth: Tensor, target: Tensor, out: Tensor) -> None:
-        torch.ops.aten.mse_loss_backward.grad_input(halves[number], depth, target, _SUM, grad_input=out)
-
-    for rows, number, block in _blocks(reconstructions, target, padding, outputs, gradient):
-        if rows_of_total is not None:
-            rows_of_total[rows] -= block
-        output = outputs[number]
-        if output is not None and output.dtype != block.dtype:
-            output[rows] = block
+    for rows, hidden, parts in _blocks([reconstructions[number] for number in outputs], target, padding):
+        for number, output in outputs.items():
+            depth = common.rows_of(reconstructions[number])[rows]
+            goal, block = parts[_widest([depth])]
+            if output is not None and output.dtype == block.dtype:
+                block = output[rows]
+            depth = _cast(depth, block)
+            torch.ops.aten.mse_loss_backward.grad_input(halves[number], depth, goal, _SUM, grad_input=block)
+            if hidden is not None:
+                block.masked_fill_(hidden, 0.0)
+            if rows_of_total is not None:
+                rows_of_total[rows] -= block
+            if output is not None and output.dtype != block.dtype:
+                output[rows] = block
     return gradients if total is None else [*gradients, total.to(target.dtype)]
 
 
 def _blocks(
-    reconstructions: Sequence[Tensor],
-    target: Tensor,
-    padding: Tensor | None,
-    outputs: Mapping[int, Tensor | None],
-    operation: Callable[[int, Tensor, Tensor, Tensor], None],
-) -> Iterator[tuple[slice, int, Tensor]]:
-    """Rows, a depth, and what `operation` makes of it there in at least float32; zero at padding, whatever is there.
-
-    `outputs` has the depths, and for each `[rows, n]` that the result is written to where it is of its dtype, or None:
-    into memory that the next one overwrites. `operation` is called with the number of a depth, some of its rows, those
-    of the target in the same dtype, and where to write; that may be where the depth's rows are.
-    """
-    depths = {number: common.rows_of(reconstructions[number]) for number in outputs}
-    dtypes = {number: torch.promote_types(depth.dtype, torch.float32) for number, depth in depths.items()}
+    depths: Sequence[Tensor], target: Tensor, padding: Tensor | None
+) -> Iterator[tuple[slice, Tensor | None, dict[torch.dtype, tuple[Tensor, Tensor]]]]:
+    """Rows, their padding, and for each dtype that a depth is computed in the target's rows and memory for a result."""
     target = common.rows_of(target)
     count, width = target.shape
     hidden = None if padding is None else padding.reshape(count, 1)
     height = max(1, min(count, common.budget(NUMBERS_A_BLOCK, target) // max(1, width)))
-    shared = {dtype: target.new_empty(height, width, dtype=dtype) for dtype in set(dtypes.values())}
+    shared = {dtype: target.new_empty(height, width, dtype=dtype) for dtype in {_widest([depth]) for depth in depths}}
     for start in range(0, count, height):
         rows = slice(start, min(count, start + height))
-        targets = {dtype: target[rows].to(dtype) for dtype in shared}
-        for number, output in outputs.items():
-            depth, dtype = depths[number][rows], dtypes[number]
-            block = shared[dtype][: rows.stop - start] if output is None or output.dtype != dtype else output[rows]
-            operation(number, depth if depth.dtype == dtype else block.copy_(depth), targets[dtype], block)
-            if hidden is not None:
-                block.masked_fill_(hidden[rows], 0.0)
-            yield rows, number, block
+        parts = {dtype: (target[rows].to(dtype), memory[: rows.stop - start]) for dtype, memory in shared.items()}
+        yield rows, None if hidden is None else hidden[rows], parts
+
+
+def _cast(depth: Tensor, block: Tensor) -> Tensor:
+    """The rows in the dtype of the block, which may hold them: it is written only after they are read."""
+    return depth if depth.dtype == block.dtype else block.copy_(depth)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
