@@ -155,16 +155,12 @@ def test_strides(name: str, layout: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
-@pytest.mark.parametrize(
-    ("op", "far"),
-    [*(("lista_step", name) for name in ("codes", "signal", "dictionary")),
-     *(("residual_linear", name) for name in ("x", "weight", "residual"))],
-)  # fmt: skip
-def test_offsets_beyond_32_bits(op: str, far: str, dimension: int, device: torch.device) -> None:
+@pytest.mark.parametrize("far", ["x", "weight", "residual"])
+def test_offsets_beyond_32_bits(far: str, dimension: int, device: torch.device) -> None:
     """The 2³¹ numbers before the first are zero: an offset that wraps around reads those, and does not crash."""
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 10 * 2**30:
         pytest.skip("needs 8 GiB of free GPU memory")
-    case = build(op, leading=(), tokens=3, width=3, atoms=3).to(device, torch.float16)
+    case = build("residual_linear", leading=(), tokens=3, width=3, atoms=3).to(device, torch.float16)
     expected, near, size = call(case), case.tensors[far], 2**32 + 16
     lazy = torch.zeros if device.type == "cuda" else lambda *_, **__: torch.from_numpy(np.zeros(2 * size, np.uint8))
     buffer = lazy(size, dtype=torch.float16, device=device).view(torch.float16)
