@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,11 @@ from cdt_fast.video.noise import LEVELS
 from cdt_fast.video.quality import dct3d_shifted_denoise, psnr_of, ssim
 from cdt_fast.video.settings import VideoSettings
 
-# Frames `[T, h, w]` in [0, 1] and the noise's deviation in gray levels, to denoised ones.
-Denoise = Callable[[Tensor, float], Tensor]
+Denoise = Callable[[Tensor, float], Tensor]  # frames `[T, h, w]` in [0, 1] and the noise in gray levels
 
 SIGMAS = (10.0, 20.0, 30.0, 40.0, 50.0)  # the customary levels
-_PATCH = 8  # of the transforms; a window is all frames that are measured
-# What is measured of a clip: frames from its middle, of which one piece, so that slow denoisers end too.
-_SIDE, _FRAMES = 160, 16
+_PATCH = 8  # of the transform; a window is all frames that are measured
+_SIDE, _FRAMES = 160, 16  # of the piece in the middle of a clip that is measured
 # Each filter of libavfilter at the strength that was best of a few factors of the noise at σ 10, 30 and 50, on clips
 # that models trained on; that of nlmeans ends at what the filter takes.
 _FILTERS: dict[str, Callable[[float], str]] = {
@@ -51,17 +50,12 @@ class Measured(NamedTuple):
 
 @torch.no_grad()
 def compare_denoisers(
-    model: Denoiser,
-    settings: VideoSettings,
-    sources: Sequence[str],
-    at: Sequence[float] = SIGMAS,
-    progress: bool = True,
+    model: Denoiser, settings: VideoSettings, sources: Sequence[str], at: Sequence[float] = SIGMAS
 ) -> list[Measured]:
     """Measure a noise-adaptive model at every depth, and all `peers`, on the luma of clips with white noise.
 
-    Of each clip the 16 frames in its middle are measured (or as many more as fill windows of the model), at full
-    resolution, the piece of 160 x 160 pixels in the middle of them. The model is told the noise (in gray levels, one of
-    `at`), as the peers are, and once estimates it, which is what `denoise` does.
+    Of each clip 160 x 160 pixels of the 16 frames in its middle (or as many more as fill windows) are measured. The
+    model is told the noise (in gray levels, one of `at`), as the peers are, and once estimates it, as `denoise` does.
 
     Raises:
         InputError: a clip cannot be read or has fewer frames, or the model takes one level alone.
@@ -71,18 +65,33 @@ def compare_denoisers(
     clips = [_piece(clip.path, settings.data.window) for source in sources for clip in find_clips(source)]
     named = peers()
     for depth in range(1, model.layers + 1):
-        named[f"this run, {depth} of {model.layers} layers"] = partial(_ours, Denoising(model, settings, depth), True)
-    named["this run, noise estimated"] = partial(_ours, Denoising(model, settings, model.layers), False)
-    with progress_bar(range(len(named) * len(at)), desc="compare", unit="noise level", shown=progress) as bar:
-        return [measured(name, denoise, clips, at, bar.update) for name, denoise in named.items()]
+        named[f"this run, {depth} of {model.layers} layers"] = partial(_ours, Denoising(model, settings, depth))
+    estimating = Denoising(model, settings, model.layers)
+    named["this run, noise estimated"] = lambda frames, _: _ours(estimating, frames, None)
+    bar = progress_bar(named.items(), desc="compare", unit="denoiser")
+    return [_measured(name, denoise, clips, at) for name, denoise in bar]
 
 
-def _ours(denoising: Denoising, told: bool, frames: Tensor, sigma: float) -> Tensor:
-    windows = frames.to(device_of(denoising.model)).split(denoising.settings.data.window)
-    return torch.cat([denoising.plane(window[None], sigma if told else None)[0] for window in windows]).cpu()
+def peers() -> dict[str, Denoise]:
+    """Return by name the noisy frames, the transform, and the filters that this build of libavfilter has."""
+    there = require("av", "video", "the filters of libavfilter").filter.filters_available
+    return {
+        "noisy frames": lambda frames, _: frames,
+        "3-D DCT, shifted grids": lambda frames, sigma: dct3d_shifted_denoise(frames[None], sigma / LEVELS, _PATCH)[0],
+        **{f"libavfilter, {name}": partial(_filtered, name) for name in _FILTERS if name in there},
+    }
 
 
-def _piece(path: Any, window: int) -> Tensor:
+def as_table(measurements: Sequence[Measured], at: Sequence[float] = SIGMAS) -> list[list[str]]:
+    """Return rows of words, the heading first."""
+    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in at), "mean", "SSIM", "ms a frame"]]
+    for name, psnr, alike, seconds in measurements:
+        numbers = [f"{value:.2f}" for value in (*psnr, np.mean(psnr))]
+        rows.append([name, *numbers, f"{np.mean(alike):.3f}", f"{1000 * seconds:.1f}"])
+    return rows
+
+
+def _piece(path: Path, window: int) -> Tensor:
     """Return luma `[T, h, w]` in [0, 1]."""
     wanted = window * math.ceil(_FRAMES / window)
     total = sum(1 for _ in open_source(path).frames())
@@ -94,31 +103,8 @@ def _piece(path: Any, window: int) -> Tensor:
     return torch.from_numpy(frames[:, top : top + _SIDE, left : left + _SIDE] / np.float32(LEVELS))
 
 
-def as_table(measurements: Sequence[Measured], at: Sequence[float] = SIGMAS) -> list[list[str]]:
-    """Return rows of words, the heading first."""
-    rows = [["PSNR in dB", *(f"σ {sigma:g}" for sigma in at), "mean", "SSIM", "ms a frame"]]
-    for found in measurements:
-        mean, alike = np.mean(found.psnr), np.mean(found.ssim)
-        numbers = [f"{value:.2f}" for value in (*found.psnr, mean)]
-        rows.append([found.name, *numbers, f"{alike:.3f}", f"{1000 * found.seconds_a_frame:.1f}"])
-    return rows
-
-
-def peers() -> dict[str, Denoise]:
-    """Return by name the noisy frames, the transform, and the filters that this build of libavfilter has."""
-    there = require("av", "video", "the filters of libavfilter").filter.filters_available
-    filters = {name: options for name, options in _FILTERS.items() if name in there}
-    return {
-        "noisy frames": lambda frames, _: frames,
-        "3-D DCT, shifted grids": _transformed,
-        **{f"libavfilter, {name}": partial(_filtered, name, options) for name, options in filters.items()},
-    }
-
-
-def measured(
-    name: str, denoise: Denoise, clips: Sequence[Tensor], at: Sequence[float], on_measured: Callable[[], Any]
-) -> Measured:
-    """Denoise each clip, clean frames `[T, h, w]` in [0, 1], with noise that is the same for all denoisers."""
+def _measured(name: str, denoise: Denoise, clips: Sequence[Tensor], at: Sequence[float]) -> Measured:
+    """Denoise clean clips with noise that is the same for all denoisers."""
     rows: list[Any] = []
     for level, sigma in enumerate(at):
         found = []
@@ -127,33 +113,28 @@ def measured(
             begin = time.perf_counter()
             denoised = denoise(clean + sigma / LEVELS * noise, sigma)
             took = (time.perf_counter() - begin) / len(clean)
-            psnr = psnr_of(LEVELS * (denoised - clean).square().mean().sqrt().item()) or float("inf")
+            psnr = psnr_of(LEVELS * (denoised - clean).square().mean().sqrt().item()) or math.inf
             found.append((psnr, ssim(denoised[None], clean[None]).mean().item(), took))
         rows.append(np.mean(found, 0))
-        on_measured()
     psnrs, alike, seconds = np.transpose(rows)
     return Measured(name, psnrs.tolist(), alike.tolist(), float(np.median(seconds)))
 
 
-def _transformed(frames: Tensor, sigma: float) -> Tensor:
-    height, width = frames.shape[-2:]
-    fill = (0, -width % _PATCH, 0, -height % _PATCH)
-    whole = torch.nn.functional.pad(frames[None], fill, mode="replicate")
-    return dct3d_shifted_denoise(whole, sigma / LEVELS, _PATCH)[0, :, :height, :width]
+def _ours(denoising: Denoising, frames: Tensor, sigma: float | None) -> Tensor:
+    windows = frames.to(device_of(denoising.model)).split(denoising.settings.data.window)
+    return torch.cat([denoising.plane(window[None], sigma)[0] for window in windows]).cpu()
 
 
-def _filtered(name: str, options: Callable[[float], str], frames: Tensor, sigma: float) -> Tensor:
+def _filtered(name: str, frames: Tensor, sigma: float) -> Tensor:
     """Send all frames through a filter of libavfilter."""
     av = require("av", "video", "the filters of libavfilter")
-    graph, (height, width) = av.filter.Graph(), frames.shape[-2:]
-    form = "rgb24" if name == "dctdnoiz" else "gray"  # of these formats dctdnoiz takes colors alone
-    source = graph.add_buffer(width=width, height=height, format=form, time_base=Fraction(1, 25))
-    graph.link_nodes(source, graph.add(name, options(sigma)), graph.add("buffersink")).configure()
+    graph, (count, height, width) = av.filter.Graph(), frames.shape
+    source = graph.add_buffer(width=width, height=height, format="gray", time_base=Fraction(1, 25))
+    nodes = [graph.add(name, _FILTERS[name](sigma)), graph.add("buffersink")]
+    graph.link_nodes(source, *nodes).configure()
     for number, picture in enumerate((frames * LEVELS).round().clamp(0, 255).to(torch.uint8).numpy()):
-        given = np.repeat(picture[..., None], 3, axis=2) if form == "rgb24" else picture
-        frame = av.VideoFrame.from_ndarray(given, format=form)
+        frame = av.VideoFrame.from_ndarray(picture, format="gray")
         frame.pts, frame.time_base = number, Fraction(1, 25)
         graph.push(frame)
     graph.push(None)
-    found = [graph.pull().to_ndarray(format=form).reshape(height, width, -1)[..., 0] for _ in frames]
-    return torch.from_numpy(np.stack(found)).float() / LEVELS
+    return torch.from_numpy(np.stack([graph.pull().to_ndarray(format="gray") for _ in range(count)])) / LEVELS

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from cdt_fast.checks import InputError, printable
-from cdt_fast.files import replaced_atomically
+from cdt_fast.files import replaced_atomically, try_lock
 from cdt_fast.models import DUST
 from cdt_fast.progress import progress_bar
 from cdt_fast.video.data import from_opponent, open_source, to_opponent
 from cdt_fast.video.networks import Denoiser, device_of, is_adaptive, reconstructed
 from cdt_fast.video.noise import LEVELS, LITTLE_NOISE, estimated_noise
 from cdt_fast.video.settings import VideoSettings
-from cdt_fast.video.writing import check_target, write_video
+from cdt_fast.video.writing import check_target, remove_leftovers, write_video
 
 
 @dataclass
@@ -31,10 +31,9 @@ class Denoising:
     Attributes:
         model, settings: the trained model and the settings of its run.
         depth: number of layers to run.
-        sigma: standard deviation of the noise in gray levels of 0..255; None: estimated, each window on its own, in
-            brightness where there are colors. Of a noise-adaptive model alone.
-        grids: the result is the mean over `grids²` grids of patches, each a part of a patch further; None: those of the
-            training.
+        sigma: standard deviation of the noise in gray levels, of a noise-adaptive model alone; None: estimated, each
+            window on its own, in brightness where there are colors.
+        grids: the result is the mean over `grids²` shifted grids of patches; None: those of the training.
         found: the estimates, in gray levels.
     """
 
@@ -55,9 +54,9 @@ class Denoising:
                 yield from self._window(np.stack(window))
                 before, window = window, []
         if window:
-            # The rest is filled up with frames from before, so that it too has the context the model was trained with.
+            # The rest is filled up with frames from before, so that it too has the context the model was trained with,
+            # and a clip that is shorter than a window with its last frame until patches fill it.
             context = before[len(window) :]
-            # Of a clip that is shorter than a window the last frames are repeated until patches fill it.
             missing = -(len(context) + len(window)) % self.settings.data.patch_frames
             given = np.stack([*context, *window, *[window[-1]] * missing])
             yield from self._window(given)[len(context) : len(context) + len(window)]
@@ -110,10 +109,10 @@ def denoise_video(
     progress: bool = True,
     caution: str = "",
 ) -> dict[str, Any]:
-    """Denoise `source` and write a playable video of the same size, with the same frame times and sound.
+    """Denoise `source` and write a playable video of the same size, upright, with the same frame times and sound.
 
     The planes of color are denoised each on their own: brightness and two differences of colors where the model was
-    trained on crops, else red, green and blue. A video that is to be turned for display is written upright.
+    trained on crops, else red, green and blue.
 
     Args:
         model, settings, sigma, grids: as in `Denoising`.
@@ -125,8 +124,7 @@ def denoise_video(
         caution: a line that is printed on stderr before anything is written.
 
     Returns:
-        `frames`, `width`, `height`, `frame_rate`, `depth`, the model's `layers`, the `sigma` that was given or found
-        (the median, None where the model takes none), and `notes` of what is wrong or did not come through.
+        What was written, the `sigma` that was given or found (the median), and `notes` of what is wrong or lost.
 
     Raises:
         InputError: the source cannot be read, or the target exists or cannot be written as video.
@@ -149,7 +147,9 @@ def denoise_video(
     # A clip may change from gray to color.
     colored = (np.broadcast_to(np.atleast_3d(frame), (*frame.shape[:2], 3)) for frame in frames.frames())
     shown = progress_bar(colored, desc=f"denoise {frames.path.name}", unit="frame", shown=progress)
-    with replaced_atomically(target) as temporary:
+    remove_leftovers(target)
+    with replaced_atomically(target) as temporary, temporary.open("rb") as locked:
+        try_lock(locked)
         written, notes = write_video(temporary, target, denoising.frames(shown), frames)
     found = float(np.median(denoising.found)) if denoising.found else None
     least, greatest = settings.noise
@@ -158,8 +158,6 @@ def denoise_video(
     elif found is not None and sigma is None and found <= LITTLE_NOISE:
         notes.append(f"hardly any noise was found (sigma {found:.2g}) and removed; give --sigma to remove more")
     elif found is not None and settings.crops and not least <= found <= greatest:
-        notes.append(
-            f"the noise, sigma {found:.3g}, is beyond what the model was trained on, {least:g} to {greatest:g}"
-        )
-    notes = [*frames.notes, *notes]
-    return {**written, "depth": depth, "layers": model.layers, "sigma": found, "notes": notes}
+        trained = f"what the model was trained on, {least:g} to {greatest:g}"
+        notes.append(f"the noise, sigma {found:.3g}, is beyond {trained}")
+    return {**written, "depth": depth, "layers": model.layers, "sigma": found, "notes": [*frames.notes, *notes]}

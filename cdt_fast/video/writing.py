@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import glob
 import io
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fractions import Fraction
 from heapq import merge
 from itertools import chain, islice
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from cdt_fast.checks import InputError, require
+from cdt_fast.files import try_lock
 from cdt_fast.video.data import FrameSource
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE
 from cdt_fast.video.data.video_file import LIMITED_RANGE, UNSPECIFIED, VideoFile, is_cover, yuv_matrix
@@ -27,6 +30,7 @@ _TRIED_PACKETS = 3
 # Tags of a file itself. With "timecode" FFmpeg would refuse rates that no timecode has.
 _FILE_TAGS = {"major_brand", "minor_version", "compatible_brands", "encoder", "software", "timecode", "duration"}
 _STREAM_TAGS = ("title", "language")
+_LATIN_1 = {0xDC00 + byte: byte for byte in range(128, 256)}  # from what "surrogateescape" makes of bytes
 _CHAPTER_TRACK = "bin_data"  # FFmpeg's name of the texts of an MP4's chapters
 # Without macroblock trees, whose assembly reads beyond small frames: the same frames are then the same bytes.
 _ENCODING = {"crf": "16", "preset": "medium", "x264-params": "mbtree=0"}
@@ -49,20 +53,27 @@ def check_target(target: Path, source: Path, overwrite: bool) -> None:
         raise InputError(f"{target}: exists already; give another file, or --overwrite")
 
 
+def remove_leftovers(target: Path) -> None:
+    """Remove what killed processes left of the same target; the file that a running one writes is locked."""
+    for leftover in target.parent.glob(f".{glob.escape(target.stem)}-????????.tmp{target.suffix}"):
+        with suppress(OSError), leftover.open("rb") as file:
+            if try_lock(file):
+                leftover.unlink()
+
+
 def write_video(
     path: Path, target: Path, frames: Iterator[np.ndarray], source: FrameSource
 ) -> tuple[dict[str, Any], list[str]]:
-    """Encode frames as H.264.
+    """Encode frames as H.264, with the times, the tags and the sound of what they were read from.
 
     Args:
         path: where to write.
         target: what messages call it.
         frames: uint8 `[h, w, 1 or 3]`, as many as `source` has; each comes after `source` gave its own.
-        source: where frame times, sound and how to show the frames come from.
+        source: what they were read from.
 
     Returns:
-        `frames`, `width`, `height` and `frame_rate` of what was written, and a line for each thing of the source that
-        did not come through.
+        What was written, and a line for each thing of the source that did not come through.
 
     Raises:
         InputError: they cannot be written as video.
@@ -77,12 +88,9 @@ def write_video(
         height, width = first.shape[:2]
         tags = {"colorspace": yuv_matrix(UNSPECIFIED, height, width), "color_range": LIMITED_RANGE, **source.tags}
         with av.open(str(path), "w") as container:
-            stream = container.add_stream("libx264", rate=rate, options=_ENCODING)
-            stream.width, stream.height = width, height
             # 4:2:0 is what every player takes; it needs even sides.
-            stream.pix_fmt = "yuv444p" if width % 2 or height % 2 else "yuv420p"
-            for name, value in tags.items():
-                setattr(stream.codec_context, name, value)
+            pixels = {"width": width, "height": height, "pix_fmt": "yuv444p" if width % 2 or height % 2 else "yuv420p"}
+            stream = container.add_stream("libx264", rate=rate, options=_ENCODING, **pixels, **tags)
             pictures = _encoded(stream, chain([first], frames), source, rate, tags)
             sound = _carried(source, container, lost, notes) if isinstance(source, VideoFile) else iter(())
             for packet in merge(pictures, sound, key=lambda packet: packet.dts * packet.time_base):
@@ -92,14 +100,14 @@ def write_video(
             with source.opened() as opened, av.open(str(path)) as written:
                 names = _tags(opened, source.stream(opened)) - _tags(written, written.streams.video[0])
             lost += [f"the tag {name}" for name in sorted(names)]
+    except InputError:
+        raise
     except (av.error.FFmpegError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(error.errno, error.strerror) from error
         raise InputError(f"{target}: cannot be written as video ({error})") from error
-    if lost := [*source.lost, *lost]:
-        notes.append(f"does not come through: {', '.join(dict.fromkeys(lost))}")
+    if lost := [*source.lost, *dict.fromkeys(lost)]:
+        notes.append(f"does not come through: {', '.join(lost)}")
     return {"frames": count, "width": width, "height": height, "frame_rate": float(rate)}, notes
 
 
@@ -116,18 +124,17 @@ def _encoded(
         picture = av.VideoFrame.from_ndarray(colored, format="rgb24")
         picture.colorspace = yuv_matrix(tags["colorspace"], stream.height, stream.width)
         picture = picture.reformat(format=stream.pix_fmt, dst_color_range=tags["color_range"] or LIMITED_RANGE)
-        shown = source.times[number] - source.times[0] if source.times else number / rate
-        even = even and abs(shown - number / rate) <= _TIME_TOLERANCE
-        last = max(last + 1, round((number / rate if even else shown) / tick))
+        steady = number / rate
+        shown = source.times[number] - source.times[0] if source.times else steady
+        even = even and abs(shown - steady) <= _TIME_TOLERANCE
+        last = max(last + 1, round((steady if even else shown) / tick))
         picture.time_base, picture.pts = tick, last
         yield from stream.encode(picture)
     yield from stream.encode(None)
 
 
 def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str]) -> Iterator[Any]:
-    """Copy the tags of `source`, then yield the packets of its sound. What the container does not take is
-    added to `lost` and `notes`.
-    """
+    """Copy tags, then yield the packets of sound; what the container does not take goes into `lost` and `notes`."""
     start, carried = source.times[0], {}
     with source.opened() as opened:
         chapters, video = opened.chapters(), source.stream(opened)
@@ -149,16 +156,9 @@ def _carried(source: VideoFile, container: Any, lost: list[str], notes: list[str
             yield from _assigned(opened.demux([opened.streams[index] for index in carried]), carried, start, lost)
 
 
-def _texts(tagged: Any, names: Any) -> dict[str, str]:
-    return {name: _text(tagged.metadata[name]) for name in names if name in tagged.metadata}
-
-
-def _text(tag: str) -> str:
-    """Return a tag as it was read, whose bytes are Latin-1 where they are not UTF-8, as in many old files."""
-    try:
-        return tag.encode().decode()
-    except UnicodeEncodeError:
-        return tag.encode(errors="surrogateescape").decode("latin-1")
+def _texts(tagged: Any, names: Iterable[str]) -> dict[str, str]:
+    """Return tags, whose bytes that are not UTF-8 are taken for Latin-1, as in many old files."""
+    return {name: tagged.metadata[name].translate(_LATIN_1) for name in names if name in tagged.metadata}
 
 
 def _tags(container: Any, video: Any) -> set[str]:

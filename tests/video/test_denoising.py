@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from cdt_fast.checks import InputError
-from cdt_fast.files import read_json, write_json
+from cdt_fast.files import read_json, try_lock, write_json
 from cdt_fast.models import DUST
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
@@ -271,6 +272,36 @@ def test_a_full_disk_is_said_with_the_name_of_the_output(
     monkeypatch.setattr(Denoising, "_window", full)
     assert call("denoise", trained.constrained, clip, target).line() == f"cdt-fast: {target}: the disk is full\n"
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_killed_process_was_writing_is_removed(
+    call: Callable[..., Any],
+    trained: Any,
+    clip: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    """At once after a signal that can be handled, else by the next one that writes the same file."""
+    running, killed = (tmp_path / f".out-{digit * 8}.tmp.mp4" for digit in "01")
+    killed.touch()
+    with running.open("w") as file:
+        try_lock(file)
+        assert call("denoise", trained.constrained, clip, tmp_path / "out.mp4").status == 0
+    assert sorted(os.listdir(tmp_path)) == [running.name, "out.mp4"]
+    at_work = Denoising._window
+
+    def stopped(*given: Any) -> np.ndarray:
+        assert len(os.listdir(tmp_path)) == 2
+        signal.raise_signal(number)
+        return at_work(*given)
+
+    monkeypatch.setattr(Denoising, "_window", stopped)
+    running.unlink()
+    answer = call("denoise", trained.constrained, clip, tmp_path / "out.mp4", "--overwrite")
+    assert (answer.status, answer.err.splitlines()[-1]) == (128 + number, f"cdt-fast: stopped by {number.name}")
+    assert os.listdir(tmp_path) == ["out.mp4"]
 
 
 def test_a_size_that_the_codec_refuses_is_one_line(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp
     detailed, flat = scrolling_clip(8, 32, 32), np.full((8, 32, 32), 100, np.uint8)
     clip = DecodedClip("clip", np.concatenate([flat, detailed, flat]))
     windows = Windows([clip], [Part(0, 0, 24)], 8, 32)
-    data = VideoData(windows, windows, windows, 1 / 255, ("clip",), "")
+    data = VideoData(windows, windows, windows, 1 / 255, "")
     model = build_network(config)
     keep_frames(tmp_path / "frames", model, data, config)
     kept = load_file(tmp_path / "frames")

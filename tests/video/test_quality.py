@@ -63,7 +63,7 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     settings = VideoSettings()
     settings.update("data", {"patch_frames": 4})
     model = DUST(256, 256, 2, sparsity=1.5, scale=0.02, patch_frames=4, noise_adaptive=True)
-    found = compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], [20.0, 50.0], False)
+    found = compare_denoisers(model, settings, [str(tmp_path / "clip.npy")], [20.0, 50.0])
     by_name = {each.name: each for each in found}
     noisy = by_name["noisy frames"]
     assert noisy.psnr == pytest.approx([psnr_of(20.0), psnr_of(50.0)], abs=0.1)
@@ -77,9 +77,9 @@ def test_a_run_is_compared_with_other_denoisers_on_clips_of_anyone(tmp_path: Pat
     rows = as_table(found, [20.0, 50.0])
     assert len({len(row) for row in rows}) == 1
     with pytest.raises(InputError, match=r"short\.npy: has 3 frames"):
-        compare_denoisers(model, VideoSettings(), [str(tmp_path / "short.npy")], [20.0], False)
+        compare_denoisers(model, VideoSettings(), [str(tmp_path / "short.npy")], [20.0])
     with pytest.raises(InputError, match="noise-adaptive"):
-        compare_denoisers(DUST(64, 64, 1), VideoSettings(), [], [20.0], False)
+        compare_denoisers(DUST(64, 64, 1), VideoSettings(), [], [20.0])
 
 
 def test_a_filter_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

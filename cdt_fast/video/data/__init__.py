@@ -5,7 +5,7 @@ from cdt_fast.video.data.crops import from_opponent, to_opponent
 from cdt_fast.video.data.patches import from_patches, to_patches
 from cdt_fast.video.data.scenes import demo_clip
 from cdt_fast.video.data.source import FrameSource
-from cdt_fast.video.data.windows import VideoData, Windows, load_clip, load_video
+from cdt_fast.video.data.windows import VideoData, Windows, load_video
 
 __all__ = [
     "Clip",
@@ -16,7 +16,6 @@ __all__ = [
     "find_clips",
     "from_opponent",
     "from_patches",
-    "load_clip",
     "load_video",
     "open_source",
     "to_opponent",

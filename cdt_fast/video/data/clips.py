@@ -39,7 +39,7 @@ class Clip(NamedTuple):
 
 
 def open_source(path: str | os.PathLike[str]) -> FrameSource:
-    """Open a clip: a video file, a folder of pictures, a TIFF of several pages, or a .npy array.
+    """Open a clip: a video file, a folder of pictures, or a .npy array.
 
     Opening checks what a look at the header shows; the rest is checked while `frames()` reads. A video is always
     decoded from the start, in order.

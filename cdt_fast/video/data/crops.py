@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdt_fast.video.data.scenes import moving_leaves
+from cdt_fast.video.data.scenes import moving_leaves, paste
 
 CROPS_PER_WINDOW = 12
 GENERATED = 0.5  # probability with which generated frames take the place of a training crop
@@ -99,25 +99,22 @@ def plane_of(crop: np.ndarray, plane: int) -> Tensor:
     return torch.einsum("c,cthw->thw", weights, torch.from_numpy(np.array(crop, order="C")).to(torch.float32))
 
 
-def augmented(
-    crop: Callable[[], Tensor], piece: Callable[[np.random.Generator], Tensor], size: int, seed: int
-) -> Tensor:
+def augmented(frames: Tensor, other: Callable[[np.random.Generator], Tensor], size: int, seed: int) -> Tensor:
     """Return a training sample `[T, size, size]`: a crop moved, turned, mirrored or played backwards as its seed says.
 
     Half are generated in the place of the crop (`moving_leaves`), and half have a piece of another crop that moves
-    across: what a clip shows in few of its frames would otherwise be wiped out. `crop` returns its plane
-    `[T, side, side]`, and `piece` that of another crop, which it draws.
+    across: what a clip shows in few of its frames would otherwise be wiped out. `frames` are a plane `[T, side, side]`
+    of the crop, and `other` draws the same plane of another one.
     """
     draw = np.random.default_rng(seed)
     generated = draw.random() < GENERATED
-    frames = crop()
     if generated:
         frames = moving_leaves(len(frames), size, draw)
     else:
         top, left = (int(draw.integers(0, length - size + 1)) for length in frames.shape[1:])
         frames = frames[:, top : top + size, left : left + size].clone()
     if draw.integers(0, 2):
-        _paste(frames, moving_leaves(len(frames), size, draw) if generated else piece(draw), draw)
+        _paste(frames, moving_leaves(len(frames), size, draw) if generated else other(draw), draw)
     backwards, upside_down, turned = (bool(draw.integers(0, 2)) for _ in range(3))
     frames = frames.flip([axis for axis, flipped in enumerate((backwards, upside_down)) if flipped])
     return frames.mT if turned else frames
@@ -131,8 +128,7 @@ def _paste(frames: Tensor, other: Tensor, draw: np.random.Generator) -> None:
     middle = draw.uniform(0, size, 2)
     for number, (frame, shown) in enumerate(zip(frames, other, strict=True)):
         top, left = (round(place) for place in (middle + speeds * (number - len(frames) / 2)).tolist())
-        there = frame[max(0, top) : max(0, top + height), max(0, left) : max(0, left + width)]
-        there.copy_(shown[max(0, -top) :, max(0, -left) :][: there.shape[0], : there.shape[1]])
+        paste(frame, shown[:height, :width], top, left)
 
 
 def luma(frame: np.ndarray) -> np.ndarray:

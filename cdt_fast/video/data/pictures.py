@@ -1,11 +1,11 @@
-"""Pictures as the frames of one clip: the files of a folder, or one file of several pages."""
+"""Pictures as the frames of one clip: the files of a folder."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ from cdt_fast.video.data.source import FrameSource, require_frames
 
 _GRAY_MODES = frozenset({"1", "L", "LA"})
 _COLOR_MODES = frozenset({"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
-_SUBFILE_TYPE, _DESCRIPTION, _SAMPLE_FORMAT = 254, 270, 339  # tags of TIFF
-_SMALLER_COPY, _MASK, _SIGNED = 1, 4, 2  # bits of the first, a value of the last
+_DESCRIPTION, _SAMPLE_FORMAT, _SIGNED = 270, 339, 2  # tags of TIFF, and a value of the second
 _SRGB_GAMMA = 1 / 2.2
 _MOST_DIGITS = 11  # of a file's number; of more it is a date and a time, whose steps are not even
 
 
 class Pictures(FrameSource):
-    """Pictures in natural order of their names, and the pages of a file in theirs; upright, as EXIF says.
+    """Pictures in natural order of their names; upright, as EXIF says.
 
     Hidden files, backups and thumbnails are skipped. A clip with one color picture is a color clip.
 
@@ -42,47 +41,40 @@ class Pictures(FrameSource):
             suffixes = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
             raise InputError(f"{path}: the folder holds no frames; expected {suffixes} files")
         if len(self.files) == 1:
-            require_frames(path, sum(1 for _ in self._each(self.files[0], lambda _: None)))
+            with self._opened(self.files[0]):
+                require_frames(path, 1)
 
     def _read(self) -> Iterator[tuple[str, np.ndarray]]:
         colored = any(self._has_color(file) for file in self.files)
         self._seen.clear()
-        count = 0
         for file in self.files:
-            for frame in self._each(file, lambda image, file=file: self._pixels(image, file, colored)):
-                yield frame
-                count += 1
+            with self._opened(file) as image:
+                yield f"frame {file.name}", self._pixels(image, file, colored)
+        count = len(self.files)
         notes = [f"{what} ({names[0]}; {len(names)} of {count} pictures)" for what, names in self._seen.items()]
-        if self.path.is_dir():
-            if others := other_images(self.path):
-                notes.append(f"other picture formats are skipped ({others[0].name}; {len(others)} files)")
-            notes += naming_signs(self.files)
-        self.notes = [f"{self.path}: {note}" for note in notes]
+        if others := other_images(self.path):
+            notes.append(f"other picture formats are skipped ({others[0].name}; {len(others)} files)")
+        self.notes = [f"{self.path}: {note}" for note in [*notes, *naming_signs(self.files)]]
 
     def _has_color(self, file: Path) -> bool:
-        with suppress(InputError):  # reading the frames raises it again, in its turn
-            return any(color for _, color in self._each(file, lambda image: image.mode not in _GRAY_MODES))
+        with suppress(InputError), self._opened(file) as image:  # reading the frames raises it again, in its turn
+            return image.mode not in _GRAY_MODES
         return False
 
-    def _each(self, file: Path, read: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-        """Call `read` on each picture of a file that is a frame; yield what to call it, and the result."""
-        pillow = require("PIL.Image", "video", "reading pictures")
+    @contextmanager
+    def _opened(self, file: Path) -> Iterator[Any]:
+        """Open a file that holds one picture, or one with previews or a map of depth, as phones write (MPO)."""
         try:
-            with pillow.open(file) as image:
-                count, frames = getattr(image, "n_frames", 1), 0
-                if image.format == "TIFF":
-                    _require_one_sequence(image, file, count, alone=len(self.files) == 1)
-                elif count > 1 and image.format != "MPO":
-                    raise InputError(f"{file}: is an animation of {count} pictures; convert it to a video, or to files")
-                # Phones add previews and maps of depth to a photo, which is then an MPO.
-                for index in range(1 if image.format == "MPO" else count):
-                    image.seek(index)
-                    if image.format == "TIFF" and image.tag_v2.get(_SUBFILE_TYPE, 0) & (_SMALLER_COPY | _MASK):
-                        continue
-                    frames += 1
-                    yield f"frame {file.name}" + (f", page {index + 1}" if count > 1 else ""), read(image)
-                if frames < count:
-                    self._note("extra pictures in a file, such as previews and masks, are skipped", file)
+            with require("PIL.Image", "video", "reading pictures").open(file) as image:
+                count = getattr(image, "n_frames", 1)
+                if image.format == "TIFF":  # ImageJ writes the pages of more than 4 GiB without an entry for each
+                    stated = re.match(r"ImageJ=.*?\bimages=([0-9]+)", str(image.tag_v2.get(_DESCRIPTION, "")), re.S)
+                    count = max(count, int(stated[1]) if stated else 1)
+                if count > 1 and image.format != "MPO":
+                    raise InputError(f"{file}: holds {count} pictures; save them as a video, or as a file each")
+                if count > 1:
+                    self._note("extra pictures in a file, such as previews, are skipped", file)
+                yield image
         except InputError:
             raise
         # Pillow reports broken files by SyntaxError, ValueError, EOFError and struct.error as well as by OSError.
@@ -114,25 +106,6 @@ class Pictures(FrameSource):
 
     def _note(self, what: str, file: Path) -> None:
         self._seen.setdefault(what, []).append(file.name)
-
-
-def _require_one_sequence(image: Any, file: Path, count: int, alone: bool) -> None:
-    """Refuse a TIFF of ImageJ or of OME whose pages are not one frame after the other."""
-    text = str(image.tag_v2.get(_DESCRIPTION, ""))
-    if not text.startswith("ImageJ=") and "<OME" not in text:
-        return
-    pattern = r'\b(images|channels|slices|frames|Size[CZT])="?([0-9]+)'
-    stated = {name: int(number) for name, number in re.findall(pattern, text)}
-    channels = stated.get("channels", 1 if image.mode not in _GRAY_MODES else stated.get("SizeC", 1))
-    slices, frames = stated.get("slices", stated.get("SizeZ", 1)), stated.get("frames", stated.get("SizeT", 1))
-    axes = sum(length > 1 for length in (channels, slices, frames))
-    # ImageJ writes the pages of more than 4 GiB without an entry for each. A file by itself may call its frames
-    # channels; of several files each has its own.
-    if stated.get("images", 0) > count or (count > 1 and (axes > 1 or (channels > 1 and not alone))):
-        raise InputError(
-            f"{file}: its {count} pages are of {stated.get('images', count)} pictures, {channels} channels, {slices} "
-            f"slices and {frames} frames; save the frames of one channel and one slice as files of their own"
-        )
 
 
 def naming_signs(files: list[Path]) -> list[str]:

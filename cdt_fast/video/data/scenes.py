@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +21,6 @@ _PIECES = 6  # that move across the demo clip
 def demo_clip(frames: int = 240, size: int = 160, seed: int = 0) -> np.ndarray:
     """Return the demo clip, uint8 [frames, size, size]: pieces of one scene move across another before a still camera.
 
-    Args:
-        frames: how many frames to draw.
-        size: height and width of a frame in pixels.
-        seed: of the scene.
-
     Raises:
         InputError: there are no frames, or they are smaller than 8 x 8.
     """
@@ -35,10 +31,14 @@ def demo_clip(frames: int = 240, size: int = 160, seed: int = 0) -> np.ndarray:
     for _ in range(_PIECES):
         piece, start, speed = _leaves(side, draw), draw.uniform(0, size, 2), draw.uniform(-2, 2, 2)
         for number, frame in enumerate(clip):  # what leaves on one side comes back on the other
-            top, left = (np.rint(start + speed * number).astype(int) % (size + side) - side).tolist()
-            there = frame[max(0, top) : top + side, max(0, left) : left + side]
-            there[:] = piece[max(0, -top) :, max(0, -left) :][: there.shape[0], : there.shape[1]]
+            paste(frame, piece, *(np.rint(start + speed * number).astype(int) % (size + side) - side).tolist())
     return np.rint(clip).astype(np.uint8)
+
+
+def paste(picture: Any, piece: Any, top: int, left: int) -> None:
+    """Write what falls inside of a picture `[h, w]` of a piece of it at some place, in place."""
+    there = picture[max(0, top) : max(0, top + piece.shape[0]), max(0, left) : max(0, left + piece.shape[1])]
+    there[:] = piece[max(0, -top) :, max(0, -left) :][: there.shape[0], : there.shape[1]]
 
 
 def moving_leaves(frames: int, size: int, draw: np.random.Generator) -> Tensor:

@@ -20,11 +20,10 @@ class FrameSource(ABC):
     """A clip on the disk.
 
     Attributes:
-        path: where it lies.
-        files: those that the frames come from.
-        frame_rate: frames a second as the file states it, None where it states none (frame folders, arrays).
+        path, files: where it lies, and what its frames come from.
+        frame_rate: frames a second, None where the file states none (frame folders, arrays).
         notes: what is wrong with frames that were read all the same, a line each; whole once `frames` has ended.
-        times: when each frame read so far is shown, in seconds of the file's clock; empty where it states no times.
+        times: when each frame read so far is shown, in seconds; empty where the file states no times.
         tags: properties of FFmpeg's codec context that say how to show the frames; known with the first frame.
         lost: what the file says of how to show its frames that neither they nor `tags` hold; the keys, in order.
     """
@@ -48,15 +47,14 @@ class FrameSource(ABC):
             InputError: a frame cannot be read, has another size than the first, or there are fewer than two frames.
         """
         count, first = 0, (0, 0)
-        for label, frame in self._read():
+        for count, (label, frame) in enumerate(self._read(), 1):
             height, width = frame.shape[:2]
-            first = first if count else (height, width)
+            first = (height, width) if count == 1 else first
             if (height, width) != first:
                 raise InputError(
                     f"{self.path}: {label} is {width}x{height} pixels and the first frame is {first[1]}x{first[0]}; "
                     "all frames of a clip must have one size"
                 )
-            count += 1
             yield frame
         require_frames(self.path, count)
 
@@ -71,7 +69,7 @@ class FrameArray(FrameSource):
     """A .npy file.
 
     Raises:
-        InputError: the file cannot be read or its dtype or shape is not that of a clip.
+        InputError: it cannot be read or its dtype or shape is not that of a clip.
     """
 
     def __init__(self, path: Path) -> None:

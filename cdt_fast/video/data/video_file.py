@@ -19,8 +19,7 @@ from cdt_fast.checks import InputError, require
 from cdt_fast.video.data.source import DEFAULT_FRAME_RATE, FrameSource
 
 _EXPECTED = "expected a video, a folder of frames, or a .npy file"
-# Of the times from frame to frame that are about equal where a camera keeps its rate, and of the stated duration.
-_EVEN_SHARE = 0.9
+_EVEN_SHARE = 0.9  # of the steps from frame to frame that are about equal, and of the stated duration
 _JUMP_SECONDS = 1  # the clock of joined files starts anew; less is disorder in one file
 _PICTURE_CODECS = frozenset({"mjpeg", "png", "bmp", "gif", "tiff", "webp"})
 
@@ -64,11 +63,7 @@ class VideoFile(FrameSource):
             raise InputError(f"{self.path}: cannot be read as a video ({_reason(error)}); {_EXPECTED}") from error
 
     def stream(self, container: Any) -> Any:
-        """Return the video among the streams of an opened file: FFmpeg's choice, never a cover picture.
-
-        Raises:
-            InputError: there is none that can be decoded.
-        """
+        """Return the video of an opened file: FFmpeg's choice, never a cover picture; or raise InputError."""
         if container.format.name == "tty":  # FFmpeg shows text files as the video of a terminal that types them
             raise InputError(f"{self.path}: is a text file, not a video; {_EXPECTED}")
         decodable = [s for s in container.streams.video if s.codec_context is not None and not is_cover(s)]
@@ -158,19 +153,12 @@ class VideoFile(FrameSource):
             yield f"{missing} frames are missing between the {count} that it holds, by their times"
 
     def _shown(self, frame: Any, stream: Any) -> np.ndarray:
-        """Return the pixels of a decoded frame, uint8 `[h, w, 3]` RGB or `[h, w]` gray, upright.
-
-        What the pixels do not carry goes into `tags`, for an encoder, as the first frame has it, or into `lost`.
-
-        Raises:
-            InputError: FFmpeg cannot convert their colors.
-        """
+        """Return a decoded frame upright. What its pixels do not carry goes into `tags`, for an encoder, or `lost`."""
         pixels, components = frame.format, frame.format.components
-        names = ["color_primaries", "color_trc"]
         # Others are gray, with or without transparency, have a palette, or are XYZ, which FFmpeg converts by itself.
         is_yuv = len(components) > 2 and not pixels.is_rgb and not pixels.name.startswith("xyz")
-        tags = {name: getattr(frame, name) for name in (*names, *(["colorspace"] if is_yuv else []))}
-        tags = {name: UNSPECIFIED if tag in _UNTAGGED else tag for name, tag in tags.items()}
+        names = ("color_primaries", "color_trc", "colorspace")[: 2 + is_yuv]
+        tags = {name: UNSPECIFIED if (tag := getattr(frame, name)) in _UNTAGGED else tag for name in names}
         if is_yuv:
             tags["color_range"] = frame.color_range
             frame.colorspace = yuv_matrix(frame.colorspace, frame.height, frame.width)
@@ -189,11 +177,11 @@ class VideoFile(FrameSource):
         shown = shown if gray else shown[..., :3]
         a, b, c, d = self._matrix(frame)
         shape = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
-        state = (a, b, c, d, *(tags[name] for name in names), stream.codec_context.sample_aspect_ratio)
+        state = (a, b, c, d, *map(tags.get, names[:2]), stream.codec_context.sample_aspect_ratio)
         if abs(b) > abs(a):
             shown, a, d, shape = shown.swapaxes(0, 1), c, b, shape and 1 / shape
         if self._first is None:
-            self._first, self.tags = state, tags if shape is None else {**tags, "sample_aspect_ratio": shape}
+            self._first, self.tags = state, {**tags, **({"sample_aspect_ratio": shape} if shape else {})}
         elif state != self._first:
             self.lost["changes of color tags, pixel shape or orientation in the middle"] = None
         return np.ascontiguousarray(shown[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])

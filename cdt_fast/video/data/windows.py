@@ -27,9 +27,7 @@ _DEMO_SIDE = 320  # of the generated clip where crops are taken of it
 
 
 class DecodedClip(NamedTuple):
-    """A clip as the networks see it: uint8 [frames, size, size], or crops [windows, crops, 3, T, side, side]; and notes
-    of what is wrong with frames that were decoded all the same.
-    """
+    """A clip as the networks see it: uint8 [frames, size, size], or crops [windows, crops, 3, T, side, side]."""
 
     name: str
     frames: np.ndarray
@@ -48,22 +46,14 @@ class DecodedClip(NamedTuple):
 
 
 def load_clip(clip: Clip, size: int, progress: bool = True, crops_of: int | None = None) -> DecodedClip:
-    """Decode a clip into a temporary file, which is mapped: what is longer than memory can be trained on too.
-
-    Args:
-        clip: from `find_clips`.
-        size: height and width of the result in pixels.
-        progress: show a bar on stderr while decoding.
-        crops_of: cut the frames into crops of so many frames (`cut_crops`) in place of resizing them.
+    """Decode a clip, cut into crops of `crops_of` frames or resized, into a file that is mapped: it may exceed memory.
 
     Raises:
         InputError: the clip cannot be read.
     """
     source, shape, count = open_source(clip.path), (size, size), 0
-    with (
-        progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress) as bar,
-        tempfile.TemporaryFile() as file,
-    ):
+    bar = progress_bar(source.frames(), desc=printable(clip.name), unit="frame", shown=progress)
+    with tempfile.TemporaryFile() as file:
         for picture in cut_crops(bar, crops_of, size) if crops_of else (preprocess(frame, size) for frame in bar):
             file.write(picture.tobytes())
             shape, count = picture.shape, count + 1
@@ -108,11 +98,10 @@ def split_clips(clips: Sequence[DecodedClip], window: int) -> Splits:
             groups[clip.split == "test"].append(Part(index, 0, clip.length))
     train, test = groups
     if not train or (marked and not test):
-        kind = "training" if not train else "test"
-        lengths = {clip.name: clip.length for clip in clips if (clip.split == "test") == bool(train)}
-        longest = max(lengths, key=lambda name: lengths[name], default="the data set")
+        lengths = [(clip.length, clip.name) for clip in clips if (clip.split == "test") == bool(train)]
+        length, name = max(lengths, default=(0, "the data set"))
         raise InputError(
-            f"{longest}: the longest {kind} clip has {lengths.get(longest, 0)} frames, less than one window of "
+            f"{name}: the longest {'test' if train else 'training'} clip has {length} frames, less than one window of "
             f"{window} frames; choose a shorter window"
         )
     number = 1 if marked else 2  # of parts that are held out: validation, and test where no clip is marked
@@ -144,14 +133,10 @@ def _divided(clip: DecodedClip, index: int, window: int, held_out: int) -> list[
 
 
 class Windows:
-    """Windows of `window` consecutive frames, each within one part of one clip: whole frames, or planes of crops.
+    """Windows of `window` consecutive frames of `parts`: whole frames, or planes of crops.
 
-    Args:
-        clips: those that parts are of.
-        parts: the parts that windows are taken from.
-        window: T, frames of a window.
-        size: side of a window; crops are larger by what `augmented` moves them.
-        training: samples of crops are all planes of every crop, else the luma of those at full resolution.
+    Crops are larger than `size` by what `augmented` moves them. In training the samples are all planes of every crop,
+    else the luma of those at full resolution.
     """
 
     def __init__(
@@ -189,14 +174,11 @@ class Windows:
         if not self._cropped:
             return self.batch(indices)
 
-        def piece(index: int, draw: np.random.Generator) -> Tensor:  # of the same plane of any crop
+        def other(index: int, draw: np.random.Generator) -> Tensor:  # the same plane of any crop
             return self._frames(self._planes * int(draw.integers(0, len(self) // self._planes)) + index % self._planes)
 
-        samples = [
-            augmented(partial(self._frames, index), partial(piece, index), self.size, seed)
-            for index, seed in zip(indices, seeds, strict=True)
-        ]
-        return torch.stack(samples)
+        pairs = zip(indices, seeds, strict=True)
+        return torch.stack([augmented(self._frames(at), partial(other, at), self.size, seed) for at, seed in pairs])
 
     def _frames(self, index: int) -> Tensor:
         clip, first, crop, plane = self._samples[index]
@@ -213,7 +195,6 @@ class VideoData:
     Attributes:
         train, validation, test: windows; no frame is in two of them.
         sigma: the unit of noise levels, in [0, 1]: a gray level for crops, else the training frames' deviation.
-        clips: names of all clips, in order.
         description: what was loaded, left out, and may be damaged, in a few lines.
     """
 
@@ -221,23 +202,16 @@ class VideoData:
     validation: Windows
     test: Windows
     sigma: float
-    clips: tuple[str, ...]
     description: str
 
 
 def load_video(
-    source: str | os.PathLike[str],
-    *,
-    window: int = 20,
-    size: int = 160,
-    crops: bool = False,
-    progress: bool = True,
+    source: str | os.PathLike[str], *, window: int = 20, size: int = 160, crops: bool = False, progress: bool = True
 ) -> VideoData:
     """Decode, pre-process and split video into windows.
 
     Args:
-        source: anything `find_clips` takes, or the word "demo" for the generated clip (a folder of that name is
-            "./demo").
+        source: anything `find_clips` takes, or the word "demo" for the generated clip.
         window: T, frames a window.
         size: height and width of a frame in pixels.
         crops: windows are crops at full resolution, not whole frames made square.
@@ -261,15 +235,15 @@ def load_video(
         (1 / _MAX_LEVEL, "a gray level") if crops else (deviation, "standard deviation of the training frames")
     )
     notes = [*splits.notes, *(note for clip in clips for note in clip.notes)]
-    more = [f"and {len(notes) - _NOTES_SHOWN} more notes"] if len(notes) > _NOTES_SHOWN else []
+    if len(notes) > _NOTES_SHOWN:
+        notes[_NOTES_SHOWN:] = [f"and {len(notes) - _NOTES_SHOWN} more notes"]
     lines = [
         f"{len(clips)} clip{'' if len(clips) == 1 else 's'}, split by {splits.method}; frames {size}x{size}",
         f"windows of {window} frames: {len(train)} training, {len(validation)} validation, {len(test)} test",
         f"noise in units of {sigma:.6f} ({unit}, frames in [0, 1])",
-        *notes[:_NOTES_SHOWN],
-        *more,
+        *notes,
     ]
-    return VideoData(train, validation, test, sigma, tuple(clip.name for clip in clips), printable("\n".join(lines)))
+    return VideoData(train, validation, test, sigma, printable("\n".join(lines)))
 
 
 def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part]) -> float:
@@ -279,9 +253,7 @@ def _standard_deviation(clips: Sequence[DecodedClip], parts: Sequence[Part]) -> 
         clip = clips[part.clip]
         for row in clip.frames[part.start // clip.frames_per_row : part.stop // clip.frames_per_row]:
             counts += np.bincount(row.reshape(-1), minlength=len(counts))
-    number, total, squares = (
-        sum(level**power * int(count) for level, count in enumerate(counts)) for power in range(3)
-    )
+    number, total, squares = (int(np.arange(len(counts)) ** power @ counts) for power in range(3))
     if np.count_nonzero(counts) == 1:
         raise InputError(
             f"{clips[parts[0].clip].name}: all training frames are one flat gray, level {total // number}; there is "
