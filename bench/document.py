@@ -145,7 +145,7 @@ def _without_common_start(names: Sequence[str]) -> list[str]:
 
 def draw(path: Path, file: File) -> None:
     """Draw a line a case, with a mark for each implementation, how many times as fast as the baseline it is."""
-    from cdt_fast.training.figures import COLORS, GRAY, pyplot  # with packages that a measurement does not need
+    from cdt_fast.training.report import COLORS, GRAY, pyplot  # with packages that a measurement does not need
 
     cases = file["cases"]
     marks: dict[str, list[tuple[float, int]]] = {"cdt_fast": []}

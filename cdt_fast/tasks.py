@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import pkgutil
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, read_toml, shown
@@ -21,18 +20,13 @@ if TYPE_CHECKING:
     from cdt_fast.training.task import EvaluatedRun, Task
 
 
-@dataclass(frozen=True)
-class TaskEntry:
-    """A task as the command line shows it, before anything of it is loaded."""
+class TaskEntry(NamedTuple):
+    """A task as the command line shows it, before its module is imported."""
 
     settings: type[RunSettings]
     text: str  # what `train` does in it
     examples: tuple[str, ...]  # of what may follow `cdt-fast train NAME`
-    place: str  # module and class of its `training.task.Task`
-
-    def load(self) -> Task:
-        """The task itself, with all that it imports."""
-        return pkgutil.resolve_name(self.place)()
+    module: str  # a `training.task.Task`
 
 
 TASKS = {
@@ -40,7 +34,7 @@ TASKS = {
         VideoSettings,
         "train a denoiser on video, then evaluate it on held-out frames",
         ("clip.mp4 --out runs/mine", "clip.mp4 --out runs/plain --no-constrained", "--resume runs/mine"),
-        "cdt_fast.video.task:VideoTask",
+        "cdt_fast.video.task",
     ),
     "text": TaskEntry(
         TextSettings,
@@ -49,7 +43,7 @@ TASKS = {
             "reviews.tsv --text-column Text --label-column Sentiment --max-tokens 128",
             "MNLI --model path/to/encoder --gamma 1 --epochs 2 --out runs/nli",
         ),
-        "cdt_fast.sequence.text:TextTask",
+        "cdt_fast.sequence.text",
     ),
     "lm": TaskEntry(
         LanguageSettings,
@@ -58,13 +52,19 @@ TASKS = {
             "alpaca_data.json --model path/to/llama --out runs/lm",
             "alpaca_data.json --model path/to/llama --taps 0,8,16,24,32 --inner-fraction 0.125",
         ),
-        "cdt_fast.sequence.language:LanguageTask",
+        "cdt_fast.sequence.language",
     ),
 }
 
 
-def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[RunFolder, RunSettings, TaskEntry]:
-    """Open an existing run; `trained`: one that holds a model.
+def task_of(settings: RunSettings) -> Task:
+    """Return the module of the task of these settings, with all that it imports."""
+    module: Any = importlib.import_module(TASKS[settings.task].module)
+    return module
+
+
+def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[RunFolder, Any]:
+    """Open an existing run and its settings; `trained`: one that holds a model.
 
     Raises:
         InputError: the folder is no run, its settings cannot be read, or it has no model yet.
@@ -78,11 +78,11 @@ def open_run(path: str | os.PathLike[str], *, trained: bool = True) -> tuple[Run
     settings = TASKS[name].settings.load(folder.config)
     if trained and not (folder.model / "config.json").is_file():
         raise InputError(f"{path}: has no model yet; resume its training with --resume")
-    return folder, settings, TASKS[name]
+    return folder, settings
 
 
 def make_absolute(settings: RunSettings) -> None:
-    """The paths of the settings from the root, for evaluations from any folder; InputError: there is no source."""
+    """Make the paths in the settings absolute, for evaluations from any folder; InputError: there is no source."""
     source = settings.data.source
     if source is None:
         raise InputError(f"SOURCE is missing: cdt-fast train {settings.task} SOURCE")
@@ -99,11 +99,11 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
     from cdt_fast.training.checkpoint import saved_step
     from cdt_fast.training.task import EvaluatedRun
 
-    folder, settings, entry = open_run(path)
+    folder, settings = open_run(path)
     remedy = f"run `cdt-fast evaluate {shlex.quote(str(path))}`"
-    task = entry.load()
+    task = task_of(settings)
     try:
-        evaluation = read_json(folder.evaluation, task.evaluation)
+        evaluation = read_json(folder.evaluation, task.Evaluation)
     except InputError as error:
         raise InputError(f"{path}: has not been evaluated by this version; {remedy} ({error})") from None
     trained = saved_step(folder.checkpoint)  # not the last that was logged, which a killed training has lost
@@ -115,14 +115,14 @@ def open_evaluated(path: str | os.PathLike[str]) -> EvaluatedRun:
 
 
 def check_comparable(runs: Sequence[EvaluatedRun]) -> None:
-    """Require that all runs were measured on the same data with the same noise, see `Task.comparable`.
+    """Require that all runs were measured on the same data with the same noise, see `Report.must_agree`.
 
     Raises:
         InputError: two runs differ in that, or in the noise of their training.
     """
     names = ["task", "source", "gamma", "training_gamma"]
     reference, *others = [
-        {name: getattr(run.evaluation, name) for name in names} | run.task.comparable(run) for run in runs
+        {name: getattr(run.evaluation, name) for name in names} | run.task.report([run]).must_agree for run in runs
     ]
     for run, values in zip(runs[1:], others, strict=True):
         for name, value in values.items():

@@ -8,16 +8,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from cdt_fast import tasks
+from cdt_fast.tasks import TASKS, task_of
 from cdt_fast.training import evaluation, loop
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
-from cdt_fast.training.task import EvaluatedRun, Task
-
-
-def task_of(settings: RunSettings) -> Task:
-    """The task of some settings."""
-    return tasks.TASKS[settings.task].load()
+from cdt_fast.training.task import EvaluatedRun
 
 
 def load_data(settings: RunSettings) -> Any:
@@ -27,7 +22,7 @@ def load_data(settings: RunSettings) -> Any:
 
 def settings_of(task: str, tiny: Mapping[str, Mapping[str, Any]], source: Path, /, **changes: Any) -> Any:
     """Tiny settings of a task, some replaced, whatever their section."""
-    config = tasks.TASKS[task].settings()
+    config = TASKS[task].settings()
     for section, values in tiny.items():
         config.update(section, values)
     config.data.source = str(source)
@@ -63,8 +58,3 @@ def evaluate_run(run: RunFolder, settings: RunSettings) -> EvaluatedRun:
 def evaluated(run: RunFolder, settings: RunSettings) -> dict[str, Any]:
     """What `evaluation.json` holds of a run."""
     return evaluate_run(run, settings).evaluation.model_dump(mode="json")
-
-
-def open_run(path: str | Path, *, trained: bool = True) -> tuple[RunFolder, Any]:
-    """The folder and the settings of a run."""
-    return tasks.open_run(path, trained=trained)[:2]

@@ -17,11 +17,11 @@ import cdt_fast
 from cdt_fast.cli import commands
 from cdt_fast.cli.parser import build_parser
 from cdt_fast.files import read_json, write_json
-from cdt_fast.training import figures
+from cdt_fast.tasks import open_run
+from cdt_fast.training import report
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import open_run
 from tests.tiny import scrolling_clip, tiny_arguments
 
 Call = Callable[..., Any]
@@ -43,7 +43,7 @@ COMMANDS = [
 @pytest.fixture
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the pictures where a test is about something else."""
-    monkeypatch.setattr(figures, "write_figures", lambda *_: [])
+    monkeypatch.setattr(report, "write_pictures", lambda *_: [])
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_public_names_come_when_they_are_asked_for() -> None:
         ("PIL", "from cdt_fast.video.data import open_source; list(open_source('frames').frames())", "cdt-fast[video]"),
         (
             "matplotlib",
-            "from cdt_fast.training.figures import write_figures; write_figures('.', [])",
+            "from cdt_fast.training.report import write_pictures; write_pictures('.', [])",
             "cdt-fast[report]",
         ),
     ],

@@ -12,11 +12,11 @@ import tomli_w
 
 from cdt_fast import experiments
 from cdt_fast.cli import commands
+from cdt_fast.tasks import open_run
 from cdt_fast.training import loop
 from cdt_fast.training.results import t_quantile
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import open_run
 from tests.tiny import TINY
 
 Call = Callable[..., Any]

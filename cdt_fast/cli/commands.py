@@ -16,7 +16,7 @@ from cdt_fast import experiments, tasks
 from cdt_fast.checks import InputError, printable
 from cdt_fast.files import write_json
 from cdt_fast.tables import as_text
-from cdt_fast.tasks import TASKS, TaskEntry
+from cdt_fast.tasks import TASKS
 from cdt_fast.training.interruption import Interrupted
 from cdt_fast.training.run_folder import RunFolder, RunInUse
 from cdt_fast.training.settings import SECTIONS, RunSettings
@@ -37,19 +37,18 @@ def train(options: argparse.Namespace) -> None:
     if options.resume is not None:
         if options.config or options.preset or options.out or any(given.values()):
             raise InputError("--resume takes no other settings: a run resumes as it began")
-        run, settings, entry = tasks.open_run(options.resume, trained=False)
+        run, settings = tasks.open_run(options.resume, trained=False)
         if settings.task != options.task:
             raise InputError(f"{options.resume}: resume it with cdt-fast train {settings.task} --resume")
     else:
-        entry = TASKS[options.task]
-        settings = entry.settings.chosen(given, options.preset, options.config)
+        settings = TASKS[options.task].settings.chosen(given, options.preset, options.config)
         tasks.make_absolute(settings)
         from cdt_fast.training import loop  # noqa: F401 - see above
 
         path = options.out or _free_folder(settings)
         run = RunFolder.create(path, settings) if _is_first_process() else RunFolder(path)
     options.again = f"cdt-fast train {settings.task} --resume {shlex.quote(str(run.path))}"
-    _train_and_evaluate(run, settings, entry, resumed=options.resume is not None)
+    _train_and_evaluate(run, settings, resumed=options.resume is not None)
 
 
 def _free_folder(settings: RunSettings) -> Path:
@@ -74,7 +73,7 @@ def reproduce(options: argparse.Namespace) -> None:
             continue
         print(f"run {number} of {len(planned)}: {run.path}", file=sys.stderr)
         folder = RunFolder(run.path) if state == "begun" else RunFolder.create(run.path, run.settings)
-        _train_and_evaluate(folder, run.settings, TASKS[experiment.task], resumed=state == "begun")
+        _train_and_evaluate(folder, run.settings, resumed=state == "begun")
     _compare([str(run.path) for run in planned], str(out / "comparison"), options.json)
 
 
@@ -88,12 +87,11 @@ def _check_single_process(command: str) -> None:
         raise InputError(f"{command} trains in one process, a run after the other; launch each with cdt-fast train")
 
 
-def _train_and_evaluate(run: RunFolder, settings: RunSettings, entry: TaskEntry, *, resumed: bool) -> None:
+def _train_and_evaluate(run: RunFolder, settings: RunSettings, *, resumed: bool) -> None:
     from cdt_fast.training import loop
 
-    task = entry.load()
     try:
-        loop.train(run, settings, task, resume=resumed)
+        loop.train(run, settings, tasks.task_of(settings), resume=resumed)
     except (Interrupted, RunInUse):
         raise
     except BaseException:
@@ -101,31 +99,40 @@ def _train_and_evaluate(run: RunFolder, settings: RunSettings, entry: TaskEntry,
             run.remove_if_untouched()
         raise
     if _is_first_process():
-        _evaluate(run, settings, task)
+        _evaluate(run, settings)
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Evaluate a run."""
-    run, settings, entry = tasks.open_run(options.folder)
+    """Evaluate a run, or with --clips measure its denoiser on other clips beside others."""
+    run, settings = tasks.open_run(options.folder)
     if options.clips is None:
         if options.gammas is not None:
             settings.set("evaluation", "gammas", options.gammas)
             settings.check_noise()
-        _evaluate(run, settings, entry.load(), options.json, gammas=options.gammas)
+        _evaluate(run, settings, options.json, gammas=options.gammas)
         return
     if options.gammas is not None:
         raise InputError("--gammas and --clips cannot be given together: clips are measured at noise of 10 to 50")
-    table, values = entry.load().beside_others(run, settings, options.clips)
-    _save(options.json, values)
-    print(as_text(table))
+    _check_is_video(run, settings, "--clips is for denoisers of video")
+    from cdt_fast.video.comparison import as_table, compare_denoisers
+    from cdt_fast.video.networks import load_network
+
+    found = compare_denoisers(load_network(run.model, settings.training.device), settings, options.clips)
+    _save(options.json, [each._asdict() for each in found])
+    print(as_text(as_table(found)))
+
+
+def _check_is_video(run: RunFolder, settings: RunSettings, what: str) -> None:
+    if settings.task != "video":
+        raise InputError(f"{run.path}: is a run of `train {settings.task}`; {what}")
 
 
 def _evaluate(
-    run: RunFolder, settings: RunSettings, task: Any, json_file: str | None = None, *, gammas: str | None = None
+    run: RunFolder, settings: RunSettings, json_file: str | None = None, *, gammas: str | None = None
 ) -> None:
     from cdt_fast.training import evaluation
 
-    measured = evaluation.evaluate_run(run, settings, task)
+    measured = evaluation.evaluate_run(run, settings, tasks.task_of(settings))
     _save(json_file, measured.evaluation.model_dump(mode="json"))
     words = ["cdt-fast", "evaluate", str(run.path), *([] if gammas is None else ["--gammas", gammas])]
     _report([measured], run.path, shlex.join(words))
@@ -166,10 +173,16 @@ def _save(path: str | None, value: Any) -> None:
 
 def denoise(options: argparse.Namespace) -> None:
     """Denoise a video."""
-    run, settings, entry = tasks.open_run(options.folder)
-    names = ("depth", "sigma", "grids", "overwrite")
-    chosen = {name: getattr(options, name) for name in names}
-    written = entry.load().denoise(run, settings, options.source, options.target, **chosen)
+    run, settings = tasks.open_run(options.folder)
+    _check_is_video(run, settings, "only runs on video denoise")
+    from cdt_fast.video.denoising import denoise_video
+    from cdt_fast.video.networks import load_network
+    from cdt_fast.video.task import doubts
+
+    model, doubted = load_network(run.model, settings.training.device), doubts(run, settings)
+    chosen = {name: getattr(options, name) for name in ("depth", "sigma", "grids", "overwrite")}
+    caution = f"{run.path}: {doubted}" if doubted else ""
+    written = denoise_video(model, settings, options.source, options.target, caution=caution, **chosen)
     _save(options.json, written)
     for note in written["notes"]:
         print(f"cdt-fast: note: {printable(note)}", file=sys.stderr)

@@ -71,7 +71,7 @@ class PlannedRun(NamedTuple):
         """Return what is there: "new" (nothing), "begun", or "done"; InputError: it is a run with other settings."""
         if not RunFolder(self.path).config.exists():
             return "new"
-        _, there, _ = open_run(self.path, trained=False)
+        _, there = open_run(self.path, trained=False)
         for section in SECTIONS:
             present = vars(getattr(there, section))
             for name, value in vars(getattr(self.settings, section)).items():

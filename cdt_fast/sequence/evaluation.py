@@ -14,8 +14,7 @@ from cdt_fast.progress import progress_bar
 from cdt_fast.sequence.networks import Network
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import IGNORED, EncodedSamples
-from cdt_fast.training.figures import add_legend, axes_of, mark_training, plot_runs
-from cdt_fast.training.report import formatted
+from cdt_fast.training.report import add_legend, axes_of, formatted, mark_training, plot_runs
 from cdt_fast.training.results import Evaluation, mean_margin, per_sample_statistics
 from cdt_fast.training.task import EvaluatedRun, Table
 
@@ -113,7 +112,7 @@ def accuracy_table(runs: Sequence[EvaluatedRun], heading: str) -> Table:
 def draw_accuracy(runs: Sequence[EvaluatedRun]) -> Any:
     """Draw accuracy over γ."""
     figure, (axis,) = axes_of()
-    plot_runs(axis, runs, "accuracy", runs[0].evaluation.gamma)
+    plot_runs(axis, runs, [run.evaluation.accuracy for run in runs], runs[0].evaluation.gamma)
     mark_training(axis, runs[0].settings.noise)
     axis.set(xlabel="noise level γ", ylabel="accuracy")
     add_legend(axis)

@@ -1,4 +1,7 @@
-"""The task of answering instructions: a causal language model, whose every depth predicts the answer's tokens."""
+"""The task of answering instructions: a causal language model, whose every depth predicts the answer's tokens.
+
+See `training.task.Task`.
+"""
 
 from __future__ import annotations
 
@@ -10,48 +13,57 @@ from typing import Any
 import torch
 
 from cdt_fast.sequence.data import Splits, load_instructions
-from cdt_fast.sequence.evaluation import accuracy_table
-from cdt_fast.sequence.networks import Network, PretrainedNetwork
+from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table
+from cdt_fast.sequence.networks import PretrainedNetwork
 from cdt_fast.sequence.settings import LanguageModelSettings, LanguageSettings
-from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
-from cdt_fast.sequence.tokenizers import EncodedSamples, encoded_instructions, load_model, load_tokenizer
-from cdt_fast.training.task import EvaluatedRun, Table
+from cdt_fast.sequence.task import SequenceWorkload, check, described, evaluated, reported
+from cdt_fast.sequence.tokenizers import encoded_instructions, load_model, load_tokenizer
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import EvaluatedRun, Report
+
+Evaluation = SequenceEvaluation
+SAMPLES = "sequences"
+FIXED_SHAPES = False
 
 
-class LanguageTask(SequenceTask):
-    """See `training.task.Task`."""
+def load(settings: LanguageSettings, progress: bool = True) -> Splits:
+    check(settings)
+    return load_instructions(settings)
 
-    name, samples, subject, sample = "lm", "sequences", "instructions", "sequence"
-    dropped = "without an answer"
 
-    def load(self, settings: LanguageSettings, progress: bool = True) -> Splits:
-        return load_instructions(settings)
+def build(settings: LanguageSettings, data: Splits, device: torch.device) -> SequenceWorkload:
+    chosen, max_tokens = settings.model, settings.data.max_tokens
+    network = _network(str(chosen.model), chosen, chosen.download)
+    samples = [
+        encoded_instructions(part, network.tokenizer, max_tokens, name)
+        for part, name in zip(data[:3], Splits._fields, strict=False)
+    ]
+    given, kept = len(data.train), len(samples[0])
+    left_out = f"left out, as nothing of their answers is within --max-tokens: {given - kept:,} of {given:,}"
+    return SequenceWorkload(
+        settings,
+        network,
+        samples,
+        data,
+        description=described(settings, data, "instructions", "without an answer"),
+        choices=network.vocabulary,
+        lr=2e-5,
+        note=left_out if given > kept else None,
+    )
 
-    def build(self, settings: LanguageSettings, data: Splits, device: torch.device) -> SequenceWorkload:
-        chosen, max_tokens = settings.model, settings.data.max_tokens
-        network = _network(str(chosen.model), chosen, chosen.download)
-        samples = [
-            encoded_instructions(part, network.tokenizer, max_tokens, name)
-            for part, name in zip(data[:3], Splits._fields, strict=False)
-        ]
-        given, kept = len(data.train), len(samples[0])
-        left_out = f"left out, as nothing of their answers is within --max-tokens: {given - kept:,} of {given:,}"
-        note = left_out if given > kept else None
-        return SequenceWorkload(settings, network, samples, data, choices=network.vocabulary, lr=2e-5, note=note)
 
-    def kept(
-        self, folder: Path, settings: LanguageSettings, data: Splits
-    ) -> tuple[Network, EncodedSamples, dict[str, Any]]:
-        network = _network(folder, settings.model)
-        test = encoded_instructions(data.test, network.tokenizer, settings.data.max_tokens, "test")
-        return network, test, {"vocabulary": network.vocabulary}
+def evaluate(folder: RunFolder, settings: LanguageSettings, data: Splits, progress: bool = True) -> dict[str, Any]:
+    network = _network(folder.model, settings.model)
+    test = encoded_instructions(data.test, network.tokenizer, settings.data.max_tokens, "test")
+    return evaluated(network, test, settings, data, progress, vocabulary=network.vocabulary)
 
-    def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        rows = [["perplexity", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma)]]
-        for run in runs:
-            losses = [depths[-1] for depths in run.evaluation.depth_loss]
-            rows.append([run.label, *(f"{math.exp(min(loss, 700.0)):.4g}" for loss in losses)])
-        return [rows, accuracy_table(runs, "accuracy of tokens")]
+
+def report(runs: Sequence[EvaluatedRun]) -> Report:
+    perplexity = [["perplexity", *(f"γ {gamma:g}" for gamma in runs[0].evaluation.gamma)]]
+    for run in runs:
+        losses = [depths[-1] for depths in run.evaluation.depth_loss]
+        perplexity.append([run.label, *(f"{math.exp(min(loss, 700.0)):.4g}" for loss in losses)])
+    return reported(runs, [perplexity, accuracy_table(runs, "accuracy of tokens")], SAMPLES, "sequence")
 
 
 def _network(name: str | Path, settings: LanguageModelSettings, download: bool = False) -> PretrainedNetwork:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,17 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
-from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.ops.common import explain
 from cdt_fast.sequence.data import Splits, digest
-from cdt_fast.sequence.evaluation import SequenceEvaluation, draw_accuracy, measure
+from cdt_fast.sequence.evaluation import draw_accuracy, measure
 from cdt_fast.sequence.networks import Network, Weights, check_rows
 from cdt_fast.sequence.settings import SequenceSettings
 from cdt_fast.sequence.tokenizers import EncodedSamples
 from cdt_fast.training.execution import to_device
-from cdt_fast.training.factory import steps_per_epoch
-from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Task
+from cdt_fast.training.task import EvaluatedRun, Report, Table
 
 
 class SequenceLosses(nn.Module):
@@ -46,8 +42,8 @@ class SequenceLosses(nn.Module):
 class SequenceWorkload:
     """See `training.task.Workload`; a sample is a text or a sequence, and counts with its targets.
 
-    `data` are what the samples are from, by whose parts a resumed run knows its data again; a guess chooses among
-    `choices`; `lr` is for settings that name none.
+    `data` are what the samples are from, by whose parts a resumed run knows its data again, and `description` says what
+    they are; a guess chooses among `choices`; `lr` is for settings that name none.
     """
 
     def __init__(
@@ -57,6 +53,7 @@ class SequenceWorkload:
         samples: Sequence[EncodedSamples],
         data: Splits,
         *,
+        description: str,
         choices: int,
         lr: float,
         note: str | None = None,
@@ -64,13 +61,13 @@ class SequenceWorkload:
         check_rows(network, samples, settings)
         training = settings.training
         self.network, self.model, self.num_constraints = network, network.model, network.layers
-        self.note, self.guess_loss = note, math.log(choices)
+        self.description, self.note, self.guess_loss = description, note, math.log(choices)
         self.train, self.validation, _ = samples
         self.training_samples = len(self.train)
-        self.steps: int = training.steps or training.epochs * steps_per_epoch(settings, len(self.train))
+        self.steps: int = training.steps or training.epochs * settings.steps_per_epoch(len(self.train))
         self.lr: float = lr if training.lr is None else training.lr
         self._settings = settings
-        self._identity = dict(zip(Splits._fields, map(digest, data[:3]), strict=False))
+        self.identity: dict[str, Any] = dict(zip(Splits._fields, map(digest, data[:3]), strict=False))
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
         return SequenceLosses(self.network, self._settings, autocast)
@@ -96,9 +93,6 @@ class SequenceWorkload:
                 counted += count
         return (sums / counted).tolist()
 
-    def data_identity(self) -> dict[str, Any]:
-        return self._identity
-
     def save_model(self, folder: Path) -> None:
         self.network.save(folder)
 
@@ -106,76 +100,53 @@ class SequenceWorkload:
         return f"ops on {explain() if device.type == 'cuda' else 'torch'}"
 
 
-class SequenceTask(Task):
-    """What the tasks on texts and on instructions share; see `training.task.Task`."""
+def check(settings: SequenceSettings) -> None:
+    """Refuse settings that lack something, or do not fit each other, before any data are read."""
+    for name, value in (("SOURCE", settings.data.source), ("--model", settings.model.model)):
+        if value is None:
+            raise InputError(f"{name} is missing: `cdt-fast train {settings.task} --help` shows an example")
+    gammas = settings.evaluation.gammas
+    if any(first >= second for first, second in pairwise(gammas)):
+        raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
 
-    fixed_shapes = False
-    evaluation = SequenceEvaluation
-    dropped: str  # what dropped rows lack
 
-    def check(self, settings: SequenceSettings) -> None:
-        for name, value in (("SOURCE", settings.data.source), ("--model", settings.model.model)):
-            if value is None:
-                raise InputError(f"{name} is missing: `cdt-fast train {settings.task} --help` shows an example")
-        gammas = settings.evaluation.gammas
-        if any(first >= second for first, second in pairwise(gammas)):
-            raise InputError(f"[evaluation] gammas must be ascending noise levels, got {gammas}")
+def described(settings: SequenceSettings, data: Splits, subject: str, dropped: str) -> str:
+    """Say what the data are; `dropped` is what the rows lack that were dropped."""
+    parts = ", ".join(f"{len(part):,} {name}" for part, name in zip(data[:3], Splits._fields, strict=False))
+    note = f"; {data.num_dropped:,} {dropped} dropped" if data.num_dropped else ""
+    return f"{settings.data.source}: {subject}: {parts}{note}"
 
-    def describe(self, settings: SequenceSettings, data: Splits) -> str:
-        parts = ", ".join(f"{len(part):,} {name}" for part, name in zip(data[:3], Splits._fields, strict=False))
-        note = f"; {data.num_dropped:,} {self.dropped} dropped" if data.num_dropped else ""
-        return f"{settings.data.source}: {self.subject}: {parts}{note}"
 
-    @abstractmethod
-    def kept(self, folder: Path, settings: Any, data: Any) -> tuple[Network, EncodedSamples, dict[str, Any]]:
-        """Return the network that a run kept, its test samples, and entries of the task's own in an evaluation."""
+def evaluated(
+    network: Network, test: EncodedSamples, settings: SequenceSettings, data: Splits, progress: bool, **facts: Any
+) -> dict[str, Any]:
+    """Return the entries of `SequenceEvaluation` but for what `training` adds; `facts` are some of them."""
+    check_rows(network, (test,), settings)
+    use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    network.model.to(device)
+    measured = measure(network, test, settings, device, progress)
+    return {**measured, **facts, "test_texts": len(test), "test_digest": digest(data.test)}
 
-    def evaluate(
-        self,
-        folder: RunFolder,
-        settings: SequenceSettings,
-        data: Any,
-        constraints: DescentConstraints,
-        progress: bool = True,
-    ) -> dict[str, Any]:
-        network, test, facts = self.kept(folder.model, settings, data)
-        check_rows(network, (test,), settings)
-        use_cuda = settings.training.device != "cpu" and torch.cuda.is_available()
-        device = torch.device("cuda" if use_cuda else "cpu")
-        network.model.to(device)
-        measured = measure(network, test, settings, device, progress)
-        return {**measured, **facts, "test_texts": len(test), "test_digest": digest(data.test)}
 
-    def kind(self, run: EvaluatedRun) -> str:
-        return Path(run.settings.model.model).name
-
-    def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
+def reported(runs: Sequence[EvaluatedRun], tables: list[Table], samples: str, sample: str) -> Report:
+    """Return the `Report` of runs with these tables, on `samples` (in the plural)."""
+    values = runs[0].evaluation
+    tokens = "" if values.answers == values.test_texts else f" with {values.answers:,} tokens to predict"
+    choices = len(values.classes) if values.vocabulary is None else values.vocabulary
+    return Report(
+        conditions=f"Test texts: {values.test_texts:,}{tokens}, none of them seen in training; Gaussian noise on the "
+        f"word embeddings, in training γ = {runs[0].settings.shown_noise}. Accuracy with half of its 95 % interval; "
+        f"area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, at γ = "
+        f"{values.training_gamma:g}.",
+        sample=sample,
         # Losses of tokens of another vocabulary are not of one scale.
-        return {"vocabulary": run.evaluation.vocabulary, "test_digest": run.evaluation.test_digest}
-
-    def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
-        largest = f"{runs[0].evaluation.gamma[-1]:g}"
-        return [
-            Summary("area under accuracy(γ)", lambda run: run.evaluation.auc),
-            Summary(f"accuracy, γ {largest}", lambda run: run.evaluation.accuracy[-1]),
-        ]
-
-    def drawings(self) -> list[Drawing]:
-        return [Drawing("accuracy_over_noise.png", "accuracy over γ", draw_accuracy)]
-
-    def conditions(self, run: EvaluatedRun) -> str:
-        values = run.evaluation
-        tokens = "" if values.answers == values.test_texts else f" with {values.answers:,} tokens to predict"
-        return (
-            f"Test texts: {values.test_texts:,}{tokens}, none of them seen in training; Gaussian noise on "
-            f"the word embeddings, in training γ = {run.settings.shown_noise}. Accuracy with half "
-            "of its 95 % interval; area: that under accuracy over γ, by the trapezoid. Losses: cross-entropy in nats, "
-            f"at γ = {values.training_gamma:g}."
-        )
-
-    def reading(self, run: EvaluatedRun) -> Reading:
-        values = run.evaluation
-        choices = len(values.classes) if values.vocabulary is None else values.vocabulary
-        measure, samples = f"loss at γ {values.training_gamma:g}", f"{values.test_texts:,} {self.samples}"
-        guess = {f"a guess among {choices:,}": math.log(choices)}
-        return Reading(measure, values.layer_loss, guess, values.layer_loss_margin, samples)
+        must_agree={"vocabulary": values.vocabulary, "test_digest": values.test_digest},
+        measure=f"loss at γ {values.training_gamma:g}",
+        depths=values.layer_loss,
+        references={f"a guess among {choices:,}": math.log(choices)},
+        margins=values.layer_loss_margin,
+        samples=f"{values.test_texts:,} {samples}",
+        tables=tables,
+        pictures=[("accuracy_over_noise.png", "accuracy over γ", draw_accuracy)],
+    )

@@ -1,9 +1,11 @@
-"""The task of classifying texts: an unrolled transformer or a pretrained encoder, whose every depth names a class."""
+"""The task of classifying texts: an unrolled transformer or a pretrained encoder, whose every depth names a class.
+
+See `training.task.Task`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,73 +13,71 @@ import torch
 from cdt_fast.checks import InputError
 from cdt_fast.models import TextUT
 from cdt_fast.sequence.data import Splits, TextData, load_texts
-from cdt_fast.sequence.evaluation import accuracy_table
+from cdt_fast.sequence.evaluation import SequenceEvaluation, accuracy_table
 from cdt_fast.sequence.networks import Network, PretrainedNetwork, UnrolledNetwork, unknown_words
 from cdt_fast.sequence.settings import UNROLLED, TextModelSettings, TextSettings
-from cdt_fast.sequence.task import SequenceTask, SequenceWorkload
-from cdt_fast.sequence.tokenizers import (
-    EncodedSamples,
-    encoded_texts,
-    from_hub,
-    load_model,
-    load_tokenizer,
-    word_tokenizer,
-)
-from cdt_fast.training.task import EvaluatedRun, Table
+from cdt_fast.sequence.task import SequenceWorkload, check, described, evaluated, reported
+from cdt_fast.sequence.tokenizers import encoded_texts, from_hub, load_model, load_tokenizer, word_tokenizer
+from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.training.task import EvaluatedRun, Report
 
 _WIDTH = 128  # of learned embeddings
 _CLASSIFIER = "AutoModelForSequenceClassification"
 
 
-class TextTask(SequenceTask):
-    """See `training.task.Task`."""
+Evaluation = SequenceEvaluation
+SAMPLES = "texts"
+FIXED_SHAPES = False
 
-    name, samples, subject, sample = "text", "texts", "texts", "text"
-    dropped = "rows without a class"
 
-    def load(self, settings: TextSettings, progress: bool = True) -> Splits:
-        return load_texts(settings)
+def load(settings: TextSettings, progress: bool = True) -> Splits:
+    check(settings)
+    return load_texts(settings)
 
-    def describe(self, settings: TextSettings, data: Splits) -> str:
-        return f"{super().describe(settings, data)}; classes: {', '.join(data.train.names)}"
 
-    def build(self, settings: TextSettings, data: Splits, device: torch.device) -> SequenceWorkload:
-        model, names = settings.model, data.train.names
-        if len(set(data.train.labels)) < 2:
-            only = names[data.train.labels[0]]
-            raise InputError(f"{settings.data.source}: all the training texts are of one class, {only!r}")
-        unrolled = model.model == UNROLLED
-        if unrolled:
-            network: Network = _build_unrolled(model, data.train)
-        else:
-            network, names = _build_encoder(model, names)
-        samples = [
-            encoded_texts(part.with_names(names), network.tokenizer, settings.data.max_tokens) for part in data[:3]
-        ]
-        lr = 1e-3 if unrolled else 5e-5
-        own_words = unrolled and model.embedding is None
-        remedy = "--least-count 1 takes the rare ones in" if own_words else "take another --model"
-        note = unknown_words(network.tokenizer, samples[1:], remedy)
-        return SequenceWorkload(settings, network, samples, data, choices=len(names), lr=lr, note=note)
+def build(settings: TextSettings, data: Splits, device: torch.device) -> SequenceWorkload:
+    model, names = settings.model, data.train.names
+    if len(set(data.train.labels)) < 2:
+        only = names[data.train.labels[0]]
+        raise InputError(f"{settings.data.source}: all the training texts are of one class, {only!r}")
+    description = f"{described(settings, data, SAMPLES, 'rows without a class')}; classes: {', '.join(names)}"
+    unrolled = model.model == UNROLLED
+    if unrolled:
+        network: Network = _build_unrolled(model, data.train)
+    else:
+        network, names = _build_encoder(model, names)
+    samples = [encoded_texts(part.with_names(names), network.tokenizer, settings.data.max_tokens) for part in data[:3]]
+    own_words = unrolled and model.embedding is None
+    remedy = "--least-count 1 takes the rare ones in" if own_words else "take another --model"
+    return SequenceWorkload(
+        settings,
+        network,
+        samples,
+        data,
+        description=description,
+        choices=len(names),
+        lr=1e-3 if unrolled else 5e-5,
+        note=unknown_words(network.tokenizer, samples[1:], remedy),
+    )
 
-    def kept(
-        self, folder: Path, settings: TextSettings, data: Splits
-    ) -> tuple[Network, EncodedSamples, dict[str, Any]]:
-        names, tokenizer = data.train.names, load_tokenizer(folder)
-        if settings.model.model == UNROLLED:
-            model = TextUT.from_pretrained(folder)
-            if model.classes != len(names):
-                raise InputError(f"{folder}: has {model.classes} classes; the training texts have {', '.join(names)}")
-            network: Network = UnrolledNetwork(model, tokenizer)
-        else:
-            encoder = load_model(_CLASSIFIER, folder)
-            names = _own_classes(encoder.config) or names
-            network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
-        test = encoded_texts(data.test.with_names(names), tokenizer, settings.data.max_tokens)
-        return network, test, {"classes": names}
 
-    def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        return [accuracy_table(runs, "accuracy")]
+def evaluate(folder: RunFolder, settings: TextSettings, data: Splits, progress: bool = True) -> dict[str, Any]:
+    names, tokenizer = data.train.names, load_tokenizer(folder.model)
+    if settings.model.model == UNROLLED:
+        model = TextUT.from_pretrained(folder.model)
+        if model.classes != len(names):
+            raise InputError(f"{folder.model}: has {model.classes} classes; the training texts have {', '.join(names)}")
+        network: Network = UnrolledNetwork(model, tokenizer)
+    else:
+        encoder = load_model(_CLASSIFIER, folder.model)
+        names = _own_classes(encoder.config) or names
+        network = PretrainedNetwork(encoder, tokenizer, inner_pooling=settings.model.inner_pooling)
+    test = encoded_texts(data.test.with_names(names), tokenizer, settings.data.max_tokens)
+    return evaluated(network, test, settings, data, progress, classes=names)
+
+
+def report(runs: Sequence[EvaluatedRun]) -> Report:
+    return reported(runs, [accuracy_table(runs, "accuracy")], SAMPLES, "text")
 
 
 def _build_encoder(settings: TextModelSettings, names: list[str]) -> tuple[PretrainedNetwork, list[str]]:

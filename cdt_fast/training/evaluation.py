@@ -10,7 +10,7 @@ from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.files import write_json
 from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity
-from cdt_fast.training.factory import build_constraints, warmup_steps
+from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import EvaluatedRun, Task
@@ -27,10 +27,10 @@ def evaluate_run(folder: RunFolder, settings: RunSettings, task: Task, progress:
     constraints.load_state_dict(state["constraints"])
     progress_made = {"trained_steps": state["step"], "steps": state["steps"]}
     if state["best"] is not None:
-        progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": warmup_steps(settings, len(data.train))}
+        progress_made |= {"kept_step": state["best"]["step"], "warmup_steps": settings.warmup_steps(len(data.train))}
         progress_made |= _validated(folder, state)
-    measured = task.evaluate(folder, settings, data, constraints, progress)
-    evaluation = task.evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
+    measured = task.evaluate(folder, settings, data, progress)
+    evaluation = task.Evaluation.model_validate({**judged(measured, settings, constraints), **progress_made})
     run = EvaluatedRun(folder, settings, task, evaluation)
     evaluation.success, evaluation.verdict = verdict(run)
     write_json(folder.evaluation, evaluation.model_dump(mode="json"))
@@ -72,12 +72,12 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[boo
     than chance explains, where the margins of the losses are known. Those of two runs count as independent, which on
     the same samples is cautious.
     """
-    reading, values = run.task.reading(run), run.evaluation
-    last, margin = reading.depths[-1], (reading.margins or [0.0])[-1]
-    references = {name: (value, margin) for name, value in reading.references.items()}
+    own, values = run.task.report([run]), run.evaluation
+    last, margin = own.depths[-1], (own.margins or [0.0])[-1]
+    references = {name: (value, margin) for name, value in own.references.items()}
     plain = plain_run(run, others)
     if plain is not None:
-        other = plain.task.reading(plain)
+        other = plain.task.report([plain])
         both = math.hypot(margin, (other.margins or [margin])[-1])
         references[f"plain training ({plain.name or plain.folder.name})"] = other.depths[-1], both
     digits = _digits_apart(last, [value for value, _ in references.values()])
@@ -90,8 +90,8 @@ def verdict(run: EvaluatedRun, others: Sequence[EvaluatedRun] = ()) -> tuple[boo
             answer = "no difference beyond chance"
         checks[f"better than {name} ({value:.{digits}g})"] = answer
     success = all(answer.startswith("yes") for answer in checks.values())
-    shown = f"{last:.{digits}g}" + (f" ±{margin:.2g} on {reading.samples}" if margin else "")
-    words = [f"{reading.measure} at the last depth is {shown}", *(f"{name}: {said}" for name, said in checks.items())]
+    shown = f"{last:.{digits}g}" + (f" ±{margin:.2g} on {own.samples}" if margin else "")
+    words = [f"{own.measure} at the last depth is {shown}", *(f"{name}: {said}" for name, said in checks.items())]
     return success, " ".join([f"{'Success' if success else 'No success'}: {'; '.join(words)}.", *_remarks(values)])
 
 

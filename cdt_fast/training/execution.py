@@ -66,7 +66,7 @@ def _can_capture(accelerator: Accelerator, task: Task) -> bool:
     plugin: Any = accelerator.state.dynamo_plugin
     compiled = plugin is not None and plugin.backend != DynamoBackend.NO
     plain = accelerator.num_processes == 1 and accelerator.mixed_precision == "no" and not compiled
-    return plain and task.fixed_shapes
+    return plain and task.FIXED_SHAPES
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

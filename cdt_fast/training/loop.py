@@ -22,9 +22,8 @@ from cdt_fast.training.allocator import disable_malloc_trim
 from cdt_fast.training.checkpoint import load_checkpoint, run_identity, save_checkpoint
 from cdt_fast.training.cuda_graph import CapturedStep, CudaGraphs, Graphs
 from cdt_fast.training.execution import resolve_execution
-from cdt_fast.training.factory import build_constraints, steps_per_epoch, warmup_steps
 from cdt_fast.training.interruption import Interrupted, on_signals
-from cdt_fast.training.optimizer import TrainingStep, build_optimizer, load_optimizer_state
+from cdt_fast.training.optimizer import TrainingStep, build_constraints, build_optimizer, load_optimizer_state
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.training.task import Task, Workload
@@ -54,7 +53,6 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
         InputError: settings, data or checkpoint cannot be used; another process trains the run; losses are not finite.
     """
     disable_malloc_trim()
-    task.check(settings)
     waiting = InitProcessGroupKwargs(timeout=_RANK_TIMEOUT)
     accelerator = Accelerator(cpu=settings.training.device == "cpu", kwargs_handlers=[waiting])
     resolve_execution(settings, accelerator, task)  # before the data are read
@@ -65,8 +63,6 @@ def train(run: RunFolder, settings: RunSettings, task: Task, *, resume: bool = F
         if resume and run.checkpoint.exists():
             state = load_checkpoint(run.checkpoint, run=run_identity(settings))
         data = task.load(settings, progress)
-        if progress:
-            print(task.describe(settings, data), file=sys.stderr)
         trainer = Trainer(run, settings, task, data, accelerator)
         if state is not None:
             trainer.load(state)
@@ -105,8 +101,8 @@ class Trainer:
         on_device = graphs is not None or self.device.type == "cuda"
         lr = self.workload.lr
         self.optimizer, self.schedule = build_optimizer(trained, lr, self._relative_rate, on_device=on_device)
-        self.steps_per_epoch = steps_per_epoch(settings, self.workload.training_samples)
-        self.warmup_steps = warmup_steps(settings, len(data.train))
+        self.steps_per_epoch = settings.steps_per_epoch(self.workload.training_samples)
+        self.warmup_steps = settings.warmup_steps(len(data.train))
         layers = self.workload.num_constraints
         self.constraints = build_constraints(settings, layers, self.workload.guess_loss).to(self.device)
         self.constrained = settings.constrained
@@ -127,7 +123,7 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """Return what the user should know before the training starts or resumes."""
-        notes = [self.execution.describe(self.workload)]
+        notes = [self.workload.description, self.execution.describe(self.workload)]
         if self.workload.note is not None:
             notes.append(self.workload.note)
         steps, warmup = self.workload.steps, self.warmup_steps
@@ -265,7 +261,7 @@ class Trainer:
             "epoch": self.step / self.steps_per_epoch,
             "loss": losses,
             "lr": self.workload.lr * self._relative_rate(self.step),
-            f"{self.task.samples}_per_second": samples / seconds,
+            f"{self.task.SAMPLES}_per_second": samples / seconds,
         }
         if self._measured:
             entry["weights"] = self.constraints.weights().tolist()
@@ -351,7 +347,7 @@ class Trainer:
             "constraints": self.constraints.state_dict(),
             "best": self.best,
             "logged_sums": self._logged_sums,
-            "data": self.workload.data_identity(),
+            "data": self.workload.identity,
             "random": torch.get_rng_state(),
             "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
@@ -368,9 +364,9 @@ class Trainer:
             raise InputError(
                 f"{self.folder.checkpoint}: is at step {state['step']}, and the training has {self.workload.steps}"
             )
-        if state["data"] != self.workload.data_identity():
+        if state["data"] != self.workload.identity:
             raise InputError(
-                f"{self.settings.data.source}: the {self.task.subject} are not those that {self.folder.path} was "
+                f"{self.settings.data.source}: the {self.task.SAMPLES} are not those that {self.folder.path} was "
                 "trained on so far"
             )
         try:

@@ -1,10 +1,10 @@
-"""The primal optimizer, its schedule, and a step in which the host never waits for the device."""
+"""The constraints and the optimizer of a run, and a step in which the host never waits for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,9 +14,41 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
+from cdt_fast.constraints.presets import DEFAULTS
+from cdt_fast.training.settings import RunSettings
 
 LARGEST_GRADIENT_NORM = 1.0
 _PLACEMENT = ("foreach", "fused", "capturable")  # options of Adam that may differ between two machines of one run
+
+
+def build_constraints(
+    settings: RunSettings, num_constraints: int, largest_reference: float | None = None
+) -> DescentConstraints:
+    """Build the constraints that the settings describe, on the CPU.
+
+    A reference that is a number is at most `largest_reference`, the loss of a guess: above it the first layer could
+    raise the loss and keep its bound.
+
+    Raises:
+        InputError: the settings do not fit each other or the number of layers.
+    """
+    chosen, taps = settings.constraints, getattr(settings.model, "taps", None)
+    options = {name: getattr(chosen, name) for name in asdict(DEFAULTS) if hasattr(chosen, name)}
+    options |= {"objective": settings.objective, "coefficients": settings.coefficients}
+    if chosen.bounds is not None and taps is not None:  # by the positions of their depths among the taps
+        for depth in chosen.bounds:
+            if depth not in taps:
+                raise InputError(f"[constraints] bounds holds depth {depth}, which is not read: --taps are {taps}")
+        options["bounds"] = {taps.index(depth): value for depth, value in chosen.bounds.items()}
+    if largest_reference is not None and isinstance(chosen.reference, float):
+        options["reference"] = min(chosen.reference, largest_reference)
+    constraints = DescentConstraints(num_constraints, **options)
+    if settings.constrained and not chosen.warmup_epochs and constraints.needs_warmup:
+        raise InputError(
+            "[constraints] bounds holds a factor of the loss at the end of the warm-up, but warmup_epochs is 0: give "
+            "it a warm-up"
+        )
+    return constraints
 
 
 def build_optimizer(

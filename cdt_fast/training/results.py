@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -72,6 +73,11 @@ class Evaluation(Part):
     def finished(self) -> bool:
         """Whether the training had come to its end."""
         return self.trained_steps >= self.steps
+
+    @property
+    def kind(self) -> str:
+        """The network in a word."""
+        return Path(self.model).name
 
 
 def per_sample_statistics(losses: Tensor) -> dict[str, Any]:

@@ -94,9 +94,9 @@ class RunFolder:
                 folder.rmdir()
 
     def remove_leftovers(self) -> None:
-        """Remove the temporary files that a killed training left; only under the lock."""
-        for folder in (self.path, self.model, self.checkpoint.parent):
-            for leftover in folder.glob(".*.tmp*"):
+        """Remove the temporary files that a killed training left, under the lock; others may be of an evaluation."""
+        for pattern in (".*config-*.tmp*", ".metrics-*.tmp*", ".model-*.tmp*", "model/.*.tmp*", "checkpoint/.*.tmp*"):
+            for leftover in self.path.glob(pattern):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def read_metrics(self) -> list[dict[str, Any]]:

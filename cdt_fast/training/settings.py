@@ -5,6 +5,7 @@ The fields of a section, with their types, bounds and descriptions, define the T
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import types
@@ -31,6 +32,8 @@ NoiseLevels = NonNegative | list[NonNegative]  # one level, or LOW and HIGH of a
 # Beyond a million times the signal, squares leave float32.
 Levels = Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=1)]
 
+# The warm-up of a training without constraints: they only weigh the depths by the objective, and judge the result.
+_NEVER = 2**62
 SECTIONS = ("data", "model", "constraints", "training", "evaluation")
 # The settings that only earlier versions have, some of them of one task alone.
 GONE = (
@@ -210,10 +213,13 @@ class RunSettings(BaseModel):
         """The weights of the depths in the objective; None: ones."""
         return None
 
-    @property
-    def untrained_depth(self) -> str:
-        """Why depth 0 has nothing to train, in words; empty if it has."""
-        return ""
+    def steps_per_epoch(self, samples: int) -> int:
+        """Return the optimizer steps that see each of `samples` once; the last may see fewer than the others."""
+        return math.ceil(samples / (self.training.batch * self.training.accumulate))
+
+    def warmup_steps(self, samples: int) -> int:
+        """Return the optimizer steps with the constraints off: all, if the run has no constraints."""
+        return self.constraints.warmup_epochs * self.steps_per_epoch(samples) if self.constrained else _NEVER
 
     def check_noise(self) -> None:
         """Refuse noise levels that make no sense in their unit, or that the network cannot train at."""

@@ -45,6 +45,11 @@ class VideoEvaluation(Evaluation):
     baseline_ssim: dict[str, list[float]]
     depth_rmse: list[list[float]]
 
+    @property
+    def kind(self) -> str:
+        """As `Evaluation.kind`; networks of dictionaries by whether their layers share one."""
+        return self.model if self.model == "vit" else "tied" if self.tied else "untied"
+
 
 @torch.no_grad()
 def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings, sigma: float) -> list[float]:
@@ -59,8 +64,8 @@ def mean_depth_losses(model: Denoiser, windows: Windows, settings: VideoSettings
 
 
 @torch.no_grad()
-def evaluate(model: Denoiser, data: VideoData, settings: VideoSettings, progress: bool = True) -> dict[str, Any]:
-    """Return the entries of `VideoEvaluation` but for what `training.evaluation` adds, on the test windows."""
+def measure(model: Denoiser, data: VideoData, settings: VideoSettings, progress: bool = True) -> dict[str, Any]:
+    """Return the entries of `VideoEvaluation` but for what `training` adds, on the test windows."""
     gammas, device, depths = settings.evaluation.gammas, device_of(model), model.layers + 1
     rmse, alike = [], []  # a row a noise level: every depth (of SSIM only the last), then the baselines
     for gamma in progress_bar(gammas, desc="evaluate", unit="noise level", shown=progress):

@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cdt_fast.files import replaced_atomically
-from cdt_fast.training.figures import (
+from cdt_fast.training.report import (
     GRAY,
     add_legend,
     axes_of,
-    early_exits,
     mark_training,
     plot_runs,
     pyplot,
     set_log_scale,
 )
-from cdt_fast.training.task import Drawing, EvaluatedRun, Table
+from cdt_fast.training.task import EvaluatedRun, Table
 from cdt_fast.video.data import VideoData
+from cdt_fast.video.evaluation import VideoEvaluation
 from cdt_fast.video.networks import Denoiser, device_of, reconstructed
 from cdt_fast.video.noise import noisy_batches
 from cdt_fast.video.quality import dct3d_shifted_denoise, mean_psnr
@@ -31,20 +31,16 @@ from cdt_fast.video.settings import VideoSettings
 _SHOWN_GAMMA = 0.5  # beside the training's, the noise level of the frames that a report shows
 
 
-def drawings() -> list[Drawing]:
-    """Return all of them."""
-    return [
-        Drawing("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
-        Drawing("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
-        Drawing("frames.png", "A held-out frame: clean, noisy, by the shifted 3-D DCT and denoised", _frames),
-    ]
-
-
 def baseline_label(run: EvaluatedRun, name: str) -> str:
     """Name a baseline without weights that a run was measured beside."""
     data = run.settings.data
     shifted = f"3-D DCT {data.patch}x{data.patch}x{data.window}, shifted grids"
     return {"identity": "identity (the noisy frames)", "dct3d_shifted": shifted}.get(name, name)
+
+
+def nearest_level(values: VideoEvaluation) -> int:
+    """Return the index of the noise level next to the training's."""
+    return min(range(len(values.gamma)), key=lambda index: abs(values.gamma[index] - values.training_gamma))
 
 
 def level_sign(run: EvaluatedRun) -> str:
@@ -77,7 +73,7 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
     for name, values in reference.baseline_rmse.items():
         style = ":" if name == "identity" else "--"
         axis.plot(reference.gamma, values, linestyle=style, color=GRAY, label=baseline_label(runs[0], name))
-    plot_runs(axis, runs, "rmse", reference.gamma)
+    plot_runs(axis, runs, [run.evaluation.rmse for run in runs], reference.gamma)
     mark_training(axis, runs[0].settings.noise)
     axis.set(xlabel=f"noise level {level_sign(runs[0])}", ylabel="RMSE (0..255)")
     add_legend(axis)
@@ -85,10 +81,13 @@ def _rmse_over_noise(runs: Sequence[EvaluatedRun]) -> Any:
 
 
 def _early_exit(runs: Sequence[EvaluatedRun]) -> Any:
-    def add_identity(axis: Any, index: int) -> None:
-        axis.axhline(runs[0].evaluation.baseline_rmse["identity"][index], linestyle=":", color=GRAY, label="identity")
-
-    figure, axes = early_exits(runs, "depth_rmse", add_identity, level_sign(runs[0]))
+    """Draw what every depth reaches, at the noise level next to the training's and at the largest."""
+    reference = runs[0].evaluation
+    figure, axes = axes_of(columns=2, width=5.2, together=True)
+    for axis, index in zip(axes, (nearest_level(reference), len(reference.gamma) - 1), strict=True):
+        plot_runs(axis, runs, [run.evaluation.depth_rmse[index] for run in runs])
+        axis.axhline(reference.baseline_rmse["identity"][index], linestyle=":", color=GRAY, label="identity")
+        axis.set(title=f"{level_sign(runs[0])} = {reference.gamma[index]:g}", xlabel="layers run")
     set_log_scale(axes[0], "RMSE (0..255)")
     add_legend(axes[0], middle=1.1)
     return figure
@@ -112,6 +111,13 @@ def _frames(runs: Sequence[EvaluatedRun]) -> Any:
             axis.set_title(f"{title}{level}" + (f"\nRMSE {error:.1f}" if error else ""), fontsize="small", wrap=True)
             axis.axis("off")
     return figure
+
+
+PICTURES = [
+    ("rmse_over_noise.png", "RMSE over the noise level", _rmse_over_noise),
+    ("early_exit.png", "RMSE of an early exit after each depth", _early_exit),
+    ("frames.png", "A held-out frame: clean, noisy, by the shifted 3-D DCT and denoised", _frames),
+]
 
 
 @torch.no_grad()

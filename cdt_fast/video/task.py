@@ -1,8 +1,7 @@
-"""The task of denoising video: windows of frames as sequences of patches."""
+"""The task of denoising video: windows of frames as sequences of patches; see `training.task.Task`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,24 +10,45 @@ import torch
 from torch import Tensor, nn
 
 from cdt_fast.checks import InputError
-from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
 from cdt_fast.ops.common import explain
 from cdt_fast.ops.unrolled_layer import fused_unsupported_reason
 from cdt_fast.training.checkpoint import saved_step
 from cdt_fast.training.execution import to_device
-from cdt_fast.training.factory import build_constraints, check_trained_depths
+from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import Drawing, EvaluatedRun, Reading, Summary, Table, Task
+from cdt_fast.training.task import EvaluatedRun, Report
 from cdt_fast.video import figures
-from cdt_fast.video.comparison import as_table, compare_denoisers
 from cdt_fast.video.data import VideoData, load_video
-from cdt_fast.video.denoising import denoise_video
-from cdt_fast.video.evaluation import VideoEvaluation, evaluate, mean_depth_losses
+from cdt_fast.video.evaluation import VideoEvaluation, mean_depth_losses, measure
 from cdt_fast.video.networks import ReconstructionLosses, build_network, device_of, load_network, training_input
 from cdt_fast.video.noise import LEVELS, add_noise_by_window
 from cdt_fast.video.settings import VideoSettings
+
+Evaluation = VideoEvaluation
+SAMPLES = "windows"
+FIXED_SHAPES = True
+
+
+def load(settings: VideoSettings, progress: bool = True) -> VideoData:
+    settings.check()
+    _check_constraints(settings)
+    if settings.data.source is None:
+        raise InputError("SOURCE is missing: cdt-fast train video SOURCE")
+    chosen = {name: getattr(settings.data, name) for name in ("source", "window", "size")}
+    return load_video(**chosen, crops=settings.crops, progress=progress)
+
+
+def _check_constraints(settings: VideoSettings) -> None:
+    """Refuse constraints that do not fit the network, and a bound at depth 0 if nothing trains there."""
+    reason, chosen = settings.untrained_depth, settings.constraints
+    referred = chosen.reference_mode == "constraint" and chosen.reference is not None
+    for name, holds in (("reference_mode constraint", referred), ("bounds", 0 in (chosen.bounds or {}))):
+        if settings.constrained and reason and holds:
+            raise InputError(f"[constraints] {name} must not be of depth 0, {reason}: nothing trains there")
+    if settings.model.pretrained is None:
+        build_constraints(settings, build_network(settings).layers)
 
 
 class VideoWorkload:
@@ -51,6 +71,9 @@ class VideoWorkload:
         self.lr: float = settings.training.lr
         self.steps: int = settings.training.steps
         self.training_samples = len(data.train)
+        self.description = data.description
+        windows = [len(part) for part in (data.train, data.validation, data.test)]
+        self.identity: dict[str, Any] = {"windows": windows, "sigma": data.sigma}
         self._noise = torch.Generator(device)  # seeded anew for every window
 
     def losses(self, autocast: torch.dtype | None) -> nn.Module:
@@ -72,10 +95,6 @@ class VideoWorkload:
         with torch.autocast(device_of(self._denoiser).type, autocast, enabled=autocast is not None):
             return mean_depth_losses(self._denoiser, self._data.validation, self._settings, self._data.sigma)
 
-    def data_identity(self) -> dict[str, Any]:
-        windows = [len(part) for part in (self._data.train, self._data.validation, self._data.test)]
-        return {"windows": windows, "sigma": self._data.sigma}
-
     def save_model(self, folder: Path) -> None:
         self._denoiser.save_pretrained(folder, overwrite=True)
 
@@ -91,105 +110,44 @@ class VideoWorkload:
         return f"each layer composed of ops, not in one kernel ({reason})"
 
 
-class VideoTask(Task):
-    """See `training.task.Task`."""
+build = VideoWorkload
 
-    name, samples, subject, sample = "video", "windows", "frames", "sequence"
-    evaluation = VideoEvaluation
-    fixed_shapes = True
 
-    def check(self, settings: VideoSettings) -> None:
-        settings.check()
-        check_trained_depths(settings)
-        if settings.model.pretrained is None:
-            build_constraints(settings, build_network(settings).layers)
+def evaluate(folder: RunFolder, settings: VideoSettings, data: VideoData, progress: bool = True) -> dict[str, Any]:
+    model = load_network(folder.model, settings.training.device)
+    measured = measure(model, data, settings, progress)
+    figures.keep_frames(folder.frames, model, data, settings)
+    return measured
 
-    def load(self, settings: VideoSettings, progress: bool = True) -> VideoData:
-        settings.check()
-        if settings.data.source is None:
-            raise InputError("SOURCE is missing: cdt-fast train video SOURCE")
-        chosen = {name: getattr(settings.data, name) for name in ("source", "window", "size")}
-        return load_video(**chosen, crops=settings.crops, progress=progress)
 
-    def describe(self, settings: VideoSettings, data: VideoData) -> str:
-        return data.description
-
-    def build(self, settings: VideoSettings, data: VideoData, device: torch.device) -> VideoWorkload:
-        return VideoWorkload(settings, data, device)
-
-    def evaluate(
-        self,
-        folder: RunFolder,
-        settings: VideoSettings,
-        data: VideoData,
-        constraints: DescentConstraints,
-        progress: bool = True,
-    ) -> dict[str, Any]:
-        model = load_network(folder.model, settings.training.device)
-        measured = evaluate(model, data, settings, progress)
-        figures.keep_frames(folder.frames, model, data, settings)
-        return measured
-
-    def kind(self, run: EvaluatedRun) -> str:
-        if run.settings.model.model == "vit":
-            return "vit"
-        return "tied" if run.evaluation.tied else "untied"
-
-    def comparable(self, run: EvaluatedRun) -> dict[str, Any]:
+def report(runs: Sequence[EvaluatedRun]) -> Report:
+    values, settings = runs[0].evaluation, cast("VideoSettings", runs[0].settings)
+    index = figures.nearest_level(values)
+    references = {
+        "the input" if name == "identity" else figures.baseline_label(runs[0], name): rmse[index]
+        for name, rmse in values.baseline_rmse.items()
+    }
+    unit = "gray levels" if settings.crops else f"γ, times σ = {values.sigma:.4f}"
+    losses = " in units of the noise's variance" if settings.crops else " with values in [0, 1]"
+    return Report(
+        conditions=f"Test windows: {len(values.test_windows)} of {settings.data.window} frames, none of them seen in "
+        f"training; training noise {settings.shown_noise} ({unit}). RMSE on 0..255 over all pixels of a noise level, "
+        f"then the plain mean over the levels. Losses: squared error summed over the pixels of a patch{losses}.",
+        sample="sequence",
         # The loss of a depth is a sum over a patch, and the baselines cut patches too.
-        shape = {name: getattr(run.settings.data, name) for name in ("frames", "size", "window", "patch")}
-        return {**shape, **{name: getattr(run.evaluation, name) for name in ("sigma", "test_windows")}}
-
-    def conditions(self, run: EvaluatedRun) -> str:
-        values, settings = run.evaluation, cast("VideoSettings", run.settings)
-        unit = "gray levels" if settings.crops else f"γ, times σ = {values.sigma:.4f}"
-        losses = " in units of the noise's variance" if settings.crops else " with values in [0, 1]"
-        return (
-            f"Test windows: {len(values.test_windows)} of {run.settings.data.window} frames, none of them "
-            f"seen in training; training noise {settings.shown_noise} ({unit}). RMSE on 0..255 over all pixels of a "
-            f"noise level, then the plain mean over the levels. Losses: squared error summed over the pixels of a "
-            f"patch{losses}."
-        )
-
-    def reading(self, run: EvaluatedRun) -> Reading:
-        values = run.evaluation
-        index = min(range(len(values.gamma)), key=lambda index: abs(values.gamma[index] - values.training_gamma))
-        references = {
-            "the input" if name == "identity" else figures.baseline_label(run, name): rmse[index]
-            for name, rmse in values.baseline_rmse.items()
-        }
-        measure = f"RMSE at {figures.level_sign(run)} {values.gamma[index]:g}"
-        return Reading(measure, values.depth_rmse[index], references)
-
-    def tables(self, runs: Sequence[EvaluatedRun]) -> list[Table]:
-        return figures.tables(runs)
-
-    def summaries(self, runs: Sequence[EvaluatedRun]) -> list[Summary]:
-        gammas, sign = runs[0].evaluation.gamma, figures.level_sign(runs[0])
-        return [
-            Summary("mean RMSE", lambda run: run.evaluation.mean_rmse),
-            Summary(f"RMSE, {sign} {gammas[0]:g}", lambda run: run.evaluation.rmse[0]),
-            Summary(f"RMSE, {sign} {gammas[-1]:g}", lambda run: run.evaluation.rmse[-1]),
-        ]
-
-    def drawings(self) -> list[Drawing]:
-        return figures.drawings()
-
-    def beside_others(
-        self, folder: RunFolder, settings: VideoSettings, sources: Sequence[str]
-    ) -> tuple[Table, list[dict[str, Any]]]:
-        found = compare_denoisers(load_network(folder.model, settings.training.device), settings, sources)
-        return as_table(found), [each._asdict() for each in found]
-
-    def denoise(
-        self, folder: RunFolder, settings: VideoSettings, source: str, target: str | os.PathLike[str], **options: Any
-    ) -> dict[str, Any]:
-        model, doubts = load_network(folder.model, settings.training.device), _doubts(folder, settings)
-        caution = f"{folder.path}: {doubts}" if doubts else ""
-        return denoise_video(model, settings, source, target, caution=caution, **options)
+        must_agree={
+            **{name: getattr(settings.data, name) for name in ("frames", "size", "window", "patch")},
+            **{name: getattr(values, name) for name in ("sigma", "test_windows")},
+        },
+        measure=f"RMSE at {figures.level_sign(runs[0])} {values.gamma[index]:g}",
+        depths=values.depth_rmse[index],
+        references=references,
+        tables=figures.tables(runs),
+        pictures=figures.PICTURES,
+    )
 
 
-def _doubts(folder: RunFolder, settings: VideoSettings) -> str:
+def doubts(folder: RunFolder, settings: VideoSettings) -> str:
     """Say what speaks against the model of a run; nothing where its evaluation calls it a success."""
     evaluation = read_json(folder.evaluation, VideoEvaluation) if folder.evaluation.exists() else None
     evaluated, steps = 0 if evaluation is None else evaluation.trained_steps, settings.training.steps

@@ -12,7 +12,7 @@ import pytest
 
 from cdt_fast.cli.parser import build_parser
 from cdt_fast.files import read_json
-from cdt_fast.training import figures
+from cdt_fast.training import report
 from cdt_fast.training.loop import Trainer
 from tests.tiny import words_of_command
 from tests.tiny_text import (
@@ -49,7 +49,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture
 def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the pictures where a test is about something else."""
-    monkeypatch.setattr(figures, "write_figures", lambda *_: [])
+    monkeypatch.setattr(report, "write_pictures", lambda *_: [])
 
 
 def train_two(call: Call, task: str, source: Path, words: list[str], folder: Path) -> list[Path]:

@@ -240,7 +240,7 @@ def test_instructions_in_alpaca_s_form(tmp_path: Path) -> None:
     splits = load("lm", write(tmp_path / "alpaca.json", json.dumps(entries)), validation=0.1, test=0.1)
     every = sorted([*splits.train, *splits.validation, *splits.test])
     assert every == [Instruction("Add.", "1 and 2", "3 <br />"), ("Sing.", "", "La"), ("Wait.", "", "Ok.")]
-    assert TASKS["lm"].load().describe(TASKS["lm"].settings(), splits).endswith("; 1 without an answer dropped")
+    assert splits.num_dropped == 1
     assert every[0].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
     assert every[1].prompt.endswith("### Instruction:\nSing.\n\n### Response:\n")
     assert "Input" not in every[1].prompt

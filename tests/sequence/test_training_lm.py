@@ -174,6 +174,7 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     entries = json.loads(source.read_text())
     for entry in entries[::2]:
         entry["instruction"] += " please" * 40
+    entries.append({"instruction": "Say nothing.", "output": ""})
     source.write_text(json.dumps(entries))
     config = settings_for(source, steps=1)
     data = load_data(config)
@@ -181,6 +182,7 @@ def test_long_sequences_are_cut_and_those_without_an_answer_left_out(source: Pat
     trainer = new_trainer(run, config)
     short = [entry for entry in data.train if "please" not in entry.instruction]
     assert trainer.workload.training_samples == len(short) < len(data.train)
+    assert trainer.workload.description.endswith("; 1 without an answer dropped")
     assert trainer.workload.note is not None
     assert f"within --max-tokens: {len(data.train) - len(short)} of {len(data.train)}" in trainer.workload.note
     inputs, targets, _ = trainer._batch([(0, 0), (1, 1)])

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import DynamoBackend
 
 from cdt_fast.checks import InputError
-from cdt_fast.tasks import TASKS
+from cdt_fast.tasks import TASKS, task_of
 from cdt_fast.training.execution import Execution, resolve_execution
 from cdt_fast.video import task as video_task
 from cdt_fast.video.settings import VideoSettings
@@ -34,7 +34,8 @@ def resolved(
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend[compiled]))
     given: dict[str, Any] = {"num_processes": 1, "mixed_precision": "no", "state": state, **launched}
     accelerator: Any = SimpleNamespace(device=torch.device(device), **given)
-    return resolve_execution(settings or TASKS[task].settings(), accelerator, TASKS[task].load())
+    settings = settings or TASKS[task].settings()
+    return resolve_execution(settings, accelerator, task_of(settings))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from cdt_fast.checks import InputError
 from cdt_fast.training.checkpoint import load_checkpoint
 from cdt_fast.training.loop import Interrupted, Trainer
 from cdt_fast.training.run_folder import RunFolder
+from cdt_fast.video import task as video_task
 from cdt_fast.video.settings import VideoSettings
-from cdt_fast.video.task import VideoTask
 from tests.runs import train
 from tests.tiny import tiny_arguments
 from tests.training.training_cases import Killed, around, signal_after, train_until_killed
@@ -187,7 +187,7 @@ def test_a_signal_before_the_first_step_leaves_no_run(
     number: signal.Signals,
     status: int,
 ) -> None:
-    monkeypatch.setattr(VideoTask, "load", lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr(video_task, "load", lambda *_: signal.raise_signal(number))
     answer = call("train", "video", clip, "--out", tmp_path / "run", *tiny_arguments())
     assert (answer.status, answer.err) == (status, f"cdt-fast: stopped by {number.name}\n")
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,6 @@ from cdt_fast.files import read_json, write_json
 from cdt_fast.tables import as_markdown, as_text
 from cdt_fast.tasks import open_evaluated
 from cdt_fast.training import report
-from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import EvaluatedRun
-from cdt_fast.video.settings import VideoSettings
-from tests.runs import task_of
 
 Call = Callable[..., Any]
 
@@ -112,21 +107,3 @@ def test_the_verdict_table_shows_held_out_ratios_and_blanks_where_none_is_known(
 def test_a_table_is_aligned() -> None:
     assert as_text([["a", "bb"], ["ccc", "d"]]) == "a    bb\n---  --\nccc   d"
     assert as_markdown([["a", "bb"], ["ccc", "d"]]) == "| a | bb |\n|---|---:|\n| ccc | d |"
-
-
-def test_runs_that_differ_in_the_seed_alone_are_summed_up_together() -> None:
-    def run(seed: int, mean: float, feasible: bool, ratios: list[float | None], **model: Any) -> EvaluatedRun:
-        config = VideoSettings()
-        config.use_preset("paper-dust")
-        config.update("training", {"seed": seed})
-        config.update("model", model)
-        measured = {"gamma": [0.1, 1.0], "rmse": [mean, 2 * mean], "mean_rmse": mean, "layer_loss": [4.0, mean / 10]}
-        kind = {"layer_ratio": ratios, "feasible": feasible, "constrained": True, "tied": False}
-        return EvaluatedRun(RunFolder(Path("run")), config, task_of(config), SimpleNamespace(**measured, **kind))
-
-    runs = [run(0, 4.0, True, [0.5, 0.7]), run(1, 6.0, False, [1.1, None]), run(0, 9.0, True, [0.5, 0.6], layers=3)]
-    head, row = report.seed_table(runs)
-    assert head[3:5] == ["RMSE, γ 0.1", "RMSE, γ 1"]
-    numbers = ["5 (4..6)", "5 (4..6)", "10 (8..12)", "0.5 (0.4..0.6)", "0.9 (0.7..1.1)"]
-    assert row == ["constrained, chain, untied", "2", *numbers, "1 of 2"]
-    assert report.seed_table(runs[1:]) == []

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cdt_fast.checks import InputError
+from cdt_fast.tasks import open_run
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import open_run
 
 
 def test_a_folder_in_use_or_without_a_trained_run_is_refused(tmp_path: Path) -> None:
@@ -46,10 +46,11 @@ def test_only_a_run_without_results_is_removed(tmp_path: Path) -> None:
         assert not run.path.exists()
 
 
-def test_only_leftovers_are_removed(tmp_path: Path) -> None:
+def test_only_leftovers_of_a_training_are_removed(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", VideoSettings())
+    (run.path / ".evaluation-x.tmp.json").touch()  # another process may be writing it
     before = sorted(run.path.rglob("*"))
-    for name in (".note-x.tmp", ".model-x.tmp/config.json", "model/.model-x.tmp.safetensors"):
+    for name in (".metrics-x.tmp.jsonl", ".model-x.tmp/config.json", "model/.model-x.tmp.safetensors"):
         (run.path / name).parent.mkdir(exist_ok=True)
         (run.path / name).touch()
     run.remove_leftovers()

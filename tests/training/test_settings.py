@@ -8,11 +8,10 @@ import pytest
 from cdt_fast.checks import InputError
 from cdt_fast.constraints.constraints import DescentConstraints
 from cdt_fast.constraints.presets import PAPER_ROWS, PRESETS, options_of
-from cdt_fast.tasks import TASKS
-from cdt_fast.training.factory import build_constraints
+from cdt_fast.tasks import TASKS, task_of
+from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.training.settings import SECTIONS
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import task_of
 
 
 def test_settings_come_back_from_toml(tmp_path: Path) -> None:
@@ -138,7 +137,7 @@ def test_settings_that_do_not_fit_are_refused_before_any_data_are_read(
     def use() -> None:
         config = TASKS[task].settings.chosen(given, preset)
         config.data.source = "no such source"
-        task_of(config).check(config)
+        task_of(config).load(config)
 
     with pytest.raises(InputError) as caught:
         use()

@@ -11,7 +11,7 @@ import pytest
 
 from cdt_fast.training.evaluation import plain_run, verdict
 from cdt_fast.training.run_folder import RunFolder
-from cdt_fast.training.task import EvaluatedRun, Reading
+from cdt_fast.training.task import EvaluatedRun, Report
 from cdt_fast.video.settings import VideoSettings
 from tests.runs import evaluate_run, trained
 
@@ -43,7 +43,8 @@ def run_of(
         **dict(zip(("kept_step", "warmup_steps", "trained_steps"), steps, strict=True)),
         **dict(zip(("untrained_loss", "kept_loss", "final_loss"), validated, strict=True)),
     )
-    task: Any = SimpleNamespace(reading=lambda run: Reading("RMSE at γ 0.15", depths, INPUT, margins, "40 texts"))
+    own = Report("", "text", {}, "RMSE at γ 0.15", depths, INPUT, margins, "40 texts")
+    task: Any = SimpleNamespace(report=lambda runs: own)
     return EvaluatedRun(RunFolder(Path("mine" if constrained else "plain")), settings, task, evaluation)
 
 

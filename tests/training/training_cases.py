@@ -17,11 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cdt_fast.tasks import task_of
 from cdt_fast.training.loop import Trainer
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.training.settings import RunSettings
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import load_data, task_of, train
+from tests.runs import load_data, train
 
 
 class Killed(BaseException):

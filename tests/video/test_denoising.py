@@ -17,6 +17,7 @@ import torch
 from cdt_fast.checks import InputError
 from cdt_fast.files import read_json, try_lock, write_json
 from cdt_fast.models import DUST
+from cdt_fast.tasks import open_run
 from cdt_fast.training.checkpoint import load_checkpoint, save_checkpoint
 from cdt_fast.training.run_folder import RunFolder
 from cdt_fast.video import writing
@@ -25,7 +26,6 @@ from cdt_fast.video.denoising import Denoising, denoise_video
 from cdt_fast.video.networks import build_network
 from cdt_fast.video.settings import VideoSettings
 from cdt_fast.video.writing import CONTAINERS
-from tests.runs import open_run
 from tests.tiny import scrolling_clip
 from tests.video.clips import colored, encode
 

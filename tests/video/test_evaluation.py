@@ -14,11 +14,12 @@ from torch import Tensor
 
 from cdt_fast.files import read_json
 from cdt_fast.models import DUST
+from cdt_fast.tasks import open_run
 from cdt_fast.training.evaluation import judged
-from cdt_fast.training.factory import build_constraints
+from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.video.data import VideoData, Windows, from_patches, to_patches
 from cdt_fast.video.data.windows import DecodedClip, Part
-from cdt_fast.video.evaluation import evaluate, mean_depth_losses
+from cdt_fast.video.evaluation import mean_depth_losses, measure
 from cdt_fast.video.figures import keep_frames
 from cdt_fast.video.networks import build_network, reconstructed
 from cdt_fast.video.noise import noisy_batches
@@ -29,7 +30,7 @@ from cdt_fast.video.quality import (
     orthonormal_dct,
 )
 from cdt_fast.video.settings import VideoSettings
-from tests.runs import evaluate_run, load_data, open_run
+from tests.runs import evaluate_run, load_data
 from tests.tiny import scrolling_clip
 
 
@@ -44,7 +45,7 @@ def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluated(model: DUST, config: VideoSettings) -> dict[str, Any]:
     data = load_data(config)
     constraints = build_constraints(config, model.layers)
-    return judged(evaluate(model, data, config, progress=False), config, constraints)
+    return judged(measure(model, data, config, progress=False), config, constraints)
 
 
 def test_the_frames_that_a_report_shows_have_detail_and_are_what_is_measured(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import torch
 from cdt_fast.checks import InputError
 from cdt_fast.models import DUST
 from cdt_fast.models.dictionary import tight_cosines
-from cdt_fast.training.factory import build_constraints
+from cdt_fast.training.optimizer import build_constraints
 from cdt_fast.video import networks
 from cdt_fast.video.data import from_patches, to_patches
 from cdt_fast.video.networks import ReconstructionLosses, build_network, reconstructed, tokens_of
 from cdt_fast.video.quality import continued
 from cdt_fast.video.settings import VideoSettings
-from cdt_fast.video.task import VideoTask
+from cdt_fast.video.task import load
 
 
 def denoised_frames(
@@ -111,7 +111,7 @@ def test_a_network_that_cannot_work_on_crops_is_refused(section: str, name: str,
     settings = VideoSettings()
     settings.set(section, name, value)
     with pytest.raises(InputError, match=words):
-        VideoTask().check(settings)
+        load(settings)
 
 
 def test_depth_0_is_no_exit_of_the_denoiser() -> None:

@@ -17,6 +17,7 @@ from PIL import Image, ImageCms
 from cdt_fast.cli import commands
 from cdt_fast.listing import natural_key
 from cdt_fast.models import DUST
+from cdt_fast.video import denoising, networks, task
 from cdt_fast.video.data import find_clips, load_video, open_source
 from cdt_fast.video.data.pictures import naming_signs
 from cdt_fast.video.denoising import denoise_video
@@ -293,7 +294,9 @@ def test_a_gap_is_said_by_training_and_denoising(tmp_path, write_folder):
 def test_names_in_the_notes_of_denoising_do_not_steer_the_terminal(monkeypatch, capsys):
     written = {"notes": ["\x1b[2J.png"], "sigma": None, "frame_rate": 25.0, "depth": 1, "layers": 1}
     written |= {"frames": 2, "width": 8, "height": 8}
-    entry = MagicMock(**{"load.return_value.denoise.return_value": written})
-    monkeypatch.setattr(commands.tasks, "open_run", lambda _: (None, None, entry))
+    monkeypatch.setattr(commands.tasks, "open_run", lambda _: (MagicMock(), VideoSettings()))
+    monkeypatch.setattr(networks, "load_network", lambda *_: None)
+    monkeypatch.setattr(task, "doubts", lambda *_: "")
+    monkeypatch.setattr(denoising, "denoise_video", lambda *_, **__: written)
     commands.denoise(MagicMock(target="out.mp4", json=None))
     assert capsys.readouterr().err == "cdt-fast: note: \\x1b[2J.png\n"
